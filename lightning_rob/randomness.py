@@ -1,0 +1,103 @@
+"""Randomness as an argument: a generator for a batch, or one stream for each of its images."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _signed(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _mix(z: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), on int64 as if unsigned."""
+    z = (z ^ ((z >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ ((z >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
+    return z ^ ((z >> 31) & (2**33 - 1))
+
+
+def fold(*keys: int) -> int:
+    """Mix integers (a seed, an epoch, an image's index …) into one seed of 63 bits."""
+    state = torch.zeros((), dtype=torch.int64)
+    for key in keys:
+        state = _mix(state + _signed(GOLDEN)) ^ _mix(torch.tensor(_signed(key), dtype=torch.int64))
+    return int(_mix(state)) & (2**63 - 1)
+
+
+class Streams:
+    """One counter-based random stream per image: a draw never depends on batch or rank.
+
+    Args:
+        keys: [B] int64, one key per image.
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+        self.drawn = 0
+
+    @classmethod
+    def keyed(cls, index: Tensor, *keys: int) -> "Streams":
+        """Streams for the images with these indices, in the world named by the other keys.
+
+        Args:
+            index: [B] the images' indices in their data set.
+            *keys: whatever else tells this noise from other noise: a seed, an epoch, a repeat.
+        """
+        return cls(_mix(_mix(index.to(torch.int64)) ^ fold(*keys)))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, chosen: Tensor) -> "Streams":
+        """The streams of some of the images, as they stand now.
+
+        Args:
+            chosen: [B] mask, or indices into the batch.
+        """
+        part = Streams(self.keys[chosen])
+        part.drawn = self.drawn
+        return part
+
+    def uniform(self, shape: Sequence[int]) -> Tensor:
+        """[B, *shape] float32 in [0, 1)."""
+        count = math.prod(shape)
+        steps = torch.arange(self.drawn + 1, self.drawn + count + 1, device=self.keys.device)
+        self.drawn += count
+        bits = _mix(self.keys[:, None] + steps * _signed(GOLDEN))
+        unit = ((bits >> 40) & (2**24 - 1)).to(torch.float32) * 2.0**-24
+        return unit.reshape(len(self), *shape)
+
+
+Generator = torch.Generator | Streams | None
+
+
+def uniform(x: Tensor, *shape: int, generator: Generator = None) -> Tensor:
+    """Uniform numbers for each image of a batch.
+
+    Args:
+        x: [B, …] the batch: gives length, device and dtype.
+        *shape: the numbers wanted for each image.
+        generator: a `torch.Generator`, `Streams` of B images, or None for torch's global stream.
+
+    Returns:
+        [B, *shape] in [0, 1), of x's dtype.
+
+    Raises:
+        ValueError: the streams are not as many as the images.
+    """
+    if isinstance(generator, Streams):
+        if len(generator) != len(x):
+            raise ValueError(f"{len(generator)} random streams for {len(x)} images")
+        return generator.uniform(shape).to(x)
+    device = x.device if generator is None else generator.device
+    return torch.rand((len(x), *shape), generator=generator, dtype=x.dtype, device=device).to(x)
+
+
+def normal(x: Tensor, *shape: int, generator: Generator = None) -> Tensor:
+    """Standard normal numbers for each image of a batch (Box and Muller 1958); see `uniform`."""
+    u = uniform(x, 2, *shape, generator=generator)
+    return (-2 * torch.log1p(-u[:, 0])).sqrt() * torch.cos(2 * math.pi * u[:, 1])
