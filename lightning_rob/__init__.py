@@ -1,0 +1,26 @@
+"""Train adversarially robust ensembles and tell the truth about them, every epoch."""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+__version__ = version("lightning-rob")
+
+_HOMES = {
+    "threat": ["Threat"],
+    "defenses": ["Defense", "Ensemble", "Mixture", "Single"],
+    "attacks": ["ARC", "PGD", "Attack", "arc_linear", "attacking"],
+    "metrics": ["RobustAccuracy"],
+    "modules": ["BAT", "IAT", "AdversarialTraining", "RobustModule"],
+    "callbacks": ["RobustEval"],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    """Import a noun when it is first asked for: the command line answers before torch loads."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)

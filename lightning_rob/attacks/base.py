@@ -1,0 +1,92 @@
+"""What all attacks share: they are functions of tensors that leave nothing behind."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rob.defenses import Defense
+from lightning_rob.randomness import Generator
+from lightning_rob.threat import Threat
+
+
+@contextmanager
+def attacking(defense: nn.Module) -> Iterator[None]:
+    """Eval mode, gradients for images and none for weights; all as before afterwards.
+
+    Modes and `requires_grad` are restored module by module and weight by weight, so frozen parts
+    stay frozen. Works inside `torch.inference_mode` and inside autocast, whose cache of cast
+    weights is left alone: a copy made here would have no gradient for the training step.
+    """
+    modes = [(module, module.training) for module in defense.modules()]
+    grads = [(weight, weight.requires_grad) for weight in defense.parameters()]
+    defense.eval()
+    try:
+        for weight, _ in grads:
+            weight.requires_grad_(False)
+        with torch.inference_mode(False), torch.enable_grad(), _uncached_autocast():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for weight, grad in grads:
+            weight.requires_grad_(grad)
+
+
+@contextmanager
+def _uncached_autocast() -> Iterator[None]:
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def check_images(x: Tensor, bounds: tuple[float, float]) -> None:
+    """Raise ValueError unless x is a floating [B, …] batch of finite images within the bounds."""
+    if not x.is_floating_point():
+        raise ValueError(f"images must be floating point in {list(bounds)}, got {x.dtype}")
+    if x.dim() < 2:
+        raise ValueError(f"images must be a batch [B, …], got shape {list(x.shape)}")
+    if not len(x):
+        return
+    low, high = float(x.min()), float(x.max())
+    if not (bounds[0] - 1e-4 <= low and high <= bounds[1] + 1e-4):
+        raise ValueError(f"images must lie in {list(bounds)}, got values in [{low:.4g}, {high:.4g}]")
+
+
+class Attack(ABC):
+    """A search for images that a defense gets wrong. Subclasses are frozen dataclasses."""
+
+    threat: Threat
+
+    def __call__(
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator = None
+    ) -> Tensor:
+        """Perturb a batch of images.
+
+        Args:
+            defense: what is attacked; its modes, weights and gradients are left as they are.
+            x: [B, C, H, W] images within the threat's bounds.
+            y: [B] their true labels.
+            generator: where random starts and the defense's draws come from.
+
+        Returns:
+            [B, C, H, W] images within the threat's ball and bounds, detached.
+
+        Raises:
+            ValueError: images or labels out of range.
+        """
+        check_images(x, self.threat.bounds)
+        if y.shape != x.shape[:1]:
+            raise ValueError(f"{len(x)} images need labels [{len(x)}], got {list(y.shape)}")
+        with attacking(defense):
+            x, y = x.detach().clone(), y.clone()
+            return self.perturb(defense, x, y, generator).detach() if len(x) else x
+
+    @abstractmethod
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """The attack itself, called inside `attacking`; same shapes as `__call__`."""

@@ -1,0 +1,126 @@
+"""Projected gradient ascent, one loop for all its names."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks.base import Attack
+from lightning_rob.defenses import Defense
+from lightning_rob.objectives import Objective, check_labels, expected_ce
+from lightning_rob.randomness import Generator
+from lightning_rob.threat import Threat, pixels
+
+
+@dataclass(frozen=True)
+class PGD(Attack):
+    """Projected gradient ascent on any objective (Madry et al. 2018).
+
+    FGSM is one step of size eps without random start, BIM is PGD without random start, adaptive
+    PGD and EoT are the default objective on an ensemble or a random defense, MI-FGSM is
+    `dampings=[0.9]`, AggMo (Lucas et al. 2019) is `dampings=[0, 0.9, 0.99]`.
+
+    Args:
+        threat: the ball and the bounds.
+        steps: number of gradient steps.
+        step_size: length of a step in pixel units, images span [0, 1].
+        objective: what is climbed, one of `lightning_rob.objectives`.
+        draws: how often a random defense is drawn per step; None draws once.
+        restarts: runs from fresh random starts; the best by the objective is kept per image.
+        random_start: start from a random point of the ball instead of the image.
+        keep_best: keep each image's best iterate (the image itself included), not the last one.
+        dampings: one velocity per number, v <- damping * v + steepest(gradient); the step is the
+            mean of their steepest directions (RT paper, Algorithm 1, as its authors run it).
+        backward: a context such as SGM or LinBP, entered with the defense.
+
+    Raises:
+        ValueError: a count below 1, a step size that is not positive, a damping outside [0, 1).
+    """
+
+    threat: Threat
+    steps: int
+    step_size: float
+    objective: Objective = expected_ce
+    draws: int | None = None
+    restarts: int = 1
+    random_start: bool = True
+    keep_best: bool = False
+    dampings: tuple[float, ...] = (0.0,)
+    backward: Callable[[Defense], AbstractContextManager[None]] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "step_size", pixels(self.step_size))
+        object.__setattr__(self, "dampings", tuple(self.dampings))
+        counts = {"steps": self.steps, "restarts": self.restarts, "draws": self.draws or 1}
+        for name, count in counts.items():
+            if count < 1 or self.draws == 0:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        if not self.step_size > 0:
+            raise ValueError(f"step_size must be positive, got {self.step_size}")
+        if not self.dampings or not all(0 <= d < 1 for d in self.dampings):
+            raise ValueError(f"dampings must be numbers in [0, 1), got {self.dampings}")
+        if self.restarts > 1 and not self.random_start:
+            raise ValueError(f"{self.restarts} restarts without random_start are one and the same")
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        with self.backward(defense) if self.backward else nullcontext():
+            best, value = self._run(defense, x, y, generator)
+            for _ in range(self.restarts - 1):
+                again, other = self._run(defense, x, y, generator)
+                best, value = _better(best, value, again, other)
+        return best
+
+    def _run(
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator
+    ) -> tuple[Tensor, Tensor]:
+        """The images of one run [B, …] and their objective [B], where anybody asks for it."""
+        x_adv = self.threat.start(x, generator) if self.random_start else x
+        best, value = x, x.new_full((len(x),), -torch.inf)
+        if self.keep_best and self.random_start:
+            value = self._value(defense, x, y, generator)
+        velocities = [torch.zeros_like(x) for _ in self.dampings]
+        for step in range(self.steps):
+            x_adv = x_adv.detach().requires_grad_()
+            height = self._height(defense, x_adv, y, generator, check=step == 0)
+            (gradient,) = torch.autograd.grad(height.sum(), x_adv)
+            x_adv = x_adv.detach()
+            if self.keep_best:
+                best, value = _better(best, value, x_adv, height.detach())
+            velocities = self._accelerate(velocities, gradient)
+            x_adv = self.threat.project(x_adv + self.step_size * self._direction(velocities), x)
+        if self.keep_best or self.restarts > 1:
+            last = self._value(defense, x_adv, y, generator)
+            return _better(best, value, x_adv, last) if self.keep_best else (x_adv, last)
+        return x_adv, value
+
+    def _accelerate(self, velocities: list[Tensor], gradient: Tensor) -> list[Tensor]:
+        if self.dampings == (0.0,):
+            return [gradient]
+        g = self.threat.steepest(gradient)
+        return [d * v + g for d, v in zip(self.dampings, velocities, strict=True)]
+
+    def _direction(self, velocities: list[Tensor]) -> Tensor:
+        return torch.stack([self.threat.steepest(v) for v in velocities]).mean(0)
+
+    def _height(
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
+    ) -> Tensor:
+        draws = [defense.logits(x, generator) for _ in range(self.draws or 1)]
+        if check:
+            check_labels(y, draws[0].shape[-1])
+        weights = defense.weights.repeat(len(draws)) / len(draws)
+        logits = torch.cat(draws)
+        return self.objective(logits.float() if logits.itemsize < 4 else logits, weights, y)
+
+    @torch.no_grad()
+    def _value(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        return self._height(defense, x, y, generator)
+
+
+def _better(a: Tensor, value_a: Tensor, b: Tensor, value_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Per image, whichever of two has the larger objective; the first one on ties."""
+    wins = value_b > value_a
+    return torch.where(wins.view(-1, *[1] * (a.dim() - 1)), b, a), torch.where(wins, value_b, value_a)

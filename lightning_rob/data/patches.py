@@ -1,0 +1,119 @@
+"""Patches10: which of ten photographs is this a crop of? A colour task without a download."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lightning_rob.data.image_data import ImageData, at_least
+from lightning_rob.data.samples import Pixels
+from lightning_rob.data.wheels import inside
+
+CELL = 96
+CROP = 64
+KINDS = {"train": (0, 2), "val": (1,), "test": (3,)}  # (row + column) % 4 of a cell
+PHOTOS = {
+    "astronaut": ("skimage", "data/astronaut.png"),  # public domain, NASA
+    "cat": ("skimage", "data/chelsea.png"),  # CC0, Stefan van der Walt
+    "coffee": ("skimage", "data/coffee.png"),  # CC0, Rachel Michetti
+    "galaxies": ("skimage", "data/hubble_deep_field.jpg"),  # public domain, NASA
+    "tissue": ("skimage", "data/ihc.png"),  # no known restrictions, CMMI
+    "motorcycle": (
+        "skimage",
+        "data/motorcycle_left.png",
+    ),  # Middlebury 2014 stereo, no licence stated
+    "retina": ("skimage", "data/retina.jpg"),  # CC0, Mikael Häggström
+    "rocket": ("skimage", "data/rocket.jpg"),  # public domain, SpaceX
+    "china": ("sklearn", "datasets/images/china.jpg"),  # CC BY 2.0, danielbuechele
+    "flower": ("sklearn", "datasets/images/flower.jpg"),  # CC BY 2.0, vultilion
+}
+
+
+@cache
+def _photo(name: str) -> Tensor:
+    """[3,H,W] uint8."""
+    with Image.open(inside(*PHOTOS[name])) as image:
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+def cells(height: int, width: int, kind: str) -> Tensor:
+    """The upper left corners, [N,2], of an image's cells of a kind.
+
+    A checkerboard's black cells are for training, its white ones by turns for validation and test.
+    """
+    grid = torch.cartesian_prod(torch.arange(height // CELL), torch.arange(width // CELL))
+    wanted = torch.tensor(KINDS[kind])
+    return grid[torch.isin(grid.sum(1) % 4, wanted)] * CELL
+
+
+def crops(photo: Tensor, kind: str, count: int, generator: torch.Generator) -> Tensor:
+    """Random crops, each from within one cell, at half their size.
+
+    Args:
+        photo: [3,H,W] uint8.
+        kind: train, val or test: whose cells.
+        count: how many.
+        generator: gives cell and place.
+
+    Returns:
+        [count,3,32,32] uint8.
+    """
+    corners = cells(photo.shape[1], photo.shape[2], kind)
+    cell = corners[torch.randint(len(corners), (count,), generator=generator)]
+    place = cell + torch.randint(CELL - CROP + 1, (count, 2), generator=generator)
+    rows, columns = (place[..., None] + torch.arange(CROP)).unbind(1)
+    cut = photo[:, rows[:, :, None], columns[:, None, :]].transpose(0, 1).float()
+    return torch.nn.functional.avg_pool2d(cut, 2).round().to(torch.uint8)
+
+
+class Patches10(ImageData):
+    """Crops of ten photographs in the scikit-image and scikit-learn packages: which one is it?
+
+    Training, validation and test crops come from cells of their own: no pixel is in two of them.
+    Figures on them are comparable with no other data set's.
+
+    Args:
+        train_size: training images.
+        test_size: test images.
+        val_size: validation images, which come on top of the training images.
+        **options: see `ImageData`; the crops go by `split_seed`.
+    """
+
+    classes = 10
+    channels = 3
+    size = 32
+    mean = (0.481, 0.372, 0.326)
+    std = (0.319, 0.256, 0.261)
+
+    def __init__(
+        self, train_size: int = 5000, test_size: int = 1000, val_size: int = 500, **options: Any
+    ) -> None:
+        super().__init__(val_size=val_size, **options)
+        at_least(1, train_size=train_size, test_size=test_size)
+        self.train_size = train_size
+        self.test_size = test_size
+
+    def source(self, train: bool) -> Pixels:
+        """The training crops and behind them those for validation, or the test crops."""
+        if not train:
+            return Pixels(*self._crops("test", self.test_size))
+        images, labels = self._crops("train", self.train_size)
+        more, labels_of_more = self._crops("val", self.val_size)
+        return Pixels(torch.cat([images, more]), torch.cat([labels, labels_of_more]))
+
+    def hold_out(self, count: int) -> tuple[Tensor, Tensor]:
+        """Validation images have cells of their own, so there is nothing to draw."""
+        return torch.arange(self.train_size), torch.arange(self.train_size, count)
+
+    def _crops(self, kind: str, count: int) -> tuple[Tensor, Tensor]:
+        """[count,3,32,32] and [count]: the ten photographs take turns."""
+        labels = torch.arange(count) % self.classes
+        images = torch.empty(count, 3, CROP // 2, CROP // 2, dtype=torch.uint8)
+        for label, name in enumerate(PHOTOS):
+            generator = self.split_generator(list(KINDS).index(kind), label)
+            turns = labels == label
+            images[turns] = crops(_photo(name), kind, int(turns.sum()), generator)
+        return images, labels

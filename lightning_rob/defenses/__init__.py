@@ -1,0 +1,6 @@
+"""Defenses: one idea, `Defense`, and what it is made of."""
+
+from lightning_rob.defenses.base import Defense, Single
+from lightning_rob.defenses.ensemble import Ensemble, Mixture, first_member
+
+__all__ = ["Defense", "Ensemble", "Mixture", "Single", "first_member"]

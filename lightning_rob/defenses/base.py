@@ -1,0 +1,79 @@
+"""A defense is a distribution over classifiers, and a rule that turns its draws into an answer."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rob.randomness import Generator
+from lightning_rob.rules import Rule, mean_probs
+
+
+class Defense(nn.Module, ABC):
+    """Whatever answers, at the moment it answers.
+
+    `weights` [S] sums to one, `logits(x)` is [S, B, K], `rule` makes [B, K] of them: the
+    probability that the system answers k.
+    """
+
+    rule: Rule
+    weights: Tensor
+
+    def __init__(self, weights: Tensor, rule: Rule) -> None:
+        super().__init__()
+        self.register_buffer("weights", weights, persistent=False)
+        self.rule = rule
+
+    @abstractmethod
+    def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
+        """The draws' logits.
+
+        Args:
+            x: [B, C, H, W] images in [0, 1].
+            generator: where the draws come from, if there is chance in them.
+
+        Returns:
+            [S, B, K].
+        """
+
+    @property
+    def classifiers(self) -> list[nn.Module]:
+        """The S networks [B, C, H, W] -> [B, K] the weights are for, where they are a fixed set.
+
+        Raises:
+            TypeError: the defense draws its classifiers anew.
+        """
+        raise TypeError(
+            f"{type(self).__name__} is not a fixed set of classifiers: "
+            "attack its expected loss (PGD) instead"
+        )
+
+    def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
+        """[B, C, H, W] -> [B, K], the probability of each answer."""
+        return self.rule(self.logits(x, generator), self.weights)
+
+    def adapt(self, x: Tensor, generator: Generator = None) -> "Defense":
+        """The defense after it has seen the unlabelled test batch; this one stays as it was."""
+        return self
+
+
+class Single(Defense):
+    """A plain network.
+
+    Args:
+        net: [B, C, H, W] -> [B, K] logits.
+        rule: any; with one draw all five give its class.
+    """
+
+    def __init__(self, net: nn.Module, rule: Rule = mean_probs) -> None:
+        super().__init__(torch.ones(1), rule)
+        self.net = net
+
+    @property
+    def classifiers(self) -> list[nn.Module]:
+        """The network."""
+        return [self.net]
+
+    def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
+        """[B, C, H, W] -> [1, B, K]."""
+        return torch.as_tensor(self.net(x)).unsqueeze(0)

@@ -1,0 +1,92 @@
+"""Distributions over a fixed set of networks, or of defenses."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rob.defenses.base import Defense, Single
+from lightning_rob.randomness import Generator
+from lightning_rob.rules import Rule, random_member
+
+
+def sampling_probabilities(probs: Sequence[float] | Tensor | None, count: int) -> Tensor:
+    """Check sampling probabilities; None means equal ones.
+
+    Raises:
+        ValueError: wrong in number, negative, or not summing to 1.
+    """
+    if count < 1:
+        raise ValueError("an ensemble needs at least one member")
+    values = torch.full((count,), 1 / count) if probs is None else torch.as_tensor(probs).float()
+    if values.shape != (count,):
+        raise ValueError(f"{count} members need {count} probs, got {values.tolist()}")
+    if not (values >= 0).all():
+        raise ValueError(f"probs must not be negative, got {values.tolist()}")
+    if abs(float(values.sum()) - 1) > 1e-4:
+        raise ValueError(f"probs must sum to 1, got {float(values.sum()):.4g}")
+    return values / values.sum()
+
+
+class Ensemble(Defense):
+    """Networks of which one, drawn by its probability, answers (randomized ensemble).
+
+    Args:
+        members: M networks [B, C, H, W] -> [B, K].
+        probs: M sampling probabilities, alpha in the ARC paper; None means equal ones.
+        rule: how the members' draws become an answer.
+    """
+
+    def __init__(
+        self,
+        members: Iterable[nn.Module],
+        probs: Sequence[float] | Tensor | None = None,
+        rule: Rule = random_member,
+    ) -> None:
+        members = nn.ModuleList(members)
+        super().__init__(sampling_probabilities(probs, len(members)), rule)
+        self.members = members
+
+    @property
+    def classifiers(self) -> list[nn.Module]:
+        """The members."""
+        return list(self.members)
+
+    def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
+        """[B, C, H, W] -> [M, B, K]."""
+        return torch.stack([member(x) for member in self.members])
+
+
+class Mixture(Defense):
+    """Defenses of which one, drawn by its probability, answers: GMSA's model space.
+
+    Args:
+        defenses: the parts; their draws are laid side by side.
+        probs: their probabilities; None means equal ones.
+        rule: how all the draws become an answer.
+    """
+
+    def __init__(
+        self,
+        defenses: Iterable[Defense],
+        probs: Sequence[float] | Tensor | None = None,
+        rule: Rule = random_member,
+    ) -> None:
+        parts = nn.ModuleList(defenses)
+        shares = sampling_probabilities(probs, len(parts))
+        super().__init__(torch.cat([s * d.weights.cpu() for s, d in zip(shares, parts, strict=True)]), rule)
+        self.defenses = parts
+
+    @property
+    def classifiers(self) -> list[nn.Module]:
+        """The classifiers of all the parts."""
+        return [net for part in self.defenses for net in part.classifiers]
+
+    def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
+        """[B, C, H, W] -> [S_1 + … + S_n, B, K]."""
+        return torch.cat([part.logits(x, generator) for part in self.defenses])
+
+
+def first_member(defense: Defense) -> Single:
+    """The member an ensemble was grown from, alone."""
+    return Single(defense.classifiers[0])

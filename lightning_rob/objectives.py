@@ -1,0 +1,68 @@
+"""What an attack climbs: logits [S, B, K], weights [S] and labels [B] to one number per image.
+
+Cross-entropy is computed as softplus of the log-odds against the label, which keeps its gradient
+where softmax minus one-hot would round to zero on a confident network.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from lightning_rob.rules import expectation
+
+Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def check_labels(y: Tensor, classes: int) -> None:
+    """Raise ValueError if a label is not one of 0 … classes - 1."""
+    if len(y) and not (0 <= int(y.min()) and int(y.max()) < classes):
+        raise ValueError(
+            f"labels must be 0 … {classes - 1} for {classes} classes, got "
+            f"{int(y.min())} … {int(y.max())}"
+        )
+
+
+def _split(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The label's logit [..., B] and all logits with the label's at minus infinity."""
+    index = y.expand(logits.shape[:-1]).unsqueeze(-1)
+    return logits.gather(-1, index).squeeze(-1), logits.scatter(-1, index, -torch.inf)
+
+
+def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """-log softmax(logits)[y] without cancellation: [..., B, K], [B] -> [..., B]."""
+    right, wrong = _split(logits, y)
+    return softplus(wrong.logsumexp(-1) - right, threshold=50)
+
+
+def expected_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """The mean of the draws' cross-entropies: adaptive PGD, EoT, GMSA-AVG."""
+    return expectation(weights, cross_entropy(logits, y))
+
+
+def worst_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """The smallest of the draws' cross-entropies: GMSA-MIN."""
+    return cross_entropy(logits, y).amin(0)
+
+
+def ce_of_mean_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """The cross-entropy of the mean probabilities."""
+    share = weights.to(logits).log()[:, None, None]
+    return cross_entropy((logits.log_softmax(-1) + share).logsumexp(0), y)
+
+
+def ce_of_mean_logits(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """The cross-entropy of the mean logits (ARC paper, eq. 64)."""
+    return cross_entropy(expectation(weights, logits), y)
+
+
+def linear(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Largest wrong logit minus the right one, on mean logits."""
+    right, wrong = _split(expectation(weights, logits), y)
+    return wrong.amax(-1) - right
+
+
+def confident(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """The mean over draws of the largest probability of a wrong class."""
+    return expectation(weights, _split(logits.softmax(-1), y)[1].amax(-1))

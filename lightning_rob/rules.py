@@ -1,0 +1,61 @@
+"""How the draws of a defense become its answer.
+
+Each rule maps logits [S, B, K] and weights [S] to [B, K]: the probability that the system answers
+k. A row of zeros is a refusal to answer; a draw whose logits are not numbers never votes.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+Rule = Callable[[Tensor, Tensor], Tensor]
+
+
+def expectation(weights: Tensor, values: Tensor) -> Tensor:
+    """The weighted mean over draws: [S], [S, …] -> […]."""
+    return torch.tensordot(weights.to(values), values, dims=1)
+
+
+def _votes(scores: Tensor) -> Tensor:
+    """One-hot of the largest score [..., K]; zeros where a score is not a number."""
+    votes = one_hot(scores.argmax(-1), scores.shape[-1]).to(scores)
+    return votes * ~scores.isnan().any(-1, keepdim=True)
+
+
+def _plurality(votes: Tensor, weights: Tensor) -> Tensor:
+    """The class with the most weight of [S, B, K] votes, ties to the one voted for first."""
+    total = expectation(weights, votes)
+    tied = total >= total.amax(-1, keepdim=True) - 1e-6
+    first = torch.arange(len(votes), 0, -1, device=votes.device).to(votes)
+    seniority = (first[:, None, None] * (votes > 0)).amax(0)
+    return _votes(torch.where(tied, seniority, -1.0)) * (total.amax(-1, keepdim=True) > 0)
+
+
+def random_member(logits: Tensor, weights: Tensor) -> Tensor:
+    """One draw at random answers (randomized ensemble; "Random Defense" of Athena)."""
+    return expectation(weights, _votes(logits))
+
+
+def majority(logits: Tensor, weights: Tensor) -> Tensor:
+    """The class most draws choose; ties go to the class that the earliest draw chose."""
+    return _plurality(_votes(logits), weights)
+
+
+def top2_majority(logits: Tensor, weights: Tensor) -> Tensor:
+    """Every draw votes for its two largest classes, ties to the earliest draw's first choice."""
+    first = _votes(logits)
+    second = _votes(logits.masked_fill(first > 0, -torch.inf)) * (first > 0).any(-1, keepdim=True)
+    ballots = torch.stack((first, second), 1).flatten(0, 1)
+    return _plurality(ballots, weights.repeat_interleave(2))
+
+
+def mean_probs(logits: Tensor, weights: Tensor) -> Tensor:
+    """The class of the largest mean probability."""
+    return _votes(expectation(weights, logits.softmax(-1)))
+
+
+def mean_logits(logits: Tensor, weights: Tensor) -> Tensor:
+    """The class of the largest mean logit."""
+    return _votes(expectation(weights, logits))

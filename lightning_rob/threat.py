@@ -1,0 +1,150 @@
+"""What an adversary may do to an image."""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_rob.randomness import Generator, normal, uniform
+
+Norm = Literal["linf", "l2"] | float
+TINY = 1e-30
+
+
+def pixels(value: float | str) -> float:
+    """A length in pixel units from a number or a fraction such as "8/255"."""
+    return float(Fraction(value)) if isinstance(value, str) else float(value)
+
+
+def norm_order(norm: Norm) -> float:
+    """The p of a norm given by name or number.
+
+    Raises:
+        ValueError: neither "linf", "l2" nor a number of at least 1.
+    """
+    try:
+        p = {"linf": math.inf, "l2": 2.0}.get(str(norm)) or float(norm)
+    except ValueError:
+        p = math.nan
+    if not p >= 1:
+        raise ValueError(f"norm must be 'linf', 'l2' or a number >= 1, got {norm!r}")
+    return p
+
+
+def scale(flat: Tensor, factor: Tensor) -> Tensor:
+    """Multiply each image of a batch by its own number: [B, …] by [B]."""
+    return flat * factor.reshape(-1, *[1] * (flat.dim() - 1))
+
+
+@dataclass(frozen=True)
+class Threat:
+    """A ball of perturbations around an image, within the range of images.
+
+    Args:
+        norm: "linf", "l2" or the p >= 1 of any p-norm.
+        eps: radius in pixel units, images span `bounds`; "8/255" is accepted.
+        bounds: smallest and largest value of a pixel.
+
+    Raises:
+        ValueError: an unknown norm, a negative radius, or empty bounds.
+    """
+
+    norm: Norm = "linf"
+    eps: float = 8 / 255
+    bounds: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "eps", pixels(self.eps))
+        object.__setattr__(self, "bounds", tuple(self.bounds))
+        norm_order(self.norm)
+        if not (0 <= self.eps < math.inf):
+            raise ValueError(f"eps must be a finite radius >= 0, got {self.eps}")
+        if not self.bounds[0] < self.bounds[1]:
+            raise ValueError(f"bounds must be (low, high) with low < high, got {self.bounds}")
+
+    @property
+    def p(self) -> float:
+        """The order of the norm; infinity for linf."""
+        return norm_order(self.norm)
+
+    @property
+    def q(self) -> float:
+        """The order of the dual norm, 1/p + 1/q = 1."""
+        if self.p == 1:
+            return math.inf
+        return 1.0 if self.p == math.inf else self.p / (self.p - 1)
+
+    def size(self, delta: Tensor) -> Tensor:
+        """||delta||_p of each image: [B, …] -> [B]."""
+        return torch.linalg.vector_norm(delta.flatten(1), self.p, dim=1)
+
+    def dual(self, w: Tensor) -> Tensor:
+        """||w||_q of each image, the rate at which w.x can be changed: [B, …] -> [B]."""
+        return torch.linalg.vector_norm(w.flatten(1), self.q, dim=1)
+
+    def steepest(self, g: Tensor) -> Tensor:
+        """The direction of unit p-norm with the largest inner product with g; 0 where g is 0.
+
+        Args:
+            g: [B, …] gradients.
+
+        Returns:
+            [B, …]: sgn(g) |g|^(q-1) / ||g||_q^(q-1); for p = 1 all on the largest entry.
+        """
+        if self.p == math.inf:
+            return g.sign()
+        flat = g.flatten(1)
+        if self.p == 1:
+            top = flat.abs().argmax(1, keepdim=True)
+            return torch.zeros_like(flat).scatter(1, top, flat.gather(1, top).sign()).view_as(g)
+        flat = flat / flat.abs().amax(1, keepdim=True).clamp_min(TINY)
+        d = (flat.sign() * flat.abs() ** (self.q - 1)).view_as(g)
+        return scale(d, 1 / self.size(d).clamp_min(TINY))
+
+    def clip(self, delta: Tensor, x: Tensor) -> Tensor:
+        """The perturbation brought into the ball, then into the bounds around x; all [B, …].
+
+        Raises:
+            ValueError: the norm is neither linf nor l2.
+        """
+        if self.p == math.inf:
+            delta = delta.clamp(-self.eps, self.eps)
+        elif self.p == 2:
+            delta = scale(delta, (self.eps / self.size(delta).clamp_min(TINY)).clamp_max(1))
+        else:
+            raise ValueError(f"projection is for linf and l2, not for norm {self.norm}")
+        return self.confine(delta, x)
+
+    def confine(self, delta: Tensor, x: Tensor) -> Tensor:
+        """The perturbation for which x + delta stays within the bounds."""
+        return torch.maximum(torch.minimum(delta, self.bounds[1] - x), self.bounds[0] - x)
+
+    def apply(self, delta: Tensor, x: Tensor) -> Tensor:
+        """x + delta, exactly within the bounds where rounding would leave them."""
+        return (x + delta).clamp(*self.bounds)
+
+    def project(self, x_adv: Tensor, x: Tensor) -> Tensor:
+        """The images brought into the ball around x, then into the bounds; all [B, …]."""
+        return self.apply(self.clip(x_adv - x, x), x)
+
+    def start(self, x: Tensor, generator: Generator = None) -> Tensor:
+        """A random point of the ball: uniform for linf, else a random direction and radius.
+
+        Args:
+            x: [B, …] images.
+            generator: see `lightning_rob.randomness.uniform`.
+
+        Returns:
+            [B, …] images within ball and bounds.
+        """
+        if self.p == math.inf:
+            u = uniform(x, *x.shape[1:], generator=generator)
+            delta = (2 * u - 1) * self.eps
+        else:
+            d = normal(x, *x.shape[1:], generator=generator)
+            radius = self.eps * uniform(x, generator=generator)
+            delta = scale(d, radius / self.size(d).clamp_min(TINY))
+        return self.apply(self.confine(delta, x), x)
