@@ -1,0 +1,43 @@
+"""Scores of every image, whatever rank or batch it was in."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
+
+
+class PerImage(Metric):
+    """A table of scores by image index; an image seen twice counts once.
+
+    Args:
+        columns: A, how many scores an image has.
+    """
+
+    is_differentiable = False
+    full_state_update = False
+    index: list[Tensor]
+    scores: list[Tensor]
+
+    def __init__(self, columns: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.columns = columns
+        self.add_state("index", default=[], dist_reduce_fx="cat")
+        self.add_state("scores", default=[], dist_reduce_fx="cat")
+
+    def update(self, index: Tensor, scores: Tensor) -> None:
+        """Add a batch: indices [B], scores [B, A]."""
+        self.index.append(index)
+        self.scores.append(scores.float())
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """The indices [N], rising, and their scores [N, A] in float64, on the CPU."""
+        if not len(self.index):
+            return torch.zeros(0, dtype=torch.int64), torch.zeros(0, self.columns).double()
+        index = dim_zero_cat(self.index).cpu().numpy()
+        scores = dim_zero_cat(self.scores).cpu().double()
+        import numpy as np
+
+        unique, first = np.unique(index, return_index=True)
+        return torch.from_numpy(unique), scores[torch.from_numpy(first)]

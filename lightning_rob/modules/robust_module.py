@@ -1,0 +1,92 @@
+"""What every training method shares."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_rob.defenses import Defense
+from lightning_rob.metrics import RobustAccuracy
+from lightning_rob.objectives import check_labels
+from lightning_rob.randomness import Streams, fold
+
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+class RobustModule(LightningModule, ABC):
+    """Trains `defense`; subclasses say what the loss is.
+
+    A batch is (images [B, C, H, W] in [0, 1], labels [B], image indices [B]). All chance in a
+    training step is a function of seed, epoch, batch and image: a resumed run repeats an
+    uninterrupted one, and no callback can change either.
+
+    Args:
+        optimizer: parameters -> optimizer.
+        lr_scheduler: optimizer -> schedule, stepped once an epoch; None keeps the rate.
+    """
+
+    defense: Defense
+
+    def __init__(
+        self,
+        optimizer: OptimizerCallable = torch.optim.Adam,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.accuracies = nn.ModuleDict({stage: RobustAccuracy() for stage in ("val", "test")})
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        self.noise: Streams | None = None
+
+    @abstractmethod
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """The training loss of a batch: [B, C, H, W], [B] -> scalar."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The loss, with this step's own randomness."""
+        x, y, index = batch
+        torch.manual_seed(fold(self.seed, self.current_epoch, batch_idx, self.global_rank))
+        self.noise = Streams.keyed(index, self.seed, self.current_epoch)
+        loss = self.loss(x, y)
+        self.log("train/loss", loss, on_step=False, on_epoch=True, batch_size=len(x))
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Clean accuracy, `val/acc`."""
+        self._score("val", batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Clean accuracy, `test/acc`."""
+        self._score("test", batch)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The probability of each answer: [B, K]."""
+        return self.defense(batch[0])
+
+    def _score(self, stage: str, batch: Batch) -> None:
+        x, y, _ = batch
+        answers = self.defense(x)
+        check_labels(y, answers.shape[-1])
+        self.accuracies[stage](answers, y)
+        accuracy = self.accuracies[stage]
+        self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, batch_size=len(x))
+
+    def on_robust_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Called after each robust evaluation with what it logged, never with stale values."""
+
+    def trained(self) -> nn.Module:
+        """The part whose weights are trained."""
+        return self.defense
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer of `trained()`, and its schedule by epoch."""
+        optimizer = self.optimizer(self.trained().parameters())
+        if self.lr_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
