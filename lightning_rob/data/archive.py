@@ -51,7 +51,7 @@ class Archive:
         if images.ndim == 3:
             images = images[:, None]
         elif images.shape[-1] == 3:
-            images = images.permute(0, 3, 1, 2)
+            images = images.permute(0, 3, 1, 2).contiguous()
         return Pixels(images, opened.labels if self.name == "SVHN" else opened.targets)
 
     def _open(self, train: bool, download: bool) -> Any:

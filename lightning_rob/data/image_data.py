@@ -76,8 +76,8 @@ class ImageData(LightningDataModule, ABC):
         self.limit_train = limit_train
         self.split_seed = split_seed
         self.parts: dict[str, Part] = {}
-        self.epoch: int | None = None
-        self.sampler: EpochSampler | None = None
+        self._epoch: int | None = None
+        self._sampler: EpochSampler | None = None
 
     @abstractmethod
     def source(self, train: bool) -> Source:
@@ -87,7 +87,7 @@ class ImageData(LightningDataModule, ABC):
         """The augmentation that is usual for these images."""
         return []
 
-    def still(self) -> list[Augment]:
+    def fixed_steps(self) -> list[Augment]:
         """What is done to an image that is not augmented."""
         return []
 
@@ -108,24 +108,27 @@ class ImageData(LightningDataModule, ABC):
 
     def setup(self, stage: str | None = None) -> None:
         """Load what the stage needs, once."""
-        self.epoch = self.sampler = None  # Lightning loads a checkpoint after this
+        self._epoch = self._sampler = None  # Lightning loads a checkpoint after this
         if stage in ("fit", "validate", None) and "train" not in self.parts:
             source = self.source(train=True)
             train, val = self.hold_out(len(source))
             augment = self.default_augment() if self.augment is None else self.augment
-            steps = augment or self.still()
+            steps = augment or self.fixed_steps()
             self.parts["train"] = Part(source, train[: self.limit_train], steps, self.seed)
-            self.parts["val"] = Part(source, val, self.still())
+            self.parts["val"] = Part(source, val, self.fixed_steps())
         if stage in ("test", "predict", None) and "test" not in self.parts:
             source = self.source(train=False)
-            self.parts["test"] = Part(source, self.test_order(len(source)), self.still())
+            self.parts["test"] = Part(source, self.test_order(len(source)), self.fixed_steps())
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """This process's shuffled share of the training images, from where training goes on."""
+        """This process's shuffled share of the training images, from where training goes on.
+
+        Where the shares would be unequal, a few images are in two of them.
+        """
         part = self.parts["train"]
-        start = resumption(self.trainer, self.state_dict().get("epoch", self.epoch))
-        self.sampler = EpochSampler(part, self.batch_size, self.seed, start, **self._share())
-        return ResumableLoader(part, self.batch_size, sampler=self.sampler, **self._options())
+        start = resumption(self.trainer, self.state_dict().get("epoch", self._epoch))
+        self._sampler = EpochSampler(part, self.batch_size, self.seed, start, **self._share())
+        return ResumableLoader(part, sampler=self._sampler, **self._options(self.batch_size))
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """This process's share of the validation images; an empty list if none are held out."""
@@ -141,22 +144,23 @@ class ImageData(LightningDataModule, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch that training is in, by the sampler's number; Lightning's own can run ahead."""
-        return {} if self.sampler is None else {"epoch": self.sampler.epoch}
+        return {} if self._sampler is None else {"epoch": self._sampler.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the epoch up again."""
-        self.epoch = state_dict["epoch"]
+        self._epoch = state_dict["epoch"]
 
     def _evaluation(self, name: str) -> DataLoader[Any]:
         part = self.parts[name]
         sampler = every_image_once(part, **self._share())
-        return DataLoader(part, self.eval_batch_size, sampler=sampler, **self._options())
+        return DataLoader(part, sampler=sampler, **self._options(self.eval_batch_size))
 
     def _share(self) -> dict[str, int]:
         return (self.trainer and self.trainer.distributed_sampler_kwargs) or {}
 
-    def _options(self) -> dict[str, Any]:
-        return {
+    def _options(self, batch_size: int) -> dict[str, Any]:
+        return {  # by name, for Lightning may have to build the loader anew
+            "batch_size": batch_size,
             "num_workers": self.workers,
             "persistent_workers": self.workers > 0,
             "pin_memory": torch.cuda.is_available(),

@@ -54,7 +54,7 @@ class Images(ImageData):
             self._check(part, names)
         self.classes = len(names["train"])
 
-    def still(self) -> list[Augment]:
+    def fixed_steps(self) -> list[Augment]:
         """Resize, then crop the centre."""
         from torchvision.transforms import v2
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -30,8 +29,8 @@ class Pixels:
         labels: [N] integers.
     """
 
-    def __init__(self, images: Tensor | np.ndarray, labels: Any) -> None:
-        self.images = torch.as_tensor(images)
+    def __init__(self, images: Tensor, labels: Any) -> None:
+        self.images = images
         self.labels = torch.as_tensor(labels)
 
     def __len__(self) -> int:

@@ -107,6 +107,7 @@ class StagedTraining(RobustModule):
         """Go on to the next member when its turn has come."""
         stage = self._stage_at(self.current_epoch)
         if stage != self.stage:
+            self._finish_member()
             self.stage, self.best = stage, {"value": None, "weights": {}}
             self.trainer.strategy.setup_optimizers(self.trainer)
 
@@ -119,18 +120,20 @@ class StagedTraining(RobustModule):
             weights = {k: v.detach().cpu().clone() for k, v in self.trained().state_dict().items()}
             self.best = {"value": value, "weights": weights, "epoch": self.current_epoch}
 
-    def on_validation_end(self) -> None:
-        """After a member's last epoch, give it its best weights back."""
-        last = self.current_epoch + 1 in torch.tensor(self.epochs).cumsum(0)
-        if self.trainer.sanity_checking or self.trainer.state.fn != "fit" or self.monitor is None:
+    def on_train_epoch_end(self) -> None:
+        """After a member's last epoch, before a checkpoint is written, restore its best weights."""
+        if self.current_epoch + 1 in torch.tensor(self.epochs).cumsum(0):
+            self._finish_member()
+
+    def _finish_member(self) -> None:
+        if self.monitor is None or self.trainer.fast_dev_run:
             return
-        if last and not self.trainer.fast_dev_run:
-            if self.best["value"] is None:
-                raise MisconfigurationException(
-                    f"no evaluation logged {self.monitor!r} for member {self.stage + 1}: add a "
-                    "callback such as callbacks/pgd.yaml, or set model.monitor to null"
-                )
-            self.trained().load_state_dict(self.best["weights"])
+        if self.best["value"] is None:
+            raise MisconfigurationException(
+                f"no evaluation logged {self.monitor!r} for member {self.stage + 1}: add a "
+                "callback such as callbacks/pgd.yaml, or set model.monitor to null"
+            )
+        self.trained().load_state_dict(self.best["weights"])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store which member is in training, and its best weights."""

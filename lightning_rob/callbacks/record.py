@@ -1,0 +1,71 @@
+"""What an evaluation found, as a line of JSON and as a table."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Result:
+    """One attack's figure.
+
+    Args:
+        name: the attack's name.
+        accuracy: in [0, 1].
+        interval: its 95 % interval.
+        n: images.
+        seconds: the attack took, on this process.
+        details: what else belongs in the record.
+    """
+
+    name: str
+    accuracy: float
+    interval: tuple[float, float]
+    n: int
+    seconds: float
+    details: dict[str, Any]
+
+    def line(self) -> str:
+        """The record: one line of JSON."""
+        fields = asdict(self)
+        return json.dumps({"name": fields.pop("name"), **fields.pop("details"), **fields})
+
+
+def versions() -> dict[str, str]:
+    """The versions a figure depends on."""
+    return {name: version(name) for name in ("lightning-rob", "torch", "lightning", "torchvision")}
+
+
+def append_records(path: Path, results: Iterable[Result]) -> None:
+    """Append one line per result; each is written whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write("".join(result.line() + "\n" for result in results))
+
+
+def print_table(title: str, results: Iterable[Result]) -> None:
+    """A table of accuracies for the terminal."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("attack")
+    table.add_column("on")
+    table.add_column("accuracy", justify="right")
+    table.add_column("95 % interval", justify="right")
+    table.add_column("images", justify="right")
+    table.add_column("seconds", justify="right")
+    for result in results:
+        low, high = result.interval
+        table.add_row(
+            result.name,
+            str(result.details.get("target", "")).replace("_", " "),
+            f"{result.accuracy:.1%}",
+            f"{low:.1%} … {high:.1%}",
+            str(result.n),
+            f"{result.seconds:.1f}" if result.seconds else "",
+        )
+    Console().print(table)

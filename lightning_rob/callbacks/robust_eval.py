@@ -1,0 +1,285 @@
+"""Robust accuracy at every validation and test, beside the clean one."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from lightning_rob.attacks import Attack, attacking
+from lightning_rob.callbacks.panels import panel as draw_panel
+from lightning_rob.callbacks.progress import AttackProgress
+from lightning_rob.callbacks.record import Result, append_records, print_table, versions
+from lightning_rob.defenses import Defense
+from lightning_rob.metrics import PerImage, robust_accuracy, wilson
+from lightning_rob.randomness import Streams, fold
+
+
+
+def whole(defense: Defense) -> Defense:
+    """The defense itself."""
+    return defense
+
+
+class RobustEval(Callback):
+    """Attack the module's `defense` and log how often it is still right.
+
+    Logs `{stage}/robust/{attack}` and, over all attacks on the same target in all callbacks of
+    the run, `{stage}/robust/worst`: the mean of each image's minimum. Noise is keyed by image, so
+    batch size and number of processes change nothing; training is not touched.
+
+    Args:
+        attacks: name -> attack.
+        target: what is attacked, made of the module's defense, e.g. `first_member`. Only attacks
+            on the whole defense count in `worst`.
+        every_n_epochs: validate robustness every so many epochs of `fit`.
+        max_images: attack so many images only, a random choice by the seed; None attacks all.
+        repeats: evaluations with fresh noise, averaged per image.
+        seed: of the evaluation's noise.
+        panel: how many images to draw for TensorBoard: clean, perturbation, adversarial.
+        record: file in the run's folder to which each result is appended as a line of JSON.
+
+    Raises:
+        ValueError: no attacks, or a count below 1.
+    """
+
+    def __init__(
+        self,
+        attacks: dict[str, Attack],
+        target: Callable[[Defense], Defense] = whole,
+        every_n_epochs: int = 1,
+        max_images: int | None = None,
+        repeats: int = 1,
+        seed: int = 0,
+        panel: int = 6,
+        record: str = "robust.jsonl",
+    ) -> None:
+        if not attacks:
+            raise ValueError("attacks must name at least one attack, got an empty dict")
+        counts = {"every_n_epochs": every_n_epochs, "max_images": max_images, "repeats": repeats}
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        self.attacks = attacks
+        self.target = target
+        self.every_n_epochs = every_n_epochs
+        self.max_images = max_images
+        self.repeats = repeats
+        self.seed = seed
+        self.panel = panel
+        self.record = record
+        self.table = PerImage(len(attacks))
+        self.seconds = dict.fromkeys(attacks, 0.0)
+        self.panels: dict[str, Tensor] = {}
+        self.positions: Tensor | None = None
+        self.seen = 0
+        self.progress: AttackProgress | None = None
+        self.results: list[Result] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that the run's evaluations have names of their own."""
+        names = [name for other in _siblings(trainer) for name in other.attacks]
+        twice = {name for name in names if names.count(name) > 1} | ({"worst"} & set(names))
+        if twice:
+            raise ValueError(
+                f"attack names must differ between callbacks and not be 'worst': {sorted(twice)}"
+            )
+
+    def due(self, trainer: Trainer) -> bool:
+        """Whether this epoch's evaluation is one of ours."""
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return True
+        return (trainer.current_epoch + 1) % self.every_n_epochs == 0
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the last evaluation."""
+        self._start(trainer, pl_module, trainer.val_dataloaders)
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the last evaluation."""
+        self._start(trainer, pl_module, trainer.test_dataloaders)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """Attack the batch."""
+        self._attack_batch(trainer, pl_module, batch)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """Attack the batch."""
+        self._attack_batch(trainer, pl_module, batch)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what was found."""
+        self._finish(trainer, pl_module, "val")
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what was found, and print the table."""
+        self._finish(trainer, pl_module, "test")
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the table of all callbacks once they are through."""
+        siblings = _siblings(trainer)
+        if self is siblings[-1] and trainer.is_global_zero:
+            results = [result for other in siblings for result in other.results]
+            print_table(type(pl_module).__name__, _clean(trainer) + results)
+
+    def _start(self, trainer: Trainer, pl_module: LightningModule, loaders: Any) -> None:
+        self.table = PerImage(len(self.attacks)).to(pl_module.device)
+        self.seconds = dict.fromkeys(self.attacks, 0.0)
+        self.panels, self.seen = {}, 0
+        loader = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
+        if not hasattr(loader, "dataset"):
+            raise ValueError("RobustEval evaluates one data loader at a time, got several")
+        self.positions, count = None, len(loader.dataset)
+        if self.max_images is not None and self.max_images < count:
+            chance = torch.Generator().manual_seed(self.seed)
+            count = self.max_images
+            self.positions = torch.randperm(len(loader.dataset), generator=chance)[:count]
+        if self.due(trainer) and not trainer.sanity_checking:
+            total = -(-count // trainer.world_size) * len(self.attacks)
+            self.progress = AttackProgress(trainer, "Attacking", total)
+
+    def _attack_batch(self, trainer: Trainer, pl_module: Any, batch: Any) -> None:
+        if not self.due(trainer):
+            return
+        x, y, index = batch
+        chosen = self._chosen(trainer, len(x)).to(x.device)
+        if not len(chosen):
+            return
+        defense = self.target(pl_module.defense)
+        with torch.autocast(x.device.type, enabled=False), torch.inference_mode(False):
+            x, y, index = x[chosen].float().clone(), y[chosen].clone(), index[chosen].clone()
+            scores = [
+                self._score(name, attack, defense, x, y, index)
+                for name, attack in self.attacks.items()
+            ]
+        if not trainer.sanity_checking:
+            self.table.update(index, torch.stack(scores, 1))
+
+    def _chosen(self, trainer: Trainer, count: int) -> Tensor:
+        """Positions in the batch; two images are enough to find out that an attack runs."""
+        local = torch.arange(count)
+        if trainer.sanity_checking:
+            return local[:2]
+        place = (self.seen + local) * trainer.world_size + trainer.global_rank
+        self.seen += count
+        return local if self.positions is None else local[torch.isin(place, self.positions)]
+
+    def _score(
+        self, name: str, attack: Attack, defense: Defense, x: Tensor, y: Tensor, index: Tensor
+    ) -> Tensor:
+        """Each image's accuracy, averaged over repeats: [B]."""
+        began, total = time.perf_counter(), torch.zeros(len(x), device=x.device)
+        for repeat in range(self.repeats):
+            noise = Streams.keyed(index, self.seed, repeat, *name.encode())
+            x_adv = attack(defense, x, y, noise)
+            # What the defender draws is its own: no attack has seen this generator.
+            private = torch.Generator().manual_seed(fold(self.seed, repeat, *b"private"))
+            final = defense.adapt(x_adv, private)
+            answers = _answers(final, x_adv, Streams.keyed(index, self.seed, repeat, *b"answer"))
+            total += robust_accuracy(answers, y)
+        if self.panel and name not in self.panels:
+            before = _answers(defense, x[: self.panel], noise[torch.arange(len(x[: self.panel]))])
+            part = slice(self.panel)
+            self.panels[name] = draw_panel(x[part], x_adv[part], y[part], before, answers[part])
+        if self.progress:
+            self.progress.advance(name, len(x))
+        self.seconds[name] += time.perf_counter() - began
+        return total / self.repeats
+
+    def _finish(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        if self.progress:
+            self.progress.close()
+            self.progress = None
+        if trainer.sanity_checking or not self.due(trainer):
+            return
+        shared = self._circumstances(trainer, stage)
+        self.results = results = self._results(shared) + self._worst(trainer, shared)
+        for result in results:
+            key = f"{stage}/robust/{result.name}"
+            pl_module.log(key, result.accuracy, sync_dist=True, prog_bar=result.name == "worst")
+        hook = getattr(pl_module, "on_robust_evaluation", None)
+        if hook:
+            hook({f"{stage}/robust/{result.name}": result.accuracy for result in results})
+        self._publish(trainer, stage, results)
+
+    def _circumstances(self, trainer: Trainer, stage: str) -> dict[str, Any]:
+        return {
+            "stage": stage,
+            "epoch": trainer.current_epoch,
+            "step": trainer.global_step,
+            "target": self.target.__name__,
+            "repeats": self.repeats,
+            "seed": self.seed,
+            "versions": versions(),
+        }
+
+    def _results(self, shared: dict[str, Any]) -> list[Result]:
+        _, scores = self.table.compute()
+        return [
+            _result(
+                name,
+                scores[:, i],
+                self.seconds[name],
+                shared | {"attack": repr(attack), "threat": repr(attack.threat)},
+            )
+            for i, (name, attack) in enumerate(self.attacks.items())
+        ]
+
+    def _worst(self, trainer: Trainer, shared: dict[str, Any]) -> list[Result]:
+        """The per-image minimum over the callbacks of the run, told by the last of them."""
+        due = [other for other in _siblings(trainer) if other.due(trainer) and other.target is whole]
+        if not due or self is not due[-1]:
+            return []
+        low: dict[int, float] = {}
+        tables = [other.table.compute() for other in due]
+        common = set.intersection(*({int(i) for i in index} for index, _ in tables))
+        for index, scores in tables:
+            for i, score in zip(index.tolist(), scores.amin(1).tolist(), strict=True):
+                low[i] = min(score, low.get(i, 1.0))
+        worst = torch.tensor([low[i] for i in sorted(common)], dtype=torch.float64)
+        names = [name for other in due for name in other.attacks]
+        details = shared | {"attack": "per-image minimum", "over": names}
+        return [_result("worst", worst, 0.0, details)]
+
+    def _publish(self, trainer: Trainer, stage: str, results: list[Result]) -> None:
+        folder = trainer.log_dir  # a collective: every process has to ask
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        if folder:
+            append_records(Path(folder) / self.record, results)
+        if isinstance(trainer.logger, TensorBoardLogger):
+            for name, picture in self.panels.items():
+                tag = f"{stage}/adversarial/{name}"
+                trainer.logger.experiment.add_image(tag, picture, trainer.global_step)
+
+
+def _siblings(trainer: Trainer) -> list[RobustEval]:
+    return [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
+
+
+def _answers(defense: Defense, x: Tensor, noise: Streams) -> Tensor:
+    with attacking(defense), torch.no_grad():
+        return defense(x, noise)
+
+
+def _result(name: str, scores: Tensor, seconds: float, details: dict[str, Any]) -> Result:
+    accuracy = float(scores.mean()) if len(scores) else float("nan")
+    return Result(name, accuracy, wilson(accuracy, len(scores)), len(scores), seconds, details)
+
+
+def _clean(trainer: Trainer) -> list[Result]:
+    """The clean accuracy, as the module logged it."""
+    accuracy = trainer.callback_metrics.get("test/acc")
+    if accuracy is None:
+        return []
+    n = len(trainer.test_dataloaders.dataset)
+    interval = wilson(float(accuracy), n)
+    return [Result("clean", float(accuracy), interval, n, 0.0, {"target": whole.__name__})]

@@ -1,0 +1,146 @@
+"""The residual networks of He et al. (2016), section 4.2, for 32x32 images."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
+
+
+class PaddedShortcut(nn.Module):
+    """Option A: every second pixel, and zero channels added half below and half above.
+
+    Args:
+        added: channels to add.
+        stride: 2 keeps every second row and column.
+    """
+
+    def __init__(self, added: int, stride: int) -> None:
+        super().__init__()
+        self.added, self.stride = added, stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C + added, H / stride, W / stride]."""
+        below = self.added // 2
+        kept = x[:, :, :: self.stride, :: self.stride]
+        return F.pad(kept, (0, 0, 0, 0, below, self.added - below))
+
+
+def _shortcut(inputs: int, width: int, stride: int, option: str) -> nn.Module:
+    if stride == 1 and inputs == width:
+        return nn.Identity()
+    if option == "A":
+        return PaddedShortcut(width - inputs, stride)
+    conv = nn.Conv2d(inputs, width, 1, stride=stride, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(width))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions around which the input is added.
+
+    Args:
+        inputs: channels that come in.
+        width: channels that go out.
+        stride: 2 halves height and width.
+        shortcut: "A" pads with zeros, "B" is a 1x1 convolution; used only where shapes change.
+    """
+
+    def __init__(self, inputs: int, width: int, stride: int, shortcut: str) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu1 = nn.ReLU()
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.relu2 = nn.ReLU()
+        self.shortcut = _shortcut(inputs, width, stride, shortcut)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, inputs, H, W] -> [B, width, H / stride, W / stride]."""
+        residual = self.bn2(self.conv2(self.relu1(self.bn1(self.conv1(x)))))
+        out: Tensor = self.relu2(residual + self.shortcut(x))
+        return out
+
+
+def _stage(inputs: int, width: int, blocks: int, stride: int, shortcut: str) -> nn.Sequential:
+    first = BasicBlock(inputs, width, stride, shortcut)
+    return nn.Sequential(first, *(BasicBlock(width, width, 1, shortcut) for _ in range(blocks - 1)))
+
+
+def _kaiming(module: nn.Module) -> None:
+    if isinstance(module, nn.Conv2d | nn.Linear):
+        nn.init.kaiming_normal_(module.weight)
+
+
+class ResNet(nn.Module):
+    """The CIFAR residual network of 6n + 2 layers (He et al. 2016, section 4.2).
+
+    Its entries are named as in the checkpoints of ARC (conv1, bn1, layer1.0.conv1 … linear).
+
+    Args:
+        depth: 6n + 2: 20, 32, 44, 56, 110.
+        classes: K.
+        widths: channels of the three stages; TADV's "ResNet-20" has (64, 128, 256).
+        shortcut: "A" subsamples and pads with zero channels, "B" is convolution and batch norm.
+        mean: [C] of images in [0, 1]; as many as the images have channels.
+        std: [C], likewise.
+
+    Raises:
+        ValueError: there is no network of this depth, or no such shortcut.
+    """
+
+    def __init__(
+        self,
+        depth: int = 20,
+        classes: int = 10,
+        widths: tuple[int, int, int] = (16, 32, 64),
+        shortcut: Literal["A", "B"] = "A",
+        mean: Sequence[float] = CIFAR10_MEAN,
+        std: Sequence[float] = CIFAR10_STD,
+    ) -> None:
+        super().__init__()
+        if depth < 8 or depth % 6 != 2:
+            raise ValueError(f"depth must be 6n + 2 (8, 14, 20, 32, …), got {depth}")
+        if shortcut not in ("A", "B"):
+            raise ValueError(f"shortcut must be 'A' or 'B', got {shortcut!r}")
+        blocks = (depth - 2) // 6
+        self.normalize = Normalize(mean, std)
+        self.conv1 = nn.Conv2d(len(mean), widths[0], 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(widths[0])
+        self.relu1 = nn.ReLU()
+        self.layer1 = _stage(widths[0], widths[0], blocks, 1, shortcut)
+        self.layer2 = _stage(widths[0], widths[1], blocks, 2, shortcut)
+        self.layer3 = _stage(widths[1], widths[2], blocks, 2, shortcut)
+        self.linear = nn.Linear(widths[2], classes)
+        self.apply(_kaiming)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, K] of images [B, C, H, W] in [0, 1]."""
+        features = self.relu1(self.bn1(self.conv1(self.normalize(x))))
+        features = self.layer3(self.layer2(self.layer1(features)))
+        out: Tensor = self.linear(features.mean((2, 3)))
+        return out
+
+
+class ResNet20(ResNet):
+    """`ResNet` of depth 20.
+
+    Args:
+        **options: those of `ResNet` but for the depth.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(depth=20, **options)
+
+
+class ResNet32(ResNet):
+    """`ResNet` of depth 32.
+
+    Args:
+        **options: those of `ResNet` but for the depth.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(depth=32, **options)

@@ -1,0 +1,119 @@
+"""Networks that train in seconds on a processor: for MNIST and the embedded data sets."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from lightning_rob.nets.normalize import Normalize
+
+
+def _stage(inputs: int, width: int) -> nn.Sequential:
+    conv = nn.Conv2d(inputs, width, 3, padding=1, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2))
+
+
+def _head(inputs: int, hidden: int, classes: int) -> nn.Sequential:
+    first, last = nn.Linear(inputs, hidden), nn.Linear(hidden, classes)
+    return nn.Sequential(nn.Flatten(), first, nn.ReLU(), last)
+
+
+class SmallCNN(nn.Module):
+    """Three 3x3 convolutions with batch normalisation, then the mean over the image.
+
+    Takes images of any size from 8x8.
+
+    Args:
+        classes: K.
+        channels: C, 1 for grey and 3 for colour.
+        width: channels of the first convolution; the others have twice and four times as many.
+        mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
+        std: [C], likewise.
+    """
+
+    def __init__(
+        self,
+        classes: int = 10,
+        channels: int = 1,
+        width: int = 16,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.normalize = Normalize.usual(channels, mean, std)
+        self.layer1 = _stage(channels, width)
+        self.layer2 = _stage(width, 2 * width)
+        self.layer3 = _stage(2 * width, 4 * width)
+        self.linear = nn.Linear(4 * width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, K] of images [B, C, H, W] in [0, 1]."""
+        features = self.layer3(self.layer2(self.layer1(self.normalize(x))))
+        out: Tensor = self.linear(features.mean((2, 3)))
+        return out
+
+
+class MNISTNet(nn.Module):
+    """Two 3x3 convolutions with batch normalisation and two linear layers.
+
+    The kind of network of RMC's MNIST experiments (2 conv, 2 fc, BN); the widths are ours.
+
+    Args:
+        classes: K.
+        channels: C.
+        width: channels of the first convolution; the second has twice, the hidden layer 8 times.
+        size: height and width of the images in pixels.
+        mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
+        std: [C], likewise.
+    """
+
+    def __init__(
+        self,
+        classes: int = 10,
+        channels: int = 1,
+        width: int = 16,
+        size: int = 28,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.normalize = Normalize.usual(channels, mean, std)
+        self.features = nn.Sequential(_stage(channels, width), _stage(width, 2 * width))
+        self.head = _head(2 * width * (size // 4) ** 2, 8 * width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, K] of images [B, C, size, size] in [0, 1]."""
+        out: Tensor = self.head(self.features(self.normalize(x)))
+        return out
+
+
+class LeNet(nn.Module):
+    """The LeNet of TADV's MNIST experiments: 5x5 convolutions of 32 and 64 channels, 1024 hidden.
+
+    Args:
+        classes: K.
+        channels: C.
+        size: height and width of the images in pixels.
+        mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
+        std: [C], likewise.
+    """
+
+    def __init__(
+        self,
+        classes: int = 10,
+        channels: int = 1,
+        size: int = 28,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.normalize = Normalize.usual(channels, mean, std)
+        first, second = nn.Conv2d(channels, 32, 5, padding=2), nn.Conv2d(32, 64, 5, padding=2)
+        self.features = nn.Sequential(
+            first, nn.ReLU(), nn.MaxPool2d(2), second, nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.head = _head(64 * (size // 4) ** 2, 1024, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, K] of images [B, C, size, size] in [0, 1]."""
+        out: Tensor = self.head(self.features(self.normalize(x)))
+        return out

@@ -1,0 +1,183 @@
+"""The command line over Lightning's, imported only when there is something to run."""
+
+import re
+
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NoReturn
+
+import jsonargparse
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import (
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+)
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+import lightning_rob.attacks
+import lightning_rob.callbacks
+import lightning_rob.data
+import lightning_rob.nets
+from lightning_rob.data import ImageData
+from lightning_rob.modules import RobustModule
+
+RECIPE = "lightning_rob_recipe"
+
+
+class InputError(Exception):
+    """What the user gave cannot be run; the message says what would be right."""
+
+
+def fractions(value: Any) -> Any:
+    """Every "8/255" in a parsed configuration as a number."""
+    if isinstance(value, dict):
+        return {key: fractions(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [fractions(part) for part in value]
+    if isinstance(value, str) and re.fullmatch(r"\s*\d+(\.\d+)?\s*/\s*\d+(\.\d+)?\s*", value):
+        return float(Fraction(value.split("/")[0]) / Fraction(value.split("/")[1]))
+    return value
+
+
+_load_yaml = jsonargparse.get_loader("yaml")
+jsonargparse.set_loader("yaml", lambda text: fractions(_load_yaml(text)))
+
+
+class Parser(LightningArgumentParser):
+    """Says what is wrong with an argument in one line."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise InputError with the innermost reason first."""
+        raise InputError(_innermost(message)) from ex
+
+
+def _innermost(message: str) -> str:
+    """The reason at the bottom of jsonargparse's tree of reasons, after the key it is about."""
+    lines = [line.strip(" -\t") for line in message.splitlines() if line.strip(" -\t")]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} {' '.join(lines[1:])}"
+
+
+class SaveRecipe(SaveConfigCallback):
+    """Writes the run's configuration to its folder and, as text, into its checkpoints."""
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the text: a checkpoint holds no live objects and loads with weights only."""
+        checkpoint[RECIPE] = self.parser.dump(self.config, skip_none=False)
+
+
+def recipe_in(path: str) -> str | None:
+    """The model and data a checkpoint was made by, as YAML; None where it says nothing."""
+    import yaml
+
+    recipe = read_checkpoint(path).get(RECIPE)
+    if recipe is None:
+        return None
+    whole = yaml.safe_load(recipe)
+    return yaml.safe_dump({key: whole[key] for key in ("model", "data") if key in whole})
+
+
+def read_checkpoint(path: str) -> dict[str, Any]:
+    """Load a checkpoint without running code from it.
+
+    Raises:
+        InputError: missing, or not a checkpoint.
+    """
+    if not Path(path).is_file():
+        raise InputError(f"there is no checkpoint {path}")
+    try:
+        checkpoint = torch.load(path, weights_only=True, map_location="cpu")
+    except (UnpicklingError, EOFError, RuntimeError, OSError) as error:
+        raise InputError(f"{path} is not a checkpoint that can be loaded: {error}") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise InputError(f"{path} is not a Lightning checkpoint: it has no state_dict")
+    return checkpoint
+
+
+def with_recipe(args: Sequence[str]) -> list[str]:
+    """Put the recipe of `--ckpt_path` before the other arguments, which may override it."""
+    for i, arg in enumerate(args):
+        path = arg.partition("=")[2] or (args[i + 1] if len(args) > i + 1 else "")
+        if re.match(r"--ckpt_path(=|$)", arg) and path not in ("best", "last", "null", ""):
+            recipe = recipe_in(path)
+            return [args[0], "--config", recipe, *args[1:]] if recipe else list(args)
+    return list(args)
+
+
+class Command(LightningCLI):
+    """`lightning-rob`: LightningCLI with our defaults and errors.
+
+    Args:
+        args: the command line, the subcommand first.
+        run: run the subcommand; False only builds model, data and trainer, without one.
+    """
+
+    def __init__(self, args: Sequence[str], run: bool = True) -> None:
+        try:
+            super().__init__(
+                RobustModule,
+                ImageData,
+                save_config_callback=SaveRecipe,
+                save_config_kwargs={"overwrite": True},
+                parser_class=Parser,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,
+                seed_everything_default=0,
+                args=with_recipe(args),
+                run=run,
+            )
+        except (ValueError, TypeError, FileNotFoundError, MisconfigurationException) as error:
+            raise InputError(str(error)) from error
+        except RuntimeError as error:
+            raise _readable(error) from error
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add `--test_after_fit` and the logger's defaults."""
+        parser.add_argument(
+            "--test_after_fit",
+            type=bool,
+            default=False,
+            help="Test the trained model when fit is done, and print the table.",
+        )
+        logger = {"class_path": f"{TensorBoardLogger.__module__}.TensorBoardLogger"}
+        logger["init_args"] = {"save_dir": "logs", "name": None, "default_hp_metric": False}
+        parser.set_defaults({"trainer.logger": logger})
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the given list, whatever the shell's arguments are."""
+        self.config = parser.parse_args(args)
+
+    def after_fit(self) -> None:
+        """Test, if asked to."""
+        if self._get(self.config, "test_after_fit") and not self.trainer.fast_dev_run:
+            self.trainer.test(self.model, datamodule=self.datamodule)
+
+
+def _readable(error: RuntimeError) -> Exception:
+    """A checkpoint of another architecture in one line; any other error as it is."""
+    message = str(error)
+    if "Error(s) in loading state_dict" not in message:
+        return error
+    counts = {kind: message.count(kind) for kind in ("size mismatch",)}
+    missing, unexpected = (_keys(message, kind) for kind in ("Missing", "Unexpected"))
+    return InputError(
+        "the checkpoint is of another architecture than the model: "
+        f"{len(missing)} weights missing (e.g. {missing[:1]}), "
+        f"{len(unexpected)} unexpected (e.g. {unexpected[:1]}), "
+        f"{counts['size mismatch']} of another shape"
+    )
+
+
+def _keys(message: str, kind: str) -> list[str]:
+    match = re.search(rf"{kind} key\(s\) in state_dict: (.*)", message)
+    return re.findall(r'"([^"]+)"', match.group(1)) if match else []
+
+
