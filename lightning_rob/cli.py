@@ -55,6 +55,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(args: list[str]) -> None:
+    # Threads that spin while they wait cost up to five times the run on a machine that others use
+    # too, and sleeping ones a tenth on an idle one. Read when torch loads its thread pool.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _keep_freed_memory()
     from lightning_rob.run import Command, InputError
 

@@ -17,7 +17,7 @@ Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def check_labels(y: Tensor, classes: int) -> None:
     """Raise ValueError if a label is not one of 0 … classes - 1."""
-    if len(y) and not (0 <= int(y.min()) and int(y.max()) < classes):
+    if len(y) and not (int(y.min()) >= 0 and int(y.max()) < classes):
         raise ValueError(
             f"labels must be 0 … {classes - 1} for {classes} classes, got "
             f"{int(y.min())} … {int(y.max())}"

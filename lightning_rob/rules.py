@@ -15,7 +15,8 @@ Rule = Callable[[Tensor, Tensor], Tensor]
 
 def expectation(weights: Tensor, values: Tensor) -> Tensor:
     """The weighted mean over draws: [S], [S, …] -> […]."""
-    return torch.tensordot(weights.to(values), values, dims=1)
+    mean: Tensor = torch.tensordot(weights.to(values), values, dims=1)
+    return mean
 
 
 def _votes(scores: Tensor) -> Tensor:

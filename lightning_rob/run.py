@@ -1,28 +1,22 @@
 """The command line over Lightning's, imported only when there is something to run."""
 
 import re
-
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 import jsonargparse
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import (
     LightningArgumentParser,
     LightningCLI,
     SaveConfigCallback,
 )
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-import lightning_rob.attacks
-import lightning_rob.callbacks
-import lightning_rob.data
-import lightning_rob.nets
 from lightning_rob.data import ImageData
 from lightning_rob.modules import RobustModule
 
@@ -56,20 +50,47 @@ class Parser(LightningArgumentParser):
         raise InputError(_innermost(message)) from ex
 
 
+NOISE = re.compile(
+    r"\s*(Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|"
+    r"Not a valid subclass of|Subclass types expect|a class path \(str\)|a dict with).*"
+)
+
+
 def _innermost(message: str) -> str:
-    """The reason at the bottom of jsonargparse's tree of reasons, after the key it is about."""
-    lines = [line.strip(" -\t") for line in message.splitlines() if line.strip(" -\t")]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} {' '.join(lines[1:])}"
+    """Jsonargparse's tree of reasons without the types that were tried and the values given."""
+    kept = [NOISE.sub("", line.strip(" -\t")) for line in message.splitlines()]
+    return " ".join(dict.fromkeys(line for line in kept if line)) or message
 
 
 class SaveRecipe(SaveConfigCallback):
     """Writes the run's configuration to its folder and, as text, into its checkpoints."""
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Make the written file one that can be given to `--config` beside others."""
+        path = Path(trainer.log_dir or ".") / self.config_filename
+        path.write_text(re.sub(r"^  callbacks:$", "  callbacks+:", path.read_text(), flags=re.M))
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the text: a checkpoint holds no live objects and loads with weights only."""
         checkpoint[RECIPE] = self.parser.dump(self.config, skip_none=False)
+
+
+def check_configs(args: Sequence[str]) -> None:
+    """Refuse a configuration file whose `callbacks:` would drop those that came before it."""
+    import yaml
+
+    given = [a.partition("=")[2] for a in args if re.match(r"(--config|-c)=", a)]
+    given += [b for a, b in pairwise(args) if a in ("--config", "-c")]
+    for path in filter(lambda name: Path(name).is_file(), given):
+        content = yaml.safe_load(Path(path).read_text())
+        trainer = content.get("trainer") if isinstance(content, dict) else None
+        if "callbacks" in (trainer or {}) or "callbacks" in (content or {}):
+            raise InputError(
+                f"{path}: write `callbacks+:` under `trainer:`; "
+                "a plain `callbacks:` silently drops those that came before it"
+            )
 
 
 def recipe_in(path: str) -> str | None:
@@ -80,7 +101,7 @@ def recipe_in(path: str) -> str | None:
     if recipe is None:
         return None
     whole = yaml.safe_load(recipe)
-    return yaml.safe_dump({key: whole[key] for key in ("model", "data") if key in whole})
+    return str(yaml.safe_dump({key: whole[key] for key in ("model", "data") if key in whole}))
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
@@ -93,8 +114,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         raise InputError(f"there is no checkpoint {path}")
     try:
         checkpoint = torch.load(path, weights_only=True, map_location="cpu")
-    except (UnpicklingError, EOFError, RuntimeError, OSError) as error:
-        raise InputError(f"{path} is not a checkpoint that can be loaded: {error}") from error
+    except Exception as error:  # whatever a file that is no checkpoint makes torch do
+        raise InputError(f"{path} is not a checkpoint that can be loaded ({error})") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise InputError(f"{path} is not a Lightning checkpoint: it has no state_dict")
     return checkpoint
@@ -119,6 +140,7 @@ class Command(LightningCLI):
     """
 
     def __init__(self, args: Sequence[str], run: bool = True) -> None:
+        check_configs(args)
         try:
             super().__init__(
                 RobustModule,
@@ -135,7 +157,7 @@ class Command(LightningCLI):
                 run=run,
             )
         except (ValueError, TypeError, FileNotFoundError, MisconfigurationException) as error:
-            raise InputError(str(error)) from error
+            raise InputError(_innermost(str(error))) from error
         except RuntimeError as error:
             raise _readable(error) from error
 
@@ -147,8 +169,11 @@ class Command(LightningCLI):
             default=False,
             help="Test the trained model when fit is done, and print the table.",
         )
-        logger = {"class_path": f"{TensorBoardLogger.__module__}.TensorBoardLogger"}
-        logger["init_args"] = {"save_dir": "logs", "name": None, "default_hp_metric": False}
+        settings = {"save_dir": "logs", "name": None, "default_hp_metric": False}
+        logger = {
+            "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+            "init_args": settings,
+        }
         parser.set_defaults({"trainer.logger": logger})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -157,8 +182,9 @@ class Command(LightningCLI):
 
     def after_fit(self) -> None:
         """Test, if asked to."""
-        if self._get(self.config, "test_after_fit") and not self.trainer.fast_dev_run:
-            self.trainer.test(self.model, datamodule=self.datamodule)
+        trial = self.trainer.fast_dev_run  # type: ignore[attr-defined]
+        if self._get(self.config, "test_after_fit") and not trial:
+            self.trainer.test(self.model, datamodule=self.datamodule, verbose=False)
 
 
 def _readable(error: RuntimeError) -> Exception:
@@ -166,18 +192,15 @@ def _readable(error: RuntimeError) -> Exception:
     message = str(error)
     if "Error(s) in loading state_dict" not in message:
         return error
-    counts = {kind: message.count(kind) for kind in ("size mismatch",)}
     missing, unexpected = (_keys(message, kind) for kind in ("Missing", "Unexpected"))
     return InputError(
         "the checkpoint is of another architecture than the model: "
         f"{len(missing)} weights missing (e.g. {missing[:1]}), "
         f"{len(unexpected)} unexpected (e.g. {unexpected[:1]}), "
-        f"{counts['size mismatch']} of another shape"
+        f"{message.count('size mismatch')} of another shape"
     )
 
 
 def _keys(message: str, kind: str) -> list[str]:
     match = re.search(rf"{kind} key\(s\) in state_dict: (.*)", message)
     return re.findall(r'"([^"]+)"', match.group(1)) if match else []
-
-

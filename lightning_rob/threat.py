@@ -3,14 +3,13 @@
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_rob.randomness import Generator, normal, uniform
 
-Norm = Literal["linf", "l2"] | float
+Norm = str | float
 TINY = 1e-30
 
 
@@ -37,6 +36,11 @@ def norm_order(norm: Norm) -> float:
 def scale(flat: Tensor, factor: Tensor) -> Tensor:
     """Multiply each image of a batch by its own number: [B, …] by [B]."""
     return flat * factor.reshape(-1, *[1] * (flat.dim() - 1))
+
+
+def _norms(batch: Tensor, order: float) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(batch.flatten(1), order, dim=1)
+    return norms
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,11 @@ class Threat:
 
     def size(self, delta: Tensor) -> Tensor:
         """||delta||_p of each image: [B, …] -> [B]."""
-        return torch.linalg.vector_norm(delta.flatten(1), self.p, dim=1)
+        return _norms(delta, self.p)
 
     def dual(self, w: Tensor) -> Tensor:
         """||w||_q of each image, the rate at which w.x can be changed: [B, …] -> [B]."""
-        return torch.linalg.vector_norm(w.flatten(1), self.q, dim=1)
+        return _norms(w, self.q)
 
     def steepest(self, g: Tensor) -> Tensor:
         """The direction of unit p-norm with the largest inner product with g; 0 where g is 0.
@@ -123,7 +127,7 @@ class Threat:
         return torch.maximum(torch.minimum(delta, self.bounds[1] - x), self.bounds[0] - x)
 
     def apply(self, delta: Tensor, x: Tensor) -> Tensor:
-        """x + delta, exactly within the bounds where rounding would leave them."""
+        """The sum, exactly within the bounds where rounding would leave them."""
         return (x + delta).clamp(*self.bounds)
 
     def project(self, x_adv: Tensor, x: Tensor) -> Tensor:

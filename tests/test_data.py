@@ -32,6 +32,7 @@ from lightning_rob.data.wheels import inside
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:.*fit.ckpt_path="),  # says OnExceptionCheckpoint
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),  # Lightning on torch 2.15
 ]
 
@@ -101,7 +102,10 @@ def trained(data, dies=None, ckpt_path=None, **options):
 
 
 def newest(folder):
-    return max(folder.glob("*.ckpt"), key=lambda f: int(f.stem.split("step=")[1].split("-")[0]))
+    def step(file):
+        return int(file.stem.split("step=")[1].split("-")[0])
+
+    return max(folder.glob("*.ckpt"), key=step, default=None)
 
 
 def weights(net):
@@ -249,11 +253,13 @@ def test_the_split_is_the_same_under_another_seed():
     assert not torch.equal(first.parts["val"].indices, other.parts["val"].indices)
 
 
+@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
 def test_no_validation_images_mean_no_validation_loader():
     data = dots(val_size=0)
     data.setup("fit")
     assert data.val_dataloader() == []
     assert len(data.parts["train"]) == 47
+    assert len(trained(data, max_epochs=1).seen) == 6
 
 
 def test_limit_train_takes_images_from_training_only():
@@ -392,15 +398,13 @@ def saving(folder, how):
     return ModelCheckpoint(folder, save_top_k=-1, **SAVED[how])
 
 
-def killed_and_resumed(folder, how, deaths, workers=0, val_size=10, **length):
+def killed_and_resumed(folder, how, deaths, workers=0, **length):
     """The images and weights of a whole run, and of the last of several attempts at it."""
-    whole = trained(dots(val_size=val_size), **length)
-    path = None
+    whole = trained(dots(), **length)
     for dies in [*deaths, None]:
-        data = dots(workers=workers, val_size=val_size)
+        data = dots(workers=workers)
         options = {"callbacks": saving(folder, how), "enable_checkpointing": True}
-        net = trained(data, dies, path, **options, **length)
-        path = newest(folder)
+        net = trained(data, dies, newest(folder), **options, **length)
     assert 0 < len(net.seen) < len(whole.seen)
     return whole, net
 
@@ -415,13 +419,18 @@ def test_a_killed_run_resumes_exactly(tmp_path, how, length):
     assert torch.equal(weights(whole), weights(resumed))
 
 
-@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
-@pytest.mark.parametrize("how", ["mid-epoch", "end of epoch"])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("val_size", [10, 0])
-def test_a_run_that_is_killed_again_and_again_resumes_exactly(tmp_path, how, workers, val_size):
-    whole, resumed = killed_and_resumed(tmp_path, how, [9, 12, 16], workers, val_size, max_steps=25)
+@pytest.mark.parametrize("how", ["mid-epoch", "last batch", "end of epoch"])
+@pytest.mark.parametrize(("workers", "validate"), [(0, 1), (2, 1), (2, 0)])
+@pytest.mark.parametrize("limit", [1.0, 4])
+def test_a_run_killed_again_and_again_resumes_exactly(tmp_path, how, workers, validate, limit):
+    length = {"max_steps": 25, "limit_train_batches": limit, "limit_val_batches": validate}
+    whole, resumed = killed_and_resumed(tmp_path, how, [9, 12, 16], workers, **length)
     assert torch.equal(weights(whole), weights(resumed))
+
+
+def test_a_second_run_with_the_same_data_starts_afresh():
+    data = dots()
+    assert trained(data, max_epochs=2).seen == trained(data, max_epochs=2).seen
 
 
 def test_digits_are_mnist_and_its_split_goes_by_split_seed():

@@ -181,7 +181,7 @@ def arc_linear(
         ValueError: labels other than -1 and +1.
     """
     if not ((y == 1) | (y == -1)).all():
-        raise ValueError(f"labels must be -1 or +1, got {y.unique().tolist()}")
+        raise ValueError(f"labels must be -1 or +1, got {sorted(set(y.tolist()))}")
     flat, sign = x.flatten(1), y.to(x.dtype)
     w, b, alpha = weights.flatten(1).to(flat), biases.to(flat), torch.as_tensor(probs).to(flat)
 

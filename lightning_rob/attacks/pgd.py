@@ -123,4 +123,6 @@ class PGD(Attack):
 def _better(a: Tensor, value_a: Tensor, b: Tensor, value_b: Tensor) -> tuple[Tensor, Tensor]:
     """Per image, whichever of two has the larger objective; the first one on ties."""
     wins = value_b > value_a
-    return torch.where(wins.view(-1, *[1] * (a.dim() - 1)), b, a), torch.where(wins, value_b, value_a)
+    return torch.where(wins.view(-1, *[1] * (a.dim() - 1)), b, a), torch.where(
+        wins, value_b, value_a
+    )

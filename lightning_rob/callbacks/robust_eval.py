@@ -19,7 +19,6 @@ from lightning_rob.metrics import PerImage, robust_accuracy, wilson
 from lightning_rob.randomness import Streams, fold
 
 
-
 def whole(defense: Defense) -> Defense:
     """The defense itself."""
     return defense
@@ -60,11 +59,13 @@ class RobustEval(Callback):
     ) -> None:
         if not attacks:
             raise ValueError("attacks must name at least one attack, got an empty dict")
+        if "worst" in attacks:
+            raise ValueError("no attack can be called 'worst': that is their per-image minimum")
         counts = {"every_n_epochs": every_n_epochs, "max_images": max_images, "repeats": repeats}
         for name, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
-        self.attacks = attacks
+        self.attacks = dict(attacks)
         self.target = target
         self.every_n_epochs = every_n_epochs
         self.max_images = max_images
@@ -81,19 +82,20 @@ class RobustEval(Callback):
         self.results: list[Result] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that the run's evaluations have names of their own."""
-        names = [name for other in _siblings(trainer) for name in other.attacks]
-        twice = {name for name in names if names.count(name) > 1} | ({"worst"} & set(names))
-        if twice:
-            raise ValueError(
-                f"attack names must differ between callbacks and not be 'worst': {sorted(twice)}"
-            )
+        """See that every name in the run stands for one attack; what is there twice runs once."""
+        for other in _siblings(trainer):
+            if other is self:
+                return
+            for name in self.attacks.keys() & other.attacks.keys():
+                if (self.attacks[name], self.target) != (other.attacks[name], other.target):
+                    raise ValueError(f"two callbacks call different attacks {name!r}: rename one")
+                del self.attacks[name]
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this epoch's evaluation is one of ours."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
-            return True
-        return (trainer.current_epoch + 1) % self.every_n_epochs == 0
+            return bool(self.attacks)
+        return bool(self.attacks) and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the last evaluation."""
@@ -126,7 +128,7 @@ class RobustEval(Callback):
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table of all callbacks once they are through."""
         siblings = _siblings(trainer)
-        if self is siblings[-1] and trainer.is_global_zero:
+        if siblings[-1:] == [self] and trainer.is_global_zero:
             results = [result for other in siblings for result in other.results]
             print_table(type(pl_module).__name__, _clean(trainer) + results)
 
@@ -235,7 +237,9 @@ class RobustEval(Callback):
 
     def _worst(self, trainer: Trainer, shared: dict[str, Any]) -> list[Result]:
         """The per-image minimum over the callbacks of the run, told by the last of them."""
-        due = [other for other in _siblings(trainer) if other.due(trainer) and other.target is whole]
+        due = [
+            other for other in _siblings(trainer) if other.due(trainer) and other.target is whole
+        ]
         if not due or self is not due[-1]:
             return []
         low: dict[int, float] = {}
@@ -251,7 +255,7 @@ class RobustEval(Callback):
 
     def _publish(self, trainer: Trainer, stage: str, results: list[Result]) -> None:
         folder = trainer.log_dir  # a collective: every process has to ask
-        if not trainer.is_global_zero or trainer.fast_dev_run:
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         if folder:
             append_records(Path(folder) / self.record, results)
@@ -262,7 +266,8 @@ class RobustEval(Callback):
 
 
 def _siblings(trainer: Trainer) -> list[RobustEval]:
-    return [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [other for other in callbacks if isinstance(other, RobustEval) and other.attacks]
 
 
 def _answers(defense: Defense, x: Tensor, noise: Streams) -> Tensor:
@@ -280,6 +285,7 @@ def _clean(trainer: Trainer) -> list[Result]:
     accuracy = trainer.callback_metrics.get("test/acc")
     if accuracy is None:
         return []
-    n = len(trainer.test_dataloaders.dataset)
+    loader: Any = trainer.test_dataloaders
+    n = len(loader.dataset)
     interval = wilson(float(accuracy), n)
     return [Result("clean", float(accuracy), interval, n, 0.0, {"target": whole.__name__})]

@@ -72,10 +72,16 @@ class Mixture(Defense):
         probs: Sequence[float] | Tensor | None = None,
         rule: Rule = random_member,
     ) -> None:
-        parts = nn.ModuleList(defenses)
+        parts = list(defenses)
         shares = sampling_probabilities(probs, len(parts))
-        super().__init__(torch.cat([s * d.weights.cpu() for s, d in zip(shares, parts, strict=True)]), rule)
-        self.defenses = parts
+        weights = [share * part.weights.cpu() for share, part in zip(shares, parts, strict=True)]
+        super().__init__(torch.cat(weights), rule)
+        self.parts = nn.ModuleList(parts)
+
+    @property
+    def defenses(self) -> list[Defense]:
+        """The parts."""
+        return [part for part in self.parts if isinstance(part, Defense)]
 
     @property
     def classifiers(self) -> list[nn.Module]:

@@ -6,12 +6,11 @@ from dataclasses import replace
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.functional import kl_div
 
-from lightning_rob.attacks import PGD, Attack
+from lightning_rob.attacks import PGD, Attack, attacking
 from lightning_rob.defenses import Single
-from lightning_rob.modules.robust_module import RobustModule
-from lightning_rob.objectives import check_labels
+from lightning_rob.modules.robust_module import RobustModule, classification_loss
 from lightning_rob.rules import expectation
 
 
@@ -59,32 +58,21 @@ class AdversarialTraining(RobustModule):
             return self._trades(x, y, self.trades_beta)
         if self.attack is not None:
             count = round(self.fraction * len(x))
-            attacked = self.attack(self.defense, x[:count], y[:count], self._streams(count))
-            x = torch.cat([attacked, x[count:]])
-        return self._cross_entropy(self.defense.net(x), y)
-
-    def _streams(self, count: int) -> object:
-        return None if self.noise is None else self.noise[torch.arange(count)]
-
-    def _cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
-        check_labels(y, logits.shape[-1])
-        return cross_entropy(logits, y)
+            noise = self.noise and self.noise[torch.arange(count)]
+            x = torch.cat([self.attack(self.defense, x[:count], y[:count], noise), x[count:]])
+        return classification_loss(self.defense.logits(x)[0], y)
 
     def _trades(self, x: Tensor, y: Tensor, beta: float) -> Tensor:
         assert isinstance(self.attack, PGD)
-        x_adv = replace(self.attack, objective=divergence_from(self._clean_probs(x)))(
+        with attacking(self.defense), torch.no_grad():
+            target = self.defense.logits(x)[0].softmax(-1)
+        x_adv = replace(self.attack, objective=divergence_from(target))(
             self.defense, x, y, self.noise
         )
-        clean = self.defense.net(x)
-        log_probs = self.defense.net(x_adv).log_softmax(-1)
+        clean = self.defense.logits(x)[0]
+        log_probs = self.defense.logits(x_adv)[0].log_softmax(-1)
         divergence = kl_div(log_probs, clean.softmax(-1), reduction="batchmean")
-        return self._cross_entropy(clean, y) + beta * divergence
-
-    def _clean_probs(self, x: Tensor) -> Tensor:
-        from lightning_rob.attacks import attacking
-
-        with attacking(self.defense), torch.no_grad():
-            return self.defense.net(x).softmax(-1)
+        return classification_loss(clean, y) + beta * divergence
 
 
 def _can_start_trades(attack: Attack | None) -> bool:

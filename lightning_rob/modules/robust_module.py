@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from lightning_rob.defenses import Defense
 from lightning_rob.metrics import RobustAccuracy
@@ -16,6 +17,12 @@ from lightning_rob.objectives import check_labels
 from lightning_rob.randomness import Streams, fold
 
 Batch = tuple[Tensor, Tensor, Tensor]
+
+
+def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
+    """Mean cross-entropy [B, K], [B] -> scalar, with a clear error for labels out of range."""
+    check_labels(y, logits.shape[-1])
+    return cross_entropy(logits, y)
 
 
 class RobustModule(LightningModule, ABC):
@@ -40,7 +47,7 @@ class RobustModule(LightningModule, ABC):
         super().__init__()
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.accuracies = nn.ModuleDict({stage: RobustAccuracy() for stage in ("val", "test")})
+        self.val_accuracy, self.test_accuracy = RobustAccuracy(), RobustAccuracy()
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         self.noise: Streams | None = None
 
@@ -59,22 +66,22 @@ class RobustModule(LightningModule, ABC):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Clean accuracy, `val/acc`."""
-        self._score("val", batch)
+        self._score("val", self.val_accuracy, batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Clean accuracy, `test/acc`."""
-        self._score("test", batch)
+        self._score("test", self.test_accuracy, batch)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The probability of each answer: [B, K]."""
-        return self.defense(batch[0])
+        answers: Tensor = self.defense(batch[0])
+        return answers
 
-    def _score(self, stage: str, batch: Batch) -> None:
+    def _score(self, stage: str, accuracy: RobustAccuracy, batch: Batch) -> None:
         x, y, _ = batch
         answers = self.defense(x)
         check_labels(y, answers.shape[-1])
-        self.accuracies[stage](answers, y)
-        accuracy = self.accuracies[stage]
+        accuracy.update(answers, y)
         self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, batch_size=len(x))
 
     def on_robust_evaluation(self, metrics: Mapping[str, float]) -> None:

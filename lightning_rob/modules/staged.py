@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -97,7 +98,7 @@ class StagedTraining(RobustModule):
     def on_fit_start(self) -> None:
         """Check that the trainer's epochs are the members'."""
         total, wanted = sum(self.epochs), self.trainer.max_epochs
-        if wanted != total and not self.trainer.fast_dev_run:
+        if wanted != total and not _is_trial(self.trainer):
             raise MisconfigurationException(
                 f"trainer.max_epochs must be {total}, the sum of model.epochs {self.epochs}, "
                 f"got {wanted}"
@@ -113,9 +114,9 @@ class StagedTraining(RobustModule):
 
     def on_robust_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Keep the member's weights if they are its best ones."""
-        if self.trainer.state.fn != "fit" or self.monitor not in metrics:
+        value = metrics.get(self.monitor or "")
+        if self.trainer.state.fn != "fit" or value is None:
             return
-        value = metrics[self.monitor]
         if self.best["value"] is None or value > self.best["value"]:
             weights = {k: v.detach().cpu().clone() for k, v in self.trained().state_dict().items()}
             self.best = {"value": value, "weights": weights, "epoch": self.current_epoch}
@@ -126,7 +127,7 @@ class StagedTraining(RobustModule):
             self._finish_member()
 
     def _finish_member(self) -> None:
-        if self.monitor is None or self.trainer.fast_dev_run:
+        if self.monitor is None or _is_trial(self.trainer):
             return
         if self.best["value"] is None:
             raise MisconfigurationException(
@@ -142,6 +143,10 @@ class StagedTraining(RobustModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` stored, before the optimizer is made."""
         self.stage, self.best = checkpoint["staged"]["stage"], checkpoint["staged"]["best"]
+
+
+def _is_trial(trainer: Trainer) -> bool:
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
 def _per_member(epochs: int | Sequence[int], members: int) -> list[int]:

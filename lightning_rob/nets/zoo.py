@@ -62,7 +62,8 @@ def timm_net(name: str, classes: int, weights: str | None) -> Found:
         tags = [full.split(".", 1)[1] for full in timm.list_pretrained(f"{name}.*")]
         name = f"{name}.{_known(weights, tags, f'weights of {name}')}"
     net = timm.create_model(name, pretrained=weights is not None, num_classes=classes)
-    return Found(net, net.pretrained_cfg["mean"], net.pretrained_cfg["std"])
+    images = getattr(net, "pretrained_cfg", {})
+    return Found(net, images.get("mean", IMAGENET_MEAN), images.get("std", IMAGENET_STD))
 
 
 ZOOS = {"torchvision": torchvision_net, "timm": timm_net}
