@@ -272,7 +272,8 @@ def _siblings(trainer: Trainer) -> list[RobustEval]:
 
 def _answers(defense: Defense, x: Tensor, noise: Streams) -> Tensor:
     with attacking(defense), torch.no_grad():
-        return defense(x, noise)
+        answers: Tensor = defense(x, noise)
+        return answers
 
 
 def _result(name: str, scores: Tensor, seconds: float, details: dict[str, Any]) -> Result:

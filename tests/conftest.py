@@ -1,0 +1,5 @@
+import os
+
+# Before torch is imported: two test runs on one machine must not spin against each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "2")

@@ -1,0 +1,145 @@
+"""The command line as a user meets it."""
+
+import re
+
+import pytest
+import torch
+import yaml
+
+from lightning_rob.cli import main
+from tests.tiny import ROOT, arc, pgd, recipe, records, robust_eval, run, same_weights, shell, weights
+
+CKPT = "run/version_0/checkpoints/last.ckpt"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
+    evaluation = robust_eval({"apgd": pgd(), "arc": arc()})
+    callbacks = {"trainer__callbacks+": [checkpoint, evaluation]}
+    run("fit", "--config", recipe(folder, **callbacks), "--test_after_fit=true")
+    return folder
+
+
+def fails(capsys, *args) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        run(*args)
+    assert exit_.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(lines) == 1
+    assert len(lines[0]) < 400
+    return lines[0]
+
+
+def test_help_names_every_command_without_heavy_imports():
+    told = shell("--help")
+    assert all(word in told.stdout for word in ("fit", "validate", "test", "predict"))
+    code = "import sys; from lightning_rob.cli import main; main(['--help']); print('torch' in sys.modules)"
+    import subprocess
+    import sys
+
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert out.stdout.splitlines()[-1] == "False"
+
+
+def test_version(capsys):
+    main(["--version"])
+    assert re.fullmatch(r"lightning-rob \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_fit_logs_every_epoch_and_test_comes_last(trained):
+    lines = records(trained)
+    assert [r["epoch"] for r in lines if r["name"] == "arc" and r["stage"] == "val"] == [0, 1, 2, 3]
+    assert {r["name"] for r in lines if r["stage"] == "test"} == {"apgd", "arc", "worst"}
+    for r in lines:
+        low, high = r["interval"]
+        assert 0 <= low <= r["accuracy"] <= high <= 1
+        assert r["n"] == (32 if r["stage"] == "val" else 33)
+        assert set(r["versions"]) >= {"torch", "lightning", "lightning-rob"}
+    by_name = {r["name"]: r["accuracy"] for r in lines if r["stage"] == "test"}
+    assert by_name["worst"] <= min(by_name["apgd"], by_name["arc"]) + 1e-9
+
+
+def test_the_checkpoint_alone_rebuilds_the_ensemble(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    after_fit = [r for r in records(trained) if r["stage"] == "test"]
+    callback = yaml.safe_dump(robust_eval({"apgd": pgd(), "arc": arc()}), default_flow_style=True)
+    plugin = f"--trainer.callbacks+={callback}"
+    run("test", "--ckpt_path", trained / CKPT, plugin, "--trainer.logger=true", "--trainer.accelerator=cpu")
+    again = next(tmp_path.rglob("robust.jsonl")).read_text().splitlines()
+    accuracies = [yaml.safe_load(line)["accuracy"] for line in again]
+    assert accuracies == [r["accuracy"] for r in after_fit]
+    assert "worst" in capsys.readouterr().out
+
+
+def test_the_checkpoint_holds_no_live_objects(trained):
+    checkpoint = torch.load(trained / CKPT, weights_only=True)
+    recipe_text = checkpoint["lightning_rob_recipe"]
+    assert yaml.safe_load(recipe_text)["model"]["class_path"] == "lightning_rob.modules.BAT"
+
+
+def test_the_saved_configuration_runs_again(trained, tmp_path):
+    config = trained / "run/version_0/config.yaml"
+    folder = f"--trainer.logger.init_args.save_dir={tmp_path}"
+    run("fit", "--config", config, folder, "--test_after_fit=false")
+    assert same_weights(weights(trained / CKPT), weights(tmp_path / CKPT))
+
+
+def test_predict_gives_probabilities_of_answers(trained, tmp_path, monkeypatch):
+    from lightning_rob.run import Command
+
+    monkeypatch.chdir(tmp_path)
+    command = Command(["predict", "--ckpt_path", str(trained / CKPT), "--trainer.accelerator=cpu"])
+    answers = torch.cat(command.trainer.predict(command.model, command.datamodule))
+    assert answers.shape == (33, 4)
+    torch.testing.assert_close(answers.sum(1), torch.ones(33))
+
+
+BAD = {
+    "probs": (["--model.init_args.probs=[0.9, 0.3]"], "probs must sum to 1, got 1.2"),
+    "eps": (["--model.init_args.attack.init_args.threat.eps=-1"], "eps must be a finite radius >= 0, got -1.0"),
+    "norm": (["--model.init_args.attack.init_args.threat.norm=l7x"], "norm must be 'linf', 'l2' or a number >= 1, got 'l7x'"),
+    "epochs": (["--trainer.max_epochs=3"], "trainer.max_epochs must be 4"),
+    "option": (["--model.init_args.foo=1"], "Option 'foo' is not accepted"),
+    "labels": (["--data.init_args.labels=9"], "labels must be 0 … 3 for 4 classes"),
+    "data": (["--data=CIFAR10", "--data.root=nowhere"], "CIFAR10 is not in"),
+    "attacks": (["--trainer.callbacks+={class_path: RobustEval, init_args: {attacks: {}}}"], "at least one attack, got an empty dict"),
+    "checkpoint": (["--ckpt_path=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
+    "same name": ([f"--trainer.callbacks+={yaml.safe_dump(robust_eval({'apgd': arc()}), default_flow_style=True)}"], "different attacks 'apgd'"),
+    "monitor": (["--model.init_args.monitor=val/robust/nothing"], "no evaluation logged 'val/robust/nothing'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_line(case, tmp_path, capsys):
+    args, message = BAD[case]
+    assert message in fails(capsys, "fit", "--config", recipe(tmp_path), *args)
+
+
+def test_unknown_command(capsys):
+    assert "unknown command 'fti'" in fails(capsys, "fti")
+
+
+def test_images_out_of_range(tmp_path, capsys):
+    data = {"class_path": "tests.tiny.Bright", "init_args": {}}
+    line = fails(capsys, "fit", "--config", recipe(tmp_path, data=data))
+    assert "images must lie in [0.0, 1.0], got values in" in line
+
+
+def test_a_checkpoint_of_another_architecture(trained, capsys):
+    line = fails(capsys, "test", "--ckpt_path", trained / CKPT, "--model.init_args.net.init_args.width=8")
+    assert "the checkpoint is of another architecture" in line
+
+
+@pytest.mark.parametrize("content", ["", "<html>no</html>", "PK"])
+def test_what_is_no_checkpoint(tmp_path, content, capsys):
+    (tmp_path / "x.ckpt").write_text(content)
+    assert "not a checkpoint that can be loaded" in fails(capsys, "test", "--ckpt_path", tmp_path / "x.ckpt")
+
+
+def test_a_plain_callbacks_fragment_is_refused(tmp_path, capsys):
+    fragment = tmp_path / "fragment.yaml"
+    fragment.write_text(f"trainer:\n  callbacks:\n    - {ROOT}/callbacks/arc.yaml\n")
+    line = fails(capsys, "fit", "--config", recipe(tmp_path), "--config", fragment)
+    assert "write `callbacks+:`" in line

@@ -1,0 +1,145 @@
+"""Small things that several tests need: a net, a recipe, a run from the command line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from lightning_rob.cli import main
+from lightning_rob.data import ImageData
+
+ROOT = Path(__file__).parent.parent
+
+
+class TinyNet(nn.Module):
+    """Two linear layers with BatchNorm on 3x8x8 images of 4 classes; learns in a second."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Linear(3 * 8 * 8, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.last = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x.flatten(1))).relu())
+
+
+class Blobs(ImageData):
+    """Four noisy prototypes, 3x8x8; test images as many as asked for."""
+
+    classes, channels, size, mean, std = 4, 3, 8, (0.5,) * 3, (0.25,) * 3
+
+    def __init__(self, train_size: int = 96, test_size: int = 33, labels: int = 4, **options) -> None:
+        super().__init__(**({"val_size": 32, "batch_size": 16} | options))
+        self.sizes = {True: train_size, False: test_size}
+        self.labels = labels
+
+    def source(self, train: bool):
+        chance = torch.Generator().manual_seed(int(train))
+        prototypes = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(7))
+        y = torch.randint(0, self.labels, (self.sizes[train],), generator=chance)
+        noise = torch.randn(len(y), 3, 8, 8, generator=chance)
+        x = (0.25 + 0.5 * prototypes[y % 4] + 0.12 * noise).clamp(0, 1)
+        return [(image, int(label)) for image, label in zip(x, y, strict=True)]
+
+
+def pgd(**options) -> dict:
+    init = {"threat": {"norm": "linf", "eps": "16/255"}, "steps": 3, "step_size": "8/255"} | options
+    return {"class_path": "lightning_rob.attacks.PGD", "init_args": init}
+
+
+def arc(**options) -> dict:
+    init = {"threat": {"norm": "linf", "eps": "16/255"}, "steps": 3, "step_size": "16/255"}
+    return {"class_path": "lightning_rob.attacks.ARC", "init_args": init | options}
+
+
+def robust_eval(attacks: dict, **options) -> dict:
+    init = {"attacks": attacks} | options
+    return {"class_path": "lightning_rob.callbacks.RobustEval", "init_args": init}
+
+
+def recipe(folder: Path, **overrides) -> Path:
+    """A BAT run of two epochs per member in a second or two, written as a YAML file."""
+    content = {
+        "seed_everything": 0,
+        "model": {
+            "class_path": "lightning_rob.modules.BAT",
+            "init_args": {
+                "net": {"class_path": "tests.tiny.TinyNet", "init_args": {"width": 16}},
+                "attack": pgd(),
+                "epochs": 2,
+                "probs": [0.9, 0.1],
+                "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+            },
+        },
+        "data": {"class_path": "tests.tiny.Blobs", "init_args": {}},
+        "trainer": {
+            "accelerator": "cpu",
+            "max_epochs": 4,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "log_every_n_steps": 1,
+            "logger": {
+                "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+                "init_args": {"save_dir": str(folder), "name": "run", "version": 0},
+            },
+            "callbacks+": [robust_eval({"apgd": pgd(), "arc": arc()})],
+        },
+    }
+    for key, value in overrides.items():
+        *path, last = key.split("__")
+        part = content
+        for name in path:
+            part = part[name]
+        part[last] = value
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    return file
+
+
+def run(*args: str) -> None:
+    main(list(map(str, args)))
+
+
+def shell(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "lightning_rob", *map(str, args)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "run/version_0/robust.jsonl").open()]
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+class KillAt(Callback):
+    """SIGKILL to its own process after a training step: nothing gets a chance to tidy up."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *_) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Bright(Blobs):
+    """Images in [0, 255], a common slip."""
+
+    def source(self, train: bool):
+        return [(255 * x, y) for x, y in super().source(train)]
