@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import jsonargparse
 import torch
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import (
@@ -20,6 +21,7 @@ from lightning.pytorch.cli import (
 from lightning_rob.data import ImageData
 from lightning_rob.modules import RobustModule
 
+USER_ERRORS = (ValueError, TypeError, FileNotFoundError, MisconfigurationException, yaml.YAMLError)
 RECIPE = "lightning_rob_recipe"
 
 
@@ -79,8 +81,6 @@ class SaveRecipe(SaveConfigCallback):
 
 def check_configs(args: Sequence[str]) -> None:
     """Refuse a configuration file whose `callbacks:` would drop those that came before it."""
-    import yaml
-
     given = [a.partition("=")[2] for a in args if re.match(r"(--config|-c)=", a)]
     given += [b for a, b in pairwise(args) if a in ("--config", "-c")]
     for path in filter(lambda name: Path(name).is_file(), given):
@@ -95,8 +95,6 @@ def check_configs(args: Sequence[str]) -> None:
 
 def recipe_in(path: str) -> str | None:
     """The model and data a checkpoint was made by, as YAML; None where it says nothing."""
-    import yaml
-
     recipe = read_checkpoint(path).get(RECIPE)
     if recipe is None:
         return None
@@ -115,7 +113,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # whatever a file that is no checkpoint makes torch do
-        raise InputError(f"{path} is not a checkpoint that can be loaded ({error})") from error
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+        raise InputError(f"{path} is not a checkpoint that can be loaded ({reason})") from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise InputError(f"{path} is not a Lightning checkpoint: it has no state_dict")
     return checkpoint
@@ -156,7 +155,7 @@ class Command(LightningCLI):
                 args=with_recipe(args),
                 run=run,
             )
-        except (ValueError, TypeError, FileNotFoundError, MisconfigurationException) as error:
+        except USER_ERRORS as error:
             raise InputError(_innermost(str(error))) from error
         except RuntimeError as error:
             raise _readable(error) from error

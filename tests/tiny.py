@@ -116,7 +116,8 @@ def shell(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def records(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "run/version_0/robust.jsonl").open()]
+    lines = (folder / "run/version_0/robust.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def weights(path: Path) -> dict[str, Tensor]:

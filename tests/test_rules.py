@@ -1,0 +1,234 @@
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_rob.rules import (
+    expectation,
+    majority,
+    mean_logits,
+    mean_probs,
+    random_member,
+    top2_majority,
+)
+
+RULES = [random_member, majority, top2_majority, mean_probs, mean_logits]
+NAN = float("nan")
+
+
+def draws(s, b, k, seed):
+    """[S, B, K] logits without ties within a draw."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((s, b, k), generator=generator)
+
+
+def ballots(*choices, classes=3):
+    """[S, 1, K] logits of draws with these rankings, the best class first."""
+    rows = [[-float(ranking.index(c)) for c in range(classes)] for ranking in choices]
+    return torch.tensor(rows).unsqueeze(1)
+
+
+def count_votes(rankings, weights, seats):
+    """The winner by scalar counting: most weight, ties to the class named first."""
+    total, order = defaultdict(float), []
+    for ranking, weight in zip(rankings, weights, strict=True):
+        for choice in ranking[:seats]:
+            total[choice] += weight
+            if choice not in order:
+                order.append(choice)
+    most = max(total.values())
+    return next(choice for choice in order if total[choice] > most - 1e-9)
+
+
+def one_hot(k, classes):
+    return [[float(c == k) for c in range(classes)]]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 2**31),
+    s=st.integers(1, 6),
+    k=st.integers(2, 4),
+    parts=st.lists(st.integers(1, 3), min_size=6, max_size=6),
+)
+def test_votes_by_hand(seed, s, k, parts):
+    logits = draws(s, 1, k, seed)
+    weights = torch.tensor(parts[:s], dtype=torch.float32) / sum(parts[:s])
+    rankings = logits[:, 0].argsort(1, descending=True).tolist()
+    winner = count_votes(rankings, parts[:s], 1)
+    assert majority(logits, weights).tolist() == one_hot(winner, k)
+    winner = count_votes(rankings, parts[:s], 2)
+    assert top2_majority(logits, weights).tolist() == one_hot(winner, k)
+    expected = [sum(p for p, r in zip(parts, rankings, strict=False) if r[0] == c) for c in range(k)]
+    answer = random_member(logits, weights)
+    torch.testing.assert_close(answer, torch.tensor([expected]) / sum(parts[:s]))
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 2**31), s=st.integers(1, 6), k=st.integers(2, 5))
+def test_means_by_hand(seed, s, k):
+    logits = draws(s, 3, k, seed).double()
+    weights = torch.rand(s, generator=torch.Generator().manual_seed(seed)).double() + 0.1
+    weights /= weights.sum()
+    probs = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    for b in range(3):
+        p = [sum(float(weights[i] * probs[i, b, c]) for i in range(s)) for c in range(k)]
+        z = [sum(float(weights[i] * logits[i, b, c]) for i in range(s)) for c in range(k)]
+        assert mean_probs(logits, weights)[b].tolist() == one_hot(p.index(max(p)), k)[0]
+        assert mean_logits(logits, weights)[b].tolist() == one_hot(z.index(max(z)), k)[0]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_answers_are_probabilities_and_independent_of_the_batch(rule):
+    logits, weights = draws(5, 9, 4, 0), torch.tensor([0.1, 0.3, 0.2, 0.15, 0.25])
+    answers = rule(logits, weights)
+    assert answers.shape == (9, 4)
+    assert answers.min() >= 0
+    torch.testing.assert_close(answers.sum(1), torch.ones(9))
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(rule(logits[:, order], weights), answers[order])
+    for b in range(9):
+        torch.testing.assert_close(rule(logits[:, b : b + 1], weights), answers[b : b + 1])
+    assert rule(logits[:, :0], weights).shape == (0, 4)
+
+
+@pytest.mark.parametrize("rule", [random_member, majority, mean_probs, mean_logits])
+def test_one_draw_answers_its_class(rule):
+    logits = draws(1, 20, 5, 2)
+    expected = torch.nn.functional.one_hot(logits[0].argmax(1), 5).float()
+    assert torch.equal(rule(logits, torch.ones(1)), expected)
+
+
+def test_one_draw_of_top2_answers_its_first_class():
+    logits = draws(1, 20, 5, 3)
+    assert torch.equal(top2_majority(logits, torch.ones(1)).argmax(1), logits[0].argmax(1))
+
+
+def test_majority_ties_go_to_the_earliest_draw():
+    half, third = torch.tensor([0.5, 0.5]), torch.full((3,), 1 / 3)
+    assert majority(ballots([2, 0, 1], [0, 1, 2]), half).tolist() == one_hot(2, 3)
+    assert majority(ballots([0, 1, 2], [2, 0, 1]), half).tolist() == one_hot(0, 3)
+    assert majority(ballots([1, 0, 2], [2, 0, 1], [0, 1, 2]), third).tolist() == one_hot(1, 3)
+    # 1 is seen first but 2 has more votes
+    assert majority(ballots([1, 0, 2], [2, 0, 1], [2, 1, 0]), third).tolist() == one_hot(2, 3)
+
+
+def test_majority_counts_weight_not_heads():
+    weights = torch.tensor([0.2, 0.6, 0.2])
+    assert majority(ballots([0, 1, 2], [1, 0, 2], [0, 2, 1]), weights).tolist() == one_hot(1, 3)
+
+
+def test_top2_unanimous_members_get_their_first_choice():
+    """The tie that Athena's strategy resolves to the second choice."""
+    logits = ballots([2, 0, 1], [2, 0, 1], [2, 0, 1])
+    assert top2_majority(logits, torch.full((3,), 1 / 3)).tolist() == one_hot(2, 3)
+
+
+def test_top2_prefers_what_all_find_plausible():
+    logits = ballots([0, 3, 1, 2], [1, 3, 0, 2], [2, 3, 0, 1], classes=4)
+    weights = torch.full((3,), 1 / 3)
+    assert top2_majority(logits, weights).tolist() == one_hot(3, 4)
+    assert majority(logits, weights).tolist() == one_hot(0, 4)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6, 7, 30, 99, 1000])
+def test_equal_weights_tie_in_any_number(count):
+    """1/n added up in float32 is not exact; the tie has to be seen all the same."""
+    choices = [[1, 0], [0, 1]] * (count // 2)
+    weights = torch.full((len(choices),), 1 / len(choices))
+    assert majority(ballots(*choices, classes=2), weights).tolist() == one_hot(1, 2)
+
+
+def test_one_vote_in_a_thousand_decides():
+    choices = [[1, 0]] * 500 + [[0, 1]] * 501
+    weights = torch.full((1001,), 1 / 1001)
+    assert majority(ballots(*choices, classes=2), weights).tolist() == one_hot(0, 2)
+
+
+# logits that are not numbers
+
+
+@pytest.mark.parametrize("rule", [random_member, majority, top2_majority])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_nan_draw_never_votes(rule, where):
+    """Wherever the NaN is, the sick draw's weight goes to no class."""
+    logits = ballots([2, 0, 1], [0, 2, 1], [0, 1, 2])
+    logits[0, 0, where] = NAN
+    weights = torch.tensor([0.5, 0.3, 0.2])
+    answer = rule(logits, weights)
+    assert not answer.isnan().any()
+    assert answer[0, 0] == (1.0 if rule is not random_member else 0.5)
+    assert answer[0, 1:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_all_nan_is_a_refusal(rule):
+    logits = draws(3, 4, 5, 4)
+    logits[:, 1] = NAN
+    answer = rule(logits, torch.tensor([0.5, 0.3, 0.2]))
+    assert answer[1].tolist() == [0.0] * 5
+    torch.testing.assert_close(answer[[0, 2, 3]].sum(1), torch.ones(3))
+
+
+@pytest.mark.parametrize("rule", [mean_probs, mean_logits])
+def test_nan_draw_is_never_an_answer_of_the_means(rule):
+    """One draw of three is not a number: neither of the two others' classes may be invented."""
+    logits = ballots([0, 1, 2], [0, 2, 1], [0, 1, 2])
+    logits[1] = NAN
+    answer = rule(logits, torch.full((3,), 1 / 3))
+    assert not answer.isnan().any()
+    assert answer[0, 1:].tolist() == [0, 0]
+
+
+# weights
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_draw_of_no_weight_changes_nothing(rule):
+    logits, weights = draws(3, 50, 4, 5), torch.tensor([0.7, 0.3, 0.0])
+    torch.testing.assert_close(rule(logits, weights), rule(logits[:2], weights[:2]))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_splitting_a_draw_in_two_changes_nothing(rule):
+    logits = draws(2, 50, 4, 6)
+    split = torch.cat([logits, logits[1:]])
+    answer = rule(split, torch.tensor([0.4, 0.35, 0.25]))
+    torch.testing.assert_close(answer, rule(logits, torch.tensor([0.4, 0.6])))
+
+
+@pytest.mark.parametrize("rule", [majority, top2_majority])
+def test_leading_draw_of_no_weight_breaks_no_tie(rule):
+    logits = ballots([2, 0, 1], [1, 0, 2], [2, 0, 1])
+    weights = torch.tensor([0.0, 0.5, 0.5])
+    assert torch.equal(rule(logits, weights), rule(logits[1:], weights[1:]))
+
+
+# half precision
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_random_member_is_exact_on_half_precision_logits(dtype):
+    logits = ballots([0, 1, 2], [1, 0, 2]).to(dtype)
+    answer = random_member(logits, torch.tensor([0.9, 0.1])).float()
+    torch.testing.assert_close(answer, torch.tensor([[0.9, 0.1, 0.0]]), rtol=0, atol=1e-6)
+
+
+def test_random_member_is_exact_under_autocast():
+    logits, weights = ballots([0, 1, 2], [1, 0, 2]).repeat(1, 2, 1), torch.tensor([0.9, 0.1])
+    with torch.autocast("cpu", torch.bfloat16):
+        answer = random_member(logits, weights).float()
+    torch.testing.assert_close(answer[0], torch.tensor([0.9, 0.1, 0.0]), rtol=0, atol=1e-6)
+
+
+def test_one_vote_in_a_thousand_decides_in_half_precision():
+    choices = [[1, 0]] * 500 + [[0, 1]] * 501
+    logits, weights = ballots(*choices, classes=2).bfloat16(), torch.full((1001,), 1 / 1001)
+    assert majority(logits, weights).tolist() == one_hot(0, 2)
+
+
+def test_expectation_by_hand():
+    values = torch.tensor([[[1.0, 2.0]], [[3.0, -4.0]]])
+    assert expectation(torch.tensor([0.25, 0.75]), values).tolist() == [[2.5, -2.5]]

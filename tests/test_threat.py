@@ -1,0 +1,269 @@
+import copy
+import math
+import pickle
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from scipy import stats
+
+from lightning_rob.randomness import Streams
+from lightning_rob.threat import Threat, norm_order, pixels
+
+ORDERS = [1, 1.5, 2, 3, math.inf]
+
+
+def batch(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=generator, dtype=dtype)
+
+
+def noise(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=dtype)
+
+
+def scalar_norm(values, p):
+    values = [abs(v) for v in values]
+    return max(values) if p == math.inf else sum(v**p for v in values) ** (1 / p)
+
+
+# construction
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("8/255", 8 / 255), ("0.5", 0.5), ("1e-3", 1e-3), (0.25, 0.25), (1, 1.0)]
+)
+def test_pixels(text, value):
+    assert pixels(text) == value
+    assert Threat(eps=text).eps == value
+
+
+@pytest.mark.parametrize(
+    ("norm", "p", "q"),
+    [("linf", math.inf, 1), ("l2", 2, 2), (2, 2, 2), (1, 1, math.inf), (3, 3, 1.5), (1.5, 1.5, 3)],
+)
+def test_orders_are_dual(norm, p, q):
+    assert norm_order(norm) == p
+    assert (Threat(norm).p, Threat(norm).q) == (p, pytest.approx(q))
+
+
+@pytest.mark.parametrize("norm", ["l1", "L2", "", "nan", 0.5, 0, -2, math.nan, -math.inf])
+def test_unknown_norm(norm):
+    with pytest.raises(ValueError, match="norm must be 'linf', 'l2' or a number >= 1, got"):
+        Threat(norm)
+
+
+@pytest.mark.parametrize("eps", [-1e-9, "-8/255", math.nan, math.inf])
+def test_impossible_radius(eps):
+    with pytest.raises(ValueError, match="eps must be a finite radius >= 0, got"):
+        Threat(eps=eps)
+
+
+@pytest.mark.parametrize("bounds", [(1.0, 0.0), (0.5, 0.5), (0.0, math.nan)])
+def test_empty_bounds(bounds):
+    with pytest.raises(ValueError, match=r"bounds must be \(low, high\) with low < high"):
+        Threat(bounds=bounds)
+
+
+def test_is_a_value():
+    threat = Threat("l2", "1/2", [0, 1])
+    assert threat == Threat("l2", 0.5, (0.0, 1.0)) == copy.deepcopy(threat)
+    assert threat == pickle.loads(pickle.dumps(threat))
+    assert hash(threat) == hash(Threat("l2", 0.5))
+    assert threat != Threat("l2", 0.5, (-1.0, 1.0))
+    with pytest.raises(FrozenInstanceError):
+        threat.eps = 1.0
+
+
+# norms and directions
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_size_and_dual_of_each_image(p):
+    delta, threat = noise(3, 2, 2, 2), Threat(p)
+    q = math.inf if p == 1 else 1 if p == math.inf else p / (p - 1)
+    for i in range(3):
+        values = delta[i].flatten().tolist()
+        assert threat.size(delta)[i].item() == pytest.approx(scalar_norm(values, p), rel=1e-12)
+        assert threat.dual(delta)[i].item() == pytest.approx(scalar_norm(values, q), rel=1e-12)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("size", [1e-12, 1e-6, 1.0, 1e6, 1e12])
+def test_steepest_meets_hoelder_with_equality(p, size):
+    threat, g = Threat(p), size * noise(4, 3, 2, 2, seed=1)
+    direction = threat.steepest(g)
+    assert direction.shape == g.shape
+    torch.testing.assert_close(threat.size(direction), torch.ones(4).double(), rtol=1e-9, atol=0)
+    reached = (direction * g).flatten(1).sum(1)
+    torch.testing.assert_close(reached, threat.dual(g), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("size", [1e-27, 1e-20, 1e18])
+def test_steepest_of_float32_gradients_of_any_scale(p, size):
+    """A confident network's gradients are far below 1e-20, where their squares are zero."""
+    threat, g = Threat(p), noise(2, 12, seed=2)
+    expected = threat.steepest(g)
+    torch.testing.assert_close(
+        threat.steepest((g * size).float()), expected.float(), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_steepest_of_nothing_is_nothing(p):
+    g = noise(3, 4)
+    g[1] = 0
+    direction = Threat(p).steepest(g)
+    assert direction.isfinite().all()
+    assert (direction[1] == 0).all()
+    assert (direction[[0, 2]].flatten(1).abs().amax(1) > 0.1).all()
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_steepest_whatever_the_memory_layout(p):
+    g = noise(2, 3, 4, 5)
+    strange = g.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(Threat(p).steepest(strange), Threat(p).steepest(g), rtol=0, atol=0)
+
+
+def test_steepest_keeps_ties_of_l1_on_one_pixel():
+    direction = Threat(1).steepest(torch.tensor([[-2.0, 2.0, 1.0]]))
+    assert direction.abs().sum() == 1
+    assert (direction != 0).sum() == 1
+
+
+# projection
+
+
+def test_project_linf_by_hand():
+    threat = Threat("linf", 0.1)
+    x = torch.tensor([[0.05, 0.5, 0.5, 0.95, 0.5]], dtype=torch.float64)
+    x_adv = torch.tensor([[-0.3, 0.7, 0.45, 1.4, 0.2]], dtype=torch.float64)
+    expected = torch.tensor([[0.0, 0.6, 0.45, 1.0, 0.4]], dtype=torch.float64)
+    torch.testing.assert_close(threat.project(x_adv, x), expected, rtol=0, atol=1e-15)
+
+
+def test_project_l2_by_hand():
+    threat = Threat("l2", 0.5)
+    x = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.9, 0.5]], dtype=torch.float64)
+    x_adv = x + torch.tensor([[0.6, 0.8], [0.03, -0.04], [0.6, 0.8]], dtype=torch.float64)
+    expected = torch.tensor([[0.8, 0.9], [0.53, 0.46], [1.0, 0.9]], dtype=torch.float64)
+    torch.testing.assert_close(threat.project(x_adv, x), expected, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("eps", [0.0, 1e-8, 0.1, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_project_is_inside_and_idempotent(norm, eps, dtype):
+    threat = Threat(norm, eps)
+    x = batch(5, 3, 4, 4, dtype=dtype)
+    x_adv = x + noise(5, 3, 4, 4, dtype=dtype)
+    once = threat.project(x_adv, x)
+    assert once.dtype == dtype
+    assert once.min() >= 0
+    assert once.max() <= 1
+    assert (threat.size(once - x) <= eps + 1e-6).all()
+    torch.testing.assert_close(threat.project(once, x), once, rtol=0, atol=1e-6)
+    if eps == 0:
+        assert torch.equal(once, x)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_project_leaves_what_is_inside(norm):
+    threat, x = Threat(norm, 0.5), 0.4 + 0.2 * batch(3, 8)
+    inside = x + 0.1 * (batch(3, 8, seed=3) - 0.5)
+    torch.testing.assert_close(threat.project(inside, x), inside, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_project_finds_the_nearest_point(norm):
+    """Away from the bounds; no random point of the ball is nearer in the Euclidean sense."""
+    threat, x = Threat(norm, 0.2), torch.full((1, 4), 0.5, dtype=torch.float64)
+    outside = x + 0.4 * noise(1, 4, seed=4).sign() * batch(1, 4, seed=5)
+    best = (threat.project(outside, x) - outside).norm()
+    delta = 0.2 * (2 * batch(4000, 4, seed=6) - 1)
+    delta = delta[threat.size(delta) <= 0.2]
+    assert len(delta) > 500
+    assert (x + delta - outside).norm(dim=1).min() >= best - 1e-12
+
+
+def test_other_norms_have_no_projection():
+    with pytest.raises(ValueError, match="projection is for linf and l2, not for norm 3"):
+        Threat(3).project(batch(1, 2), batch(1, 2))
+
+
+def test_other_bounds():
+    threat = Threat("linf", 1.0, (-1.0, 1.0))
+    x = torch.tensor([[-0.5, 0.5, -0.9]])
+    assert threat.project(x - 9, x).tolist() == [[-1.0, -0.5, -1.0]]
+    assert threat.start(x, torch.Generator().manual_seed(0)).abs().max() <= 1
+
+
+def test_images_are_projected_one_by_one():
+    threat, x = Threat("l2", 0.1), batch(6, 3, 2, 2)
+    x_adv = x + noise(6, 3, 2, 2) * torch.logspace(-3, 2, 6).double().view(6, 1, 1, 1)
+    together = threat.project(x_adv, x)
+    for i in range(6):
+        alone = threat.project(x_adv[i : i + 1], x[i : i + 1])
+        torch.testing.assert_close(together[i : i + 1], alone, rtol=0, atol=1e-15)
+
+
+# random starts
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("eps", [0.0, 0.1, 5.0])
+def test_start_is_inside(p, eps):
+    threat, x = Threat(p, eps), batch(7, 3, 4, 4)
+    for generator in (torch.Generator().manual_seed(1), Streams(torch.arange(7))):
+        start = threat.start(x, generator)
+        assert start.shape == x.shape
+        assert (threat.size(start - x) <= eps + 1e-9).all()
+        assert start.min() >= 0
+        assert start.max() <= 1
+        assert torch.equal(start, x) == (eps == 0)
+
+
+def test_start_linf_is_uniform_in_every_pixel():
+    x = torch.full((4000, 2), 0.5, dtype=torch.float64)
+    delta = Threat("linf", 0.2).start(x, torch.Generator().manual_seed(2)) - x
+    for pixel in range(2):
+        sample = delta[:, pixel].numpy()
+        assert stats.kstest(sample, stats.uniform(-0.2, 0.4).cdf).pvalue > 1e-3
+    assert abs(stats.pearsonr(*delta.T.numpy()).statistic) < 0.06
+
+
+def test_start_l2_has_uniform_radius_and_any_direction():
+    threat = Threat("l2", 0.3)
+    x = torch.full((4000, 3), 0.5, dtype=torch.float64)
+    delta = threat.start(x, torch.Generator().manual_seed(3)) - x
+    radius = threat.size(delta)
+    assert stats.kstest(radius.numpy(), stats.uniform(0, 0.3).cdf).pvalue > 1e-3
+    # each coordinate of a uniform direction in three dimensions is uniform (Archimedes)
+    direction = delta / radius[:, None]
+    for pixel in range(3):
+        sample = direction[:, pixel].numpy()
+        assert stats.kstest(sample, stats.uniform(-1, 2).cdf).pvalue > 1e-3
+
+
+def test_start_is_repeatable_and_fresh():
+    threat, x = Threat("l2", 0.3), batch(2, 5)
+    generator = torch.Generator().manual_seed(4)
+    first, second = threat.start(x, generator), threat.start(x, generator)
+    assert not torch.allclose(first, second)
+    assert torch.equal(threat.start(x, torch.Generator().manual_seed(4)), first)
+    torch.manual_seed(9)
+    unseeded = threat.start(x)
+    torch.manual_seed(9)
+    assert torch.equal(threat.start(x), unseeded)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_start_of_half_precision_images_is_finite(norm, dtype):
+    x = batch(4, 3, 32, 32).to(dtype)
+    start = Threat(norm, 0.5).start(x, Streams.keyed(torch.arange(4)))
+    assert start.dtype == dtype
+    assert start.isfinite().all()
