@@ -1,7 +1,7 @@
 """Attacks: frozen dataclasses called as x_adv = attack(defense, x, y, generator)."""
 
 from lightning_rob.attacks.arc import ARC, arc_linear
-from lightning_rob.attacks.base import Attack, attacking
+from lightning_rob.attacks.base import Attack, attacking, evaluating
 from lightning_rob.attacks.pgd import PGD
 
-__all__ = ["ARC", "PGD", "Attack", "arc_linear", "attacking"]
+__all__ = ["ARC", "PGD", "Attack", "arc_linear", "attacking", "evaluating"]

@@ -7,32 +7,47 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from lightning_rob.attacks.folding import folded
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Generator
 from lightning_rob.threat import Threat
 
 
 @contextmanager
-def attacking(defense: nn.Module) -> Iterator[None]:
-    """Eval mode, gradients for images and none for weights; all as before afterwards.
-
-    Modes and `requires_grad` are restored module by module and weight by weight, so frozen parts
-    stay frozen. Works inside `torch.inference_mode` and inside autocast, whose cache of cast
-    weights is left alone: a copy made here would have no gradient for the training step.
-    """
+def evaluating(defense: nn.Module) -> Iterator[None]:
+    """Eval mode, restored module by module, so that frozen parts stay frozen."""
     modes = [(module, module.training) for module in defense.modules()]
-    grads = [(weight, weight.requires_grad) for weight in defense.parameters()]
     defense.eval()
     try:
-        for weight, _ in grads:
-            weight.requires_grad_(False)
-        with torch.inference_mode(False), torch.enable_grad(), _uncached_autocast():
-            yield
+        yield
     finally:
         for module, mode in modes:
             module.training = mode
-        for weight, grad in grads:
-            weight.requires_grad_(grad)
+
+
+@contextmanager
+def attacking(defense: nn.Module) -> Iterator[None]:
+    """Eval mode, gradients for images and none for weights; all as before afterwards.
+
+    Works inside `torch.inference_mode` and inside autocast, whose cache of cast weights is left
+    alone: a copy made here would have no gradient for the training step. Meanwhile BatchNorm is
+    folded into the convolutions (`lightning_rob.attacks.folding`).
+    """
+    grads = [(weight, weight.requires_grad) for weight in defense.parameters()]
+    with (
+        evaluating(defense),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _uncached_autocast(),
+        folded(defense),
+    ):
+        try:
+            for weight, _ in grads:
+                weight.requires_grad_(False)
+            yield
+        finally:
+            for weight, grad in grads:
+                weight.requires_grad_(grad)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from lightning_rob.attacks import Attack, attacking
+from lightning_rob.attacks import Attack, evaluating
 from lightning_rob.callbacks.panels import panel as draw_panel
 from lightning_rob.callbacks.progress import AttackProgress
 from lightning_rob.callbacks.record import Result, append_records, print_table, versions
@@ -271,7 +271,7 @@ def _siblings(trainer: Trainer) -> list[RobustEval]:
 
 
 def _answers(defense: Defense, x: Tensor, noise: Streams) -> Tensor:
-    with attacking(defense), torch.no_grad():
+    with evaluating(defense), torch.no_grad():
         answers: Tensor = defense(x, noise)
         return answers
 

@@ -1,0 +1,136 @@
+"""What may import what: everything up to the metrics works without Lightning."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_rob
+
+ROOT = Path(lightning_rob.__file__).parent
+LOWER = [
+    "threat",
+    "rules",
+    "objectives",
+    "randomness",
+    "nets",
+    "transforms",
+    "defenses",
+    "attacks",
+    "metrics",
+]
+UPPER = {"modules", "callbacks", "data", "cli", "tune", "report", "monitor", "run"}
+
+
+def present(name):
+    return (ROOT / f"{name}.py").exists() or (ROOT / name / "__init__.py").exists()
+
+
+def sources():
+    for name in LOWER:
+        yield from [ROOT / f"{name}.py"] if (ROOT / f"{name}.py").exists() else []
+        yield from sorted((ROOT / name).rglob("*.py"))
+
+
+SOURCES = {str(path.relative_to(ROOT)): path for path in sources()}
+
+
+def run(code):
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split()
+
+
+def test_layers_are_found():
+    assert {"threat.py", "attacks/arc.py", "metrics/per_image.py"} <= SOURCES.keys()
+    assert len(SOURCES) >= 20
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    """The command line answers `--help` before torch is there."""
+    heavy = "{'torch', 'lightning', 'torchvision', 'torchmetrics', 'numpy', 'matplotlib'}"
+    code = f"import sys, lightning_rob; print(*({heavy} & set(sys.modules)), lightning_rob.__version__)"
+    assert run(code) == [lightning_rob.__version__]
+
+
+def test_lower_layers_work_without_lightning():
+    """Each in the order of the layers; the first one to load it is named."""
+    modules = [
+        "lightning_rob." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in SOURCES
+    ]
+    code = f"""
+import importlib, sys
+for name in {modules}:
+    importlib.import_module(name)
+    loaded = {{"lightning", "pytorch_lightning", "jsonargparse"}} & set(sys.modules)
+    above = {{m.split(".")[1] for m in sys.modules if m.startswith("lightning_rob.")}} & {UPPER}
+    if loaded or above:
+        print(name, *loaded, *above)
+        break
+print("done", len({modules}))
+"""
+    assert run(code) == ["done", str(len(SOURCES))]
+
+
+def imports(tree):
+    """Every module that is imported anywhere in a file, also inside functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", SOURCES.values(), ids=SOURCES.keys())
+def test_no_import_goes_up(path):
+    for name in imports(ast.parse(path.read_text())):
+        parts = name.split(".")
+        assert parts[0] not in {"lightning", "pytorch_lightning", "lightning_fabric"}
+        assert parts[0] != "lightning_rob" or len(parts) == 1 or parts[1] not in UPPER
+
+
+ALLOWED = {
+    "threat": {"randomness"},
+    "rules": set(),
+    "objectives": {"rules"},
+    "randomness": set(),
+    "metrics": set(),
+    "nets": set(),
+    "transforms": {"randomness"},
+    "defenses": {"randomness", "rules", "transforms", "threat", "nets", "objectives"},
+    "attacks": {"threat", "rules", "objectives", "randomness", "defenses", "transforms", "nets"},
+}
+
+
+@pytest.mark.parametrize("path", SOURCES.values(), ids=SOURCES.keys())
+def test_layers_lie_on_one_another(path):
+    layer = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    for name in imports(ast.parse(path.read_text())):
+        parts = name.split(".")
+        if parts[0] == "lightning_rob" and len(parts) > 1:
+            assert parts[1] in ALLOWED[layer] | {layer}, f"{layer} imports {name}"
+
+
+@pytest.mark.parametrize("name", sorted(set(lightning_rob.__all__)))
+def test_every_noun_is_there(name):
+    assert getattr(lightning_rob, name) is not None
+    assert name.startswith("_") or getattr(lightning_rob, name).__name__ == name
+
+
+def test_no_such_noun():
+    with pytest.raises(AttributeError, match="module 'lightning_rob' has no attribute 'Nonsense'"):
+        lightning_rob.Nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize("name", [n for n in LOWER if present(n)])
+def test_what_a_folder_offers_is_there(name):
+    module = __import__(f"lightning_rob.{name}", fromlist=["_"])
+    for noun in getattr(module, "__all__", []):
+        assert getattr(module, noun).__name__ == noun
