@@ -235,7 +235,7 @@ def test_weights_still_sum_to_one_in_half_precision(build):
 
 @pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Mixture([Single(net(0)), d])])
 def test_random_defense_has_no_fixed_classifiers(wrap):
-    with pytest.raises(TypeError, match="Jitter is not a fixed set of classifiers: .*PGD"):
+    with pytest.raises(TypeError, match=r"Jitter is not a fixed set of classifiers: .*PGD"):
         wrap(Jitter(net(0), 3)).classifiers  # noqa: B018
 
 

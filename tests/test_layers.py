@@ -53,7 +53,7 @@ def test_layers_are_found():
 def test_importing_the_package_loads_nothing_heavy():
     """The command line answers `--help` before torch is there."""
     heavy = "{'torch', 'lightning', 'torchvision', 'torchmetrics', 'numpy', 'matplotlib'}"
-    code = f"import sys, lightning_rob; print(*({heavy} & set(sys.modules)), lightning_rob.__version__)"
+    code = f"import sys, lightning_rob as r; print(*({heavy} & set(sys.modules)), r.__version__)"
     assert run(code) == [lightning_rob.__version__]
 
 
