@@ -91,11 +91,15 @@ def main():
                 times[name].append((wall, cpu))
             with torch.no_grad():
                 reached[name] = float(torch.nn.functional.cross_entropy(net(x_adv), y))
-    table = Table(title=f"PGD-{options.steps}, ResNet-20, batch {options.batch}, torch {torch.__version__}, {platform.processor() or platform.machine()}")
+    table = Table(
+        title=f"PGD-{options.steps}, ResNet-20, batch {options.batch}, torch {torch.__version__}, {platform.processor() or platform.machine()}"
+    )
     for column in ("", "wall s (median)", "CPU s (median)", "CPU / floor (median)", "loss reached"):
         table.add_column(column, justify="right")
     for name, rows in times.items():
-        ratios = [cpu / floor_cpu for (_, cpu), (_, floor_cpu) in zip(rows, times["floor"], strict=True)]
+        ratios = [
+            cpu / floor_cpu for (_, cpu), (_, floor_cpu) in zip(rows, times["floor"], strict=True)
+        ]
         walls, cpus = zip(*rows, strict=True)
         medians = [statistics.median(v) for v in (walls, cpus, ratios)]
         table.add_row(name, *[f"{m:.2f}" for m in medians], f"{reached[name]:.4f}")

@@ -7,7 +7,18 @@ import torch
 import yaml
 
 from lightning_rob.cli import main
-from tests.tiny import ROOT, arc, pgd, recipe, records, robust_eval, run, same_weights, shell, weights
+from tests.tiny import (
+    ROOT,
+    arc,
+    pgd,
+    recipe,
+    records,
+    robust_eval,
+    run,
+    same_weights,
+    shell,
+    weights,
+)
 
 CKPT = "run/version_0/checkpoints/last.ckpt"
 
@@ -66,7 +77,14 @@ def test_the_checkpoint_alone_rebuilds_the_ensemble(trained, tmp_path, monkeypat
     after_fit = [r for r in records(trained) if r["stage"] == "test"]
     callback = yaml.safe_dump(robust_eval({"apgd": pgd(), "arc": arc()}), default_flow_style=True)
     plugin = f"--trainer.callbacks+={callback}"
-    run("test", "--ckpt_path", trained / CKPT, plugin, "--trainer.logger=true", "--trainer.accelerator=cpu")
+    run(
+        "test",
+        "--ckpt_path",
+        trained / CKPT,
+        plugin,
+        "--trainer.logger=true",
+        "--trainer.accelerator=cpu",
+    )
     again = next(tmp_path.rglob("robust.jsonl")).read_text().splitlines()
     accuracies = [yaml.safe_load(line)["accuracy"] for line in again]
     assert accuracies == [r["accuracy"] for r in after_fit]
@@ -98,16 +116,33 @@ def test_predict_gives_probabilities_of_answers(trained, tmp_path, monkeypatch):
 
 BAD = {
     "probs": (["--model.init_args.probs=[0.9, 0.3]"], "probs must sum to 1, got 1.2"),
-    "eps": (["--model.init_args.attack.init_args.threat.eps=-1"], "eps must be a finite radius >= 0, got -1.0"),
-    "norm": (["--model.init_args.attack.init_args.threat.norm=l7x"], "norm must be 'linf', 'l2' or a number >= 1, got 'l7x'"),
+    "eps": (
+        ["--model.init_args.attack.init_args.threat.eps=-1"],
+        "eps must be a finite radius >= 0, got -1.0",
+    ),
+    "norm": (
+        ["--model.init_args.attack.init_args.threat.norm=l7x"],
+        "norm must be 'linf', 'l2' or a number >= 1, got 'l7x'",
+    ),
     "epochs": (["--trainer.max_epochs=3"], "trainer.max_epochs must be 4"),
     "option": (["--model.init_args.foo=1"], "Option 'foo' is not accepted"),
     "labels": (["--data.init_args.labels=9"], "labels must be 0 … 3 for 4 classes"),
     "data": (["--data=CIFAR10", "--data.root=nowhere"], "CIFAR10 is not in"),
-    "attacks": (["--trainer.callbacks+={class_path: RobustEval, init_args: {attacks: {}}}"], "at least one attack, got an empty dict"),
+    "attacks": (
+        ["--trainer.callbacks+={class_path: RobustEval, init_args: {attacks: {}}}"],
+        "at least one attack, got an empty dict",
+    ),
     "checkpoint": (["--ckpt_path=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
-    "same name": ([f"--trainer.callbacks+={yaml.safe_dump(robust_eval({'apgd': arc()}), default_flow_style=True)}"], "different attacks 'apgd'"),
-    "monitor": (["--model.init_args.monitor=val/robust/nothing"], "no evaluation logged 'val/robust/nothing'"),
+    "same name": (
+        [
+            f"--trainer.callbacks+={yaml.safe_dump(robust_eval({'apgd': arc()}), default_flow_style=True)}"
+        ],
+        "different attacks 'apgd'",
+    ),
+    "monitor": (
+        ["--model.init_args.monitor=val/robust/nothing"],
+        "no evaluation logged 'val/robust/nothing'",
+    ),
 }
 
 
@@ -128,14 +163,18 @@ def test_images_out_of_range(tmp_path, capsys):
 
 
 def test_a_checkpoint_of_another_architecture(trained, capsys):
-    line = fails(capsys, "test", "--ckpt_path", trained / CKPT, "--model.init_args.net.init_args.width=8")
+    line = fails(
+        capsys, "test", "--ckpt_path", trained / CKPT, "--model.init_args.net.init_args.width=8"
+    )
     assert "the checkpoint is of another architecture" in line
 
 
 @pytest.mark.parametrize("content", ["", "<html>no</html>", "PK"])
 def test_what_is_no_checkpoint(tmp_path, content, capsys):
     (tmp_path / "x.ckpt").write_text(content)
-    assert "not a checkpoint that can be loaded" in fails(capsys, "test", "--ckpt_path", tmp_path / "x.ckpt")
+    assert "not a checkpoint that can be loaded" in fails(
+        capsys, "test", "--ckpt_path", tmp_path / "x.ckpt"
+    )
 
 
 def test_a_plain_callbacks_fragment_is_refused(tmp_path, capsys):

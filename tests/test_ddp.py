@@ -29,11 +29,22 @@ def evaluate(folder, checkpoint, batch_size, *args):
 
 def test_two_processes_and_any_batch_size_give_the_same_robust_accuracy(trained, tmp_path):
     results = []
-    for name, size, args in [("a", 101, []), ("b", 32, []), ("c", 7, []), ("d", 32, TWO), ("e", 7, TWO)]:
+    for name, size, args in [
+        ("a", 101, []),
+        ("b", 32, []),
+        ("c", 7, []),
+        ("d", 32, TWO),
+        ("e", 7, TWO),
+    ]:
         (tmp_path / name).mkdir()
         results.append(evaluate(tmp_path / name, trained, size, *args))
     first = results[0]
-    assert {name: n for name, (n, _) in first.items()} == {"apgd": 101, "arc": 101, "few": 50, "worst": 50}
+    assert {name: n for name, (n, _) in first.items()} == {
+        "apgd": 101,
+        "arc": 101,
+        "few": 50,
+        "worst": 50,
+    }
     assert 0 < first["apgd"][1] < 1
     assert all(other == first for other in results)
 
@@ -49,8 +60,16 @@ def test_training_is_the_same_with_and_without_callbacks(tmp_path):
     (tmp_path / "without").mkdir()
     unmonitored = {"model__init_args__monitor": None}
     random = robust_eval({"apgd": pgd(), "arc": arc(random_start=True)}, repeats=2)
-    shell("fit", "--config", recipe(tmp_path / "with", **unmonitored, **{"trainer__callbacks+": [random]}))
-    shell("fit", "--config", recipe(tmp_path / "without", **unmonitored, **{"trainer__callbacks+": []}))
+    shell(
+        "fit",
+        "--config",
+        recipe(tmp_path / "with", **unmonitored, **{"trainer__callbacks+": [random]}),
+    )
+    shell(
+        "fit",
+        "--config",
+        recipe(tmp_path / "without", **unmonitored, **{"trainer__callbacks+": []}),
+    )
     one, other = (weights(tmp_path / name / CHECKPOINT) for name in ("with", "without"))
     assert same_weights(one, other)
     assert (tmp_path / "with/run/version_0/robust.jsonl").exists()

@@ -53,5 +53,7 @@ def test_each_member_ends_with_its_best_weights(whole):
     best = final["staged"]["best"]
     assert best["value"] == pytest.approx(max(worst[2], worst[3]))
     assert worst[best["epoch"]] == best["value"]
-    kept = {k.removeprefix("members.1."): v for k, v in final["state_dict"].items() if "members.1." in k}
+    kept = {
+        k.removeprefix("members.1."): v for k, v in final["state_dict"].items() if "members.1." in k
+    }
     assert same_weights(kept, best["weights"])

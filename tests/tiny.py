@@ -36,7 +36,9 @@ class Blobs(ImageData):
 
     classes, channels, size, mean, std = 4, 3, 8, (0.5,) * 3, (0.25,) * 3
 
-    def __init__(self, train_size: int = 96, test_size: int = 33, labels: int = 4, **options) -> None:
+    def __init__(
+        self, train_size: int = 96, test_size: int = 33, labels: int = 4, **options
+    ) -> None:
         super().__init__(**({"val_size": 32, "batch_size": 16} | options))
         self.sizes = {True: train_size, False: test_size}
         self.labels = labels

@@ -63,7 +63,10 @@ class StagedTraining(RobustModule):
         self.attack = attack
         self.monitor = monitor
         self.best: dict[str, Any] = {"value": None, "weights": {}}
-        for member, path in zip(self.members, checkpoints or [None] * members, strict=True):
+        checkpoints = checkpoints or [None] * members
+        if len(checkpoints) != members:
+            raise ValueError(f"checkpoints must be one per member, path or null: {checkpoints}")
+        for member, path in zip(self.members, checkpoints, strict=True):
             if path is not None:
                 load_weights(member, path)
         self.stage = self._stage_at(0)
