@@ -92,7 +92,8 @@ def main():
             with torch.no_grad():
                 reached[name] = float(torch.nn.functional.cross_entropy(net(x_adv), y))
     table = Table(
-        title=f"PGD-{options.steps}, ResNet-20, batch {options.batch}, torch {torch.__version__}, {platform.processor() or platform.machine()}"
+        title=f"PGD-{options.steps}, ResNet-20, batch {options.batch}, "
+        f"torch {torch.__version__}, {platform.machine()}"
     )
     for column in ("", "wall s (median)", "CPU s (median)", "CPU / floor (median)", "loss reached"):
         table.add_column(column, justify="right")

@@ -1,6 +1,8 @@
 """The command line as a user meets it."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -46,10 +48,10 @@ def fails(capsys, *args) -> str:
 def test_help_names_every_command_without_heavy_imports():
     told = shell("--help")
     assert all(word in told.stdout for word in ("fit", "validate", "test", "predict"))
-    code = "import sys; from lightning_rob.cli import main; main(['--help']); print('torch' in sys.modules)"
-    import subprocess
-    import sys
-
+    code = (
+        "import sys; from lightning_rob.cli import main; "
+        "main(['--help']); print('torch' in sys.modules)"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert out.stdout.splitlines()[-1] == "False"
 
@@ -114,6 +116,7 @@ def test_predict_gives_probabilities_of_answers(trained, tmp_path, monkeypatch):
     torch.testing.assert_close(answers.sum(1), torch.ones(33))
 
 
+PLUG = "--trainer.callbacks+="
 BAD = {
     "probs": (["--model.init_args.probs=[0.9, 0.3]"], "probs must sum to 1, got 1.2"),
     "eps": (
@@ -135,7 +138,7 @@ BAD = {
     "checkpoint": (["--ckpt_path=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
     "same name": (
         [
-            f"--trainer.callbacks+={yaml.safe_dump(robust_eval({'apgd': arc()}), default_flow_style=True)}"
+            PLUG + yaml.safe_dump(robust_eval({"apgd": arc()}), default_flow_style=True),
         ],
         "different attacks 'apgd'",
     ),

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeGuard, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,11 +24,12 @@ def folded(net: nn.Module) -> Iterator[None]:
     """
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     try:
-        for conv, norm in _pairs(net):
-            if _foldable(net.get_submodule(conv), net.get_submodule(norm)):
-                fused = fuse_conv_bn_eval(net.get_submodule(conv), net.get_submodule(norm))
-                swapped.append(_swap(net, conv, fused.to(memory_format=torch.channels_last)))
-                swapped.append(_swap(net, norm, nn.Identity()))
+        for first, second in _pairs(net):
+            conv, norm = net.get_submodule(first), net.get_submodule(second)
+            if _plain(conv, nn.Conv2d) and _plain(norm, nn.BatchNorm2d) and _settled(norm):
+                fused = fuse_conv_bn_eval(conv, norm)
+                swapped.append(_swap(net, first, fused.to(memory_format=torch.channels_last)))
+                swapped.append(_swap(net, second, nn.Identity()))
         yield
     finally:
         for parent, name, module in reversed(swapped):
@@ -42,20 +44,17 @@ def _swap(net: nn.Module, path: str, new: nn.Module) -> tuple[nn.Module, str, nn
     return owner, name, old
 
 
-def _foldable(conv: nn.Module, norm: nn.Module) -> bool:
-    return (
-        type(conv) is nn.Conv2d
-        and type(norm) is nn.BatchNorm2d
-        and norm.track_running_stats
-        and not norm.training
-        and not _hooked(conv)
-        and not _hooked(norm)
-    )
+M = TypeVar("M", bound=nn.Module)
 
 
-def _hooked(module: nn.Module) -> bool:
+def _plain(module: nn.Module, kind: type[M]) -> TypeGuard[M]:
+    """Exactly of this class, and nobody listens to it."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name) for name in hooks)
+    return type(module) is kind and not any(getattr(module, name) for name in hooks)
+
+
+def _settled(norm: nn.BatchNorm2d) -> bool:
+    return norm.track_running_stats and not norm.training
 
 
 def _pairs(net: nn.Module) -> list[Pair]:
@@ -79,6 +78,7 @@ def _search(net: nn.Module, prefix: str) -> Iterator[Pair]:
     targets = [node.target for node in calls]
     for norm in calls:
         conv = norm.args[0] if norm.args else None
-        alone = isinstance(conv, torch.fx.Node) and len(conv.users) == 1 and conv in calls
-        if alone and targets.count(conv.target) == 1 == targets.count(norm.target):
+        if not isinstance(conv, torch.fx.Node) or conv not in calls or len(conv.users) != 1:
+            continue
+        if targets.count(conv.target) == 1 == targets.count(norm.target):
             yield f"{prefix}{conv.target}", f"{prefix}{norm.target}"
