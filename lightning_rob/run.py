@@ -179,6 +179,20 @@ class Command(LightningCLI):
         """Parse the given list, whatever the shell's arguments are."""
         self.config = parser.parse_args(args)
 
+    def predict(self, **options: Any) -> None:
+        """Write each image's probabilities to `predictions.csv` in the run's folder."""
+        batches: Any = self.trainer.predict(**options)
+        folder = Path(self.trainer.log_dir or ".")
+        rank = f"-{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"predictions{rank}.csv").open("w") as file:
+            classes = range(batches[0][1].shape[1])
+            file.write(",".join(["index", "answer", *(f"p{k}" for k in classes)]) + "\n")
+            for index, answers in batches:
+                for i, row in zip(index.tolist(), answers.tolist(), strict=True):
+                    cells = [str(i), str(row.index(max(row))), *(f"{p:.6g}" for p in row)]
+                    file.write(",".join(cells) + "\n")
+
     def after_fit(self) -> None:
         """Test, if asked to."""
         trial = self.trainer.fast_dev_run  # type: ignore[attr-defined]

@@ -106,14 +106,15 @@ def test_the_saved_configuration_runs_again(trained, tmp_path):
     assert same_weights(weights(trained / CKPT), weights(tmp_path / CKPT))
 
 
-def test_predict_gives_probabilities_of_answers(trained, tmp_path, monkeypatch):
-    from lightning_rob.run import Command
-
+def test_predict_writes_probabilities_of_answers(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    command = Command(["predict", "--ckpt_path", str(trained / CKPT), "--trainer.accelerator=cpu"])
-    answers = torch.cat(command.trainer.predict(command.model, command.datamodule))
-    assert answers.shape == (33, 4)
-    torch.testing.assert_close(answers.sum(1), torch.ones(33))
+    run("predict", "--ckpt_path", trained / CKPT, "--trainer.accelerator=cpu")
+    head, *rows = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()
+    assert head == "index,answer,p0,p1,p2,p3"
+    table = torch.tensor([[float(cell) for cell in row.split(",")] for row in rows])
+    assert table[:, 0].tolist() == list(range(33))
+    torch.testing.assert_close(table[:, 2:].sum(1), torch.ones(33))
+    assert torch.equal(table[:, 1], table[:, 2:].argmax(1).float())
 
 
 PLUG = "--trainer.callbacks+="

@@ -72,10 +72,9 @@ class RobustModule(LightningModule, ABC):
         """Clean accuracy, `test/acc`."""
         self._score("test", self.test_accuracy, batch)
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The probability of each answer: [B, K]."""
-        answers: Tensor = self.defense(batch[0])
-        return answers
+    def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
+        """The images' indices [B] and the probability of each answer [B, K]."""
+        return batch[2], self.defense(batch[0])
 
     def _score(self, stage: str, accuracy: RobustAccuracy, batch: Batch) -> None:
         x, y, _ = batch
