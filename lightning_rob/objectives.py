@@ -42,8 +42,9 @@ def expected_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
 
 
 def worst_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
-    """The smallest of the draws' cross-entropies: GMSA-MIN."""
-    return cross_entropy(logits, y).amin(0)
+    """The smallest cross-entropy of the draws that can answer: GMSA-MIN."""
+    idle = (weights == 0).to(logits.device)[:, None]
+    return cross_entropy(logits, y).masked_fill(idle, torch.inf).amin(0)
 
 
 def ce_of_mean_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:

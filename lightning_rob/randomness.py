@@ -89,12 +89,14 @@ def uniform(x: Tensor, *shape: int, generator: Generator = None) -> Tensor:
     Raises:
         ValueError: the streams are not as many as the images.
     """
+    below_one = 1 - torch.finfo(x.dtype).eps / 2  # half precision would round up to 1
     if isinstance(generator, Streams):
         if len(generator) != len(x):
             raise ValueError(f"{len(generator)} random streams for {len(x)} images")
-        return generator.uniform(shape).to(x)
+        return generator.uniform(shape).to(x).clamp_max(below_one)
     device = x.device if generator is None else generator.device
-    return torch.rand((len(x), *shape), generator=generator, dtype=x.dtype, device=device).to(x)
+    u = torch.rand((len(x), *shape), generator=generator, dtype=x.dtype, device=device)
+    return u.to(x).clamp_max(below_one)
 
 
 def normal(x: Tensor, *shape: int, generator: Generator = None) -> Tensor:

@@ -15,7 +15,9 @@ Rule = Callable[[Tensor, Tensor], Tensor]
 
 def expectation(weights: Tensor, values: Tensor) -> Tensor:
     """The weighted mean over draws: [S], [S, …] -> […]."""
-    mean: Tensor = torch.tensordot(weights.to(values), values, dims=1)
+    values = values.float() if values.itemsize < 4 else values
+    with torch.autocast(values.device.type, enabled=False):
+        mean: Tensor = torch.tensordot(weights.to(values), values, dims=1)
     return mean
 
 
@@ -30,7 +32,8 @@ def _plurality(votes: Tensor, weights: Tensor) -> Tensor:
     total = expectation(weights, votes)
     tied = total >= total.amax(-1, keepdim=True) - 1e-6
     first = torch.arange(len(votes), 0, -1, device=votes.device).to(votes)
-    seniority = (first[:, None, None] * (votes > 0)).amax(0)
+    counts = (votes > 0) & (weights.to(votes) > 0)[:, None, None]
+    seniority = (first[:, None, None] * counts).amax(0)
     return _votes(torch.where(tied, seniority, -1.0)) * (total.amax(-1, keepdim=True) > 0)
 
 

@@ -100,7 +100,7 @@ class Threat:
         """
         if self.p == math.inf:
             return g.sign()
-        flat = g.flatten(1)
+        flat = g.flatten(1).nan_to_num()
         if self.p == 1:
             top = flat.abs().argmax(1, keepdim=True)
             return torch.zeros_like(flat).scatter(1, top, flat.gather(1, top).sign()).view_as(g)

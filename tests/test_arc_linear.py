@@ -218,7 +218,6 @@ def test_labels_are_signs(labels):
         arc_linear(w, b, alpha, x.repeat(2, 1), torch.tensor(labels), Threat("l2", 0.1))
 
 
-@pytest.mark.xfail(strict=True, reason="arc_linear does not look at its probabilities")
 @pytest.mark.parametrize("probs", [[0.9, 0.3], [1.5, -0.5], [1.0], [0.4, 0.3, 0.3]])
 def test_probabilities_are_checked(probs):
     w, b, _, x, y = problem(8, 2, 3)

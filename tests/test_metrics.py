@@ -253,6 +253,11 @@ def test_wilson_stays_a_proportion(mean, n):
     assert low - 1e-6 <= mean <= high + 1e-6
 
 
+def test_wilson_never_rounds_out_of_the_proportions():
+    assert min(wilson(0.0, n)[0] for n in range(1, 2000)) == 0
+    assert max(wilson(1.0, n)[1] for n in range(1, 2000)) == 1
+
+
 def test_wilson_of_nothing():
     assert wilson(0.5, 0) == (0.0, 1.0)
     assert wilson(float("nan"), 0) == (0.0, 1.0)

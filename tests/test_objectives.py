@@ -191,20 +191,7 @@ def test_linear_crosses_zero_with_the_answer():
 # autocast
 
 
-AUTOCAST = pytest.mark.xfail(strict=True, reason="tensordot in expectation() is cast by autocast")
-
-
-@pytest.mark.parametrize(
-    "objective",
-    [
-        pytest.param(expected_ce, marks=AUTOCAST),
-        worst_ce,
-        ce_of_mean_probs,
-        pytest.param(ce_of_mean_logits, marks=AUTOCAST),
-        pytest.param(linear, marks=AUTOCAST),
-        pytest.param(confident, marks=AUTOCAST),
-    ],
-)
+@every_objective
 def test_full_precision_under_autocast(objective):
     """Restarts and best iterates are compared by this number."""
     logits, y = draws(3, 8, 4, seed=10)

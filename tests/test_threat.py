@@ -189,6 +189,24 @@ def test_project_finds_the_nearest_point(norm):
     assert (x + delta - outside).norm(dim=1).min() >= best - 1e-12
 
 
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_clip_is_of_the_perturbation(norm):
+    threat, x, delta = Threat(norm, 0.5), batch(5, 8), noise(5, 8, seed=7)
+    clipped = threat.clip(delta, x)
+    torch.testing.assert_close(x + clipped, threat.project(x + delta, x), rtol=0, atol=1e-12)
+    assert ((x + clipped).clamp(0, 1) - (x + clipped)).abs().max() < 1e-12
+    assert (threat.size(clipped) <= 0.5 + 1e-12).all()
+    assert (threat.size(clipped) < threat.size(delta)).all()
+
+
+def test_apply_never_leaves_the_bounds():
+    threat = Threat("linf", 0.5, (-0.1, 0.7))
+    x, delta = torch.tensor([[-0.1, 0.3, 0.7]]), torch.tensor([[-1e-7, 0.1, 0.2]])
+    applied = threat.apply(delta, x)
+    assert applied.min() >= -0.1
+    assert applied.tolist()[0] == pytest.approx([-0.1, 0.4, 0.7])
+
+
 def test_other_norms_have_no_projection():
     with pytest.raises(ValueError, match="projection is for linf and l2, not for norm 3"):
         Threat(3).project(batch(1, 2), batch(1, 2))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_rob.attacks.base import Attack
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.ensemble import sampling_probabilities
 from lightning_rob.objectives import check_labels
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
@@ -47,8 +48,9 @@ class ARC(Attack):
         neighbours: competing classes searched for the nearest boundary, those with the largest
             logits, G in the paper; None searches all.
         random_start: start from a random point of the ball.
-        drop_fooled: stop on images that every member already gets wrong. Changes no accuracy,
-            only which of several perfect perturbations is returned, and saves their cost.
+        drop_fooled: stop on images that every member already gets wrong, and save their cost.
+            Raises no accuracy; without a random start it only changes which of several perfect
+            perturbations is returned.
 
     Raises:
         ValueError: a count below 1, a step size that is not positive, another norm.
@@ -63,8 +65,8 @@ class ARC(Attack):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "step_size", pixels(self.step_size))
-        for name, count in {"steps": self.steps, "neighbours": self.neighbours or 1}.items():
-            if count < 1 or self.neighbours == 0:
+        for name, count in {"steps": self.steps, "neighbours": self.neighbours}.items():
+            if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
         if not self.step_size > 0:
             raise ValueError(f"step_size must be positive, got {self.step_size}")
@@ -79,7 +81,7 @@ class ARC(Attack):
         best = expected_accuracy(members, weights, x, y, check=True)
         here = expected_accuracy(members, weights, x + delta, y) if self.random_start else best
         for _ in range(self.steps):
-            live = (best > 0).nonzero()[:, 0] if self.drop_fooled else torch.arange(len(x))
+            live = (here > 0).nonzero()[:, 0] if self.drop_fooled else torch.arange(len(x))
             if not len(live):
                 break
             delta[live], best[live], here[live] = self._iterate(
@@ -178,12 +180,13 @@ def arc_linear(
         [B, …] perturbed points.
 
     Raises:
-        ValueError: labels other than -1 and +1.
+        ValueError: labels other than -1 and +1, or probs that are not M probabilities.
     """
     if not ((y == 1) | (y == -1)).all():
         raise ValueError(f"labels must be -1 or +1, got {sorted(set(y.tolist()))}")
     flat, sign = x.flatten(1), y.to(x.dtype)
-    w, b, alpha = weights.flatten(1).to(flat), biases.to(flat), torch.as_tensor(probs).to(flat)
+    w, b = weights.flatten(1).to(flat), biases.to(flat)
+    alpha = sampling_probabilities(probs, len(w)).to(flat)
 
     def score(points: Tensor) -> Tensor:
         return ((sign[:, None] * (points @ w.T + b) > 0).to(alpha) * alpha).sum(1)

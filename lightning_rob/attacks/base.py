@@ -39,7 +39,7 @@ def attacking(defense: nn.Module) -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         _uncached_autocast(),
-        folded(defense),
+        folded(_called_as_a_whole(defense)),
     ):
         try:
             for weight, _ in grads:
@@ -48,6 +48,15 @@ def attacking(defense: nn.Module) -> Iterator[None]:
         finally:
             for weight, grad in grads:
                 weight.requires_grad_(grad)
+
+
+def _called_as_a_whole(defense: nn.Module) -> list[nn.Module]:
+    if not isinstance(defense, Defense):
+        return [defense]
+    try:
+        return defense.classifiers
+    except TypeError:
+        return []
 
 
 @contextmanager
@@ -62,6 +71,7 @@ def _uncached_autocast() -> Iterator[None]:
 
 def check_images(x: Tensor, bounds: tuple[float, float]) -> None:
     """Raise ValueError unless x is a floating [B, …] batch of finite images within the bounds."""
+    x = x.detach()
     if not x.is_floating_point():
         raise ValueError(f"images must be floating point in {list(bounds)}, got {x.dtype}")
     if x.dim() < 2:

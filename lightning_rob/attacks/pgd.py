@@ -19,8 +19,9 @@ class PGD(Attack):
     """Projected gradient ascent on any objective (Madry et al. 2018).
 
     FGSM is one step of size eps without random start, BIM is PGD without random start, adaptive
-    PGD and EoT are the default objective on an ensemble or a random defense, MI-FGSM is
-    `dampings=[0.9]`, AggMo (Lucas et al. 2019) is `dampings=[0, 0.9, 0.99]`.
+    PGD and EoT are the default objective on an ensemble or a random defense, momentum is
+    `dampings=[0.9]` (like MI-FGSM, but it accumulates steepest directions, not gradients of unit
+    1-norm), AggMo (Lucas et al. 2019) is `dampings=[0, 0.9, 0.99]`.
 
     Args:
         threat: the ball and the bounds.
@@ -53,9 +54,9 @@ class PGD(Attack):
     def __post_init__(self) -> None:
         object.__setattr__(self, "step_size", pixels(self.step_size))
         object.__setattr__(self, "dampings", tuple(self.dampings))
-        counts = {"steps": self.steps, "restarts": self.restarts, "draws": self.draws or 1}
+        counts = {"steps": self.steps, "restarts": self.restarts, "draws": self.draws}
         for name, count in counts.items():
-            if count < 1 or self.draws == 0:
+            if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
         if not self.step_size > 0:
             raise ValueError(f"step_size must be positive, got {self.step_size}")
@@ -80,7 +81,7 @@ class PGD(Attack):
         x_adv = self.threat.start(x, generator) if self.random_start else x
         best, value = x, x.new_full((len(x),), -torch.inf)
         if self.keep_best and self.random_start:
-            value = self._value(defense, x, y, generator)
+            value = self._value(defense, x, y, generator, check=True)
         velocities = [torch.zeros_like(x) for _ in self.dampings]
         for step in range(self.steps):
             x_adv = x_adv.detach().requires_grad_()
@@ -116,8 +117,10 @@ class PGD(Attack):
         return self.objective(logits.float() if logits.itemsize < 4 else logits, weights, y)
 
     @torch.no_grad()
-    def _value(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        return self._height(defense, x, y, generator)
+    def _value(
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
+    ) -> Tensor:
+        return self._height(defense, x, y, generator, check)
 
 
 def _better(a: Tensor, value_a: Tensor, b: Tensor, value_b: Tensor) -> tuple[Tensor, Tensor]:

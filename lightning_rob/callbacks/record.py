@@ -9,6 +9,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+
+from lightning_rob.metrics import wilson
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,12 @@ class Result:
         return json.dumps({"name": fields.pop("name"), **fields.pop("details"), **fields})
 
 
+def measured(name: str, scores: Tensor, seconds: float, details: dict[str, Any]) -> Result:
+    """The figure of so many images' scores [N]; NaN where there are none."""
+    accuracy = float(scores.mean()) if len(scores) else float("nan")
+    return Result(name, accuracy, wilson(accuracy, len(scores)), len(scores), seconds, details)
+
+
 def versions() -> dict[str, str]:
     """The versions a figure depends on."""
     return {name: version(name) for name in ("lightning-rob", "torch", "lightning", "torchvision")}
@@ -58,7 +67,8 @@ def print_table(title: str, results: Iterable[Result]) -> None:
     table.add_column("95 % interval", justify="right")
     table.add_column("images", justify="right")
     table.add_column("seconds", justify="right")
-    for result in results:
+    rows = {(result.name, result.details.get("target")): result for result in results}
+    for result in rows.values():
         low, high = result.interval
         table.add_row(
             result.name,

@@ -10,13 +10,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from lightning_rob.attacks import Attack, evaluating
-from lightning_rob.callbacks.panels import panel as draw_panel
+from lightning_rob.attacks import Attack
+from lightning_rob.callbacks.panels import panel as draw
 from lightning_rob.callbacks.progress import AttackProgress
-from lightning_rob.callbacks.record import Result, append_records, print_table, versions
+from lightning_rob.callbacks.record import Result, append_records, measured, print_table, versions
+from lightning_rob.callbacks.referee import answers, play
 from lightning_rob.defenses import Defense
-from lightning_rob.metrics import PerImage, robust_accuracy, wilson
-from lightning_rob.randomness import Streams, fold
+from lightning_rob.metrics import PerImage, minimum, robust_accuracy
+from lightning_rob.randomness import Streams
 
 
 def whole(defense: Defense) -> Defense:
@@ -59,8 +60,10 @@ class RobustEval(Callback):
     ) -> None:
         if not attacks:
             raise ValueError("attacks must name at least one attack, got an empty dict")
-        if "worst" in attacks:
-            raise ValueError("no attack can be called 'worst': that is their per-image minimum")
+        if taken := {"clean", "worst"} & set(attacks):
+            raise ValueError(
+                f"no attack can be called {taken.pop()!r}: that row has another meaning"
+            )
         counts = {"every_n_epochs": every_n_epochs, "max_images": max_images, "repeats": repeats}
         for name, count in counts.items():
             if count is not None and count < 1:
@@ -73,7 +76,7 @@ class RobustEval(Callback):
         self.seed = seed
         self.panel = panel
         self.record = record
-        self.table = PerImage(len(attacks))
+        self.table = PerImage(1 + len(attacks))
         self.seconds = dict.fromkeys(attacks, 0.0)
         self.panels: dict[str, Tensor] = {}
         self.positions: Tensor | None = None
@@ -129,11 +132,10 @@ class RobustEval(Callback):
         """Print the table of all callbacks once they are through."""
         siblings = _siblings(trainer)
         if siblings[-1:] == [self] and trainer.is_global_zero:
-            results = [result for other in siblings for result in other.results]
-            print_table(type(pl_module).__name__, _clean(trainer) + results)
+            print_table(type(pl_module).__name__, [r for s in siblings for r in s.results])
 
     def _start(self, trainer: Trainer, pl_module: LightningModule, loaders: Any) -> None:
-        self.table = PerImage(len(self.attacks)).to(pl_module.device)
+        self.table = PerImage(1 + len(self.attacks)).to(pl_module.device)
         self.seconds = dict.fromkeys(self.attacks, 0.0)
         self.panels, self.seen = {}, 0
         loader = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
@@ -158,10 +160,10 @@ class RobustEval(Callback):
         defense = self.target(pl_module.defense)
         with torch.autocast(x.device.type, enabled=False), torch.inference_mode(False):
             x, y, index = x[chosen].float().clone(), y[chosen].clone(), index[chosen].clone()
-            scores = [
-                self._score(name, attack, defense, x, y, index)
-                for name, attack in self.attacks.items()
-            ]
+            clean = answers(defense, x, Streams.keyed(index, self.seed))
+            scores = [robust_accuracy(clean, y)]
+            for name, attack in self.attacks.items():
+                scores.append(self._score(name, attack, defense, clean, (x, y, index)))
         if not trainer.sanity_checking:
             self.table.update(index, torch.stack(scores, 1))
 
@@ -175,22 +177,22 @@ class RobustEval(Callback):
         return local if self.positions is None else local[torch.isin(place, self.positions)]
 
     def _score(
-        self, name: str, attack: Attack, defense: Defense, x: Tensor, y: Tensor, index: Tensor
+        self,
+        name: str,
+        attack: Attack,
+        defense: Defense,
+        clean: Tensor,
+        batch: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
         """Each image's accuracy, averaged over repeats: [B]."""
+        x, y, index = batch
         began, total = time.perf_counter(), torch.zeros(len(x), device=x.device)
         for repeat in range(self.repeats):
-            noise = Streams.keyed(index, self.seed, repeat, *name.encode())
-            x_adv = attack(defense, x, y, noise)
-            # What the defender draws is its own: no attack has seen this generator.
-            private = torch.Generator().manual_seed(fold(self.seed, repeat, *b"private"))
-            final = defense.adapt(x_adv, private)
-            answers = _answers(final, x_adv, Streams.keyed(index, self.seed, repeat, *b"answer"))
-            total += robust_accuracy(answers, y)
+            x_adv, found = play(attack, defense, x, y, index, self.seed, repeat, *name.encode())
+            total += robust_accuracy(found, y)
         if self.panel and name not in self.panels:
-            before = _answers(defense, x[: self.panel], noise[torch.arange(len(x[: self.panel]))])
             part = slice(self.panel)
-            self.panels[name] = draw_panel(x[part], x_adv[part], y[part], before, answers[part])
+            self.panels[name] = draw(x[part], x_adv[part], y[part], clean[part], found[part])
         if self.progress:
             self.progress.advance(name, len(x))
         self.seconds[name] += time.perf_counter() - began
@@ -204,12 +206,12 @@ class RobustEval(Callback):
             return
         shared = self._circumstances(trainer, stage)
         self.results = results = self._results(shared) + self._worst(trainer, shared)
-        for result in results:
-            key = f"{stage}/robust/{result.name}"
-            pl_module.log(key, result.accuracy, sync_dist=True, prog_bar=result.name == "worst")
+        values = {f"{stage}/robust/{r.name}": r.accuracy for r in results if r.name != "clean"}
+        for key, value in values.items():
+            pl_module.log(key, value, sync_dist=True, prog_bar=key.endswith("/worst"))
         hook = getattr(pl_module, "on_robust_evaluation", None)
         if hook:
-            hook({f"{stage}/robust/{result.name}": result.accuracy for result in results})
+            hook(values)
         self._publish(trainer, stage, results)
 
     def _circumstances(self, trainer: Trainer, stage: str) -> dict[str, Any]:
@@ -217,41 +219,29 @@ class RobustEval(Callback):
             "stage": stage,
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
-            "target": self.target.__name__,
+            "target": getattr(self.target, "__name__", repr(self.target)),
             "repeats": self.repeats,
             "seed": self.seed,
             "versions": versions(),
         }
 
     def _results(self, shared: dict[str, Any]) -> list[Result]:
-        _, scores = self.table.compute()
-        return [
-            _result(
-                name,
-                scores[:, i],
-                self.seconds[name],
-                shared | {"attack": repr(attack), "threat": repr(attack.threat)},
-            )
-            for i, (name, attack) in enumerate(self.attacks.items())
-        ]
+        _, scores = self.table.rows()
+        found = [measured("clean", scores[:, 0], 0.0, shared)]
+        for i, (name, attack) in enumerate(self.attacks.items(), start=1):
+            details = shared | {"attack": repr(attack), "threat": repr(attack.threat)}
+            found.append(measured(name, scores[:, i], self.seconds[name], details))
+        return found
 
     def _worst(self, trainer: Trainer, shared: dict[str, Any]) -> list[Result]:
         """The per-image minimum over the callbacks of the run, told by the last of them."""
-        due = [
-            other for other in _siblings(trainer) if other.due(trainer) and other.target is whole
-        ]
-        if not due or self is not due[-1]:
+        due = [s for s in _siblings(trainer) if s.due(trainer) and s.target is whole]
+        if due[-1:] != [self]:
             return []
-        low: dict[int, float] = {}
-        tables = [other.table.compute() for other in due]
-        common = set.intersection(*({int(i) for i in index} for index, _ in tables))
-        for index, scores in tables:
-            for i, score in zip(index.tolist(), scores.amin(1).tolist(), strict=True):
-                low[i] = min(score, low.get(i, 1.0))
-        worst = torch.tensor([low[i] for i in sorted(common)], dtype=torch.float64)
-        names = [name for other in due for name in other.attacks]
-        details = shared | {"attack": "per-image minimum", "over": names}
-        return [_result("worst", worst, 0.0, details)]
+        over = [name for sibling in due for name in sibling.attacks]
+        scores = minimum([sibling.table.rows() for sibling in due])
+        details = shared | {"attack": "per-image minimum", "over": over}
+        return [measured("worst", scores, 0.0, details)]
 
     def _publish(self, trainer: Trainer, stage: str, results: list[Result]) -> None:
         folder = trainer.log_dir  # a collective: every process has to ask
@@ -268,25 +258,3 @@ class RobustEval(Callback):
 def _siblings(trainer: Trainer) -> list[RobustEval]:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return [other for other in callbacks if isinstance(other, RobustEval) and other.attacks]
-
-
-def _answers(defense: Defense, x: Tensor, noise: Streams) -> Tensor:
-    with evaluating(defense), torch.no_grad():
-        answers: Tensor = defense(x, noise)
-        return answers
-
-
-def _result(name: str, scores: Tensor, seconds: float, details: dict[str, Any]) -> Result:
-    accuracy = float(scores.mean()) if len(scores) else float("nan")
-    return Result(name, accuracy, wilson(accuracy, len(scores)), len(scores), seconds, details)
-
-
-def _clean(trainer: Trainer) -> list[Result]:
-    """The clean accuracy, as the module logged it."""
-    accuracy = trainer.callback_metrics.get("test/acc")
-    if accuracy is None:
-        return []
-    loader: Any = trainer.test_dataloaders
-    n = len(loader.dataset)
-    interval = wilson(float(accuracy), n)
-    return [Result("clean", float(accuracy), interval, n, 0.0, {"target": whole.__name__})]

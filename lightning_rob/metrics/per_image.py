@@ -1,5 +1,6 @@
 """Scores of every image, whatever rank or batch it was in."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,14 @@ class PerImage(Metric):
         self.index.append(index)
         self.scores.append(scores.float())
 
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """As `compute`, but with its shapes where there is one image, or none on this process."""
+        if not len(self.index):
+            nothing = torch.zeros(0, self.columns, device=self.device)
+            self.update(nothing[:, :0].flatten().long(), nothing)
+        index, scores = self.compute()
+        return index.reshape(-1), scores.reshape(-1, self.columns)
+
     def compute(self) -> tuple[Tensor, Tensor]:
         """The indices [N], rising, and their scores [N, A] in float64, on the CPU."""
         if not len(self.index):
@@ -41,3 +50,15 @@ class PerImage(Metric):
 
         unique, first = np.unique(index, return_index=True)
         return torch.from_numpy(unique), scores[torch.from_numpy(first)]
+
+
+def minimum(tables: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Each image's lowest score over tables of indices [N], rising, and scores [N, A].
+
+    Returns:
+        [n]: of the images that are in every table.
+    """
+    common = set.intersection(*(set(index.tolist()) for index, _ in tables))
+    rows = torch.tensor(sorted(common), dtype=torch.int64)
+    lows = [scores.amin(1)[torch.searchsorted(index, rows)] for index, scores in tables]
+    return torch.stack(lows).amin(0)

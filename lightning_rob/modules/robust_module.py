@@ -28,9 +28,8 @@ def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
 class RobustModule(LightningModule, ABC):
     """Trains `defense`; subclasses say what the loss is.
 
-    A batch is (images [B, C, H, W] in [0, 1], labels [B], image indices [B]). All chance in a
-    training step is a function of seed, epoch, batch and image: a resumed run repeats an
-    uninterrupted one, and no callback can change either.
+    A batch is images [B, C, H, W] in [0, 1], labels [B] and image indices [B]. All chance in a step
+    follows from seed, epoch, batch and image: neither resumption nor a callback can change it.
 
     Args:
         optimizer: parameters -> optimizer.
@@ -64,6 +63,11 @@ class RobustModule(LightningModule, ABC):
         self.log("train/loss", loss, on_step=False, on_epoch=True, batch_size=len(x))
         return loss
 
+    def on_validation_epoch_start(self) -> None:
+        """Evaluate what is saved: every process takes the first one's BatchNorm statistics."""
+        for buffer in self.buffers() if self.trainer.world_size > 1 else ():
+            torch.distributed.broadcast(buffer, 0)
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Clean accuracy, `val/acc`."""
         self._score("val", self.val_accuracy, batch)
@@ -93,6 +97,5 @@ class RobustModule(LightningModule, ABC):
     def configure_optimizers(self) -> Any:
         """The optimizer of `trained()`, and its schedule by epoch."""
         optimizer = self.optimizer(self.trained().parameters())
-        if self.lr_scheduler is None:
-            return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
+        schedule = self.lr_scheduler and self.lr_scheduler(optimizer)
+        return {"optimizer": optimizer} | ({"lr_scheduler": schedule} if schedule else {})

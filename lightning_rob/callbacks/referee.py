@@ -1,0 +1,57 @@
+"""One game between an attack and a defense: who perturbs, who adapts, who counts."""
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks import Attack, evaluating
+from lightning_rob.defenses import Defense
+from lightning_rob.randomness import Streams, fold
+
+ROUNDING = 1e-5  # of a pixel's range, what float32 arithmetic may add to a perturbation
+
+
+def play(
+    attack: Attack, defense: Defense, x: Tensor, y: Tensor, index: Tensor, *keys: int
+) -> tuple[Tensor, Tensor]:
+    """The attack perturbs, the defense adapts to what it sees, and answers.
+
+    Args:
+        attack: whose threat bounds what it may do.
+        defense: as it stands before the round.
+        x: [B, C, H, W] images.
+        y: [B] labels.
+        index: [B] the images' indices, by which all noise is keyed.
+        *keys: what tells this game from others: a seed, a repeat, a name.
+
+    Returns:
+        The perturbed images [B, C, H, W] and the probability of each answer [B, K].
+
+    Raises:
+        RuntimeError: the attack broke its own threat.
+    """
+    x_adv = attack(defense, x, y, Streams.keyed(index, *keys, 0))
+    check_within(attack, x_adv, x)
+    # The defender's chance is its own: no attack has seen this generator.
+    private = torch.Generator().manual_seed(fold(*keys, 1))
+    final = defense.adapt(x_adv, private)
+    return x_adv, answers(final, x_adv, Streams.keyed(index, *keys, 2))
+
+
+def answers(defense: Defense, x: Tensor, noise: Streams) -> Tensor:
+    """The probability of each answer [B, K], in eval mode, by the network itself."""
+    with evaluating(defense), torch.no_grad():
+        probabilities: Tensor = defense(x, noise)
+        return probabilities
+
+
+def check_within(attack: Attack, x_adv: Tensor, x: Tensor) -> None:
+    """Raise RuntimeError if a perturbation is larger than the threat allows."""
+    size = attack.threat.size(x_adv - x)
+    allowed = attack.threat.eps * (1 + 1e-4) + ROUNDING
+    low, high = attack.threat.bounds
+    inside = (x_adv >= low - ROUNDING).all() and (x_adv <= high + ROUNDING).all()
+    if not ((size <= allowed).all() and inside):
+        raise RuntimeError(
+            f"{type(attack).__name__} left its threat {attack.threat}: "
+            f"largest perturbation {float(size.max()):.6g}"
+        )
