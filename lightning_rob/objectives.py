@@ -36,6 +36,12 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     return softplus(wrong.logsumexp(-1) - right, threshold=50)
 
 
+def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
+    """Mean cross-entropy [B, K], [B] -> scalar; ValueError for labels out of range."""
+    check_labels(y, logits.shape[-1])
+    return cross_entropy(logits, y).mean()
+
+
 def expected_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """The mean of the draws' cross-entropies: adaptive PGD, EoT, GMSA-AVG."""
     return expectation(weights, cross_entropy(logits, y))

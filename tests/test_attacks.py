@@ -159,6 +159,17 @@ def test_stays_inside(attack, defense, count):
 
 
 @every_attack
+def test_stays_inside_other_bounds(attack, defense):
+    """Bounds whose differences are not exact in single precision."""
+    x, y = images(16, seed=5)
+    low, high = (torch.tensor(value).item() for value in (-0.1, 0.7))
+    shifted = (low + (high - low) * x).clamp(low, high)
+    shifted[:, 0, :, 3:] = shifted[:, 0, :, 3:].where(x[:, 0, :, 3:] < 0.5, high)
+    threat = replace(attack.threat, bounds=(low, high))
+    assert_inside(threat, replace(attack, threat=threat)(defense, shifted, y, seeded()), shifted)
+
+
+@every_attack
 def test_no_images(attack, defense):
     x, y = images(2)
     assert attack(defense, x[:0], y[:0], seeded()).shape == (0, 1, 6, 6)

@@ -128,8 +128,8 @@ def test_each_iat_member_is_trained_on_its_own_images():
 def test_only_the_member_in_training_is_optimised():
     module = BAT(TinyNet, Spy(), epochs=[1, 1], members=2)
     module.stage = 1
-    optimizer = module.configure_optimizers()
-    assert set(optimizer["optimizer"].param_groups[0]["params"]) == set(module.members[1].parameters())
+    optimizer = module.configure_optimizers()["optimizer"]
+    assert set(optimizer.param_groups[0]["params"]) == set(module.members[1].parameters())
     module.loss(*batch()).backward()
     assert all(p.grad is None for p in module.members[0].parameters())
     assert all(p.grad is not None for p in module.members[1].parameters())

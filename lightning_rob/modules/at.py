@@ -10,7 +10,8 @@ from torch.nn.functional import kl_div
 
 from lightning_rob.attacks import PGD, Attack, attacking
 from lightning_rob.defenses import Single
-from lightning_rob.modules.robust_module import RobustModule, classification_loss
+from lightning_rob.modules.robust_module import RobustModule
+from lightning_rob.objectives import classification_loss
 from lightning_rob.rules import expectation
 
 

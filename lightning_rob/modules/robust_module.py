@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from lightning_rob.defenses import Defense
 from lightning_rob.metrics import RobustAccuracy
@@ -17,12 +16,6 @@ from lightning_rob.objectives import check_labels
 from lightning_rob.randomness import Streams, fold
 
 Batch = tuple[Tensor, Tensor, Tensor]
-
-
-def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
-    """Mean cross-entropy [B, K], [B] -> scalar, with a clear error for labels out of range."""
-    check_labels(y, logits.shape[-1])
-    return cross_entropy(logits, y)
 
 
 class RobustModule(LightningModule, ABC):
