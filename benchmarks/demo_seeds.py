@@ -38,7 +38,8 @@ def trained(seed, folder):
     ]
     checkpoints = folder / f"seed{seed}/version_0/checkpoints"
     if not checkpoints.exists():
-        command_line(["fit", *options, "--test_after_fit=false"])
+        # Monitoring changes no weight, so it can be left out.
+        command_line(["fit", *options, "--test_after_fit=false", "--trainer.limit_val_batches=0"])
     built = Command(options, run=False)
     checkpoint = torch.load(next(checkpoints.glob("*.ckpt")), weights_only=True)
     built.model.load_state_dict(checkpoint["state_dict"])

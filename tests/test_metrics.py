@@ -10,7 +10,14 @@ import torch
 from scipy import stats
 from torch.nn import functional as F
 
-from lightning_rob.metrics import PerImage, RobustAccuracy, robust_accuracy, student, wilson
+from lightning_rob.metrics import (
+    PerImage,
+    RobustAccuracy,
+    minimum,
+    robust_accuracy,
+    student,
+    wilson,
+)
 
 
 def answers(count=40, classes=5, seed=0):
@@ -148,11 +155,25 @@ def test_table_of_one_batch_of_many_and_of_none():
     assert found.shape == (0, 3)
 
 
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric PerImage")
 def test_table_never_written():
-    index, scores = PerImage(4).compute()
+    index, scores = PerImage(4).rows()
     assert index.shape == (0,)
     assert scores.shape == (0, 4)
+
+
+def test_rows_are_what_compute_gives():
+    table = PerImage(2)
+    table.update(torch.tensor([3, 1]), torch.tensor([[0.5, 1.0], [0.25, 0.0]]))
+    for found, expected in zip(table.rows(), table.compute(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_minimum_is_of_each_image_over_all_tables():
+    first = torch.tensor([1, 3, 8]), torch.tensor([[0.5, 0.7], [1.0, 0.9], [0.1, 0.0]])
+    second = torch.tensor([0, 3, 8, 9]), torch.tensor([[0.0], [0.2], [0.6], [0.0]])
+    assert minimum([first]).tolist() == pytest.approx([0.5, 0.9, 0.0])
+    assert minimum([first, second]).tolist() == pytest.approx([0.2, 0.0])
+    assert minimum([second, first]).tolist() == pytest.approx([0.2, 0.0])
 
 
 def test_tables_merge_reset_and_copy():
@@ -176,12 +197,11 @@ def test_table_keeps_what_is_changed_afterwards():
     assert scores.tolist() == [[0.25], [0.5]]
 
 
-@pytest.mark.xfail(strict=True, reason="torchmetrics squeezes results of one element")
 @pytest.mark.parametrize("columns", [1, 2])
 def test_table_of_a_single_image(columns):
     table = PerImage(columns)
     table.update(torch.tensor([8]), torch.full((1, columns), 0.5))
-    index, scores = table.compute()
+    index, scores = table.rows()
     assert index.tolist() == [8]
     assert scores.tolist() == [[0.5] * columns]
 
@@ -197,7 +217,7 @@ if rank == 0 or not idle:
     mine = torch.tensor([0, 2, 4] if rank == 0 else [1, 3, 4])
     table.update(mine, mine[:, None] / 8)
     accuracy.update(torch.tensor([[0.75, 0.25]]), torch.tensor([rank]))
-index, scores = table.compute()
+index, scores = table.rows()
 print(index.tolist(), scores.flatten().tolist(), accuracy.compute().item())
 """
 
@@ -206,11 +226,7 @@ print(index.tolist(), scores.flatten().tolist(), accuracy.compute().item())
     ("second", "expected"),
     [
         ("busy", "[0, 1, 2, 3, 4] [0.0, 0.125, 0.25, 0.375, 0.5] 0.5"),
-        pytest.param(
-            "idle",
-            "[0, 2, 4] [0.0, 0.25, 0.5] 0.75",
-            marks=pytest.mark.xfail(strict=True, reason="empty lists are gathered as float32"),
-        ),
+        ("idle", "[0, 2, 4] [0.0, 0.25, 0.5] 0.75"),
     ],
 )
 def test_two_processes(tmp_path, second, expected):

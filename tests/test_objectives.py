@@ -165,7 +165,6 @@ def test_draw_of_no_weight_changes_nothing(objective):
     assert (gradient[:2].abs().amax((0, 2)) > 0).all()
 
 
-@pytest.mark.xfail(strict=True, reason="worst_ce ignores the weights")
 def test_worst_ce_is_of_draws_that_can_answer():
     logits, y = draws(3, 40, 4, seed=8)
     value = worst_ce(logits, torch.tensor([0.6, 0.4, 0.0]), y)

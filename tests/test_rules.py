@@ -201,16 +201,7 @@ def test_splitting_a_draw_in_two_changes_nothing(rule):
     torch.testing.assert_close(answer, rule(logits, torch.tensor([0.4, 0.6])))
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        pytest.param(
-            majority,
-            marks=pytest.mark.xfail(strict=True, reason="seniority ignores the weights"),
-        ),
-        top2_majority,
-    ],
-)
+@pytest.mark.parametrize("rule", [majority, top2_majority])
 def test_leading_draw_of_no_weight_breaks_no_tie(rule):
     logits = ballots([2, 0, 1], [1, 0, 2], [2, 0, 1])
     weights = torch.tensor([0.0, 0.5, 0.5])

@@ -3,5 +3,6 @@
 from lightning_rob.attacks.arc import ARC, arc_linear
 from lightning_rob.attacks.base import Attack, attacking, evaluating
 from lightning_rob.attacks.pgd import PGD
+from lightning_rob.attacks.strongest import Strongest
 
-__all__ = ["ARC", "PGD", "Attack", "arc_linear", "attacking", "evaluating"]
+__all__ = ["ARC", "PGD", "Attack", "Strongest", "arc_linear", "attacking", "evaluating"]
