@@ -24,6 +24,18 @@ def check_labels(y: Tensor, classes: int) -> None:
         )
 
 
+def check_logits(logits: Tensor, y: Tensor) -> None:
+    """Raise ValueError for labels out of range, and for logits that are not numbers.
+
+    Logits [S, B, K]. One draw without numbers leaves the objective of all without a gradient: the others would
+    look robust.
+    """
+    check_labels(y, logits.shape[-1])
+    if logits.isnan().any():
+        sick = int(logits.isnan().any(-1).any(0).sum())
+        raise ValueError(f"the defense's logits are not numbers on {sick} of {len(y)} images")
+
+
 def _split(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The label's logit [..., B] and all logits with the label's at minus infinity."""
     index = y.expand(logits.shape[:-1]).unsqueeze(-1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_rob.attacks.base import Attack
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.ensemble import sampling_probabilities
-from lightning_rob.objectives import check_labels
+from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.threat import Threat, pixels, scale
@@ -152,7 +152,7 @@ def expected_accuracy(
     """L(x): the probability that a member drawn at random is right: [B]."""
     logits = torch.stack([member(x) for member in members])
     if check:
-        check_labels(y, logits.shape[-1])
+        check_logits(logits, y)
     return random_member(logits, weights).gather(1, y[:, None])[:, 0]
 
 

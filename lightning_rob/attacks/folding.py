@@ -1,6 +1,7 @@
 """The same networks with fewer operations, for as long as an attack needs them."""
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard, TypeVar
@@ -28,10 +29,14 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
     """
     undo: list[tuple[nn.Module, dict[str, Any], nn.Module]] = []
     try:
-        for net in dict.fromkeys(nets):
+        nets = list(dict.fromkeys(nets))
+        owners = Counter(module for net in nets for module in set(net.modules()))
+        for net in nets:
             pairs, layout = _plan(net)
             for first, second in pairs:
                 conv, norm = net.get_submodule(first), net.get_submodule(second)
+                if owners[conv] > 1 or owners[norm] > 1:
+                    continue
                 if _plain(conv, nn.Conv2d) and _plain(norm, nn.BatchNorm2d) and _settled(norm):
                     undo.append((conv, dict(conv._parameters), norm))
                     _fold(conv, norm, layout)
@@ -83,8 +88,10 @@ def _plan(net: nn.Module) -> Plan:
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:
-    simple = (bool, int, float, str, type(None))
-    return [(k, v) for k, v in vars(module).items() if isinstance(v, simple) and k != "training"]
+    """What a forward may depend on, besides weights and modules."""
+    simple = (bool, int, float, str, tuple, list, dict, set)
+    public = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
+    return [(k, repr(v)) for k, v in public.items() if v is None or isinstance(v, simple)]
 
 
 def _trace(net: nn.Module) -> Plan:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_rob.attacks.base import Attack
 from lightning_rob.defenses import Defense
-from lightning_rob.objectives import Objective, check_labels, expected_ce
+from lightning_rob.objectives import Objective, check_logits, expected_ce
 from lightning_rob.randomness import Generator
 from lightning_rob.threat import Threat, pixels
 
@@ -111,7 +111,7 @@ class PGD(Attack):
     ) -> Tensor:
         draws = [defense.logits(x, generator) for _ in range(self.draws or 1)]
         if check:
-            check_labels(y, draws[0].shape[-1])
+            check_logits(draws[0], y)
         weights = defense.weights.repeat(len(draws)) / len(draws)
         logits = torch.cat(draws)
         return self.objective(logits.float() if logits.itemsize < 4 else logits, weights, y)
