@@ -27,8 +27,8 @@ def check_labels(y: Tensor, classes: int) -> None:
 def check_logits(logits: Tensor, y: Tensor) -> None:
     """Raise ValueError for labels out of range, and for logits that are not numbers.
 
-    Logits [S, B, K]. One draw without numbers leaves the objective of all without a gradient: the others would
-    look robust.
+    One draw without numbers, of logits [S, B, K], leaves the objective of all without a gradient:
+    the others would look robust.
     """
     check_labels(y, logits.shape[-1])
     if logits.isnan().any():

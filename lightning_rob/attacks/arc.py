@@ -19,8 +19,12 @@ RHO = 0.05  # how far behind a decision boundary to aim, as a share of eps
 
 
 def member_order(probs: Tensor) -> list[int]:
-    """Members by falling probability; among equals the later one first, as the authors sort."""
-    return probs.argsort(stable=True).flip(0).tolist()
+    """Members by falling probability; among equals the later one first, as the authors sort.
+
+    Members that never answer are left out: moving towards them costs accuracy elsewhere.
+    """
+    order: list[int] = probs.argsort(stable=True).flip(0).tolist()
+    return [member for member in order if probs[member] > 0]
 
 
 def _among(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:

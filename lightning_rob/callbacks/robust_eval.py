@@ -247,7 +247,7 @@ class RobustEval(Callback):
         folder = trainer.log_dir  # a collective: every process has to ask
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        if folder:
+        if folder and trainer.logger:
             append_records(Path(folder) / self.record, results)
         if isinstance(trainer.logger, TensorBoardLogger):
             for name, picture in self.panels.items():

@@ -1,6 +1,8 @@
 """A defense is a distribution over classifiers, and a rule that turns its draws into an answer."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +53,13 @@ class Defense(nn.Module, ABC):
     def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
         """[B, C, H, W] -> [B, K], the probability of each answer."""
         return self.rule(self.logits(x, generator), self.weights)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move with the network, but keep the weights' precision: they must sum to one."""
+        weights = self.weights
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.weights = weights.to(self.weights.device)
+        return self
 
     def adapt(self, x: Tensor, generator: Generator = None) -> "Defense":
         """The defense after it has seen the unlabelled test batch; this one stays as it was."""

@@ -21,6 +21,7 @@ def wilson(mean: float, n: int, level: float = 0.95) -> tuple[float, float]:
     """
     if n < 1:
         return 0.0, 1.0
+    mean = min(max(mean, 0.0), 1.0)  # a sum of probabilities may miss 1 by rounding
     z = NormalDist().inv_cdf((1 + level) / 2)
     centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
