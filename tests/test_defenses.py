@@ -226,7 +226,6 @@ def test_weights_travel_with_the_network(build):
     assert defense.weights.device.type == "meta"
 
 
-@pytest.mark.xfail(strict=True, reason="the weights are cast with the network")
 @pytest.mark.parametrize("build", [DEFENSES["ensemble"], DEFENSES["random"]])
 def test_weights_still_sum_to_one_in_half_precision(build):
     weights = build().bfloat16().weights.float()
