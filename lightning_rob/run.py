@@ -67,10 +67,16 @@ def _innermost(message: str) -> str:
 class SaveRecipe(SaveConfigCallback):
     """Writes the run's configuration to its folder and, as text, into its checkpoints."""
 
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Make the written file one that can be given to `--config` beside others."""
-        path = Path(trainer.log_dir or ".") / self.config_filename
-        path.write_text(re.sub(r"^  callbacks:$", "  callbacks+:", path.read_text(), flags=re.M))
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write it once, as one that can be given to `--config` beside others."""
+        if self.already_saved:
+            return
+        super().setup(trainer, pl_module, stage)
+        folder = trainer.log_dir  # a collective: every process has to ask
+        if trainer.is_global_zero:
+            path = Path(folder or ".") / self.config_filename
+            text = re.sub(r"^  callbacks:$", "  callbacks+:", path.read_text(), flags=re.M)
+            path.write_text(text)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

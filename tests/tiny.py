@@ -37,9 +37,14 @@ class Blobs(ImageData):
     classes, channels, size, mean, std = 4, 3, 8, (0.5,) * 3, (0.25,) * 3
 
     def __init__(
-        self, train_size: int = 96, test_size: int = 33, labels: int = 4, **options
+        self,
+        train_size: int = 96,
+        test_size: int = 33,
+        labels: int = 4,
+        eval_batch_size: int | None = None,
+        workers: int = 0,
     ) -> None:
-        super().__init__(**({"val_size": 32, "batch_size": 16} | options))
+        super().__init__(16, eval_batch_size, val_size=32, workers=workers)
         self.sizes = {True: train_size, False: test_size}
         self.labels = labels
 
