@@ -64,7 +64,7 @@ def test_version(capsys):
 def test_fit_logs_every_epoch_and_test_comes_last(trained):
     lines = records(trained)
     assert [r["epoch"] for r in lines if r["name"] == "arc" and r["stage"] == "val"] == [0, 1, 2, 3]
-    assert {r["name"] for r in lines if r["stage"] == "test"} == {"apgd", "arc", "worst"}
+    assert {r["name"] for r in lines if r["stage"] == "test"} == {"clean", "apgd", "arc", "worst"}
     for r in lines:
         low, high = r["interval"]
         assert 0 <= low <= r["accuracy"] <= high <= 1

@@ -24,7 +24,7 @@ def evaluate(folder, checkpoint, batch_size, *args):
     size = f"--data.init_args.eval_batch_size={batch_size}"
     done = shell("test", "--config", file, "--ckpt_path", checkpoint, size, *args)
     assert done.returncode == 0, done.stderr
-    return {r["name"]: (r["n"], r["accuracy"]) for r in records(folder)}
+    return {r["name"]: (r["n"], r["accuracy"]) for r in records(folder) if r["name"] != "clean"}
 
 
 def test_two_processes_and_any_batch_size_give_the_same_robust_accuracy(trained, tmp_path):
