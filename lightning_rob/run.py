@@ -76,7 +76,7 @@ class SaveRecipe(SaveConfigCallback):
         if trainer.is_global_zero:
             path = Path(folder or ".") / self.config_filename
             text = re.sub(r"^  callbacks:$", "  callbacks+:", path.read_text(), flags=re.M)
-            path.write_text(text)
+            path.write_text(text.replace("\n  callbacks: null\n", "\n"))
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -85,8 +85,16 @@ class SaveRecipe(SaveConfigCallback):
         checkpoint[RECIPE] = self.parser.dump(self.config, skip_none=False)
 
 
+def numbers(arg: str) -> str:
+    """An argument whose value is a fraction, such as `--eps=8/255`, with the number instead."""
+    match = re.fullmatch(r"((?:--[^=]+=)?)(-?\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)", arg)
+    return f"{match[1]}{float(Fraction(match[2]) / Fraction(match[3]))}" if match else arg
+
+
 def check_configs(args: Sequence[str]) -> None:
     """Refuse a configuration file whose `callbacks:` would drop those that came before it."""
+    if any(re.match(r"--trainer\.callbacks(=|$)", arg) for arg in args):
+        raise InputError("write --trainer.callbacks+=…: without + it drops those before it")
     given = [a.partition("=")[2] for a in args if re.match(r"(--config|-c)=", a)]
     given += [b for a, b in pairwise(args) if a in ("--config", "-c")]
     for path in filter(lambda name: Path(name).is_file(), given):
@@ -158,7 +166,7 @@ class Command(LightningCLI):
                 auto_configure_optimizers=False,
                 load_from_checkpoint_support=False,
                 seed_everything_default=0,
-                args=with_recipe(args),
+                args=with_recipe([numbers(arg) for arg in args]),
                 run=run,
             )
         except USER_ERRORS as error:
@@ -191,6 +199,7 @@ class Command(LightningCLI):
         folder = Path(self.trainer.log_dir or ".")
         rank = f"-{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
         folder.mkdir(parents=True, exist_ok=True)
+        print(f"Writing {folder}/predictions{rank}.csv")
         with (folder / f"predictions{rank}.csv").open("w") as file:
             classes = range(batches[0][1].shape[1])
             file.write(",".join(["index", "answer", *(f"p{k}" for k in classes)]) + "\n")

@@ -117,7 +117,6 @@ def test_predict_writes_probabilities_of_answers(trained, tmp_path, monkeypatch)
     assert torch.equal(table[:, 1], table[:, 2:].argmax(1).float())
 
 
-PLUG = "--trainer.callbacks+="
 BAD = {
     "probs": (["--model.init_args.probs=[0.9, 0.3]"], "probs must sum to 1, got 1.2"),
     "eps": (
@@ -137,11 +136,13 @@ BAD = {
         "at least one attack, got an empty dict",
     ),
     "checkpoint": (["--ckpt_path=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
-    "same name": (
-        [
-            PLUG + yaml.safe_dump(robust_eval({"apgd": arc()}), default_flow_style=True),
-        ],
-        "different attacks 'apgd'",
+    "callbacks": (
+        [f"--trainer.callbacks={ROOT}/callbacks/arc.yaml"],
+        "write --trainer.callbacks+=",
+    ),
+    "fraction": (
+        ["--model.attack.threat.eps=-1/255"],
+        "eps must be a finite radius >= 0, got -0.00",
     ),
     "monitor": (
         ["--model.init_args.monitor=val/robust/nothing"],
@@ -186,3 +187,12 @@ def test_a_plain_callbacks_fragment_is_refused(tmp_path, capsys):
     fragment.write_text(f"trainer:\n  callbacks:\n    - {ROOT}/callbacks/arc.yaml\n")
     line = fails(capsys, "fit", "--config", recipe(tmp_path), "--config", fragment)
     assert "write `callbacks+:`" in line
+
+
+def test_lengths_may_be_fractions_on_the_command_line(tmp_path):
+    from lightning_rob.run import Command
+
+    args = ["--model.attack.threat.eps=4/255", "--model.attack.step_size", "1/255"]
+    built = Command(["--config", str(recipe(tmp_path)), *args], run=False)
+    assert built.model.attack.threat.eps == 4 / 255
+    assert built.model.attack.step_size == 1 / 255

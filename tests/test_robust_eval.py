@@ -144,3 +144,14 @@ def test_first_member_is_alone():
 
     nets = [TinyNet(), TinyNet()]
     assert first_member(Ensemble(nets)).classifiers == nets[:1]
+
+
+def test_another_attack_of_the_same_name_is_numbered(tmp_path):
+    callbacks = [
+        robust_eval({"a": pgd()}),
+        robust_eval({"a": pgd(steps=1)}),
+        robust_eval({"a": pgd()}),
+    ]
+    run("fit", "--config", recipe(tmp_path, **{"trainer__callbacks+": callbacks}))
+    worst = [r["over"] for r in records(tmp_path) if r["name"] == "worst"]
+    assert worst == [["a", "a_2"]] * 4

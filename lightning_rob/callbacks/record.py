@@ -1,6 +1,7 @@
 """What an evaluation found, as a line of JSON and as a table."""
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -38,6 +39,11 @@ class Result:
         """The record: one line of JSON."""
         fields = asdict(self)
         return json.dumps({"name": fields.pop("name"), **fields.pop("details"), **fields})
+
+
+def describe(attack: object) -> str:
+    """The attack with all its arguments, functions by name and not by address."""
+    return re.sub(r"<function ([\w.<>]+) at 0x[0-9a-f]+>", r"\1", repr(attack))
 
 
 def measured(name: str, scores: Tensor, seconds: float, details: dict[str, Any]) -> Result:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from torch import Tensor
 from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.panels import panel as draw
 from lightning_rob.callbacks.progress import AttackProgress
-from lightning_rob.callbacks.record import Result, append_records, measured, print_table, versions
+from lightning_rob.callbacks.record import (
+    Result,
+    append_records,
+    describe,
+    measured,
+    print_table,
+    versions,
+)
 from lightning_rob.callbacks.referee import answers, play
 from lightning_rob.defenses import Defense
 from lightning_rob.metrics import PerImage, minimum, robust_accuracy
@@ -65,9 +73,9 @@ class RobustEval(Callback):
                 f"no attack can be called {taken.pop()!r}: that row has another meaning"
             )
         counts = {"every_n_epochs": every_n_epochs, "max_images": max_images, "repeats": repeats}
-        for name, count in counts.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+        for name, number in counts.items():
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
         self.attacks = dict(attacks)
         self.target = target
         self.every_n_epochs = every_n_epochs
@@ -85,14 +93,16 @@ class RobustEval(Callback):
         self.results: list[Result] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """See that every name in the run stands for one attack; what is there twice runs once."""
+        """Run once what is there twice; number a name that another attack in the run has."""
         for other in _siblings(trainer):
             if other is self:
                 return
             for name in self.attacks.keys() & other.attacks.keys():
-                if (self.attacks[name], self.target) != (other.attacks[name], other.target):
-                    raise ValueError(f"two callbacks call different attacks {name!r}: rename one")
-                del self.attacks[name]
+                attack = self.attacks.pop(name)
+                if (attack, self.target) != (other.attacks[name], other.target):
+                    taken = {key for sibling in _siblings(trainer) for key in sibling.attacks}
+                    numbered = (f"{name}_{i}" for i in count(2))
+                    self.attacks[next(key for key in numbered if key not in taken)] = attack
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this epoch's evaluation is one of ours."""
@@ -141,13 +151,13 @@ class RobustEval(Callback):
         loader = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
         if not hasattr(loader, "dataset"):
             raise ValueError("RobustEval evaluates one data loader at a time, got several")
-        self.positions, count = None, len(loader.dataset)
-        if self.max_images is not None and self.max_images < count:
+        self.positions, images = None, len(loader.dataset)
+        if self.max_images is not None and self.max_images < images:
             chance = torch.Generator().manual_seed(self.seed)
-            count = self.max_images
-            self.positions = torch.randperm(len(loader.dataset), generator=chance)[:count]
+            images = self.max_images
+            self.positions = torch.randperm(len(loader.dataset), generator=chance)[:images]
         if self.due(trainer) and not trainer.sanity_checking:
-            total = -(-count // trainer.world_size) * len(self.attacks)
+            total = -(-images // trainer.world_size) * len(self.attacks)
             self.progress = AttackProgress(trainer, "Attacking", total)
 
     def _attack_batch(self, trainer: Trainer, pl_module: Any, batch: Any) -> None:
@@ -229,7 +239,7 @@ class RobustEval(Callback):
         _, scores = self.table.rows()
         found = [measured("clean", scores[:, 0], 0.0, shared)]
         for i, (name, attack) in enumerate(self.attacks.items(), start=1):
-            details = shared | {"attack": repr(attack), "threat": repr(attack.threat)}
+            details = shared | {"attack": describe(attack), "threat": repr(attack.threat)}
             found.append(measured(name, scores[:, i], self.seconds[name], details))
         return found
 
