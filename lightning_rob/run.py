@@ -136,11 +136,18 @@ def read_checkpoint(path: str) -> dict[str, Any]:
 
 def with_recipe(args: Sequence[str]) -> list[str]:
     """Put the recipe of `--ckpt_path` before the other arguments, which may override it."""
+    told = any(re.match(r"--(model|config|help|print_config)|-c|-h", arg) for arg in args)
     for i, arg in enumerate(args):
         path = arg.partition("=")[2] or (args[i + 1] if len(args) > i + 1 else "")
         if re.match(r"--ckpt_path(=|$)", arg) and path not in ("best", "last", "null", ""):
             recipe = recipe_in(path)
+            if not (recipe or told):
+                raise InputError(f"{path} does not say what it is a checkpoint of: add --config")
             return [args[0], "--config", recipe, *args[1:]] if recipe else list(args)
+    if not told and args:
+        raise InputError(
+            "say what to run: --config RECIPE, or --ckpt_path CHECKPOINT of such a run"
+        )
     return list(args)
 
 

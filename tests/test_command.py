@@ -157,6 +157,13 @@ def test_bad_input_gets_one_line(case, tmp_path, capsys):
     assert message in fails(capsys, "fit", "--config", recipe(tmp_path), *args)
 
 
+def test_what_says_nothing_about_the_model(tmp_path, capsys):
+    assert "say what to run: --config RECIPE" in fails(capsys, "test")
+    torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
+    line = fails(capsys, "test", "--ckpt_path", tmp_path / "x.ckpt")
+    assert "does not say what it is a checkpoint of" in line
+
+
 def test_unknown_command(capsys):
     assert "unknown command 'fti'" in fails(capsys, "fti")
 
