@@ -97,7 +97,7 @@ class RobustEval(Callback):
         for other in _siblings(trainer):
             if other is self:
                 return
-            for name in self.attacks.keys() & other.attacks.keys():
+            for name in [name for name in self.attacks if name in other.attacks]:
                 attack = self.attacks.pop(name)
                 if (attack, self.target) != (other.attacks[name], other.target):
                     taken = {key for sibling in _siblings(trainer) for key in sibling.attacks}

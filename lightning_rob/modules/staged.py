@@ -9,14 +9,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from lightning_rob.attacks import Attack
 from lightning_rob.defenses import Defense, Ensemble, Single
 from lightning_rob.defenses.ensemble import sampling_probabilities
 from lightning_rob.modules.robust_module import RobustModule
 from lightning_rob.nets import load_weights
-from lightning_rob.objectives import check_labels
+from lightning_rob.objectives import classification_loss
 
 
 class StagedTraining(RobustModule):
@@ -85,9 +84,7 @@ class StagedTraining(RobustModule):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Cross-entropy of the member in training on the opponent's adversarial images."""
         x_adv = self.attack(self.opponent(), x, y, self.noise)
-        logits = self.trained()(x_adv)
-        check_labels(y, logits.shape[-1])
-        return cross_entropy(logits, y)
+        return classification_loss(self.trained()(x_adv), y)
 
     def trained(self) -> nn.Module:
         """The member in training."""
