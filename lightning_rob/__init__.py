@@ -9,7 +9,16 @@ __version__ = version("lightning-rob")
 _HOMES = {
     "threat": ["Threat"],
     "defenses": ["Defense", "Ensemble", "Mixture", "Single"],
-    "attacks": ["ARC", "PGD", "Attack", "Strongest", "arc_linear", "attacking"],
+    "attacks": [
+        "ARC",
+        "PGD",
+        "Attack",
+        "OnMember",
+        "RandomMember",
+        "Strongest",
+        "arc_linear",
+        "attacking",
+    ],
     "metrics": ["RobustAccuracy"],
     "modules": ["BAT", "IAT", "AdversarialTraining", "RobustModule"],
     "callbacks": ["RobustEval"],

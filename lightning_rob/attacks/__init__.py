@@ -2,7 +2,18 @@
 
 from lightning_rob.attacks.arc import ARC, arc_linear
 from lightning_rob.attacks.base import Attack, attacking, evaluating
+from lightning_rob.attacks.member import OnMember, RandomMember
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.strongest import Strongest
 
-__all__ = ["ARC", "PGD", "Attack", "Strongest", "arc_linear", "attacking", "evaluating"]
+__all__ = [
+    "ARC",
+    "PGD",
+    "Attack",
+    "OnMember",
+    "RandomMember",
+    "Strongest",
+    "arc_linear",
+    "attacking",
+    "evaluating",
+]

@@ -114,6 +114,13 @@ class Attack(ABC):
             x, y = x.detach().clone(), y.clone()
             return self.perturb(defense, x, y, generator).detach() if len(x) else x
 
+    def strategies(self, defense: Defense) -> "list[tuple[float, Attack]]":
+        """What the attacker may do against this defense, each with its probability; mostly one.
+
+        An evaluation averages the outcomes, which is exact where a drawn strategy is an estimate.
+        """
+        return [(1.0, self)]
+
     @abstractmethod
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """The attack itself, called inside `attacking`; same shapes as `__call__`."""

@@ -24,11 +24,23 @@ def play(
         *keys: what tells this game from others: a seed, a repeat, a name.
 
     Returns:
-        The perturbed images [B, C, H, W] and the probability of each answer [B, K].
+        The perturbed images [B, C, H, W], of the likeliest strategy if the attack mixes several,
+        and the probability of each answer [B, K], the mean over strategies.
 
     Raises:
         RuntimeError: the attack broke its own threat.
     """
+    strategies = attack.strategies(defense)
+    outcomes = [_round(pure, defense, x, y, index, *keys) for _, pure in strategies]
+    likeliest = max(range(len(outcomes)), key=lambda i: strategies[i][0])
+    expected = [p * found for (p, _), (_, found) in zip(strategies, outcomes, strict=True)]
+    return outcomes[likeliest][0], torch.stack(expected).sum(0)
+
+
+def _round(
+    attack: Attack, defense: Defense, x: Tensor, y: Tensor, index: Tensor, *keys: int
+) -> tuple[Tensor, Tensor]:
+    """One strategy played: the perturbed images and the probability of each answer."""
     x_adv = attack(defense, x, y, Streams.keyed(index, *keys, 0))
     check_within(attack, x_adv, x)
     # The defender's chance is its own: no attack has seen this generator.

@@ -1,0 +1,1 @@
+"""Figures, each a function of numbers that returns a matplotlib Figure; no global state."""
