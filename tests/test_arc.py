@@ -1,11 +1,11 @@
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_rob.attacks import ARC, PGD
+from lightning_rob.attacks import ARC, PGD, Attack
 from lightning_rob.attacks.arc import expected_accuracy, member_order
 from lightning_rob.defenses import Ensemble, Single
 from lightning_rob.objectives import ce_of_mean_logits, linear
@@ -318,6 +318,57 @@ def test_dropping_the_fooled_from_a_random_start_loses_nothing(norm):
         after_all = scores(members, defense.weights, keep(defense, x, y, streams[0]), y)
         after_few = scores(members, defense.weights, drop(defense, x, y, streams[1]), y)
         assert (after_few <= after_all).all()
+
+
+@dataclass(frozen=True)
+class Given(Attack):
+    """Images that are known beforehand."""
+
+    threat: Threat
+    images: torch.Tensor
+
+    def perturb(self, defense, x, y, generator):
+        return self.images
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize(("count", "probs"), ENSEMBLES)
+def test_never_weaker_than_its_start(norm, count, probs):
+    members = mlps(count, seed=5)
+    defense = Ensemble(members, probs)
+    x, y = batch(members, 32)
+    threat = Threat(norm, 0.1 if norm == "linf" else 0.25)
+    pgd = PGD(threat, 10, threat.eps / 4, random_start=False)
+    probs = defense.weights
+    before = scores(members, probs, pgd(defense, x, y), y)
+    after = scores(members, probs, ARC(threat, 5, threat.eps, start=pgd)(defense, x, y), y)
+    assert (after <= before).all()
+    assert (after <= scores(members, probs, x, y)).all()
+    assert after.mean() < before.mean()
+
+
+def test_a_start_worse_than_the_image_is_not_taken():
+    members, probs = mlps(2), [0.5, 0.5]
+    x, y = batch(members, 32)
+    threat = Threat("linf", 0.3)
+    helped = PGD(threat, 20, 0.05, objective=helping, random_start=False)(
+        Ensemble(members, probs), x, y
+    )
+    clean, start = scores(members, probs, x, y), scores(members, probs, helped, y)
+    assert (start > clean).any()
+    attack = ARC(threat, 1, 1e-9, start=Given(threat, helped))
+    assert (scores(members, probs, attack(Ensemble(members, probs), x, y), y) <= clean).all()
+
+
+def helping(logits, weights, y):
+    return -ce_of_mean_logits(logits, weights, y)
+
+
+@pytest.mark.parametrize("options", [{"random_start": True}, {"threat": Threat("linf", 0.2)}])
+def test_a_start_that_does_not_fit(options):
+    pgd = PGD(Threat("linf", 0.1), 1, 0.1)
+    with pytest.raises(ValueError, match="start must be of threat"):
+        ARC(**({"threat": pgd.threat, "steps": 1, "step_size": 0.1, "start": pgd} | options))
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])

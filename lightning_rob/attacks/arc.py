@@ -52,12 +52,15 @@ class ARC(Attack):
         neighbours: competing classes searched for the nearest boundary, those with the largest
             logits, G in the paper; None searches all.
         random_start: start from a random point of the ball.
+        start: search on from the images that this attack finds, where they are no worse than the
+            clean ones: never weaker than it. None starts at the images, as the paper does.
         drop_fooled: stop on images that every member already gets wrong, and save their cost.
             Raises no accuracy; without a random start it only changes which of several perfect
             perturbations is returned.
 
     Raises:
-        ValueError: a count below 1, a step size that is not positive, another norm.
+        ValueError: a count below 1, a step size that is not positive, another norm, a start of
+            another threat or beside a random one.
     """
 
     threat: Threat
@@ -65,6 +68,7 @@ class ARC(Attack):
     step_size: float
     neighbours: int | None = None
     random_start: bool = False
+    start: Attack | None = None
     drop_fooled: bool = False
 
     def __post_init__(self) -> None:
@@ -76,14 +80,25 @@ class ARC(Attack):
             raise ValueError(f"step_size must be positive, got {self.step_size}")
         if self.threat.p not in (2, float("inf")):
             raise ValueError(f"ARC is for linf and l2, not for norm {self.threat.norm}")
+        if self.start and (self.random_start or self.start.threat != self.threat):
+            raise ValueError(
+                f"start must be of threat {self.threat}, without random_start, got {self.start}"
+            )
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         members, weights = defense.classifiers, defense.weights
-        delta = self.threat.start(x, generator) - x if self.random_start else torch.zeros_like(x)
-        # The authors score the clean image here, even if the search starts elsewhere.
-        best = expected_accuracy(members, weights, x, y, check=True)
-        here = expected_accuracy(members, weights, x + delta, y) if self.random_start else best
+        delta = torch.zeros_like(x)
+        best = here = expected_accuracy(members, weights, x, y, check=True)
+        if self.random_start:
+            # The authors' score to beat stays that of the clean image.
+            delta = self.threat.start(x, generator) - x
+            here = expected_accuracy(members, weights, x + delta, y)
+        elif self.start:
+            found = self.start.perturb(defense, x, y, generator)
+            score = expected_accuracy(members, weights, found, y)
+            delta = _among(score <= best, found - x, delta)
+            best = here = torch.minimum(score, best)
         for _ in range(self.steps):
             live = (here > 0).nonzero()[:, 0] if self.drop_fooled else torch.arange(len(x))
             if not len(live):
@@ -128,13 +143,7 @@ class ARC(Attack):
         logits = member(z)
         count = min((self.neighbours or logits.shape[-1]), logits.shape[-1] - 1)
         top = logits.topk(count + 1).values
-        normal, distance = torch.zeros_like(z), z.new_full((len(z),), torch.inf)
-        for rank in range(1, count + 1):
-            gap = top[:, 0] - top[:, rank]
-            (w,) = torch.autograd.grad(gap.sum(), z, retain_graph=rank < count)
-            zeta = gap.detach().abs() / (self.threat.dual(w) + GUARD)
-            normal, distance = _among(zeta < distance, w, normal), torch.minimum(zeta, distance)
-        return normal, distance
+        return nearest_boundary(top[:, :1] - top[:, 1:], z, self.threat)
 
     def _reach(self, w: Tensor, distance: Tensor, local: Tensor, first: bool) -> Tensor:
         """How far to move along the direction, beta in the paper: [B]."""
@@ -147,6 +156,22 @@ class ARC(Attack):
 
     def _unit(self, step: Tensor) -> Tensor:
         return scale(step, self.step_size / (self.threat.size(step) + GUARD))
+
+
+def nearest_boundary(gaps: Tensor, z: Tensor, threat: Threat) -> tuple[Tensor, Tensor]:
+    """The nearest of the linearised boundaries: its normal [B, …] and its distance [B].
+
+    Args:
+        gaps: [B, G] what is zero on each boundary, computed from z.
+        z: [B, …] images that require gradients.
+        threat: its norm measures distance.
+    """
+    normal, distance = torch.zeros_like(z), z.new_full((len(z),), torch.inf)
+    for rank, gap in enumerate(gaps.unbind(1), 1):
+        (w,) = torch.autograd.grad(gap.sum(), z, retain_graph=rank < gaps.shape[1])
+        zeta = gap.detach().abs() / (threat.dual(w) + GUARD)
+        normal, distance = _among(zeta < distance, w, normal), torch.minimum(zeta, distance)
+    return normal, distance
 
 
 @torch.no_grad()
