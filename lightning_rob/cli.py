@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 COMMANDS = {
@@ -11,6 +11,8 @@ COMMANDS = {
     "validate": "evaluate on the validation split",
     "test": "evaluate on the test set and print a table; needs only --ckpt_path",
     "predict": "the probability of each answer, image by image",
+    "sweep": "attack a checkpoint value by value of a variable: a table and a figure",
+    "report": "turn the records of runs into one HTML page and a Markdown table",
 }
 HELP = """usage: lightning-rob COMMAND [options]
 
@@ -50,6 +52,12 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"lightning-rob {version('lightning-rob')}")
     elif args[0] not in COMMANDS:
         _fail(f"unknown command {args[0]!r}, choose from {', '.join(COMMANDS)}")
+    elif args[0] == "report":
+        _report(args[1:])
+    elif args[0] == "sweep" and {"-h", "--help"} & set(args):
+        from lightning_rob.sweep.options import help_text
+
+        print(help_text())
     else:
         _run(args)
 
@@ -61,12 +69,29 @@ def _run(args: list[str]) -> None:
     _keep_freed_memory()
     from lightning_rob.run import Command, InputError
 
+    start: Callable[[list[str]], Any] = Command
+    if args[0] == "sweep":
+        from lightning_rob.sweep.command import main as start
+
+        args = args[1:]
     if os.environ.get("LIGHTNING_ROB_DEBUG"):
-        Command(args)
+        start(args)
         return
     try:
-        Command(args)
+        start(args)
     except InputError as error:
+        _fail(str(error))
+
+
+def _report(args: list[str]) -> None:
+    from lightning_rob.report import main as report
+
+    if os.environ.get("LIGHTNING_ROB_DEBUG"):
+        report(args)
+        return
+    try:
+        report(args)
+    except (ValueError, OSError) as error:
         _fail(str(error))
 
 

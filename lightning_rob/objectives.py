@@ -82,6 +82,12 @@ def linear(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     return wrong.amax(-1) - right
 
 
+def expected_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """The mean over draws of the largest wrong logit minus the right one ("expected h")."""
+    right, wrong = _split(logits, y)
+    return expectation(weights, wrong.amax(-1) - right)
+
+
 def confident(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """The mean over draws of the largest probability of a wrong class."""
     return expectation(weights, _split(logits.softmax(-1), y)[1].amax(-1))

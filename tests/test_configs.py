@@ -1,11 +1,21 @@
 """Every YAML that is shipped runs."""
 
+import json
+from pathlib import Path
+
 import pytest
+import torch
 import yaml
 
+from lightning_rob.nets import VGG16, WRN28_4, MobileNetV1, PreActResNet18, ResNet20
+from tests.test_nets import dverge_state
 from tests.tiny import ROOT, recipe, records, run
 
-RECIPES = sorted(p for p in (ROOT / "configs").glob("*.yaml") if p.stem not in ("ddp", "debug"))
+NETS = sorted((ROOT / "configs").glob("net_*.yaml"))
+MIX_INS = [*NETS, ROOT / "configs/ddp.yaml", ROOT / "configs/debug.yaml"]
+CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.yaml") if p not in MIX_INS)
+ASSEMBLED = [p for p in CONFIGS if "class_path: Assembled" in p.read_text()]
+RECIPES = [p for p in CONFIGS if p not in ASSEMBLED]
 CALLBACKS = sorted((ROOT / "callbacks").glob("*.yaml"))
 # Data that a fresh machine lacks is replaced by embedded images of the same size.
 TINY = "{train_size: 10, test_size: 2, val_size: 2, workers: 0}"
@@ -33,13 +43,40 @@ def test_recipe_builds_with_its_own_data(file, tmp_path, monkeypatch):
     assert built.datamodule.classes == built.model.members[0].linear.out_features
 
 
+def write_checkpoints(file):
+    """What a recipe of networks that are trained already expects to find."""
+    options = yaml.safe_load(file.read_text())["model"]["init_args"]
+    if isinstance(options["checkpoints"], str):
+        states = [dverge_state(ResNet20(shortcut="B").state_dict()) for _ in range(3)]
+        found = {options["checkpoints"]: {f"model{i}": s for i, s in enumerate(states)}}
+    else:
+        nets = (ResNet20(), PreActResNet18())
+        found = {p: n.state_dict() for p, n in zip(options["checkpoints"], nets, strict=True)}
+    for path, state in found.items():
+        Path(path).parent.mkdir(exist_ok=True)
+        torch.save(state, path)
+
+
+@pytest.mark.parametrize("file", ASSEMBLED, ids=lambda p: p.stem)
+def test_recipe_of_trained_networks_tests(file, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run("test", "--config", file, EMBEDDED, *SMALL)
+    assert "No such file or directory: 'checkpoints/" in capsys.readouterr().err
+    write_checkpoints(file)
+    run("test", "--config", file, EMBEDDED, *SMALL)
+    told = capsys.readouterr().out
+    assert all(name in told for name in ("Assembled", "clean", "apgd", "arc", "worst"))
+
+
 @pytest.mark.parametrize("file", CALLBACKS, ids=lambda p: p.stem)
 def test_callback_plugs_into_a_recipe(file, tmp_path):
     plain = recipe(tmp_path, **{"trainer__callbacks+": [], "model__init_args__monitor": None})
     small = ["--trainer.max_epochs=2", "--model.epochs=1", "--data.train_size=64"]
     run("fit", "--config", plain, *small, f"--trainer.callbacks+={file}")
-    names = set(yaml.safe_load(file.read_text())["init_args"]["attacks"])
-    assert names <= {r["name"] for r in records(tmp_path)}
+    names = set(yaml.safe_load(file.read_text())["init_args"].get("attacks", ()))
+    written = [path.read_text() for path in (tmp_path / "run/version_0").glob("*.jsonl")]
+    assert names <= {json.loads(line)["name"] for text in written for line in text.splitlines()}
 
 
 def test_callbacks_add_up_and_what_is_there_twice_runs_once(tmp_path):
@@ -63,6 +100,62 @@ def test_mix_in_parses(mix_in, tmp_path):
     built = Command([*args, "--trainer.devices=1", "--trainer.accelerator=cpu"], run=False)
     strategy = type(built.trainer.strategy).__name__
     assert strategy == ("DDPStrategy" if mix_in == "ddp" else "SingleDeviceStrategy")
+
+
+ARCHITECTURES = {
+    "net_mobilenetv1": (MobileNetV1, 2e-4),
+    "net_preact18": (PreActResNet18, 5e-4),
+    "net_vgg16": (VGG16, 5e-4),
+    "net_wrn28_4": (WRN28_4, 5e-4),
+}
+
+
+@pytest.mark.parametrize("base", ["cifar10_resnet20_linf", "cifar10_resnet20_l2"])
+@pytest.mark.parametrize("mix_in", NETS, ids=lambda p: p.stem)
+def test_network_mix_in_changes_the_network_and_its_weight_decay(mix_in, base):
+    from lightning_rob.run import Command
+
+    args = ["--config", str(ROOT / f"configs/bat_{base}.yaml"), "--trainer.accelerator=cpu"]
+    plain = Command(args, run=False)
+    built = Command([*args, "--config", str(mix_in)], run=False)
+    kind, weight_decay = ARCHITECTURES[mix_in.stem]
+    assert [type(member) for member in built.model.members] == [kind, kind]
+    groups = [c.model.configure_optimizers()["optimizer"].param_groups[0] for c in (plain, built)]
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    assert settings[1] == settings[0] | {"weight_decay": weight_decay}
+    assert settings[0]["lr"] == 0.1
+    assert plain.model.attack == built.model.attack
+    assert plain.model.epochs == built.model.epochs == [200, 200]
+    names = [[type(c).__name__ for c in one.trainer.callbacks] for one in (plain, built)]
+    assert names[0] == names[1]
+    assert names[0].count("RobustEval") == 3
+
+
+@pytest.mark.parametrize("mix_in", NETS, ids=lambda p: p.stem)
+def test_recipe_runs_with_a_network_mix_in(mix_in, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    configs = ["--config", ROOT / "configs/bat_cifar10_resnet20_linf.yaml", "--config", mix_in]
+    run("fit", *configs, EMBEDDED, "--data.init_args.batch_size=4", *SMALL)
+
+
+def test_a_network_mix_in_keeps_the_classes_and_statistics_of_other_data():
+    from lightning_rob.run import Command
+
+    configs = [ROOT / f"configs/{n}.yaml" for n in ("bat_cifar100_resnet20_linf", "net_vgg16")]
+    args = [arg for file in configs for arg in ("--config", str(file))]
+    net = Command([*args, "--trainer.accelerator=cpu"], run=False).model.members[0]
+    assert net.classifier.out_features == 100
+    assert net.normalize.mean.flatten().tolist() == pytest.approx([0.50708, 0.48655, 0.44092])
+
+
+@pytest.mark.parametrize("file", [p for p in RECIPES if "resnet20" in p.stem], ids=lambda p: p.stem)
+def test_recipe_normalises_as_its_data_says(file):
+    from lightning_rob.run import Command
+
+    built = Command(["--config", str(file), "--trainer.accelerator=cpu"], run=False)
+    layer = built.model.members[0].normalize
+    assert layer.mean.flatten().tolist() == pytest.approx(built.datamodule.mean)
+    assert layer.std.flatten().tolist() == pytest.approx(built.datamodule.std)
 
 
 def test_no_yaml_drops_callbacks():

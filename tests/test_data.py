@@ -13,6 +13,7 @@ from PIL import Image
 from torch import nn
 from torchvision.transforms import v2
 
+from lightning_rob.attacks import PGD
 from lightning_rob.data import (
     CIFAR10,
     CIFAR100,
@@ -28,6 +29,9 @@ from lightning_rob.data.patches import CROP, KINDS, PHOTOS, cells, crops
 from lightning_rob.data.samples import Part, Pixels
 from lightning_rob.data.sampling import EpochSampler, Start, every_image_once
 from lightning_rob.data.wheels import inside
+from lightning_rob.defenses import Single
+from lightning_rob.nets import ZooNet
+from lightning_rob.threat import Threat
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -299,6 +303,7 @@ def test_default_augmentation_gives_way_to_an_empty_list(archive):
     data, _ = archive(CIFAR100)
     kinds = [type(step).__name__ for step in data.default_augment()]
     assert kinds == ["RandomCrop", "RandomHorizontalFlip", "RandomRotation"]
+    assert data.default_augment()[2].degrees == [-15, 15]
     data.augment = []
     data.setup("fit")
     assert data.parts["train"].steps == ()
@@ -509,6 +514,27 @@ def test_image_folders_without_augmentation_are_cropped_like_the_test_images(tmp
     pixels = v2.functional.pil_to_tensor(Image.open(path)).float() / 255
     expected = v2.functional.center_crop(v2.functional.resize(pixels, [20]), [16])
     assert torch.equal(x, expected)
+
+
+def test_imagenet_images_reach_resnet18_as_torchvision_prepares_them(tmp_path):
+    data = Images(str(image_folder(tmp_path, "train", "val")), val_size=3, eval_batch_size=4)
+    data.setup()
+    x, y, index = next(iter(data.test_dataloader()))
+    assert x.shape == (4, 3, 224, 224)
+    torch.manual_seed(0)
+    net = ZooNet("resnet18", classes=1000).eval()
+    torch.manual_seed(0)
+    plain = torchvision.models.resnet18(num_classes=1000).eval()
+    files = [data.parts["test"].source.datasets[0].samples[i][0] for i in index]
+    prepare = torchvision.models.ResNet18_Weights.IMAGENET1K_V1.transforms()
+    prepared = torch.stack([prepare(Image.open(file)) for file in files])
+    rounding = 1.5 / 255 / min(data.std)  # torchvision resizes whole numbers, we do not
+    torch.testing.assert_close(net.normalize(x), prepared, rtol=0, atol=rounding)
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), plain(net.normalize(x)))
+    x_adv = PGD(Threat("linf", 4 / 255), 2, 2 / 255)(Single(net), x, y)
+    assert 0 < (x_adv - x).abs().max() <= 4 / 255 + 1e-6
+    assert x_adv.min() >= 0 and x_adv.max() <= 1
 
 
 def test_missing_image_folders_are_named_at_once(tmp_path):

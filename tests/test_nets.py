@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,17 +9,23 @@ from jsonargparse import ArgumentParser
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_rob.attacks.folding import folded
 from lightning_rob.nets import (
+    VGG16,
+    WRN28_4,
     LeNet,
     MNISTNet,
+    MobileNetV1,
     Normalize,
     PreActResNet18,
     ResNet,
     ResNet20,
     ResNet32,
     SmallCNN,
+    WideResNet,
     ZooNet,
     load_weights,
+    member_prefixes,
 )
 from lightning_rob.nets.resnet import PaddedShortcut
 
@@ -39,7 +46,7 @@ def move_statistics(net, x):
     """Batch norm of an untrained network hides mistakes: its statistics are 0 and 1."""
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.momentum = 0.7
+            module.momentum = 1.0  # less, and the signal is lost on its way through 27 layers
             nn.init.uniform_(module.weight, 0.5, 1.5)
             nn.init.normal_(module.bias)
     net.train()(x)
@@ -56,6 +63,9 @@ NETS = {
     "resnet20": (lambda **o: ResNet20(**o), 3, 32),
     "resnet-b": (lambda **o: ResNet(**TINY, shortcut="B", **o), 3, 32),
     "preact": (lambda **o: PreActResNet18(**o), 3, 32),
+    "mobilenet": (lambda **o: MobileNetV1(**o), 3, 32),
+    "vgg": (lambda **o: VGG16(**o), 3, 32),
+    "wide": (lambda **o: WideResNet(16, 2, **o), 3, 32),
     "squeezenet": (lambda **o: ZooNet("squeezenet1_0", **o), 3, 64),
     "timm": (lambda **o: ZooNet("test_resnet", source="timm", **o), 3, 32),
 }
@@ -84,7 +94,49 @@ def test_parameters_by_formula(depth, classes, widths, option):
     assert count(net) == resnet_parameters((depth - 2) // 6, widths, classes, option)
 
 
+MOBILE_WIDTHS = [32, 64, 128, 128, 256, 256, 512, 512, 512, 512, 512, 512, 1024, 1024]
+MOBILE_STRIDES = [1, 2, 1, 1, 1, 2, 1, 1, 1, 1, 1, 2, 1]
+VGG_LAYERS = [64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0]
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+def test_mobilenet_parameters_by_formula(classes):
+    pairs = list(pairwise(MOBILE_WIDTHS))
+    separable = sum(9 * a + 2 * a + a * b + 2 * b for a, b in pairs)
+    assert count(MobileNetV1(classes)) == 27 * 32 + 2 * 32 + separable + 1025 * classes
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+def test_vgg_parameters_by_formula(classes):
+    widths = [3, *(width for width in VGG_LAYERS if width)]
+    convolutions = sum(9 * a * b + b + 2 * b for a, b in pairwise(widths))
+    assert count(VGG16(classes)) == convolutions + 513 * classes
+
+
+def wide_parameters(n, k, classes):
+    widths = [16, 16 * k, 32 * k, 64 * k]
+    total = 27 * 16 + 2 * widths[-1] + (widths[-1] + 1) * classes
+    for a, b in pairwise(widths):
+        total += 9 * (a * b + (2 * n - 1) * b * b) + 2 * (a + (2 * n - 1) * b)
+        total += a * b if a != b else 0
+    return total
+
+
+@pytest.mark.parametrize(("depth", "widen", "classes"), [(10, 1, 3), (16, 2, 10), (22, 3, 7)])
+def test_wide_parameters_by_formula(depth, widen, classes):
+    assert count(WideResNet(depth, widen, classes)) == wide_parameters(
+        (depth - 4) // 6, widen, classes
+    )
+
+
 def test_published_parameter_counts():
+    assert count(MobileNetV1()) == 3_217_226
+    assert count(VGG16()) == 14_728_266
+    with torch.device("meta"):
+        assert count(WideResNet(28, 10)) == 36_479_194
+        assert count(WideResNet(16, 10)) == 17_116_634
+    assert count(WRN28_4()) == wide_parameters(4, 4, 10) == 5_849_050
+    assert count(WRN28_4(classes=100)) == 5_849_050 + 90 * 257
     assert count(ResNet20()) == 269_722
     assert count(ResNet32()) == 464_154
     # TADV's 4.33M
@@ -108,6 +160,58 @@ def test_entries_are_named_as_published():
     assert not {name for name in ResNet20().state_dict() if "shortcut" in name or "norm" in name}
     preact = set(PreActResNet18().state_dict())
     assert {"layer1.0.bn1.weight", "layer4.0.shortcut.0.weight", "bn.weight"} <= preact
+
+
+def names_of(layers, fields):
+    return {f"{layer}.{field}" for layer in layers for field in fields}
+
+
+NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+
+def test_entries_of_the_other_cifar_networks_are_named_as_published():
+    convs = ["features.0.0"] + [f"features.{i}.{j}" for i in range(1, 14) for j in (0, 3)]
+    norms = ["features.0.1"] + [f"features.{i}.{j}" for i in range(1, 14) for j in (1, 4)]
+    head = {"classifier.weight", "classifier.bias"}
+    assert set(MobileNetV1().state_dict()) == (
+        names_of(convs, ["weight"]) | names_of(norms, NORM) | head
+    )
+    at, convs = 0, []
+    for width in VGG_LAYERS:
+        convs += [at] if width else []
+        at += 3 if width else 1
+    norms = [f"features.{i + 1}" for i in convs]
+    convs = [f"features.{i}" for i in convs]
+    assert set(VGG16().state_dict()) == (
+        names_of(convs, ["weight", "bias"]) | names_of(norms, NORM) | head
+    )
+    blocks = [f"block{i}.layer.{j}" for i in (1, 2, 3) for j in range(4)]
+    norms = ["bn1", *(f"{block}.bn{i}" for block in blocks for i in (1, 2))]
+    convs = ["conv1", *(f"{block}.conv{i}" for block in blocks for i in (1, 2))]
+    convs += [f"block{i}.layer.0.convShortcut" for i in (1, 2, 3)]
+    assert set(WRN28_4().state_dict()) == (
+        names_of(convs, ["weight"]) | names_of(norms, NORM) | {"fc.weight", "fc.bias"}
+    )
+
+
+def test_wide_init():
+    torch.manual_seed(0)
+    net = WideResNet(10, 4)
+    for layer in (net.conv1, net.block2.layer[0].conv1, net.block3.layer[0].convShortcut):
+        fan_out = layer.out_channels * layer.kernel_size[0] ** 2
+        assert layer.weight.std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.1)
+    assert not net.fc.bias.any()
+
+
+@pytest.mark.parametrize("depth", [4, 20, 29])
+def test_impossible_wide_depth(depth):
+    with pytest.raises(ValueError, match=rf"depth must be 6n \+ 4 .*got {depth}"):
+        WideResNet(depth)
+
+
+def test_impossible_wide_width():
+    with pytest.raises(ValueError, match="widen must be at least 1, got 0"):
+        WideResNet(10, 0)
 
 
 def test_kaiming_normal_init():
@@ -196,13 +300,73 @@ def test_preact_by_hand():
     torch.testing.assert_close(net(x), expected, rtol=1e-4, atol=1e-4)
 
 
+def normalised(x):
+    return (x - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
+
+
+def conv(s, name, x, **options):
+    return F.conv2d(x, s[f"{name}.weight"], s.get(f"{name}.bias"), **options)
+
+
+def test_mobilenet_by_hand():
+    torch.manual_seed(3)
+    x = images(batch=4).double()
+    net = move_statistics(MobileNetV1(mean=MEAN, std=STD).double(), x)
+    s = net.state_dict()
+    h = norm(s, "features.0.1", conv(s, "features.0.0", normalised(x), padding=1)).relu()
+    for i, stride in enumerate(MOBILE_STRIDES, start=1):
+        each = {"stride": stride, "padding": 1, "groups": h.shape[1]}
+        h = norm(s, f"features.{i}.1", conv(s, f"features.{i}.0", h, **each)).relu()
+        h = norm(s, f"features.{i}.4", conv(s, f"features.{i}.3", h)).relu()
+    assert h.shape == (4, 1024, 4, 4)
+    expected = F.linear(F.avg_pool2d(h, 4).flatten(1), s["classifier.weight"], s["classifier.bias"])
+    torch.testing.assert_close(net(x), expected)
+    assert expected.std(0).max() > 0.02
+
+
+def test_vgg_by_hand():
+    torch.manual_seed(4)
+    x = images(batch=4).double()
+    net = move_statistics(VGG16(mean=MEAN, std=STD).double(), x)
+    s, h, at = net.state_dict(), normalised(x), 0
+    for width in VGG_LAYERS:
+        if width:
+            h = norm(s, f"features.{at + 1}", conv(s, f"features.{at}", h, padding=1)).relu()
+        else:
+            h = F.max_pool2d(h, 2)
+        at += 3 if width else 1
+    assert h.shape == (4, 512, 1, 1)
+    expected = F.linear(h.flatten(1), s["classifier.weight"], s["classifier.bias"])
+    torch.testing.assert_close(net(x), expected)
+    assert expected.std(0).max() > 0.02
+
+
+def test_wide_by_hand():
+    torch.manual_seed(5)
+    x = images().double()
+    net = move_statistics(WideResNet(16, 2, mean=MEAN, std=STD).double(), x)
+    s = net.state_dict()
+    h = conv(s, "conv1", normalised(x), padding=1)
+    for name in (f"block{stage}.layer.{block}" for stage in (1, 2, 3) for block in range(2)):
+        stride = 2 if name in ("block2.layer.0", "block3.layer.0") else 1
+        active = norm(s, f"{name}.bn1", h).relu()
+        skip = conv(s, f"{name}.convShortcut", active, stride=stride) if name[-1] == "0" else h
+        h = conv(s, f"{name}.conv1", active, stride=stride, padding=1)
+        h = conv(s, f"{name}.conv2", norm(s, f"{name}.bn2", h).relu(), padding=1) + skip
+    h = F.avg_pool2d(norm(s, "bn1", h).relu(), 8).flatten(1)
+    expected = F.linear(h, s["fc.weight"], s["fc.bias"])
+    torch.testing.assert_close(net(x), expected)
+    assert expected.std(0).max() > 0.02
+
+
 @every_net
 def test_normalises_inside(build, channels, size):
+    torch.manual_seed(7)
     mean, std = MEAN[:channels], STD[:channels]
-    net = build(mean=mean, std=std).eval()
+    x = images(channels, size)
+    net = move_statistics(build(mean=mean, std=std), x)
     raw = build(mean=[0] * channels, std=[1] * channels).eval()
     raw.load_state_dict(net.state_dict())
-    x = images(channels, size)
     by_hand = (x - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     with torch.no_grad():
         torch.testing.assert_close(net(x), raw(by_hand))
@@ -268,6 +432,30 @@ def test_batch_norm_folds_away():
     assert not [m for m in folded.modules() if isinstance(m, nn.BatchNorm2d)]
     with torch.no_grad():
         torch.testing.assert_close(folded(x), net(x), rtol=1e-4, atol=1e-4)
+
+
+FOLDED = {
+    "mobilenet": (MobileNetV1, 0),
+    "vgg": (VGG16, 0),
+    "wide": (WRN28_4, 12),  # the norms that follow a sum, not a convolution
+    "resnet18": (lambda: ZooNet("resnet18"), 0),
+}
+
+
+@pytest.mark.parametrize(("make", "left"), FOLDED.values(), ids=FOLDED.keys())
+def test_folds_for_an_attack(make, left):
+    torch.manual_seed(6)
+    x = images(batch=4).double().requires_grad_()
+    net = move_statistics(make().double(), x.detach())
+    before = net(x)
+    (slope,) = torch.autograd.grad(before.square().sum(), x)
+    with folded([net]):
+        norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
+        assert sum("forward" not in vars(m) for m in norms) == left
+        after = net(x)
+        (other,) = torch.autograd.grad(after.square().sum(), x)
+    torch.testing.assert_close(after, before)
+    torch.testing.assert_close(other, slope, rtol=1e-6, atol=1e-6 * float(slope.abs().max()))
 
 
 def test_torchvision_by_name():
@@ -428,8 +616,202 @@ def test_the_only_one_that_fits(ensemble):
 
 @pytest.mark.parametrize("prefix", ["members.7", "embers.1", ""])
 def test_nothing_under_the_prefix(ensemble, prefix):
-    with pytest.raises(ValueError, match="does not fit SmallCNN: 17 missing"):
+    known = "'state_dict.members.0', 'state_dict.members.1'$"
+    with pytest.raises(ValueError, match=f"no SmallCNN under '{prefix}': pass .* {known}"):
         load_weights(small(), ensemble[1], prefix=prefix)
+
+
+def test_another_network_under_the_prefix(ensemble):
+    with pytest.raises(ValueError, match=r"members.2'\) does not fit SmallCNN: 2 of another shape"):
+        load_weights(small(), ensemble[1], prefix="members.2")
+
+
+def same(one, other):
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_prefix_may_end_before_the_network(tmp_path):
+    nets = [small(1), small(2)]
+    state = {f"model{i}": under("module.", net.state_dict()) for i, net in enumerate(nets)}
+    torch.save(state, tmp_path / "nets.pt")
+    assert same(load_weights(small(), tmp_path / "nets.pt", prefix="model1"), nets[1])
+    with pytest.raises(ValueError, match=r"several .* 'model0.module', 'model1.module'$"):
+        load_weights(small(), tmp_path / "nets.pt", prefix="module")
+
+
+def test_renames_components(tmp_path):
+    saved = small(1)
+    old = {n.replace("linear.", "fc."): entry for n, entry in saved.state_dict().items()}
+    old = {n.replace("layer2.0.", "conv."): entry for n, entry in old.items()}
+    torch.save({"fc": old}, tmp_path / "net.pt")
+    with pytest.raises(ValueError, match="missing"):
+        load_weights(small(), tmp_path / "net.pt")
+    rename = {"fc": "linear", "conv": "layer2.0"}
+    assert same(load_weights(small(), tmp_path / "net.pt", rename=rename), saved)
+
+
+def test_rename_must_not_make_two_of_one(tmp_path):
+    state = small(1).state_dict()
+    torch.save(state | {"fc.bias": state["linear.bias"]}, tmp_path / "net.pt")
+    with pytest.raises(ValueError, match=r"\{'fc': 'linear'\} gives two .* linear.bias"):
+        load_weights(small(), tmp_path / "net.pt", rename={"fc": "linear"})
+
+
+def test_drops_what_is_no_part_of_the_network(tmp_path):
+    saved = WideResNet(10, 1)
+    dead = under("sub_block1.", WideResNet(10, 1).block1.state_dict())
+    torch.save({"state_dict": under("module.", saved.state_dict() | dead)}, tmp_path / "net.pt")
+    with pytest.raises(ValueError, match=r"12 unexpected \(sub_block1"):
+        load_weights(WideResNet(10, 1), tmp_path / "net.pt")
+    loaded = load_weights(WideResNet(10, 1), tmp_path / "net.pt", drop=["sub_block1."])
+    assert same(loaded, saved)
+    with pytest.raises(ValueError, match=r"unexpected \(sub_block1"):
+        load_weights(WideResNet(10, 1), tmp_path / "net.pt", drop=["block1.layer.9", "lock1."])
+
+
+OTHER_MEAN, OTHER_STD = (0.49, 0.48, 0.45), (0.2023, 0.1994, 0.2010)
+DVERGE = {"rename": {"fc": "linear", "downsample": "shortcut"}}
+
+
+def dverge_state(net, mean=OTHER_MEAN, std=OTHER_STD):
+    """A member as the authors of DVERGE save it."""
+    names = {n: n.replace("linear", "fc").replace("shortcut", "downsample") for n in net}
+    state = {f"model.{names[n]}": entry for n, entry in net.items()}
+    return state | {"normalizer.mean": torch.tensor(mean), "normalizer.std": torch.tensor(std)}
+
+
+@pytest.fixture
+def dverge(tmp_path):
+    nets = [ResNet(**TINY, shortcut="B") for _ in range(3)]
+    states = [dverge_state(net.state_dict()) for net in nets]
+    states[2] = dverge_state(nets[2].state_dict(), MEAN, STD)
+    torch.save({f"model{i}": state for i, state in enumerate(states)}, tmp_path / "epoch_200.pth")
+    return nets, tmp_path / "epoch_200.pth"
+
+
+@pytest.mark.parametrize("prefix", ["model1", "model1.model"])
+def test_dverge_member_with_the_statistics_of_the_first(dverge, prefix):
+    nets, file = dverge
+    net = load_weights(
+        ResNet(**TINY, shortcut="B"), file, prefix, **DVERGE, normalizer="model0.normalizer"
+    )
+    assert same(net, nets[1])
+    by_hand = ResNet(**TINY, shortcut="B", mean=OTHER_MEAN, std=OTHER_STD)
+    by_hand.load_state_dict(nets[1].state_dict())
+    assert torch.equal(net.eval()(images()), by_hand.eval()(images()))
+
+
+def test_statistics_are_not_ignored_by_mistake(dverge):
+    nets, file = dverge
+    net = ResNet(**TINY, shortcut="B")
+    with pytest.raises(ValueError, match=r"normalises by \[0.49, .*\(model0.normalizer\), ResNet"):
+        load_weights(net, file, "model1", **DVERGE)
+    for drop in (["normalizer."], ["normalizer.mean", "normalizer.std"]):
+        assert same(load_weights(net, file, "model1", **DVERGE, drop=drop), nets[1])
+    assert net.normalize.mean.flatten().tolist() == pytest.approx([0.4914, 0.4822, 0.4465])
+
+
+def test_statistics_that_agree_need_no_word(tmp_path):
+    saved = ResNet(**TINY, shortcut="B")
+    torch.save(dverge_state(saved.state_dict()), tmp_path / "net.pt")
+    net = ResNet(**TINY, shortcut="B", mean=OTHER_MEAN, std=OTHER_STD)
+    assert same(load_weights(net, tmp_path / "net.pt", **DVERGE), saved)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,)])
+def test_a_mean_and_a_std_of_something_else(shape, tmp_path):
+    saved = ResNet(**TINY)
+    log = {"loss": {"mean": torch.ones(shape), "std": torch.ones(shape)}}
+    torch.save({"state_dict": saved.state_dict(), **log}, tmp_path / "net.pt")
+    assert same(load_weights(ResNet(**TINY), tmp_path / "net.pt"), saved)
+
+
+class Scaled(nn.Module):
+    """Has weights called mean and std of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.std = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(3))
+
+
+def test_a_mean_and_a_std_that_are_weights(tmp_path):
+    saved = nn.Sequential(Scaled(), nn.Linear(3, 2))
+    torch.save({"model": saved.state_dict()}, tmp_path / "net.pt")
+    assert same(load_weights(nn.Sequential(Scaled(), nn.Linear(3, 2)), tmp_path / "net.pt"), saved)
+
+
+def test_statistics_beside_the_weights(tmp_path):
+    saved = ResNet(**TINY)
+    shape = (1, 3, 1, 1)
+    mean, std = torch.tensor(MEAN).view(shape), torch.tensor(STD).view(shape)
+    numbers = {"normalize.mean": mean, "normalize.std": std}
+    torch.save({"state_dict": saved.state_dict() | numbers}, tmp_path / "net.pt")
+    net = load_weights(ResNet(**TINY), tmp_path / "net.pt", normalizer="normalize")
+    assert same(net, saved)
+    assert net.normalize.std.flatten().tolist() == list(STD)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "message"),
+    [
+        ("normalizer", r"several that differ: .* 'model0.normalizer', 'model1.normalizer'"),
+        ("model7.normalizer", r"no mean and std under 'model7.normalizer', they are: 'model0"),
+        ("ormalizer", "no mean and std under"),
+    ],
+)
+def test_statistics_that_are_not_there(dverge, normalizer, message):
+    net = ResNet(**TINY, shortcut="B")
+    before = {name: entry.clone() for name, entry in net.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        load_weights(net, dverge[1], "model0", **DVERGE, normalizer=normalizer)
+    assert all(torch.equal(entry, before[name]) for name, entry in net.state_dict().items())
+
+
+def test_statistics_need_a_layer_that_takes_them(tmp_path):
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(12, 2), nn.ReLU())
+    numbers = {"n.mean": torch.tensor(MEAN), "n.std": torch.tensor(STD)}
+    torch.save(plain.state_dict() | numbers, tmp_path / "net.pt")
+    with pytest.raises(ValueError, match=r"Sequential has no Normalize: pass .* drop="):
+        load_weights(plain, tmp_path / "net.pt")
+    with pytest.raises(ValueError, match="Sequential has no Normalize, got normalizer='n'"):
+        load_weights(plain, tmp_path / "net.pt", normalizer="n")
+    with pytest.raises(ValueError, match="statistics of 3 channels, expected 1"):
+        small().normalize.take(torch.tensor([MEAN, STD]))
+
+
+def test_members_of_a_file(ensemble, dverge):
+    same_kind = ["state_dict.members.0", "state_dict.members.1"]
+    assert member_prefixes([small()], ensemble[1]) == same_kind
+    each = [small(), small(), small(classes=3)]
+    assert member_prefixes(each, ensemble[1]) == [*same_kind, "state_dict.members.2"]
+    found = member_prefixes([ResNet(**TINY, shortcut="B")], dverge[1], **DVERGE)
+    assert found == ["model0.model", "model1.model", "model2.model"]
+
+
+def test_members_stop_at_a_gap_and_keep_their_order(tmp_path):
+    state = {f"net{i}": small(i).state_dict() for i in (10, 2, 12, *range(9, 2, -1), 1, 0)}
+    torch.save(state, tmp_path / "nets.pt")
+    assert member_prefixes([small()], tmp_path / "nets.pt") == [f"net{i}" for i in range(11)]
+
+
+def test_members_that_cannot_be_told(tmp_path, ensemble):
+    net = small().state_dict()
+    torch.save({kind: {"0": net, "1": net} for kind in ("ema", "now")}, tmp_path / "two.pt")
+    with pytest.raises(ValueError, match=r"several ensembles, .*: 'ema.0', 'now.0'"):
+        member_prefixes([small()], tmp_path / "two.pt")
+    assert member_prefixes([small()], tmp_path / "two.pt", "now") == ["now.0", "now.1"]
+    torch.save(net, tmp_path / "one.pt")
+    with pytest.raises(ValueError, match="no SmallCNN numbered from 0, only: ''"):
+        member_prefixes([small()], tmp_path / "one.pt")
+    with pytest.raises(ValueError, match="no SmallCNN numbered from 0"):
+        member_prefixes([small(classes=3), small()], ensemble[1])
+
+
+def test_a_zoo_network_takes_the_zoos_own_weights(tmp_path):
+    saved = ZooNet("squeezenet1_0")
+    torch.save({"state_dict": under("module.", saved.net.state_dict())}, tmp_path / "zoo.pt")
+    assert same(load_weights(ZooNet("squeezenet1_0"), tmp_path / "zoo.pt"), saved)
 
 
 @pytest.mark.parametrize(
@@ -534,6 +916,10 @@ FACTORIES = {
     "resnet20": ("ResNet20", {"classes": 3, "mean": [0.5] * 3, "std": [0.5] * 3}, ResNet20),
     "resnet32": ("ResNet32", {}, ResNet32),
     "small": ("SmallCNN", {"channels": 3, "width": 8}, SmallCNN),
+    "mobilenet": ("MobileNetV1", {"classes": 3}, MobileNetV1),
+    "vgg": ("VGG16", {"mean": [0.5] * 3}, VGG16),
+    "wide": ("WideResNet", {"depth": 10, "widen": 1}, WideResNet),
+    "wrn": ("WRN28_4", {"classes": 100}, WRN28_4),
     "lenet": ("LeNet", {"size": 32}, LeNet),
     "mnist": ("MNISTNet", {"size": 32}, MNISTNet),
     "zoo": ("ZooNet", {"name": "test_resnet", "source": "timm", "classes": 3}, ZooNet),
@@ -550,8 +936,11 @@ def test_factory_from_config(name, options, kind):
     assert count(nets[0]) == count(kind(**options))
 
 
+SHORT = [ResNet20, ResNet32, PreActResNet18, MobileNetV1, VGG16, WRN28_4, SmallCNN, LeNet, MNISTNet]
+
+
 # ResNet alone is ambiguous once torchvision or timm has been imported
-@pytest.mark.parametrize("kind", [ResNet20, ResNet32, PreActResNet18, SmallCNN, LeNet, MNISTNet])
+@pytest.mark.parametrize("kind", SHORT)
 def test_factory_by_short_name(kind):
     nets = from_config(Trio, kind.__name__).nets
     assert [type(net) for net in nets] == [kind] * 3

@@ -11,12 +11,13 @@ from lightning_rob.objectives import (
     confident,
     cross_entropy,
     expected_ce,
+    expected_margin,
     linear,
     worst_ce,
 )
 
-OBJECTIVES = [expected_ce, worst_ce, ce_of_mean_probs, ce_of_mean_logits, linear, confident]
 CROSS_ENTROPIES = [expected_ce, worst_ce, ce_of_mean_probs, ce_of_mean_logits]
+OBJECTIVES = [*CROSS_ENTROPIES, linear, expected_margin, confident]
 WEIGHTS = torch.tensor([0.5, 0.3, 0.2])
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES)
 
@@ -43,6 +44,9 @@ def reference(objective, logits, weights, y):
         ce_of_mean_probs: -math.log(mean_probs[y]),
         ce_of_mean_logits: math.log(sum(math.exp(z) for z in mean_logits)) - mean_logits[y],
         linear: max(mean_logits[c] for c in wrong) - mean_logits[y],
+        expected_margin: sum(
+            weights[i] * (max(z[c] for c in wrong) - z[y]) for i, z in enumerate(logits)
+        ),
         confident: sum(weights[i] * max(probs[i][c] for c in wrong) for i in range(s)),
     }[objective]
 
@@ -185,6 +189,26 @@ def test_linear_crosses_zero_with_the_answer():
     answer = (WEIGHTS[:, None, None] * logits).sum(0).argmax(1)
     assert torch.equal(linear(logits, WEIGHTS, y) > 0, answer != y)
     assert 10 < int((answer == y).sum()) < 90
+
+
+def test_expected_margin_is_not_below_that_of_the_mean():
+    """Members may be fooled to different classes; of one draw, or of two classes, it is linear."""
+    logits, y = draws(3, 100, 4, seed=9)
+    gap = expected_margin(logits, WEIGHTS, y) - linear(logits, WEIGHTS, y)
+    assert (gap >= -1e-5).all()
+    assert (gap > 1e-3).any()
+    one, sure = logits[:1], torch.ones(1)
+    assert torch.equal(expected_margin(one, sure, y), linear(one, sure, y))
+    two, y = draws(3, 100, 2, seed=9)
+    torch.testing.assert_close(expected_margin(two, WEIGHTS, y), linear(two, WEIGHTS, y))
+
+
+def test_expected_margin_above_zero_is_of_a_fooled_draw():
+    logits, y = draws(3, 200, 4, seed=11)
+    fooled = (logits.argmax(-1) != y).any(0)
+    above = expected_margin(logits, WEIGHTS, y) > 0
+    assert 0 < int(above.sum()) < 200
+    assert fooled[above].all()
 
 
 # autocast

@@ -1,5 +1,7 @@
 """Callbacks that watch robustness."""
 
+from lightning_rob.callbacks.cross_eval import CrossEval
+from lightning_rob.callbacks.gallery import Gallery
 from lightning_rob.callbacks.robust_eval import RobustEval
 
-__all__ = ["RobustEval"]
+__all__ = ["CrossEval", "Gallery", "RobustEval"]

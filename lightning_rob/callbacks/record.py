@@ -59,9 +59,14 @@ def versions() -> dict[str, str]:
 
 def append_records(path: Path, results: Iterable[Result]) -> None:
     """Append one line per result; each is written whole."""
+    append_lines(path, (result.line() for result in results))
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Append lines to a file that need not be there yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.write("".join(result.line() + "\n" for result in results))
+        file.write("".join(line + "\n" for line in lines))
 
 
 def print_table(title: str, results: Iterable[Result]) -> None:

@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Callable
-from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,15 +10,19 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
+from lightning_rob.callbacks.evaluation import (
+    Evaluation,
+    at_least_one,
+    told_apart,
+    writing_folder,
+)
 from lightning_rob.callbacks.panels import panel as draw
-from lightning_rob.callbacks.progress import AttackProgress
 from lightning_rob.callbacks.record import (
     Result,
     append_records,
     describe,
     measured,
     print_table,
-    versions,
 )
 from lightning_rob.callbacks.referee import answers, play
 from lightning_rob.defenses import Defense
@@ -33,7 +35,7 @@ def whole(defense: Defense) -> Defense:
     return defense
 
 
-class RobustEval(Callback):
+class RobustEval(Evaluation):
     """Attack the module's `defense` and log how often it is still right.
 
     Logs `{stage}/robust/{attack}` and, over all attacks on the same target in all callbacks of
@@ -72,71 +74,41 @@ class RobustEval(Callback):
             raise ValueError(
                 f"no attack can be called {taken.pop()!r}: that row has another meaning"
             )
-        counts = {"every_n_epochs": every_n_epochs, "max_images": max_images, "repeats": repeats}
-        for name, number in counts.items():
-            if number is not None and number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
+        super().__init__(every_n_epochs, max_images, seed)
+        at_least_one(repeats=repeats)
         self.attacks = dict(attacks)
         self.target = target
-        self.every_n_epochs = every_n_epochs
-        self.max_images = max_images
         self.repeats = repeats
-        self.seed = seed
         self.panel = panel
         self.record = record
         self.table = PerImage(1 + len(attacks))
         self.seconds = dict.fromkeys(attacks, 0.0)
         self.panels: dict[str, Tensor] = {}
-        self.positions: Tensor | None = None
-        self.seen = 0
-        self.progress: AttackProgress | None = None
         self.results: list[Result] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Run once what is there twice; number a name that another attack in the run has."""
+        earlier: dict[str, Any] = {}
         for other in _siblings(trainer):
+            games = {name: (attack, other.target) for name, attack in other.attacks.items()}
             if other is self:
+                self.attacks = {k: attack for k, (attack, _) in told_apart(games, earlier).items()}
                 return
-            for name in [name for name in self.attacks if name in other.attacks]:
-                attack = self.attacks.pop(name)
-                if (attack, self.target) != (other.attacks[name], other.target):
-                    taken = {key for sibling in _siblings(trainer) for key in sibling.attacks}
-                    numbered = (f"{name}_{i}" for i in count(2))
-                    self.attacks[next(key for key in numbered if key not in taken)] = attack
+            earlier |= games
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this epoch's evaluation is one of ours."""
-        if trainer.state.fn != "fit" or trainer.sanity_checking:
-            return bool(self.attacks)
-        return bool(self.attacks) and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        return bool(self.attacks) and super().due(trainer)
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def rounds(self, pl_module: Any) -> int:
+        """Once by each attack."""
+        return len(self.attacks)
+
+    def begin(self, trainer: Trainer, pl_module: Any) -> None:
         """Forget the last evaluation."""
-        self._start(trainer, pl_module, trainer.val_dataloaders)
-
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the last evaluation."""
-        self._start(trainer, pl_module, trainer.test_dataloaders)
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
-    ) -> None:
-        """Attack the batch."""
-        self._attack_batch(trainer, pl_module, batch)
-
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
-    ) -> None:
-        """Attack the batch."""
-        self._attack_batch(trainer, pl_module, batch)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what was found."""
-        self._finish(trainer, pl_module, "val")
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what was found, and print the table."""
-        self._finish(trainer, pl_module, "test")
+        self.table = PerImage(1 + len(self.attacks)).to(pl_module.device)
+        self.seconds = dict.fromkeys(self.attacks, 0.0)
+        self.panels = {}
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table of all callbacks once they are through."""
@@ -144,47 +116,17 @@ class RobustEval(Callback):
         if siblings[-1:] == [self] and trainer.is_global_zero:
             print_table(type(pl_module).__name__, [r for s in siblings for r in s.results])
 
-    def _start(self, trainer: Trainer, pl_module: LightningModule, loaders: Any) -> None:
-        self.table = PerImage(1 + len(self.attacks)).to(pl_module.device)
-        self.seconds = dict.fromkeys(self.attacks, 0.0)
-        self.panels, self.seen = {}, 0
-        loader = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
-        if not hasattr(loader, "dataset"):
-            raise ValueError("RobustEval evaluates one data loader at a time, got several")
-        self.positions, images = None, len(loader.dataset)
-        if self.max_images is not None and self.max_images < images:
-            chance = torch.Generator().manual_seed(self.seed)
-            images = self.max_images
-            self.positions = torch.randperm(len(loader.dataset), generator=chance)[:images]
-        if self.due(trainer) and not trainer.sanity_checking:
-            total = -(-images // trainer.world_size) * len(self.attacks)
-            self.progress = AttackProgress(trainer, "Attacking", total)
-
-    def _attack_batch(self, trainer: Trainer, pl_module: Any, batch: Any) -> None:
-        if not self.due(trainer):
-            return
-        x, y, index = batch
-        chosen = self._chosen(trainer, len(x)).to(x.device)
-        if not len(chosen):
-            return
+    def attack_batch(
+        self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
+    ) -> None:
+        """Score the batch under every attack."""
         defense = self.target(pl_module.defense)
-        with torch.autocast(x.device.type, enabled=False), torch.inference_mode(False):
-            x, y, index = x[chosen].float().clone(), y[chosen].clone(), index[chosen].clone()
-            clean = answers(defense, x, Streams.keyed(index, self.seed))
-            scores = [robust_accuracy(clean, y)]
-            for name, attack in self.attacks.items():
-                scores.append(self._score(name, attack, defense, clean, (x, y, index)))
+        clean = answers(defense, x, Streams.keyed(index, self.seed))
+        scores = [robust_accuracy(clean, y)]
+        for name, attack in self.attacks.items():
+            scores.append(self._score(name, attack, defense, clean, (x, y, index)))
         if not trainer.sanity_checking:
             self.table.update(index, torch.stack(scores, 1))
-
-    def _chosen(self, trainer: Trainer, count: int) -> Tensor:
-        """Positions in the batch; two images are enough to find out that an attack runs."""
-        local = torch.arange(count)
-        if trainer.sanity_checking:
-            return local[:2]
-        place = (self.seen + local) * trainer.world_size + trainer.global_rank
-        self.seen += count
-        return local if self.positions is None else local[torch.isin(place, self.positions)]
 
     def _score(
         self,
@@ -208,12 +150,8 @@ class RobustEval(Callback):
         self.seconds[name] += time.perf_counter() - began
         return total / self.repeats
 
-    def _finish(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        if self.progress:
-            self.progress.close()
-            self.progress = None
-        if trainer.sanity_checking or not self.due(trainer):
-            return
+    def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Log what was found, and record it."""
         shared = self._circumstances(trainer, stage)
         self.results = results = self._results(shared) + self._worst(trainer, shared)
         values = {f"{stage}/robust/{r.name}": r.accuracy for r in results if r.name != "clean"}
@@ -225,15 +163,8 @@ class RobustEval(Callback):
         self._publish(trainer, stage, results)
 
     def _circumstances(self, trainer: Trainer, stage: str) -> dict[str, Any]:
-        return {
-            "stage": stage,
-            "epoch": trainer.current_epoch,
-            "step": trainer.global_step,
-            "target": getattr(self.target, "__name__", repr(self.target)),
-            "repeats": self.repeats,
-            "seed": self.seed,
-            "versions": versions(),
-        }
+        target = getattr(self.target, "__name__", repr(self.target))
+        return self.circumstances(trainer, stage) | {"target": target, "repeats": self.repeats}
 
     def _results(self, shared: dict[str, Any]) -> list[Result]:
         _, scores = self.table.rows()
@@ -254,11 +185,10 @@ class RobustEval(Callback):
         return [measured("worst", scores, 0.0, details)]
 
     def _publish(self, trainer: Trainer, stage: str, results: list[Result]) -> None:
-        folder = trainer.log_dir  # a collective: every process has to ask
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        folder = writing_folder(trainer)
+        if folder is None:
             return
-        if folder and trainer.logger:
-            append_records(Path(folder) / self.record, results)
+        append_records(folder / self.record, results)
         if isinstance(trainer.logger, TensorBoardLogger):
             for name, picture in self.panels.items():
                 tag = f"{stage}/adversarial/{name}"

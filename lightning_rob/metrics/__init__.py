@@ -3,5 +3,15 @@
 from lightning_rob.metrics.intervals import student, wilson
 from lightning_rob.metrics.per_image import PerImage, minimum
 from lightning_rob.metrics.robust_accuracy import RobustAccuracy, robust_accuracy
+from lightning_rob.metrics.transfer_matrix import TransferMatrix, transfer_matrix
 
-__all__ = ["PerImage", "RobustAccuracy", "minimum", "robust_accuracy", "student", "wilson"]
+__all__ = [
+    "PerImage",
+    "RobustAccuracy",
+    "TransferMatrix",
+    "minimum",
+    "robust_accuracy",
+    "student",
+    "transfer_matrix",
+    "wilson",
+]

@@ -1,7 +1,27 @@
 """Training methods, each a LightningModule."""
 
+from lightning_rob.modules.adp import ADP
+from lightning_rob.modules.assembled import Assembled
 from lightning_rob.modules.at import AdversarialTraining
+from lightning_rob.modules.dverge import DVERGE
+from lightning_rob.modules.free import FreeTraining
+from lightning_rob.modules.gal import GAL
+from lightning_rob.modules.joint import JointTraining
 from lightning_rob.modules.robust_module import RobustModule
 from lightning_rob.modules.staged import BAT, IAT, StagedTraining
+from lightning_rob.modules.trs import TRS
 
-__all__ = ["BAT", "IAT", "AdversarialTraining", "RobustModule", "StagedTraining"]
+__all__ = [
+    "ADP",
+    "BAT",
+    "DVERGE",
+    "GAL",
+    "IAT",
+    "TRS",
+    "AdversarialTraining",
+    "Assembled",
+    "FreeTraining",
+    "JointTraining",
+    "RobustModule",
+    "StagedTraining",
+]

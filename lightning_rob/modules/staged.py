@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_rob.attacks import Attack
 from lightning_rob.defenses import Defense, Ensemble, Single
 from lightning_rob.defenses.ensemble import sampling_probabilities
+from lightning_rob.modules.joint import new_members
 from lightning_rob.modules.robust_module import RobustModule
-from lightning_rob.nets import load_weights
 from lightning_rob.objectives import classification_loss
 
 
@@ -58,16 +58,10 @@ class StagedTraining(RobustModule):
         super().__init__(optimizer, lr_scheduler)
         self.epochs = _per_member(epochs, members)
         self.probs = sampling_probabilities(probs, members)
-        self.members = nn.ModuleList(net() for _ in range(members))
+        self.members = new_members(net, members, checkpoints)
         self.attack = attack
         self.monitor = monitor
         self.best: dict[str, Any] = {"value": None, "weights": {}}
-        checkpoints = checkpoints or [None] * members
-        if len(checkpoints) != members:
-            raise ValueError(f"checkpoints must be one per member, path or null: {checkpoints}")
-        for member, path in zip(self.members, checkpoints, strict=True):
-            if path is not None:
-                load_weights(member, path)
         self.stage = self._stage_at(0)
 
     @abstractmethod

@@ -1,21 +1,30 @@
 """Networks: images [B, C, H, W] in [0, 1] to logits [B, K]; each normalises in its first layer."""
 
 from lightning_rob.nets.checkpoint import load_weights
+from lightning_rob.nets.members import member_prefixes
+from lightning_rob.nets.mobilenet import MobileNetV1
 from lightning_rob.nets.normalize import Normalize
 from lightning_rob.nets.preact import PreActResNet18
 from lightning_rob.nets.resnet import ResNet, ResNet20, ResNet32
 from lightning_rob.nets.small import LeNet, MNISTNet, SmallCNN
+from lightning_rob.nets.vgg import VGG16
+from lightning_rob.nets.wide import WRN28_4, WideResNet
 from lightning_rob.nets.zoo import ZooNet
 
 __all__ = [
+    "VGG16",
+    "WRN28_4",
     "LeNet",
     "MNISTNet",
+    "MobileNetV1",
     "Normalize",
     "PreActResNet18",
     "ResNet",
     "ResNet20",
     "ResNet32",
     "SmallCNN",
+    "WideResNet",
     "ZooNet",
     "load_weights",
+    "member_prefixes",
 ]

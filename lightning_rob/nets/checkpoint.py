@@ -1,40 +1,14 @@
 """Weights from a file into a network, wherever in the file they are."""
 
 import os
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-State = dict[str, Tensor]
-
-
-def _read(path: str | os.PathLike[str]) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    # The unpickler meets arbitrary bytes here, so there is no list of what it may raise.
-    except Exception as error:
-        refused = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
-        if refused is None:
-            raise ValueError(f"{path} is not a PyTorch checkpoint, or is cut short") from None
-        raise ValueError(
-            f"{path} holds a {refused[1]}, which loading weights only refuses: save the state dict"
-            " alone, or if you trust the file allow it with torch.serialization.add_safe_globals"
-        ) from None
-
-
-def _tensors(tree: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors of nested dicts and lists under dotted names."""
-    if isinstance(tree, Tensor):
-        yield path, tree
-    items = tree.items() if isinstance(tree, Mapping) else ()
-    for key, child in enumerate(tree) if isinstance(tree, list | tuple) else items:
-        yield from _tensors(child, f"{path}.{key}" if path else str(key))
+from lightning_rob.nets.contents import State, renamed, tensors_in, without
+from lightning_rob.nets.normalize import Normalize
+from lightning_rob.nets.statistics import check_statistics, take_statistics, without_statistics
 
 
 def _entries(net: nn.Module) -> State:
@@ -76,34 +50,60 @@ def _differences(net: nn.Module, state: State) -> str:
     return "; ".join(f"{len(n)} {kind} ({_some(n)})" for kind, n in kinds.items() if n)
 
 
-def _choose(net: nn.Module, tensors: State, path: object, prefix: str | None) -> State:
-    """The one part of a checkpoint that fits the network."""
+def fitting(net: nn.Module, tensors: State, path: object, prefix: str | None) -> list[str]:
+    """Where in a checkpoint the network is, at least one place.
+
+    Raises:
+        ValueError: there is none.
+    """
     kind, found = type(net).__name__, _prefixes(tensors, _entries(net))
-    at = [p for p in found if prefix in (None, p) or p.endswith(f".{prefix}")] or [prefix or ""]
-    fitting = [p for p in at if not _differences(net, _under(tensors, p))]
-    if not fitting:
-        nearest = max(at, key=found.__getitem__)
-        where = f" (under {nearest!r})" if nearest else ""
-        differences = _differences(net, _under(tensors, nearest))
-        raise ValueError(f"{path}{where} does not fit {kind}: {differences}")
-    if len(fitting) > 1:
-        several = _some([repr(p) for p in fitting], 12)
-        raise ValueError(f"{path} holds several {kind}: pass prefix= one of {several}")
-    return _under(tensors, fitting[0])
+    # "members.0" names state_dict.members.0 as well as members.0.net.
+    at = [p for p in found if prefix in (None, p) or f".{prefix}." in f".{p}."]
+    fits = [p for p in at or found if not _differences(net, _under(tensors, p))]
+    if fits and at:
+        return fits
+    if fits:
+        known = _some([repr(p) for p in fits], 12)
+        raise ValueError(f"{path} has no {kind} under {prefix!r}: pass prefix= one of {known}")
+    nearest = max(at or found or [""], key=found.__getitem__)
+    where = f" (under {nearest!r})" if nearest else ""
+    differences = _differences(net, _under(tensors, nearest))
+    raise ValueError(f"{path}{where} does not fit {kind}: {differences}")
+
+
+def normalised_part(net: nn.Module, tensors: State) -> nn.Module:
+    """The network, or what it puts a normalisation before if the file holds that alone."""
+    children = list(net.children())
+    inside = [child for child in children if not isinstance(child, Normalize)]
+    parts = [net, *(inside if len(inside) == 1 < len(children) else [])]
+    counts = [max(_prefixes(tensors, _entries(part)).values(), default=0) for part in parts]
+    return parts[counts.index(max(counts))]
 
 
 def load_weights(
-    net: nn.Module, path: str | os.PathLike[str], prefix: str | None = None
+    net: nn.Module,
+    path: str | os.PathLike[str],
+    prefix: str | None = None,
+    rename: Mapping[str, str] | None = None,
+    drop: Sequence[str] = (),
+    normalizer: str | None = None,
 ) -> nn.Module:
     """Load a network's weights from a checkpoint of any layout, and nothing but weights.
 
     The network may lie anywhere in the file: a plain state dict, one under `state_dict`, `model`,
-    `last` …, behind `module.`, or a part of a Lightning checkpoint such as `defense.members.0`.
+    `last` …, behind `module.`, or a part of a Lightning checkpoint such as `defense.members.0`. A
+    `ZooNet` also takes the weights of the zoo's own network.
 
     Args:
         net: the network, changed in place.
         path: the file.
-        prefix: where in the file the network is, or the end of that; None finds it.
+        prefix: where in the file the network is, or some of that; None finds it.
+        rename: components of names in the file and what the network calls them, such as
+            {"fc": "linear"}; done before the network is looked for.
+        drop: parts of names in the file, such as "sub_block1.", that are to be ignored.
+        normalizer: where in the file the images' `mean` and `std` are, or the end of that, such as
+            "model0.normalizer": the network is to normalise by them. With None the file may not
+            hold others than the network's, unless dropped.
 
     Returns:
         The network.
@@ -112,9 +112,28 @@ def load_weights(
         FileNotFoundError: there is no such file.
         ValueError: it is not a checkpoint, holds no or several such networks, or no finite weights.
     """
-    state = _choose(net, dict(_tensors(_read(path))), path, prefix)
+    tensors = tensors_in(path)
+    if normalizer is None:
+        check_statistics(net, without(tensors, drop), path)
+    candidates = renamed(without_statistics(without(tensors, drop), net), rename or {})
+    part = normalised_part(net, candidates)
+    state = _chosen(part, candidates, path, prefix)
+    if normalizer is not None:
+        take_statistics(net, tensors, path, normalizer)
+    part.load_state_dict(state)
+    return net
+
+
+def _chosen(net: nn.Module, tensors: State, path: object, prefix: str | None) -> State:
+    """The one part of a checkpoint that fits the network."""
+    at = fitting(net, tensors, path, prefix)
+    if len(at) > 1:
+        several = _some([repr(p) for p in at], 12)
+        raise ValueError(
+            f"{path} holds several {type(net).__name__}: pass prefix= one of {several}"
+        )
+    state = _under(tensors, at[0])
     infinite = [name for name, entry in state.items() if not entry.isfinite().all()]
     if infinite:
         raise ValueError(f"{path}: {len(infinite)} weights are not finite ({_some(infinite)})")
-    net.load_state_dict(state)
-    return net
+    return state

@@ -67,6 +67,21 @@ class Normalize(nn.Module):
             raise ValueError(f"{channels} channels, but mean and std have {layer.channels}")
         return layer
 
+    def take(self, statistics: Tensor) -> None:
+        """Normalise by other numbers from now on.
+
+        Args:
+            statistics: [2, C], means and deviations.
+
+        Raises:
+            ValueError: they are for another number of channels, or a deviation is not positive.
+        """
+        other = Normalize(*statistics.tolist())
+        if other.channels != self.channels:
+            raise ValueError(f"statistics of {other.channels} channels, expected {self.channels}")
+        self.mean.copy_(other.mean)
+        self.std.copy_(other.std)
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalise images.
 

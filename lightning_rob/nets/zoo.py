@@ -100,7 +100,9 @@ class ZooNet(nn.Module):
         find = ZOOS[_known(source, ZOOS, "zoo")]
         found = find(name, classes, None if from_file else weights)
         self.normalize = Normalize(mean or found.mean, std or found.std)
-        self.net = load_weights(found.net, weights) if weights and from_file else found.net
+        self.net = found.net
+        if weights and from_file:
+            load_weights(self, weights)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits [B, K] of images [B, C, H, W] in [0, 1]."""

@@ -1,0 +1,194 @@
+"""Every member of an ensemble attacked alone, and all of them asked: who falls with whom."""
+
+import json
+import time
+from itertools import takewhile
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torchmetrics import SumMetric
+
+from lightning_rob.attacks import Attack
+from lightning_rob.callbacks.evaluation import Evaluation, told_apart, writing_folder
+from lightning_rob.callbacks.record import append_lines, describe
+from lightning_rob.callbacks.referee import answers, play
+from lightning_rob.defenses import Defense, Single
+from lightning_rob.figures.heat_map import heat_map
+from lightning_rob.figures.page import pixels, save
+from lightning_rob.metrics import TransferMatrix, wilson
+from lightning_rob.randomness import Streams
+
+CLEAN = "clean"  # the matrix of no attack: all its columns are the members' clean accuracies
+
+
+class CrossEval(Evaluation):
+    """Attack each member of the module's `defense` alone and ask all members.
+
+    Logs `{stage}/member_{i}/acc`, clean, and `{stage}/member_{i}/{attack}`, member i under attack
+    itself; draws the matrix of every attack (ARC paper, Fig. 10a) as `transfer_{attack}.png` in the
+    run's folder, last evaluation only, and for TensorBoard; prints the table of members (ARC paper,
+    Table 4) at the end of a test. Noise is keyed by image and as in `RobustEval`, so that member 1
+    gets the figure that `first_member` has there. Training is not touched.
+
+    Args:
+        attacks: name -> attack.
+        every_n_epochs: validate every so many epochs of `fit`.
+        max_images: attack so many images only, a random choice by the seed; None attacks all.
+        seed: of the evaluation's noise.
+        record: file in the run's folder to which each matrix is appended as a line of JSON.
+
+    Raises:
+        ValueError: no attacks, one called "clean" or "acc", or a count below 1.
+    """
+
+    def __init__(
+        self,
+        attacks: dict[str, Attack],
+        every_n_epochs: int = 1,
+        max_images: int | None = None,
+        seed: int = 0,
+        record: str = "transfer.jsonl",
+    ) -> None:
+        if not attacks:
+            raise ValueError("attacks must name at least one attack, got an empty dict")
+        if taken := {CLEAN, "acc"} & set(attacks):
+            raise ValueError(
+                f"no attack can be called {taken.pop()!r}: that column has another meaning"
+            )
+        super().__init__(every_n_epochs, max_images, seed)
+        self.attacks = dict(attacks)
+        self.record = record
+        self.matrices: dict[str, TransferMatrix] = {}
+        self.images = SumMetric()
+        self.seconds = dict.fromkeys(attacks, 0.0)
+        self.results: list[dict[str, Any]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Run once what is there twice; number a name that another attack in the run has."""
+        for other in takewhile(lambda other: other is not self, _siblings(trainer)):
+            self.attacks = told_apart(self.attacks, other.attacks)
+
+    def due(self, trainer: Trainer) -> bool:
+        """Whether this epoch's evaluation is one of ours."""
+        return bool(self.attacks) and super().due(trainer)
+
+    def rounds(self, pl_module: Any) -> int:
+        """Once by each attack on each member."""
+        return len(self.attacks) * len(pl_module.defense.classifiers)
+
+    def begin(self, trainer: Trainer, pl_module: Any) -> None:
+        """Empty matrices, of as many members as there are by now."""
+        members = len(pl_module.defense.classifiers)
+        names = (CLEAN, *self.attacks)
+        self.matrices = {name: TransferMatrix(members).to(pl_module.device) for name in names}
+        self.images = SumMetric().to(pl_module.device)
+        self.seconds = dict.fromkeys(self.attacks, 0.0)
+
+    def attack_batch(
+        self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
+    ) -> None:
+        """Attack the batch once for every member and attack."""
+        members = [Single(net) for net in pl_module.defense.classifiers]
+        self.images.update(len(x))
+        clean = self._ask(members, x, index)
+        self.matrices[CLEAN].update(torch.stack([clean] * len(members), 1), y)
+        for name, attack in self.attacks.items():
+            found, began = [], time.perf_counter()
+            for j, member in enumerate(members):
+                x_adv, _ = play(attack, member, x, y, index, self.seed, 0, *name.encode())
+                found.append(self._ask(members, x_adv, index))
+                if self.progress:
+                    self.progress.advance(f"{name} on member {j + 1}", len(x))
+            self.matrices[name].update(torch.stack(found, 1), y)
+            self.seconds[name] += time.perf_counter() - began
+
+    def _ask(self, members: list[Single], x: Tensor, index: Tensor) -> Tensor:
+        """The probability of each member's answers: [M, B, K]."""
+        return torch.stack([answers(m, x, Streams.keyed(index, self.seed)) for m in members])
+
+    def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Log the members' accuracies, record and draw the matrices."""
+        self.results = self._results(trainer, pl_module.defense, stage)
+        for result in self.results:
+            name = "acc" if result["name"] == CLEAN else result["name"]
+            for i, row in enumerate(result["matrix"]):
+                pl_module.log(f"{stage}/member_{i + 1}/{name}", row[i], sync_dist=True)
+        folder = writing_folder(trainer)
+        if folder is None:
+            return
+        append_lines(folder / self.record, map(json.dumps, self.results[1:]))
+        for result in self.results[1:]:
+            figure = draw(result)
+            save(figure, folder / f"transfer_{result['name']}.png")
+            if isinstance(trainer.logger, TensorBoardLogger):
+                tag = f"{stage}/transfer/{result['name']}"
+                trainer.logger.experiment.add_image(tag, pixels(figure), trainer.global_step)
+
+    def _results(self, trainer: Trainer, defense: Defense, stage: str) -> list[dict[str, Any]]:
+        """One record per matrix, that of no attack first."""
+        shared = self.circumstances(trainer, stage) | {"probs": defense.weights.tolist()}
+        n, found = int(self.images.compute()), []
+        size = (len(defense.weights), -1)
+        clean = [row[0] for row in self.matrices[CLEAN].compute().reshape(size).tolist()]
+        for name, entries in self.matrices.items():
+            matrix = entries.compute().reshape(size).tolist()
+            figures = {
+                "matrix": matrix,
+                "intervals": [[wilson(value, n) for value in row] for row in matrix],
+                "clean": clean,
+                "n": n,
+            }
+            found.append({"name": name} | shared | self._details(name) | figures)
+        return found
+
+    def _details(self, name: str) -> dict[str, Any]:
+        if name == CLEAN:
+            return {}
+        attack = self.attacks[name]
+        seconds = self.seconds[name]
+        return {"attack": describe(attack), "threat": repr(attack.threat), "seconds": seconds}
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the table of members once all callbacks are through."""
+        siblings = _siblings(trainer)
+        if siblings[-1:] == [self] and trainer.is_global_zero:
+            for sibling in siblings:
+                print_members(type(pl_module).__name__, sibling.results)
+
+
+def draw(result: dict[str, Any]) -> Figure:
+    """The heat map of a record."""
+    names = [str(i + 1) for i in range(len(result["matrix"]))]
+    when = f", epoch {result['epoch']}" if result["stage"] == "val" else ""
+    title = f"{result['name']} on each member\n{result['stage']}{when}, n = {result['n']}"
+    return heat_map(torch.tensor(result["matrix"]), names, names, title)
+
+
+def print_members(title: str, results: list[dict[str, Any]]) -> None:
+    """The table of members: each alone, under no attack and under attack itself."""
+    n, probs = results[0]["n"], results[0]["probs"]
+    title = f"{title}: each member alone, {n} images; below, the 95 % interval"
+    table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
+    table.add_column("member")
+    table.add_column("probability", justify="right")
+    for result in results:
+        table.add_column(result["name"], justify="right")
+    for i, share in enumerate(probs):
+        cells = [_cell(result["matrix"][i][i], *result["intervals"][i][i]) for result in results]
+        table.add_row(str(i + 1), f"{share:.3g}", *cells)
+    Console().print(table)
+
+
+def _cell(accuracy: float, low: float, high: float) -> str:
+    return f"{accuracy:.1%}\n{100 * low:.1f} … {100 * high:.1f}"
+
+
+def _siblings(trainer: Trainer) -> list[CrossEval]:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [other for other in callbacks if isinstance(other, CrossEval) and other.attacks]

@@ -1,0 +1,178 @@
+"""What the callbacks that attack the module at validation and test have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_rob.callbacks.progress import AttackProgress
+from lightning_rob.callbacks.record import versions
+
+Game = TypeVar("Game")
+
+
+def at_least_one(**counts: int | None) -> None:
+    """Raise a ValueError that names the first count below 1."""
+    for name, number in counts.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+
+
+def told_apart(mine: Mapping[str, Game], others: Mapping[str, Game]) -> dict[str, Game]:
+    """What is not among the others yet; numbered where they use the name for something else."""
+    kept: dict[str, Game] = {}
+    for name, game in mine.items():
+        if name not in others:
+            kept[name] = game
+        elif game != others[name]:
+            numbered = (f"{name}_{i}" for i in count(2))
+            kept[next(key for key in numbered if key not in {*others, *mine})] = game
+    return kept
+
+
+class Evaluation(Callback, ABC):
+    """Hands each image of a validation or test to `attack_batch`, once, and then asks to `report`.
+
+    The batches are float32, outside autocast and inference mode. The sanity check before training
+    tries two images of each batch and reports nothing.
+
+    Args:
+        every_n_epochs: evaluate every so many epochs of `fit`.
+        max_images: take so many images only, a random choice by the seed; None takes all.
+        seed: of that choice and of the evaluation's noise.
+
+    Raises:
+        ValueError: a count below 1.
+    """
+
+    def __init__(self, every_n_epochs: int, max_images: int | None, seed: int) -> None:
+        at_least_one(every_n_epochs=every_n_epochs, max_images=max_images)
+        self.every_n_epochs = every_n_epochs
+        self.max_images = max_images
+        self.seed = seed
+        self.positions: Tensor | None = None
+        self.seen = 0
+        self.progress: AttackProgress | None = None
+
+    @abstractmethod
+    def rounds(self, pl_module: Any) -> int:
+        """How often an image is attacked, for the progress bar."""
+
+    @abstractmethod
+    def begin(self, trainer: Trainer, pl_module: Any) -> None:
+        """Forget the last evaluation."""
+
+    @abstractmethod
+    def attack_batch(
+        self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
+    ) -> None:
+        """Attack images [B, C, H, W] with labels [B] and indices [B]."""
+
+    @abstractmethod
+    def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Log what was found; called on every process."""
+
+    def due(self, trainer: Trainer) -> bool:
+        """Whether this epoch's evaluation is one of ours."""
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return True
+        return (trainer.current_epoch + 1) % self.every_n_epochs == 0
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the last evaluation."""
+        self._start(trainer, pl_module, trainer.val_dataloaders)
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the last evaluation."""
+        self._start(trainer, pl_module, trainer.test_dataloaders)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """Attack the batch."""
+        self._take(trainer, pl_module, batch)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """Attack the batch."""
+        self._take(trainer, pl_module, batch)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what was found."""
+        self._finish(trainer, pl_module, "val")
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what was found."""
+        self._finish(trainer, pl_module, "test")
+
+    def circumstances(self, trainer: Trainer, stage: str) -> dict[str, Any]:
+        """When it was, and what is needed to repeat it."""
+        return {
+            "stage": stage,
+            "epoch": trainer.current_epoch,
+            "step": trainer.global_step,
+            "seed": self.seed,
+            "versions": versions(),
+        }
+
+    def _start(self, trainer: Trainer, pl_module: LightningModule, loaders: Any) -> None:
+        if not self.due(trainer):
+            return
+        loader = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
+        if not hasattr(loader, "dataset"):
+            name = type(self).__name__
+            raise ValueError(f"{name} evaluates one data loader at a time, got several")
+        self.positions, self.seen, images = None, 0, len(loader.dataset)
+        if self.max_images is not None and self.max_images < images:
+            chance = torch.Generator().manual_seed(self.seed)
+            images = self.max_images
+            self.positions = torch.randperm(len(loader.dataset), generator=chance)[:images]
+        if not trainer.sanity_checking:
+            total = -(-images // trainer.world_size) * self.rounds(pl_module)
+            self.progress = AttackProgress(trainer, "Attacking", total)
+        with torch.inference_mode(False):  # whose tensors could not be added to outside of it
+            self.begin(trainer, pl_module)
+
+    def _take(self, trainer: Trainer, pl_module: Any, batch: Any) -> None:
+        if not self.due(trainer):
+            return
+        x, y, index = batch
+        chosen = self._chosen(trainer, len(x)).to(x.device)
+        if not len(chosen):
+            return
+        with torch.autocast(x.device.type, enabled=False), torch.inference_mode(False):
+            x, y, index = x[chosen].float().clone(), y[chosen].clone(), index[chosen].clone()
+            self.attack_batch(trainer, pl_module, x, y, index)
+
+    def _chosen(self, trainer: Trainer, count: int) -> Tensor:
+        """Positions in the batch; two images are enough to find out that an attack runs."""
+        local = torch.arange(count)
+        if trainer.sanity_checking:
+            return local[:2]
+        place = (self.seen + local) * trainer.world_size + trainer.global_rank
+        self.seen += count
+        return local if self.positions is None else local[torch.isin(place, self.positions)]
+
+    def _finish(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.progress:
+            self.progress.close()
+            self.progress = None
+        if self.due(trainer) and not trainer.sanity_checking:
+            self.report(trainer, pl_module, stage)
+
+
+def writing_folder(trainer: Trainer) -> Path | None:
+    """The run's folder on the process that writes to it, None elsewhere and on a trial run.
+
+    Every process has to ask, for Lightning makes a collective of it.
+    """
+    folder = trainer.log_dir
+    if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return None
+    return Path(folder) if folder and trainer.logger else None

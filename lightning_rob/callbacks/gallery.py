@@ -1,0 +1,168 @@
+"""Pictures of what a weak attack overlooks: right answers that a strong one takes away."""
+
+import json
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from lightning_rob.attacks import Attack, evaluating
+from lightning_rob.callbacks.evaluation import Evaluation, at_least_one, writing_folder
+from lightning_rob.callbacks.record import append_lines, describe
+from lightning_rob.callbacks.referee import play
+from lightning_rob.defenses import Defense
+from lightning_rob.figures.gallery import Case, Shown, gallery
+from lightning_rob.figures.page import pixels, save
+from lightning_rob.metrics import robust_accuracy
+from lightning_rob.randomness import Streams
+from lightning_rob.rules import random_member
+
+Found = tuple[float, int, Case]  # minus the expected accuracy under the weak attack, the index
+
+
+class Gallery(Evaluation):
+    """At test, show images of which a weak attack leaves some member right and a strong one none.
+
+    Draws `{name}.png` in the run's folder and for TensorBoard, counts such images, prints the
+    count and appends it to `{name}.jsonl`. Images on which more members survive the weak attack
+    come first, then those of lower index: they are gathered from all processes, whose number
+    changes nothing. Members that never answer are not asked for.
+
+    Args:
+        weak: the attack that leaves some member right.
+        strong: the one that fools every member.
+        names: what the two are called; None takes their classes' names.
+        count: show so many images.
+        max_images: attack so many images only, a random choice by the seed; None attacks all.
+        seed: of the attacks' noise.
+        name: of the files.
+
+    Raises:
+        ValueError: a count below 1, or names that are not two.
+    """
+
+    def __init__(
+        self,
+        weak: Attack,
+        strong: Attack,
+        names: list[str] | None = None,
+        count: int = 8,
+        max_images: int | None = None,
+        seed: int = 0,
+        name: str = "gallery",
+    ) -> None:
+        super().__init__(1, max_images, seed)
+        at_least_one(count=count)
+        if names is not None and len(names) != 2:
+            raise ValueError(f"names must be two, of the weak and the strong attack, got {names}")
+        self.weak = weak
+        self.strong = strong
+        self.names = names or [type(attack).__name__ for attack in (weak, strong)]
+        self.count = count
+        self.name = name
+        self.kept: list[Found] = []
+        self.counts = {"n": 0, "left": 0, "fooled": 0}
+        self.line = ""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse to write to another gallery's files."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for other in takewhile(lambda other: other is not self, callbacks):
+            if isinstance(other, Gallery) and other.name == self.name:
+                raise ValueError(f"two galleries are called {self.name!r}: rename one of them")
+
+    def due(self, trainer: Trainer) -> bool:
+        """At test only."""
+        return trainer.state.fn == "test"
+
+    def rounds(self, pl_module: Any) -> int:
+        """Once by each attack."""
+        return 2
+
+    def begin(self, trainer: Trainer, pl_module: Any) -> None:
+        """Forget the last test."""
+        self.kept, self.counts, self.line = [], dict.fromkeys(self.counts, 0), ""
+
+    def attack_batch(
+        self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
+    ) -> None:
+        """Attack the batch, and what is left of it by the weak attack again by the strong one."""
+        defense = pl_module.defense
+        weak, after = self._duel(0, self.weak, defense, x, y, index)
+        left = (after > 0).nonzero()[:, 0]
+        strong, end = self._duel(1, self.strong, defense, x[left], y[left], index[left])
+        fooled = (end == 0).nonzero()[:, 0]
+        for key, number in (("n", len(x)), ("left", len(left)), ("fooled", len(fooled))):
+            self.counts[key] += number
+        for j in fooled.tolist():
+            i = int(left[j])
+            case = Case(int(y[i]), x[i].cpu().clone(), weak[i], strong[j])
+            self.kept.append((-float(after[i]), int(index[i]), case))
+        self.kept = first(self.kept, self.count)
+        if self.progress:
+            self.progress.advance(self.name, 2 * len(x))
+
+    def _duel(
+        self, side: int, attack: Attack, defense: Defense, x: Tensor, y: Tensor, index: Tensor
+    ) -> tuple[list[Shown], Tensor]:
+        """The perturbed images with their answers, and the expected accuracy on them [B]."""
+        if not len(x):
+            return [], torch.zeros(0)
+        x_adv, _ = play(attack, defense, x, y, index, self.seed, side)
+        with evaluating(defense), torch.no_grad():
+            logits = defense.logits(x_adv, Streams.keyed(index, self.seed, side, 2))
+        confidence, answers = logits.softmax(-1).max(-1)
+        parts = (x_adv.cpu(), answers.T.cpu(), confidence.T.cpu())
+        # Cloned, for a view would keep the whole batch alive.
+        shown = [Shown(*(part[i].clone() for part in parts)) for i in range(len(x))]
+        return shown, robust_accuracy(random_member(logits, defense.weights), y)
+
+    def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Gather the images of all processes; the first one counts and draws."""
+        gathered = _gather(trainer, (self.counts, self.kept))
+        self.counts = {key: sum(counts[key] for counts, _ in gathered) for key in self.counts}
+        self.kept = first([found for _, kept in gathered for found in kept], self.count)
+        self.line = (
+            f"{self.names[1]} fools every member on {self.counts['fooled']} of the "
+            f"{self.counts['left']} images on which {self.names[0]} leaves some member right"
+        )
+        folder = writing_folder(trainer)
+        if folder is not None:
+            self._publish(trainer, stage, folder)
+
+    def _publish(self, trainer: Trainer, stage: str, folder: Path) -> None:
+        attacks = {"weak": describe(self.weak), "strong": describe(self.strong)}
+        record = {"name": self.name} | self.circumstances(trainer, stage) | attacks | self.counts
+        append_lines(folder / f"{self.name}.jsonl", [json.dumps(record)])
+        if not self.kept:
+            return
+        names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
+        cases = [case for _, _, case in self.kept]
+        figure = gallery(cases, (self.names[0], self.names[1]), names, self.line)
+        save(figure, folder / f"{self.name}.png")
+        if isinstance(trainer.logger, TensorBoardLogger):
+            tag = f"{stage}/{self.name}"
+            trainer.logger.experiment.add_image(tag, pixels(figure), trainer.global_step)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say how many there were."""
+        if trainer.is_global_zero:
+            print(f"{self.line} ({self.counts['n']} attacked)")
+
+
+def first(found: list[Found], count: int) -> list[Found]:
+    """So many of the images: those most robust to the weak attack, then those of lowest index."""
+    return sorted(found, key=lambda item: item[:2])[:count]
+
+
+def _gather(trainer: Trainer, mine: Any) -> list[Any]:
+    """What every process has, in their order."""
+    if trainer.world_size == 1:
+        return [mine]
+    everybodys = [None] * trainer.world_size
+    torch.distributed.all_gather_object(everybodys, mine)
+    return everybodys

@@ -1,0 +1,52 @@
+"""MobileNetV1 (Howard et al. 2017) for 32x32 images."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
+
+WIDTHS = (32, 64, 128, 128, 256, 256, *(512,) * 6, 1024, 1024)
+STRIDES = (1, 2, 1, 1, 1, 2, 1, 1, 1, 1, 1, 2, 1)  # for CIFAR, where ImageNet's halve too often
+
+
+def _conv(inputs: int, width: int, size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+    conv = nn.Conv2d(inputs, width, size, stride, size // 2, groups=groups, bias=False)
+    return [conv, nn.BatchNorm2d(width), nn.ReLU()]
+
+
+def _separable(inputs: int, width: int, stride: int) -> nn.Sequential:
+    """A 3x3 convolution of each channel by itself, then a 1x1 convolution of all."""
+    return nn.Sequential(*_conv(inputs, inputs, 3, stride, inputs), *_conv(inputs, width, 1))
+
+
+class MobileNetV1(nn.Module):
+    """What ARC's CIFAR tables call MobileNetV1: width 1, three of its strides 2, plain ReLU.
+
+    Its entries are named as in the checkpoints of ARC (features.0.0, features.1.3 … classifier).
+
+    Args:
+        classes: K.
+        mean: [C] of images in [0, 1]; as many as the images have channels.
+        std: [C], likewise.
+    """
+
+    def __init__(
+        self,
+        classes: int = 10,
+        mean: Sequence[float] = CIFAR10_MEAN,
+        std: Sequence[float] = CIFAR10_STD,
+    ) -> None:
+        super().__init__()
+        self.normalize = Normalize(mean, std)
+        first = nn.Sequential(*_conv(len(mean), WIDTHS[0], 3))
+        shapes = zip(pairwise(WIDTHS), STRIDES, strict=True)
+        blocks = [_separable(inputs, width, stride) for (inputs, width), stride in shapes]
+        self.features = nn.Sequential(first, *blocks)
+        self.classifier = nn.Linear(WIDTHS[-1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, K] of images [B, C, H, W] in [0, 1]; at 32x32 the mean is over 4x4."""
+        out: Tensor = self.classifier(self.features(self.normalize(x)).mean((2, 3)))
+        return out

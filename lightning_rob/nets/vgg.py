@@ -1,0 +1,47 @@
+"""VGG (Simonyan and Zisserman 2015) with batch normalisation, for 32x32 images."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
+
+STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # channels, convolutions
+
+
+def _stage(inputs: int, width: int, depth: int) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for channels in (inputs, *(width,) * (depth - 1)):
+        conv = nn.Conv2d(channels, width, 3, padding=1)
+        layers += [conv, nn.BatchNorm2d(width), nn.ReLU()]
+    return [*layers, nn.MaxPool2d(2)]
+
+
+class VGG16(nn.Module):
+    """What ARC's CIFAR tables call VGG-16: thirteen 3x3 convolutions and one linear layer.
+
+    Its entries are named as in the checkpoints of ARC (features.0 … features.41, classifier).
+
+    Args:
+        classes: K.
+        mean: [C] of images in [0, 1]; as many as the images have channels.
+        std: [C], likewise.
+    """
+
+    def __init__(
+        self,
+        classes: int = 10,
+        mean: Sequence[float] = CIFAR10_MEAN,
+        std: Sequence[float] = CIFAR10_STD,
+    ) -> None:
+        super().__init__()
+        self.normalize = Normalize(mean, std)
+        inputs = (len(mean), *(width for width, _ in STAGES))
+        stages = [_stage(i, *stage) for i, stage in zip(inputs, STAGES, strict=False)]
+        self.features = nn.Sequential(*(layer for stage in stages for layer in stage))
+        self.classifier = nn.Linear(STAGES[-1][0], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, K] of images [B, C, H, W] in [0, 1], from 32x32 up."""
+        out: Tensor = self.classifier(self.features(self.normalize(x)).mean((2, 3)))
+        return out

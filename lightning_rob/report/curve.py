@@ -1,0 +1,155 @@
+"""Robust accuracy by epoch, as SVG that takes its colours from the page."""
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from lightning_rob.report.records import WHOLE, Record
+from lightning_rob.report.words import extent, line_name, percent
+
+# The page's variables by the colours matplotlib draws in; Okabe and Ito (2008) on the light page.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5f3f", "#8a6fd1")
+MARKERS = "os^DvP*X"
+INK, PAGE, GREY, GRID = "#010203", "#fdfcfb", "#807f7e", "#d0d1d2"
+MANY_EPOCHS = 40
+Series = Mapping[tuple[str, str], Sequence[Record]]
+
+
+def best(series: Series) -> Record | None:
+    """The evaluation in which the worst case was best; its attack's where there was only one."""
+    attacked = [records for key, records in series.items() if key[1] == WHOLE and key[0] != "clean"]
+    ranked = series.get(("worst", WHOLE)) or (attacked[0] if len(attacked) == 1 else [])
+    known = [record for record in ranked if record.accuracy == record.accuracy]
+    return max(known, key=lambda record: record.accuracy, default=None)
+
+
+def shown(series: Series) -> Series:
+    """The lines of the figure: all attacks, and the whole defense on clean images."""
+    return {k: records for k, records in series.items() if k[1] == WHOLE or k[0] != "clean"}
+
+
+def curve(series: Series, prefix: str) -> str:
+    """The figure with its legend.
+
+    Args:
+        series: (attack, target) -> records by epoch.
+        prefix: of every `id`, which have to differ from those of other figures on the page.
+    """
+    lines, peak = shown(series), best(series)
+    says = [f"{line_name(key)} {percent(records[-1].accuracy)}" for key, records in lines.items()]
+    alt = f"Accuracy on the validation images by epoch, at the last epoch: {', '.join(says)}."
+    if peak:
+        alt += f" {peak.name} was best at epoch {peak.epoch}: {percent(peak.accuracy)}."
+    svg = _themed(_svg(lines, peak), prefix)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(alt)}"', 1)
+    return f'<figure class="curve">{svg}{_legend(lines, peak)}</figure>'
+
+
+def _svg(lines: Series, peak: Record | None) -> str:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    style: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "report",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": GREY,
+        "axes.labelcolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "grid.color": GRID,
+    }
+    with rc_context(style):
+        figure = Figure(figsize=(7, 3), layout="constrained")
+        _draw(figure.add_subplot(), lines, peak)
+        text = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+    return text.getvalue()
+
+
+def _draw(axes: Any, lines: Series, peak: Record | None) -> None:
+    epochs = sorted({record.epoch for records in lines.values() for record in records})
+    for i, (key, records) in enumerate(lines.items()):
+        x, y = [r.epoch for r in records], [100 * r.accuracy for r in records]
+        color, worst = _color(i, key), key == ("worst", WHOLE)
+        axes.plot(
+            x,
+            y,
+            color=color,
+            linestyle="-" if key[1] == WHOLE else "--",
+            linewidth=2.2 if worst else 1.3,
+            marker=MARKERS[i % len(MARKERS)] if len(epochs) <= MANY_EPOCHS else "",
+            markersize=4,
+            markeredgecolor=PAGE,
+            markeredgewidth=0.5,
+            zorder=4 if worst else 3,
+        )
+        if worst:
+            spans = [r.interval or (r.accuracy, r.accuracy) for r in records]
+            low, high = ([100 * span[end] for span in spans] for end in (0, 1))
+            axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
+    if peak:
+        axes.axvline(peak.epoch, color=GREY, linewidth=0.8, linestyle=(0, (3, 3)), zorder=1)
+        place = {"marker": "o", "markersize": 10, "markerfacecolor": "none"}
+        axes.plot(peak.epoch, 100 * peak.accuracy, color=INK, zorder=5, **place)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("accuracy in %")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(axis="y", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    axes.margins(x=0.02)
+
+
+def _color(i: int, key: tuple[str, str]) -> str:
+    return {"clean": GREY, "worst": INK}.get(key[0], COLORS[i % len(COLORS)])
+
+
+def _themed(svg: str, prefix: str) -> str:
+    """The drawing alone, in the page's size, colours, font and name space."""
+    svg = svg[svg.index("<svg") :]
+    box = re.search(r'viewBox="[^"]*"', svg)
+    svg = f"<svg {box[0] if box else ''}>" + svg[svg.index(">") + 1 :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    for color in (*COLORS, INK, PAGE, GREY, GRID):
+        svg = svg.replace(color, f"var({variable(color)})")
+    svg = svg.replace("xlink:href", "href")
+    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
+    svg = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", svg)
+    return re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
+
+
+def variable(color: str) -> str:
+    """The page's variable for a colour."""
+    names = {INK: "ink", PAGE: "page", GREY: "grey", GRID: "grid"}
+    return f"--{names[color] if color in names else f'line-{COLORS.index(color)}'}"
+
+
+def _legend(lines: Series, peak: Record | None) -> str:
+    """Names and last values, in HTML: a name is nothing for matplotlib to interpret."""
+    items = [_item(i, key, records[-1]) for i, (key, records) in enumerate(lines.items())]
+    says = []
+    if ("worst", WHOLE) in lines:
+        says.append("The band is the 95 % interval of worst.")
+    if peak:
+        at = f"at epoch {peak.epoch}: {percent(peak.accuracy)}"
+        says.append(f"The circle marks where {peak.name} was best, {at}.")
+    n = extent([record.n for records in lines.values() for record in records])
+    says.append(f"The numbers are those of the last epoch; {n} validation images.")
+    caption = f"<figcaption>{escape(' '.join(says))}</figcaption>"
+    return f'<ul class="legend">{"".join(items)}</ul>{caption}'
+
+
+def _item(i: int, key: tuple[str, str], last: Record) -> str:
+    """A piece of the line, its name and where it ends."""
+    dash = "" if key[1] == WHOLE else ' stroke-dasharray="5 3"'
+    width = 3 if key == ("worst", WHOLE) else 2
+    line = f'<line x1="0" y1="5" x2="24" y2="5" stroke-width="{width}"{dash}/>'
+    color = f"stroke:var({variable(_color(i, key))})"
+    swatch = f'<svg viewBox="0 0 24 10" aria-hidden="true" style="{color}">{line}</svg>'
+    return f"<li>{swatch}{escape(line_name(key))} <b>{percent(last.accuracy)}</b></li>"

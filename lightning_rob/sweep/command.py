@@ -1,0 +1,101 @@
+"""`lightning-rob sweep`: what `test` would evaluate, once for each value of a variable."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from lightning_rob.callbacks.record import versions
+from lightning_rob.run import Command, InputError, read_checkpoint
+from lightning_rob.sweep.measure import measure
+from lightning_rob.sweep.options import Study, parse
+from lightning_rob.sweep.outcome import Outcome
+from lightning_rob.sweep.points import fingerprint
+
+CHANGES_NO_FIGURE = ("batch_size", "eval_batch_size", "workers")
+
+
+def main(args: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        args: the command line without `sweep`.
+
+    Raises:
+        InputError: what is asked for cannot be run.
+    """
+    try:
+        study, rest = parse(args)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    SweepCommand(study, rest)
+
+
+class SweepCommand(Command):
+    """Builds what `test` would run, and sweeps it.
+
+    Args:
+        study: what is asked for.
+        args: a command line of `test`, without the subcommand.
+    """
+
+    def __init__(self, study: Study, args: Sequence[str]) -> None:
+        self.study = study
+        super().__init__(["test", *args])
+
+    def test(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule,
+        ckpt_path: str | None = None,
+        **_: Any,
+    ) -> None:
+        """Run the sweep where `test` would be run."""
+        if ckpt_path:
+            load(model, ckpt_path)
+        print_of = fingerprint(model.defense)  # type: ignore[arg-type]
+        name = Path(ckpt_path).stem if ckpt_path else type(model).__name__
+        folder = Path("sweeps") / f"{name}_{print_of[:8]}_{self.study.over}"
+        told = {
+            "command": self.study.command,
+            "date": datetime.now().astimezone().isoformat(" ", "minutes"),
+            "model": f"{type(model).__name__}, weights {print_of}",
+            "checkpoint": ckpt_path or "none",
+            "data": f"test images of {type(datamodule).__name__}",
+            "versions": ", ".join(f"{name} {v}" for name, v in versions().items()),
+        }
+        folder = self.study.out or folder
+        table = measure(self.study, self.trainer, model, datamodule, self._settings(), folder)
+        if self.trainer.is_global_zero:
+            Outcome(self.study, table, told).tell(folder)
+
+    def _settings(self) -> dict[str, Any]:
+        """What figures depend on beside the weights and the attacks."""
+        config = yaml.safe_load(self.parser.dump(self.config, skip_none=False))["test"]
+        trainer = {key: config["trainer"][key] for key in ("limit_test_batches", "precision")}
+        options = config["data"].get("init_args", {})
+        if self.trainer.limit_test_batches == 1.0:  # type: ignore[attr-defined]
+            for name in CHANGES_NO_FIGURE:
+                options.pop(name, None)
+        else:
+            trainer["world_size"] = self.trainer.world_size
+        parts = {"model": config["model"], "data": config["data"], "trainer": trainer}
+        return parts | {"versions": versions()}
+
+
+def load(model: LightningModule, path: str) -> None:
+    """Give the model the weights of a checkpoint.
+
+    Raises:
+        InputError: there is none, or it is of another kind of model.
+    """
+    checkpoint = read_checkpoint(path)
+    try:
+        model.on_load_checkpoint(checkpoint)
+    except KeyError as error:
+        kind = type(model).__name__
+        raise InputError(f"{path} is not a checkpoint of {kind}: it has no {error}") from error
+    model.load_state_dict(checkpoint["state_dict"], strict=model.strict_loading)

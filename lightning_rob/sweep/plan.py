@@ -1,0 +1,149 @@
+"""What there is to measure: each attack on each defense that a value stands for."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_rob.attacks import Attack
+from lightning_rob.callbacks import RobustEval
+from lightning_rob.callbacks.record import Result, describe, measured
+from lightning_rob.callbacks.robust_eval import whole
+from lightning_rob.defenses import Defense
+from lightning_rob.metrics import minimum
+from lightning_rob.sweep.options import Study, Value
+from lightning_rob.sweep.points import Points, Scores, fingerprint, kept, key_of, scores_of
+from lightning_rob.sweep.variables import VARIABLES, Variable, parts
+
+CLEAN, WORST = "clean", "worst"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a callback attacks once the defense has the value.
+
+    Args:
+        variable: of which it is a value.
+        value: that value.
+        source: the callback.
+    """
+
+    variable: Variable
+    value: float
+    source: RobustEval
+
+    def __call__(self, defense: Defense) -> Defense:
+        """The part of the changed defense that is attacked."""
+        return self.source.target(self.variable.defense(defense, self.value))
+
+
+@dataclass(frozen=True)
+class Game:
+    """One figure of the table: an attack on a defense.
+
+    Args:
+        name: of the attack, or "clean".
+        attack: None for clean images.
+        target: what is attacked.
+        details: for the record.
+        key: stands for all that the figure depends on.
+    """
+
+    name: str
+    attack: Attack | None
+    target: Target
+    details: dict[str, Any]
+    key: str
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts in the worst case: an attack on the whole defense."""
+        return self.attack is not None and self.target.source.target is whole
+
+    def result(self, images_and_scores: Scores, seconds: float) -> Result:
+        """The figure and its record."""
+        images, scores = images_and_scores
+        return measured(
+            self.name, scores, seconds, self.details | kept(self.key, images, scores)
+        )
+
+
+Row = tuple[Value, list[Game]]
+
+
+def plan(
+    study: Study, callbacks: Sequence[RobustEval], defense: Defense, settings: dict[str, Any]
+) -> list[Row]:
+    """The games of each value.
+
+    Args:
+        study: what is asked for.
+        callbacks: the attacks and their targets.
+        defense: with its weights.
+        settings: what else a figure depends on, such as the data.
+
+    Raises:
+        ValueError: the study does not fit the attacks or the defense.
+    """
+    variable = VARIABLES[study.over]
+    attacks = [attack for callback in callbacks for attack in callback.attacks.values()]
+    if not attacks:
+        raise ValueError("no attacks to sweep: add --trainer.callbacks+=callbacks/apgd.yaml")
+    have = [hasattr(part, variable.field or "threat") for a in attacks for part in parts(a)]
+    if not any(have):
+        raise ValueError(f"no attack has {variable.field} to sweep over: add callbacks/arc.yaml")
+    rows = []
+    for value in study.values:
+        targets = [Target(variable, value.number, callback) for callback in callbacks]
+        rows.append((value, [g for t in targets for g in _games(study, t, defense, settings)]))
+    games = rows[0][1]
+    names = [*dict.fromkeys(game.name for game in games)]
+    names += [WORST] * (sum(game.counts for game in games) > 1)
+    if study.best and study.best not in names:
+        raise ValueError(f"--best must be one of {', '.join(names)}, got {study.best!r}")
+    return rows
+
+
+def _games(
+    study: Study, target: Target, defense: Defense, settings: dict[str, Any]
+) -> Iterator[Game]:
+    source = target.source
+    shared = {
+        "target": getattr(source.target, "__name__", repr(source.target)),
+        "seed": source.seed,
+        "repeats": source.repeats,
+        "max_images": source.max_images,
+    }
+    depends = shared | settings | {"defense": fingerprint(target(defense))}
+    attacks: dict[str, Attack | None] = {
+        name: target.variable.attack(attack, target.value)
+        for name, attack in source.attacks.items()
+    }
+    if source.target is whole:
+        attacks = {CLEAN: None} | attacks
+    for name, attack in attacks.items():
+        told = {"attack": describe(attack) if attack else "none"}
+        told |= {"threat": repr(attack.threat)} if attack else {}
+        place = {"variable": study.over, "value": target.value, "stage": "test"}
+        key = key_of(name=name, **told, **depends)
+        details = place | told | shared | {"versions": settings["versions"]}
+        yield Game(name, attack, target, details, key)
+
+
+def worst(games: Sequence[Game], points: Points) -> list[Result]:
+    """Each image's minimum over the attacks on the whole defense, if there are several."""
+    counted = [game for game in games if game.counts]
+    over = [points[game.key] for game in counted]
+    if len(over) < 2:
+        return []
+    tables = [(images, scores[:, None]) for images, scores in map(scores_of, over)]
+    images = tables[0][0]
+    for others, _ in tables[1:]:
+        images = images[torch.isin(images, others)]
+    scores = minimum(tables)
+    key = key_of(name=WORST, over=[game.key for game in counted])
+    told = {"attack": "per-image minimum", "over": [game.name for game in counted]}
+    details = counted[0].details | told | kept(key, images, scores)
+    details.pop("threat")
+    return [measured(WORST, scores, 0.0, details)]

@@ -1,0 +1,111 @@
+"""The record of a sweep: figures by all that they depend on, so that none is measured twice."""
+
+import base64
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_rob.callbacks.record import Result, append_records, describe
+from lightning_rob.defenses import Defense
+
+Scores = tuple[Tensor, Tensor]  # indices [N], rising, and scores [N]
+
+
+def fingerprint(defense: Defense) -> str:
+    """What tells a defense from all others: its networks, their weights, its probabilities."""
+    digest = hashlib.sha256(f"{describe(defense)} {describe(defense.rule)}".encode())
+    for name, tensor in [*defense.state_dict().items(), ("probs", defense.weights)]:
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+def key_of(**circumstances: Any) -> str:
+    """A name for all that a figure depends on."""
+    text = json.dumps(circumstances, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def packed(tensor: Tensor) -> str:
+    """A tensor as text."""
+    return base64.b64encode(zlib.compress(tensor.numpy().tobytes())).decode()
+
+
+def unpacked(text: str, dtype: type) -> Tensor:
+    """The tensor [N] that `packed` made the text of."""
+    content = zlib.decompress(base64.b64decode(text))
+    return torch.from_numpy(np.frombuffer(content, dtype).copy())
+
+
+def kept(key: str, images: Tensor, scores: Tensor) -> dict[str, Any]:
+    """What a record needs to be used again: by which key, and each image's score."""
+    gaps = images.diff(prepend=torch.zeros(1, dtype=torch.int64))
+    return {"reuse": {"key": key, "images": packed(gaps), "scores": packed(scores.float())}}
+
+
+def scores_of(result: Result) -> Scores:
+    """Each image's score, as it was recorded."""
+    reuse = result.details["reuse"]
+    images = unpacked(reuse["images"], np.int64).cumsum(0)
+    return images, unpacked(reuse["scores"], np.float32).double()
+
+
+class Points:
+    """The figures in a file, one line for each value and attack.
+
+    Args:
+        path: the file; what is no whole line in it, after a crash, is passed over.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: dict[str, Result] = {}
+        self.values: set[tuple[str, str, str]] = set()
+        for result in _read(path):
+            self._take(result)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.found
+
+    def __getitem__(self, key: str) -> Result:
+        return self.found[key]
+
+    def add(self, results: list[Result], write: bool) -> None:
+        """Take up figures, and write those of them that the file has not for their value."""
+        places = {self._place(result): result for result in results}
+        new = [result for place, result in places.items() if place not in self.values]
+        for result in new:
+            self._take(result)
+        if write and new:
+            if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+                with self.path.open("a") as file:  # end the line that a crash broke off
+                    file.write("\n")
+            append_records(self.path, new)
+
+    def _take(self, result: Result) -> None:
+        self.found.setdefault(result.details["reuse"]["key"], result)
+        self.values.add(self._place(result))
+
+    def _place(self, result: Result) -> tuple[str, str, str]:
+        details = result.details
+        return details["variable"], repr(float(details["value"])), details["reuse"]["key"]
+
+
+def _read(path: Path) -> Iterator[Result]:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            fields = json.loads(line)
+            low, high = fields.pop("interval")
+            own = {name: fields.pop(name) for name in ("name", "accuracy", "n", "seconds")}
+            result = Result(**own, interval=(low, high), details=fields)
+            scores_of(result), fields["variable"], float(fields["value"])
+        except (ValueError, KeyError, TypeError, AttributeError, zlib.error):
+            continue
+        yield result

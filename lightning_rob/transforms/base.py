@@ -1,0 +1,110 @@
+"""What all transforms share: chance first, then a deterministic function of image and chance."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from lightning_rob.randomness import Generator, uniform
+
+EPS = 1e-9
+
+
+@dataclass(frozen=True)
+class Transform(ABC):
+    """A random transform of images in [0, 1], one of the 33 of Sitawarin et al. (ICML 2022).
+
+    All chance is in `sample`, so `transform(x, *transform.sample(x, generator))` can be replayed,
+    and every image of a batch has parameters of its own. Subclasses are frozen dataclasses; those
+    with a strength have `alpha` in [0, 1], by default 0.5, where the paper's search ends.
+
+    Args:
+        p: probability that an image is transformed. A defense that composes transforms goes by
+            it; a call transforms every image.
+
+    Raises:
+        ValueError: alpha or p outside [0, 1].
+    """
+
+    p: float = field(default=1.0, kw_only=True)
+
+    differentiable: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "p"):
+            if not 0 <= getattr(self, name, 0) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
+        """Draw the random parameters, one set per image: here none.
+
+        Args:
+            x: [B, C, H, W] images in [0, 1].
+            generator: see `lightning_rob.randomness.uniform`.
+
+        Returns:
+            Tensors of first dimension B, which `__call__` takes in this order.
+        """
+        return ()
+
+    @final
+    def __call__(self, x: Tensor, *params: Tensor) -> Tensor:
+        """Transform images; the same parameters give the same images.
+
+        Args:
+            x: [B, C, H, W] images in [0, 1].
+            *params: what `sample` returns, or numbers of the same shapes and units.
+
+        Returns:
+            [B, C, H, W] in [0, 1]; an image whose result has a NaN is returned as it came.
+
+        Raises:
+            ValueError: x is no batch of images, or the transform is not for such channels.
+            RuntimeError: a gradient is wanted of a transform that has none.
+        """
+        if x.dim() != 4 or not x.is_floating_point():
+            raise ValueError(
+                f"{self._name} takes floating [B, C, H, W], got {x.dtype} {list(x.shape)}"
+            )
+        if not self.differentiable and x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self._name} has no gradient: call it under torch.no_grad or on a detached image"
+            )
+        return self._guarded(x, *params) if len(x) else x
+
+    @abstractmethod
+    def apply(self, x: Tensor, *params: Any) -> Tensor:
+        """The transform itself, still without range and NaN guard; see `__call__`."""
+
+    def _guarded(self, x: Tensor, *params: Tensor) -> Tensor:
+        y = self.apply(x, *params)
+        failed = y.detach().flatten(1).amax(1).isnan()[:, None, None, None]
+        if failed.any():  # transformed again, since 0 * nan would spoil the gradient of x
+            y = self.apply(torch.where(failed, x.detach(), x), *params)
+            y = torch.where(failed, x, y)
+        return y.clamp(0, 1)
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _need_rgb(self, x: Tensor) -> None:
+        if x.shape[1] != 3:
+            raise ValueError(f"{self._name} is about colour and needs RGB, got {list(x.shape)}")
+
+
+def between(x: Tensor, low: float, high: float, *shape: int, generator: Generator) -> Tensor:
+    """[B, *shape] uniform in [low, high); see `lightning_rob.randomness.uniform`."""
+    return low + (high - low) * uniform(x, *shape, generator=generator)
+
+
+def integers(x: Tensor, low: int, high: int, *shape: int, generator: Generator) -> Tensor:
+    """[B, *shape] int64, uniform over low, …, high."""
+    return between(x, low, high + 1, *shape, generator=generator).floor().long().clamp_max(high)
+
+
+def over_pixels(values: Tensor) -> Tensor:
+    """Numbers per image [B], or per image and channel [B, C], shaped to meet [B, C, H, W]."""
+    return values[(..., *[None] * (4 - values.dim()))]

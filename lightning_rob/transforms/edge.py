@@ -1,0 +1,45 @@
+"""Edges, stretched to the full range."""
+
+from dataclasses import dataclass
+
+from kornia.filters import laplacian, sobel
+from torch import Tensor
+
+from lightning_rob.transforms.base import Transform
+
+FLAT = 1e-6  # keeps an image without edges, which becomes mid-grey, from dividing by zero
+
+
+def stretch(z: Tensor) -> Tensor:
+    """Each image shifted and scaled, all channels alike, so that it spans [0, 1]."""
+    low, high = z.amin((1, 2, 3), keepdim=True), z.amax((1, 2, 3), keepdim=True)
+    return (z - low + FLAT / 2) / (high - low + FLAT)
+
+
+@dataclass(frozen=True)
+class Laplacian(Transform):
+    """The second derivative, stretched to [0, 1]; the border is a mirror.
+
+    Args:
+        size: side of the kernel in pixels, odd: ones around 1 - size^2, divided by its 1-norm.
+    """
+
+    size: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size < 3 or self.size % 2 == 0:
+            raise ValueError(f"size must be odd and at least 3, got {self.size}")
+
+    def apply(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+        return stretch(laplacian(x, self.size, "reflect"))
+
+
+@dataclass(frozen=True)
+class Sobel(Transform):
+    """The length of the first derivative, stretched to [0, 1]; the border is repeated."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+        return stretch(sobel(x, normalized=True, eps=1e-6))

@@ -1,0 +1,141 @@
+"""Pixels moved: by a linear map, a crop, a flip or a swirl."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from kornia.geometry.transform import remap
+from torch import Tensor
+from torch.nn.functional import affine_grid, grid_sample
+
+from lightning_rob.randomness import Generator, uniform
+from lightning_rob.transforms.base import EPS, Transform, between
+
+LEAST_RATIO, TRIES = 3 / 4, 10
+
+
+@dataclass(frozen=True)
+class Affine(Transform):
+    """A random linear map: the identity with each entry off by at most alpha; zeros outside."""
+
+    alpha: float = 0.5
+
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
+        """(matrix [B, 2, 3], the identity + U(-alpha, alpha)).
+
+        It takes (x, y, 1) of the result to (x, y) of the image, both from -1 to 1.
+        """
+        off = between(x, -self.alpha, self.alpha, 2, 3, generator=generator)
+        return (torch.eye(2, 3, dtype=x.dtype, device=x.device) + off,)
+
+    def apply(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+        grid = affine_grid(matrix, list(x.shape), align_corners=False)
+        return grid_sample(x, grid, align_corners=False)
+
+
+@dataclass(frozen=True)
+class Crop(Transform):
+    """Cut out a random box and resize it to the whole image, bilinearly (Szegedy et al. 2015)."""
+
+    alpha: float = 0.5
+
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
+        """(box [B, 4] int64: top, left, height, width in pixels, within the image).
+
+        As `RandomResizedCrop`: the area is a share U(1 - alpha, 1 + alpha), the logarithm of width
+        to height uniform between those of 3/4 and 4/3; the first of ten that fits into the image,
+        or else the largest one in its middle that has such a ratio.
+        """
+        rows, columns = x.shape[2:]
+        u = uniform(x, TRIES, 2, generator=generator)
+        area = rows * columns * (1 - self.alpha + (2 * self.alpha) * u[..., 0] + EPS)
+        ratio = LEAST_RATIO ** (1 - 2 * u[..., 1])
+        sides = torch.stack([(area / ratio).sqrt(), (area * ratio).sqrt()], -1).round()
+        whole = sides.new_tensor([rows, columns])
+        fits = ((sides >= 1) & (sides <= whole)).all(-1)
+        first = fits.to(torch.uint8).argmax(1)
+        found = fits.any(1)[:, None]
+        middle = sides.new_tensor(_middle(rows, columns))
+        size = torch.where(found, sides[torch.arange(len(x), device=x.device), first], middle)
+        place = torch.where(found, uniform(x, 2, generator=generator), 0.5)
+        corner = (place * (whole - size + found)).floor()
+        return (torch.cat([corner, size], 1).long(),)
+
+    def apply(self, x: Tensor, box: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+        (rows, columns), (top, left, height, width) = x.shape[2:], box.to(x).unbind(1)
+        row = _resized(rows, top, height)[:, :, None].expand(-1, rows, columns)
+        column = _resized(columns, left, width)[:, None].expand(-1, rows, columns)
+        return remap(x, column, row, padding_mode="border", align_corners=True)
+
+
+def _middle(rows: int, columns: int) -> tuple[int, int]:
+    """Height and width of the largest box whose ratio is from 3/4 to 4/3."""
+    return min(rows, round(columns / LEAST_RATIO)), min(columns, round(rows / LEAST_RATIO))
+
+
+def _resized(length: int, start: Tensor, cut: Tensor) -> Tensor:
+    """[B, length]: where in the image each pixel of the resized cut lies."""
+    place = torch.arange(length, device=start.device, dtype=start.dtype) + 0.5
+    inside = place * (cut[:, None] / length) - 0.5
+    return start[:, None] + torch.minimum(inside.clamp_min(0), cut[:, None] - 1)
+
+
+@dataclass(frozen=True)
+class HorizontalFlip(Transform):
+    """Left and right exchanged."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+        return x.flip(3)
+
+
+@dataclass(frozen=True)
+class VerticalFlip(Transform):
+    """Top and bottom exchanged."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+        return x.flip(2)
+
+
+@dataclass(frozen=True)
+class Swirl(Transform):
+    """Turn the image about a random pixel, less and less with the distance; zeros outside.
+
+    Args:
+        alpha: the radius is at most twice it and the strength once it, times the height in pixels.
+        released_code: also blacken what comes from the last row or column or from within a pixel
+            outside, as the weights of the authors' bilinear interpolation do.
+    """
+
+    alpha: float = 0.5
+    released_code: bool = False
+
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(center [B, 2], radius [B], strength [B]).
+
+        The center's column and row are whole pixels anywhere in the image, the radius, in pixels,
+        is U(0, 2 alpha H), the strength, in radians, U(0, alpha H).
+        """
+        rows, columns = x.shape[2:]
+        place = uniform(x, 2, generator=generator) * x.new_tensor([columns, rows])
+        radius = between(x, 0, 2 * self.alpha * rows, generator=generator)
+        return place.floor(), radius, between(x, 0, self.alpha * rows, generator=generator)
+
+    def apply(self, x: Tensor, center: Tensor, radius: Tensor, strength: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]: as `skimage.transform.swirl`."""
+        rows, columns = x.shape[2:]
+        left, top = center[:, :, None, None].unbind(1)
+        down = torch.arange(rows, device=x.device, dtype=x.dtype)[:, None] - top
+        right = torch.arange(columns, device=x.device, dtype=x.dtype) - left
+        reach = (radius * (math.log(2) / 5)).clamp_min(EPS)[:, None, None]
+        angle = strength[:, None, None] * torch.exp(-torch.hypot(right, down) / reach)
+        column = left + right * angle.cos() - down * angle.sin()
+        row = top + right * angle.sin() + down * angle.cos()
+        y = remap(x, column, row, align_corners=True)
+        if not self.released_code:
+            return y
+        inside = (column >= 0) & (column < columns - 1) & (row >= 0) & (row < rows - 1)
+        return y * inside[:, None]

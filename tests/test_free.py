@@ -1,0 +1,107 @@
+"""FreeTraining against the algorithm written as a plain loop."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_rob.attacks import PGD
+from lightning_rob.modules import FreeTraining
+from lightning_rob.threat import Threat
+from tests.tiny import Blobs, TinyNet
+
+EPS = 0.05
+
+
+def images(n=20):
+    chance = torch.Generator().manual_seed(5)
+    x = torch.rand(n, 3, 8, 8, generator=chance, dtype=torch.float64)
+    return list(zip(x, torch.randint(0, 4, (n,), generator=chance), torch.arange(n), strict=True))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def fit(module, loader, epochs, **options):
+    Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        **options,
+    ).fit(module, loader, loader)
+
+
+def plain_loop(net, loader, epochs, replays, norm, clip=None):
+    """Shafahi et al. 2019, Algorithm 1; the last batch is smaller and leaves the rest as it is."""
+    optimizer, delta = sgd(net.parameters()), torch.zeros(8, 3, 8, 8).double()
+    net.train()
+    for _ in range(epochs):
+        for x, y, _ in loader:
+            for _ in range(replays):
+                d = delta[: len(x)].clone().requires_grad_()
+                optimizer.zero_grad()
+                F.cross_entropy(net((x + d).clamp(0, 1)), y).backward()
+                if clip:
+                    torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+                optimizer.step()
+                if norm == "linf":
+                    moved = (d.detach() + EPS * d.grad.sign()).clamp(-EPS, EPS)
+                else:
+                    lengths = d.grad.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+                    moved = d.detach() + EPS * d.grad / lengths
+                    lengths = moved.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+                    moved = moved * (EPS / lengths).clamp(max=1)
+                delta[: len(x)] = moved
+    return delta
+
+
+@pytest.mark.parametrize(
+    ("norm", "replays", "options"),
+    [("linf", 3, {}), ("linf", 1, {}), ("l2", 2, {}), ("linf", 2, {"gradient_clip_val": 0.5})],
+)
+def test_training_is_the_plain_loop(norm, replays, options):
+    torch.manual_seed(0)
+    module = FreeTraining(TinyNet, Threat(norm, EPS), replays, optimizer=sgd).double()
+    net = copy.deepcopy(module.defense.net)
+    loader = DataLoader(images(), batch_size=8)
+    fit(module, loader, 2, **options)
+    delta = plain_loop(net, loader, 2, replays, norm, options.get("gradient_clip_val"))
+    for a, b in zip(
+        module.defense.net.state_dict().values(), net.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    torch.testing.assert_close(module.delta, delta, rtol=0, atol=1e-6)
+
+
+def test_a_replay_is_a_step_and_a_batch_a_global_step():
+    module = FreeTraining(TinyNet, Threat("linf", EPS), 4).double()
+    fit(module, DataLoader(images(), batch_size=8), 2)
+    assert module.trainer.global_step == 6
+    assert int(module.defense.net.norm.num_batches_tracked) == 24
+
+
+def test_it_withstands_more_than_standard_training():
+    pairs = Blobs().source(train=True)
+    loader = DataLoader([(x, y, i) for i, (x, y) in enumerate(pairs)], batch_size=16)
+    x, y = torch.stack([x for x, _ in pairs]), torch.tensor([y for _, y in pairs])
+    attack, right = PGD(Threat("linf", 0.2), 10, 0.05, random_start=False), []
+    for eps in (0, 0.2):
+        torch.manual_seed(0)
+        module = FreeTraining(TinyNet, Threat("linf", eps), 4, optimizer=sgd)
+        fit(module, loader, 8)
+        answers = module.defense.eval()(attack(module.defense, x, y)).argmax(1)
+        right.append((answers == y).float().mean().item())
+    assert right[1] > right[0] + 0.1
+
+
+def test_no_replays():
+    with pytest.raises(ValueError, match="replays must be at least 1, got 0"):
+        FreeTraining(TinyNet, Threat("linf", EPS), 0)

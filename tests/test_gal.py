@@ -1,0 +1,109 @@
+"""GAL against the paper's formula in slow loops, and its second derivatives against differences."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.modules import GAL
+from lightning_rob.modules.gal import gal
+from lightning_rob.modules.joint import losses_and_gradients
+from tests.test_modules import batch
+from tests.tiny import TinyNet
+
+
+def reference_gal(gradients):
+    """Kariyappa and Qureshi 2019: log sum over a < b of exp(cos)."""
+    members, images, _ = gradients.shape
+    values = []
+    for b in range(images):
+        total = 0.0
+        for i in range(members):
+            for j in range(i + 1, members):
+                u, v = gradients[i, b], gradients[j, b]
+                total += np.exp((u @ v) / np.sqrt((u @ u) * (v @ v)))
+        values.append(np.log(total))
+    return np.array(values)
+
+
+@pytest.mark.parametrize("members", [2, 3, 5])
+def test_the_alignment_is_the_papers(members):
+    gradients = torch.randn(members, 6, 20, dtype=torch.float64)
+    expected = torch.from_numpy(reference_gal(gradients.numpy()))
+    torch.testing.assert_close(gal(gradients), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_are_of_each_member_and_each_image_by_itself():
+    members = [TinyNet().eval(), TinyNet().eval()]
+    x, y = batch(3)
+    x.requires_grad_()
+    losses, gradients = losses_and_gradients(members, x, y)
+    for m, member in enumerate(members):
+        for b in range(3):
+            alone = x[b : b + 1].detach().requires_grad_()
+            loss = nn.functional.cross_entropy(member(alone), y[b : b + 1])
+            loss.backward()
+            torch.testing.assert_close(losses[m, b], loss)
+            torch.testing.assert_close(gradients[m, b], alone.grad.flatten())
+
+
+def test_tiny_gradients_keep_their_direction():
+    gradients = torch.randn(3, 4, 10)
+    torch.testing.assert_close(gal(1e-10 * gradients), gal(gradients))
+    assert gal(torch.zeros(3, 4, 10)).isfinite().all()
+
+
+def slope(module, x, y, seed=0, width=1e-6):
+    """The loss's directional derivative by the weights: by backward, and by central differences."""
+    chance = torch.Generator().manual_seed(seed)
+    weights = list(module.defense.parameters())
+    ways = [torch.randn(w.shape, generator=chance).to(w) for w in weights]
+    gradients = torch.autograd.grad(module.loss(x, y), weights)
+    expected = sum((g * d).sum() for g, d in zip(gradients, ways, strict=True))
+    ends = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for w, d in zip(weights, ways, strict=True):
+                w.add_(d, alpha=sign * width)
+        ends.append(module.loss(x, y).item())
+        with torch.no_grad():
+            for w, d in zip(weights, ways, strict=True):
+                w.sub_(d, alpha=sign * width)
+    return expected.item(), (ends[0] - ends[1]) / (2 * width)
+
+
+class ConvNet(nn.Sequential):
+    """What a double backward has to pass: convolution, BatchNorm, activation, pooling."""
+
+    def __init__(self, activation=nn.LeakyReLU):
+        super().__init__(
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            activation(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(96, 4),
+        )
+
+
+@pytest.mark.parametrize("activation", [nn.LeakyReLU, nn.ReLU])
+def test_the_double_backward_goes_through_batch_norm(activation):
+    torch.manual_seed(0)
+    module = GAL(lambda: ConvNet(activation), strength=3.0, members=3).double().train()
+    x, y = batch()
+    by_backward, by_differences = slope(module, x.double(), y)
+    assert by_backward == pytest.approx(by_differences, rel=1e-4)
+
+
+def test_the_loss_is_the_mean_cross_entropy_and_the_alignment():
+    module = GAL(TinyNet, strength=0.7, members=3).double().eval()
+    x, y = batch()
+    x = x.double().requires_grad_()
+    ce, gradients = 0, []
+    for member in module.members:
+        loss = nn.functional.cross_entropy(member(x), y)
+        gradients.append(torch.autograd.grad(loss, x, retain_graph=True)[0].flatten(1))
+        ce += loss.item() / 3
+    expected = ce + 0.7 * reference_gal(torch.stack(gradients).numpy()).mean()
+    assert module.loss(x, y).item() == pytest.approx(expected, abs=1e-6)
+    assert not module.members[0].first.weight.grad
