@@ -303,12 +303,12 @@ def test_sweeps_matrices_and_pictures_are_shown(tmp_path, whole):
     assert "Every argument of every attack, at eps 1/255" in text
     assert ["member 1 answers", "25.0% (20.0% … 31.0%)", "75.0%"] in rows(markdown)
     assert ["member 2 answers", "50.0%", "100.0%"] in rows(markdown)
-    assert "pgd (linf 8/255): accuracy on 40 test images at epoch 3" in text
+    assert "pgd (linf 8/255): accuracy on 40 test images" in text
 
 
 def test_a_folder_with_a_sweep_or_a_gallery_only(tmp_path):
     swept = folder(tmp_path / "sweep", [line("apgd", 0.5, value=8.0), {"value": []}], "sweep.jsonl")
-    _, text, markdown = made(swept)
+    _, _, markdown = made(swept)
     assert "> **Caution:**" not in markdown
     assert ["8", "50.0% (46.9% … 53.3%)"] in rows(markdown)
     drawn = folder(tmp_path / "drawn", [{"name": "gallery", "stage": "test"}], "gallery.jsonl")
@@ -387,6 +387,14 @@ def test_texts_of_attacks_are_taken_apart():
     assert method.name == "PGD"
     assert method.threat.arguments == {"norm": "'l2'", "eps": "2.0"}
     assert method.others == "f=<function f.<locals>.g at 0>, k=(1,)"
+    inner = "Strongest(attacks=(ARC(steps=3), ARC(steps=7)), margin=0.12345678)"
+    told = {"method": "Strongest", "margin": "0.1235"}
+    told |= {
+        f"part {i}.{k}": v
+        for i, n in ((1, "3"), (2, "7"))
+        for k, v in (("method", "ARC"), ("steps", n))
+    }
+    assert call(inner).flat == told
     assert call("per-image minimum").arguments == {}
     assert threat_of(LINF) == "linf 8/255"
     assert threat_of("anything") == "anything"

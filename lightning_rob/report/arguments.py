@@ -49,6 +49,15 @@ class Call:
         }
         return ", ".join(f"{key}={short(value)}" for key, value in shown.items())
 
+    @property
+    def flat(self) -> dict[str, str]:
+        """Every argument, those of the attacks inside under "part 1.steps" and the like."""
+        inner = {part.name for part in self.parts}
+        own = {k: short(v) for k, v in self.arguments.items() if not _mentions(v, inner)}
+        for i, part in enumerate(self.parts, start=1):
+            own |= {f"part {i}.{key}": value for key, value in part.flat.items()}
+        return {"method": self.name} | own
+
 
 def call(text: str) -> Call:
     """Parse what `repr` made of an object; text that is no call has a name only."""

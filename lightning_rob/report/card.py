@@ -19,7 +19,7 @@ def card(records: Sequence[Record], caption: str = CAPTION) -> Table:
     return Table(caption, columns, rows, kind="fine")
 
 
-def _methods(name: str, on: str, method: Call) -> Iterator[list[str]]:
+def _methods(name: str, on: str, method: Call) -> Iterator[list[Cell | str]]:
     """A row for an attack and for each attack inside it."""
     threat = method.threat.arguments
     lengths = [

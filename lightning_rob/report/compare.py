@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from lightning_rob.report.arguments import call
 from lightning_rob.report.blocks import Block, Text
 from lightning_rob.report.outcome import threats
-from lightning_rob.report.records import Record
+from lightning_rob.report.records import WHOLE, Record
 from lightning_rob.report.runs import Run
 from lightning_rob.report.table import Cell, Table
 from lightning_rob.report.words import NONE, between, extent, line_name, listed, percent, split_of
@@ -41,7 +41,8 @@ def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
 def figures(run: Run) -> Figures:
     """A run's last evaluation by column."""
     final = run.evaluations.last()
-    return {(*r.key, listed(sorted(threats(r, final)))): r for r in final}
+    shown = [r for r in final if r.target == WHOLE or r.name != "clean"]
+    return {(*r.key, listed(sorted(threats(r, final)))): r for r in shown}
 
 
 def differences(meant: Mapping[str, Figures], column: Column) -> str:
@@ -71,8 +72,7 @@ def _meaning(record: Record) -> dict[str, str]:
     """What a figure is of: an attack's arguments, or the attacks that "worst" is over."""
     if not record.an_attack:
         return {"over": f"({', '.join(record.over)})"}
-    method = call(record.attack)
-    return {"method": method.name} | method.arguments
+    return call(record.attack).flat
 
 
 def _heading(column: Column, differs: bool) -> Cell:

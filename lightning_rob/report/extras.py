@@ -48,10 +48,11 @@ def matrices(run: Run, pictures: list[Path], level: int) -> Iterator[Block]:
 
 
 def _caption(fields: Fields) -> str:
-    name, stage, epoch, n = (fields.get(key) for key in ("name", "stage", "epoch", "n"))
+    attack, stage, n = (fields.get(key) for key in ("name", "stage", "n"))
     of = f"{images(n)} {split_of(str(stage))}" if isinstance(n, int) else split_of(str(stage))
     within = f" ({threat_of(str(fields['threat']))})" if "threat" in fields else ""
-    return f"{name}{within}: accuracy on {of} images at epoch {epoch}"
+    when = "" if stage == "test" else f" at epoch {fields.get('epoch')}"
+    return f"{attack}{within}: accuracy on {of} images{when}"
 
 
 def _cell(fields: Fields, i: int, j: int) -> Cell:

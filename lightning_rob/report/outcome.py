@@ -121,5 +121,6 @@ def results(final: Sequence[Record]) -> Table:
         for r in final
     ]
     strong = frozenset(i for i, r in enumerate(final) if r is cite)
-    caption = f"Accuracy on the {stage} images at epoch {final[0].epoch}"
+    when = "" if stage == "test" else f" at epoch {final[0].epoch}"
+    caption = f"Accuracy on the {stage} images{when}"
     return Table(caption, columns, rows, strong, kind="results")
