@@ -5,7 +5,8 @@
 
 The network is trained here on Digits5k for a few seconds. All attack the same images without a
 budget, in one process, in turn; an image that an attack leaves answered rightly has an infinite
-norm. The accuracies are what is left within a budget: the share of larger norms.
+norm, and so has the black one that foolbox's CW returns where it found nothing. The accuracies are
+what is left within a budget: the share of larger norms. Seconds are of CPU time.
 """
 
 import argparse
@@ -80,8 +81,8 @@ def contenders(net, options):
 
 def norms(net, threat, x_adv, x, y):
     with torch.no_grad():
-        right = net(x_adv).argmax(1) == y
-    return torch.where(right, torch.inf, threat.size(x_adv - x))
+        failed = (net(x_adv).argmax(1) == y) | (x_adv.flatten(1).amax(1) == 0)
+    return torch.where(failed, torch.inf, threat.size(x_adv - x))
 
 
 def measured(net, attacks, threat, x, y, rounds):
@@ -89,9 +90,9 @@ def measured(net, attacks, threat, x, y, rounds):
     sizes, seconds = {}, {name: [] for name in attacks}
     for _ in range(rounds):
         for name, attack in attacks.items():
-            start = time.perf_counter()
+            start = time.process_time()
             x_adv = attack(x, y)
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.process_time() - start)
             sizes[name] = norms(net, threat, x_adv, x, y)
     return sizes, seconds
 
@@ -129,7 +130,7 @@ def main():
         title=f"Smallest perturbations of {len(x)} digits, clean accuracy {clean:.3f}, "
         f"torch {torch.__version__}, {platform.machine()}"
     )
-    columns = ("", "median norm", "mean norm", "success", "s", "s / foolbox", "accuracy within")
+    columns = ("", "median norm", "mean norm", "success", "CPU s", "/ foolbox", "accuracy within")
     for column in columns:
         table.add_column(column, justify="right")
     for label, attacks in contenders(net, options).items():

@@ -90,7 +90,7 @@ class AutoAttack(Attack):
 
     def _run(self, defense: Defense, x: Tensor, y: Tensor, seed: int) -> Tensor:
         """The package on one batch [B, C, H, W], in single precision as it computes."""
-        chance, single = torch.Generator(x.device).manual_seed(seed), x.float()
+        chance, single = torch.Generator(x.device).manual_seed(seed), x.float().contiguous()
 
         def model(images: Tensor) -> Tensor:
             return self._answer(defense, images.to(x.dtype), chance)

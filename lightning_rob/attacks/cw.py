@@ -108,6 +108,7 @@ class CW(Attack):
     h is how much the objective falls short of `confidence`, c is searched for each image, and
     pixels are a tanh of what Adam moves. The smallest perturbation found is brought into the ball:
     a huge eps leaves it as it is. Images that the objective counts as fooled stay as they are.
+    On an ensemble success is that of the mean: with confidence 0 some members stay right.
 
     Args:
         threat: the ball and the bounds; l2.

@@ -14,7 +14,7 @@ from lightning_rob.randomness import Generator, Streams
 from lightning_rob.rules import expectation
 from lightning_rob.threat import Threat, scale
 
-CRAWL = 1e-4  # shortest step in pixel units, without which rounding can hold an image at a boundary
+CRAWL = 1e-4  # beyond each boundary in pixel units, as in the authors' code: rounding errs by less
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class DeepFool(Attack):
         count = min(self.candidates or logits.shape[-1], logits.shape[-1] - 1)
         gaps = logits.gather(-1, index) - wrong.topk(count).values
         w, distance = nearest_boundary(gaps, z, self.threat)
-        reach = (1 + self.overshoot) * distance.clamp_min(CRAWL)
+        reach = (1 + self.overshoot) * (distance + CRAWL)
         return (z.detach() + scale(self.threat.steepest(-w), reach)).clamp(*self.threat.bounds)
 
     def _logits(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 
 from lightning_rob.callbacks.record import versions
 from lightning_rob.run import Command, InputError, read_checkpoint
@@ -48,7 +48,7 @@ class SweepCommand(Command):
 
     def test(
         self,
-        model: LightningModule,
+        model: Any,
         datamodule: LightningDataModule,
         ckpt_path: str | None = None,
         **_: Any,
@@ -56,7 +56,7 @@ class SweepCommand(Command):
         """Run the sweep where `test` would be run."""
         if ckpt_path:
             load(model, ckpt_path)
-        print_of = fingerprint(model.defense)  # type: ignore[arg-type]
+        print_of = fingerprint(model.defense)
         name = Path(ckpt_path).stem if ckpt_path else type(model).__name__
         folder = Path("sweeps") / f"{name}_{print_of[:8]}_{self.study.over}"
         told = {
@@ -77,7 +77,7 @@ class SweepCommand(Command):
         config = yaml.safe_load(self.parser.dump(self.config, skip_none=False))["test"]
         trainer = {key: config["trainer"][key] for key in ("limit_test_batches", "precision")}
         options = config["data"].get("init_args", {})
-        if self.trainer.limit_test_batches == 1.0:  # type: ignore[attr-defined]
+        if self.trainer.limit_test_batches == 1.0:
             for name in CHANGES_NO_FIGURE:
                 options.pop(name, None)
         else:
@@ -86,7 +86,7 @@ class SweepCommand(Command):
         return parts | {"versions": versions()}
 
 
-def load(model: LightningModule, path: str) -> None:
+def load(model: Any, path: str) -> None:
     """Give the model the weights of a checkpoint.
 
     Raises:

@@ -73,7 +73,7 @@ def measure(
             points.add(results, write=trainer.is_global_zero)
             results += worst(games, points)
             points.add(results, write=trainer.is_global_zero)
-            table[value] = row = {}
+            row = table.setdefault(value, {})
             for result in results:
                 row.setdefault(result.name, result)
             if trainer.is_global_zero:
@@ -119,14 +119,14 @@ def _evaluations(games: Iterable[Game], points: Points) -> list[Silent]:
     ]
 
 
-def _results(
-    games: Sequence[Game], evaluations: Sequence[Silent], points: Points
-) -> list[Result]:
+def _results(games: Sequence[Game], evaluations: Sequence[Silent], points: Points) -> list[Result]:
     """The value's figures, new and recorded."""
     measured = {}
     for evaluation in evaluations:
         if not evaluation.results:
-            raise ValueError("no figures came back: processes must not be spawned, use strategy ddp")
+            raise ValueError(
+                "no figures came back from processes that were spawned: use strategy ddp"
+            )
         images, scores = evaluation.table.rows()
         for i, name in enumerate([CLEAN, *evaluation.attacks]):
             column = images, scores[:, i]

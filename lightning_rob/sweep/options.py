@@ -9,32 +9,32 @@ from pathlib import Path
 from typing import NoReturn
 
 VARIABLES = {
-    "probability": "how often the first member answers; the others share the rest as before",
-    "members": "the first M members, their probabilities scaled to sum to one",
-    "eps": "radius of every attack; the steps of PGD and ARC keep their share of it",
-    "steps": "steps of every attack that takes steps",
-    "neighbours": "competing classes that ARC searches, G in the paper",
+    "probability": "of the first member; the others share the rest",
+    "members": "the first M of the ensemble, their shares kept",
+    "eps": "radius; step_size of PGD and ARC changes with it",
+    "steps": "of every attack that takes steps",
+    "neighbours": "competing classes that ARC searches, G",
 }
-HELP = """usage: lightning-rob sweep --over VARIABLE --values LIST [--out FOLDER] [--best ATTACK] …
+HELP = """usage: lightning-rob sweep --over VARIABLE --values LIST [options]
 
-Attack a checkpoint value by value of one variable: one table, one figure, one record.
+Attack a checkpoint value by value of a variable: one table, figure and record.
 
   --over VARIABLE  {variables}
-  --values LIST    numbers, fractions, ranges start:stop:step: 1/255,2/255 or 1,0.5:0.95:0.05
-  --best ATTACK    name the value at which the defense is best under this attack (steps,
-                   neighbours: at which the attack is strongest), and the others' figures there
+  --values LIST    numbers, fractions, ranges start:stop:step: 1/255,2/255
+  --best ATTACK    the value at which the defense is best under this attack, or,
+                   over steps or neighbours, at which the attack is strongest
   --out FOLDER     for sweep.jsonl, sweep.md and sweep.png
                    (default: sweeps/CHECKPOINT_FINGERPRINT_VARIABLE)
 
-All other options are those of `lightning-rob test`, which says more with --help:
+All other options are those of `lightning-rob test`, see there.
 
-  lightning-rob sweep --ckpt_path last.ckpt --over probability --values 0.5:1:0.05 --best apgd \\
-      --trainer.callbacks+=callbacks/apgd.yaml --trainer.callbacks+=callbacks/arc.yaml
-  lightning-rob sweep --ckpt_path last.ckpt --over eps --values 2/255,4/255,8/255 \\
-      --trainer.callbacks+=callbacks/rec_suite.yaml --data.root=/data
+  lightning-rob sweep --ckpt_path last.ckpt --over probability \\
+      --values 0.5:1:0.05 --best apgd \\
+      --trainer.callbacks+=callbacks/apgd.yaml \\
+      --trainer.callbacks+=callbacks/arc.yaml
 
-The same command again goes on where it was stopped. A figure is taken from the record only if
-weights, attack, data, seed and versions are the same; otherwise it is measured anew."""
+The same command again goes on where it was stopped. A figure is taken from the
+record only if weights, attack, data, seed and versions are still the same."""
 MOST_VALUES = 1000
 
 

@@ -130,10 +130,13 @@ class Outcome:
         table.title_style, table.caption = "bold", self.caption()
         table.caption_justify = "left"
         for name in (self.study.over, *map(self.heading, self.names)):
-            table.add_column(name, justify="right")
-        for row in self.rows():
+            table.add_column(name, justify="right", overflow="fold")
+        console = Console()
+        rows = self.rows()
+        wide = sum(max(map(len, cells)) + 3 for cells in zip(*rows, strict=True)) < console.width
+        for row in rows if wide else [[_two_lines(cell) for cell in row] for row in rows]:
             table.add_row(*(f"[bold]{cell}[/]" if "*" in cell else cell for cell in row))
-        Console().print(table)
+        console.print(table)
         save(self.figure(), folder / "sweep.png")
         (folder / "sweep.md").write_text(self.markdown())
         if self.study.best:
@@ -150,3 +153,8 @@ def _cell(result: Result | None, best: bool) -> str:
         return ""
     low, high = (100 * bound for bound in result.interval)
     return f"{100 * result.accuracy:.1f}{'*' * best} ({low:.1f}…{high:.1f})"
+
+
+def _two_lines(cell: str) -> str:
+    """The interval below the figure, for narrow terminals."""
+    return cell.replace(" (", "\n").rstrip(")")

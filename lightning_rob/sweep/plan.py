@@ -64,9 +64,7 @@ class Game:
     def result(self, images_and_scores: Scores, seconds: float) -> Result:
         """The figure and its record."""
         images, scores = images_and_scores
-        return measured(
-            self.name, scores, seconds, self.details | kept(self.key, images, scores)
-        )
+        return measured(self.name, scores, seconds, self.details | kept(self.key, images, scores))
 
 
 Row = tuple[Value, list[Game]]
@@ -101,7 +99,7 @@ def plan(
     names = [*dict.fromkeys(game.name for game in games)]
     names += [WORST] * (sum(game.counts for game in games) > 1)
     if study.best and study.best not in names:
-        raise ValueError(f"--best must be one of {', '.join(names)}, got {study.best!r}")
+        raise ValueError(f"choose --best from {', '.join(names)}, got {study.best!r}")
     return rows
 
 
@@ -116,19 +114,16 @@ def _games(
         "max_images": source.max_images,
     }
     depends = shared | settings | {"defense": fingerprint(target(defense))}
-    attacks: dict[str, Attack | None] = {
-        name: target.variable.attack(attack, target.value)
-        for name, attack in source.attacks.items()
-    }
-    if source.target is whole:
-        attacks = {CLEAN: None} | attacks
-    for name, attack in attacks.items():
-        told = {"attack": describe(attack) if attack else "none"}
-        told |= {"threat": repr(attack.threat)} if attack else {}
+    attacks: dict[str, Attack | None] = {CLEAN: None} if source.target is whole else {}
+    for name, attack in source.attacks.items():
+        attacks[name] = target.variable.attack(attack, target.value)
+    for name, changed in attacks.items():
+        told = {"attack": describe(changed) if changed else "none"}
+        told |= {"threat": repr(changed.threat)} if changed else {}
         place = {"variable": study.over, "value": target.value, "stage": "test"}
         key = key_of(name=name, **told, **depends)
         details = place | told | shared | {"versions": settings["versions"]}
-        yield Game(name, attack, target, details, key)
+        yield Game(name, changed, target, details, key)
 
 
 def worst(games: Sequence[Game], points: Points) -> list[Result]:

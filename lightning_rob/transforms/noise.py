@@ -118,8 +118,9 @@ def poisson_quantile(u: Tensor, rate: Tensor) -> Tensor:
     guess = rate + z * rate.sqrt() + (z * z - 1) / 6 * rate / (rate + 0.03)
     count = (guess - 0.5).ceil().clamp_min(0)
     count = count + (torch.special.gammaincc(count + 1, rate) < u).to(u)
-    fewer: Tensor = torch.special.gammaincc(count.clamp_min(1), rate) >= u
-    return (count - (fewer & (count > 0)).to(u)).to(dtype)
+    fewer = torch.special.gammaincc(count.clamp_min(1), rate) >= u
+    exact: Tensor = count - (fewer & (count > 0)).to(u)
+    return exact.to(dtype)
 
 
 @dataclass(frozen=True)

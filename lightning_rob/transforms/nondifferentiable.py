@@ -1,0 +1,181 @@
+"""Transforms without a gradient, which an attack has to approximate (BPDA, RT paper section 4).
+
+They refuse images that require a gradient, so that no attack mistakes silence for robustness. The
+ranges are those of the paper's study of BaRT (Raff et al. 2019).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from kornia.filters import bilateral_blur
+from numpy.typing import NDArray
+from skimage.exposure import equalize_adapthist, equalize_hist
+from skimage.restoration import denoise_tv_chambolle
+from torch import Tensor
+
+from lightning_rob.randomness import Generator
+from lightning_rob.transforms.base import Transform, between, integers, over_pixels
+
+Picture = NDArray[Any]
+
+
+def _each(x: Tensor, function: Callable[[Picture, float], Picture], numbers: Tensor) -> Tensor:
+    """Apply a function of numpy to each image [C, H, W] and its number, one after the other."""
+    images, values = x.detach().cpu().double().numpy(), numbers.tolist()
+    changed = [function(image, value) for image, value in zip(images, values, strict=True)]
+    return torch.from_numpy(np.stack(changed)).to(x)
+
+
+@dataclass(frozen=True)
+class AdaptiveHistogram(Transform):
+    """Equalise the histogram of each channel and region, with limited contrast (CLAHE).
+
+    Args:
+        clip: lowest and highest clip limit, as `skimage.exposure.equalize_adapthist` has it.
+    """
+
+    clip: tuple[float, float] = (0.01, 0.04)
+
+    differentiable: ClassVar[bool] = False
+
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
+        """(clip [B], a share of the contrast, uniform in the range)."""
+        return (between(x, *self.clip, generator=generator),)
+
+    def apply(self, x: Tensor, clip: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+
+        def equalised(image: Picture, limit: float) -> Picture:
+            return np.stack([equalize_adapthist(plane, clip_limit=limit) for plane in image])
+
+        return _each(x.clamp(0, 1), equalised, clip)
+
+
+@dataclass(frozen=True)
+class EqualizeHistogram(Transform):
+    """Equalise the histogram of each channel.
+
+    Args:
+        bins: fewest and most bins.
+    """
+
+    bins: tuple[int, int] = (40, 256)
+
+    differentiable: ClassVar[bool] = False
+
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
+        """(bins [B] int64, uniform in the range)."""
+        return (integers(x, *self.bins, generator=generator),)
+
+    def apply(self, x: Tensor, bins: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+
+        def equalised(image: Picture, count: float) -> Picture:
+            planes = [equalize_hist(plane, int(count)) for plane in image]  # type: ignore[no-untyped-call]
+            return np.stack(planes)
+
+        return _each(x, equalised, bins)
+
+
+@dataclass(frozen=True)
+class ContrastStretch(Transform):
+    """Stretch the range between two percentiles of an image, all channels alike, to [0, 1].
+
+    Args:
+        tail: largest share of the pixels that becomes black, and that becomes white.
+    """
+
+    tail: float = 0.04
+
+    differentiable: ClassVar[bool] = False
+
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
+        """(black [B], white [B]: shares of the pixels, U(0, tail))."""
+        black = between(x, 0, self.tail, generator=generator)
+        return black, between(x, 0, self.tail, generator=generator)
+
+    def apply(self, x: Tensor, black: Tensor, white: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]; an image of one value stays."""
+        ranked = x.detach().flatten(1).sort(1).values
+        last = ranked.shape[1] - 1
+        low = ranked.gather(1, (black * last).round().long()[:, None])
+        high = ranked.gather(1, ((1 - white) * last).round().long()[:, None])
+        low, high = low[..., None, None], high[..., None, None]
+        return torch.where(high > low, (x - low) / (high - low), x)
+
+
+@dataclass(frozen=True)
+class ChambolleDenoise(Transform):
+    """Total variation denoising (Chambolle 2004).
+
+    Args:
+        weight: lowest and highest weight, as `skimage.restoration.denoise_tv_chambolle` has it.
+    """
+
+    weight: tuple[float, float] = (0.6, 1.15)
+
+    differentiable: ClassVar[bool] = False
+
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
+        """(weight [B], uniform in the range; the larger, the smoother)."""
+        return (between(x, *self.weight, generator=generator),)
+
+    def apply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+
+        def denoised(image: Picture, strength: float) -> Picture:
+            smooth: Picture = denoise_tv_chambolle(image, strength, channel_axis=0)  # type: ignore[no-untyped-call]
+            return smooth
+
+        return _each(x, denoised, weight)
+
+
+@dataclass(frozen=True)
+class HardPrecision(Transform):
+    """Round each channel to a few levels.
+
+    Args:
+        steps: fewest and most steps from black to white.
+    """
+
+    steps: tuple[int, int] = (8, 200)
+
+    differentiable: ClassVar[bool] = False
+
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
+        """(steps [B, C], integral, uniform in the range)."""
+        return (integers(x, *self.steps, x.shape[1], generator=generator).to(x),)
+
+    def apply(self, x: Tensor, steps: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]: round(steps * x) / steps."""
+        steps = over_pixels(steps)
+        return (steps * x).round() / steps
+
+
+@dataclass(frozen=True)
+class Bilateral(Transform):
+    """Blur within edges: near pixels of near colour are averaged (Tomasi and Manduchi 1998).
+
+    Args:
+        size: side of the window in pixels, odd.
+        space: lowest and highest standard deviation of the distance in pixels.
+        color: lowest and highest standard deviation of the colour, images span [0, 1].
+    """
+
+    size: int = 9
+    space: tuple[float, float] = (5.0, 20.0)
+    color: tuple[float, float] = (5 / 255, 20 / 255)
+
+    differentiable: ClassVar[bool] = False
+
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
+        """(space [B] in pixels, color [B] in pixel units, each uniform in its range)."""
+        space = between(x, *self.space, generator=generator)
+        return space, between(x, *self.color, generator=generator)
+
+    def apply(self, x: Tensor, space: Tensor, color: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+        return bilateral_blur(x, self.size, color, space[:, None].expand(-1, 2))

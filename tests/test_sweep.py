@@ -1,0 +1,417 @@
+"""The command `sweep`: its figures, its record, its table, what it refuses."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback
+
+from lightning_rob.attacks import ARC, CW, PGD, OnMember, RandomMember, Strongest
+from lightning_rob.callbacks.robust_eval import whole
+from lightning_rob.defenses import Ensemble, first_member
+from lightning_rob.metrics import robust_accuracy
+from lightning_rob.run import Command
+from lightning_rob.sweep.command import load
+from lightning_rob.sweep.options import help_text, parse, parse_values
+from lightning_rob.sweep.outcome import Outcome
+from lightning_rob.sweep.points import Points, fingerprint
+from lightning_rob.sweep.variables import (
+    parts,
+    with_count,
+    with_eps,
+    with_members,
+    with_probability,
+)
+from lightning_rob.threat import Threat
+from tests.tiny import TinyNet, arc, pgd, recipe, robust_eval, run, shell
+
+CKPT = "run/version_0/checkpoints/last.ckpt"
+THREAT = Threat("linf", 16 / 255)
+APGD = PGD(THREAT, 3, 8 / 255, random_start=False)
+ATTACKS = {"apgd": (APGD, whole), "arc": (ARC(THREAT, 3, 16 / 255), whole)}
+ATTACKS["alone"] = (APGD, first_member)
+PLAIN = pgd(random_start=False)
+ALONE = robust_eval({"alone": PLAIN}, target="lightning_rob.defenses.first_member")
+CALLBACKS = [robust_eval({"apgd": PLAIN, "arc": arc()}), ALONE]
+
+
+class KillAtTest(Callback):
+    """SIGKILL to its own process when a test starts for the so-manieth time."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def on_test_start(self, *_) -> None:
+        self.left -= 1
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Three members, the second of which is hardly ever asked."""
+    folder = tmp_path_factory.mktemp("trained")
+    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
+    options = {"model__init_args__monitor": None, "trainer__callbacks+": [checkpoint]}
+    options |= {"model__init_args__members": 3, "model__init_args__probs": [0.6, 0.1, 0.3]}
+    run("fit", "--config", recipe(folder, trainer__max_epochs=6, **options))
+    return folder / CKPT
+
+
+def plugged(callbacks):
+    text = [yaml.safe_dump(c, default_flow_style=True, width=10**6) for c in callbacks]
+    return [f"--trainer.callbacks+={c}" for c in text]
+
+
+def sweep(trained, out, over, values, *args, callbacks=CALLBACKS):
+    where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", out]
+    run("sweep", *where, "--over", over, "--values", values, *plugged(callbacks), *args)
+    return lines(out)
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines()]
+
+
+def figures(records):
+    return {(r["name"], round(r["value"], 6)): r["accuracy"] for r in records}
+
+
+@pytest.fixture(scope="module")
+def loaded(trained):
+    """The defense and the test images, got without the command."""
+    file = str(trained.parents[3] / "recipe.yaml")
+    built = Command(["--config", file, "--trainer.logger=false"], run=False)
+    load(built.model, str(trained))
+    built.datamodule.setup("test")
+    samples = [built.datamodule.parts["test"][i] for i in range(33)]
+    images, labels = torch.stack([s[0] for s in samples]), torch.tensor([s[1] for s in samples])
+    return built.model.defense.eval(), images, labels
+
+
+def by_hand(attack, defense, x, y):
+    """Each image's score by direct calls."""
+    defense.eval()
+    x_adv = attack(defense, x, y) if attack else x
+    return robust_accuracy(defense(x_adv).detach(), y)
+
+
+def same(attack, value):
+    return attack
+
+
+def counted(name):
+    def change(attack, value):
+        return replace(attack, **{name: int(value)}) if hasattr(attack, name) else attack
+
+    return change
+
+
+def longer(attack, eps):
+    share = attack.step_size / attack.threat.eps
+    return replace(attack, threat=Threat("linf", eps), step_size=share * eps)
+
+
+def nothing(defense, value):
+    return defense
+
+
+def first_is(defense, p):
+    return Ensemble(defense.classifiers, [p, (1 - p) * 0.25, (1 - p) * 0.75])
+
+
+def so_many(defense, count):
+    probs = torch.tensor([0.6, 0.1, 0.3])[: int(count)]
+    return Ensemble(defense.classifiers[: int(count)], probs / probs.sum())
+
+
+CASES = {
+    "probability": ("1,0.75:0.25:-0.25", [1, 0.75, 0.5, 0.25], same, first_is),
+    "members": ("1:3:1", [1, 2, 3], same, so_many),
+    "eps": ("8/255,24/255", [8 / 255, 24 / 255], longer, nothing),
+    "steps": ("1,4", [1, 4], counted("steps"), nothing),
+    "neighbours": ("1,3", [1, 3], counted("neighbours"), nothing),
+}
+
+
+@pytest.mark.parametrize("over", CASES)
+def test_figures_are_those_of_direct_calls(over, trained, loaded, tmp_path, capsys):
+    text, values, of_attack, of_defense = CASES[over]
+    found = figures(sweep(trained, tmp_path, over, text))
+    assert len(found) == 5 * len(values)
+    for value in values:
+        scores = {}
+        for name, (attack, target) in {"clean": (None, whole), **ATTACKS}.items():
+            changed = attack and of_attack(attack, value)
+            score = by_hand(changed, target(of_defense(loaded[0], value)), *loaded[1:])
+            scores[name] = score
+            mine = found[name, round(value, 6)]
+            assert mine == pytest.approx(score.mean().item(), abs=1e-6), (name, value)
+        lowest = torch.minimum(scores["apgd"], scores["arc"]).mean().item()
+        assert found["worst", round(value, 6)] == pytest.approx(lowest, abs=1e-6)
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert len(shown) == len(values)
+    assert len({accuracy for (name, _), accuracy in found.items() if name != "clean"}) > 2
+
+
+def test_what_a_value_does_not_change_runs_once(trained, tmp_path, monkeypatch):
+    calls = []
+    run_pgd = PGD.perturb
+    monkeypatch.setattr(
+        PGD,
+        "perturb",
+        lambda self, d, *rest: calls.append(len(d.weights)) or run_pgd(self, d, *rest),
+    )
+    records = sweep(trained, tmp_path / "g", "neighbours", "1,2,3")
+    assert sorted(set(calls)) == [1, 3]
+    once = calls.count(3)
+    assert calls.count(1) == once
+    assert sum(r["name"] == "apgd" for r in records) == 3
+    calls.clear()
+    sweep(trained, tmp_path / "p", "probability", "1,0.8,0.6")
+    assert (calls.count(3), calls.count(1)) == (3 * once, once)
+    calls.clear()
+    sweep(trained, tmp_path / "p", "probability", "0.8,0.9,0.6")
+    assert (calls.count(3), calls.count(1)) == (once, 0)
+
+
+def test_killed_and_run_again_it_ends_with_the_same_table(trained, tmp_path, capsys):
+    asked = ["steps", "1,2,3"]
+    whole_record = sweep(trained, tmp_path / "whole", *asked)
+    kill = {"class_path": "tests.test_sweep.KillAtTest", "init_args": {"number": 3}}
+    where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", tmp_path / "killed"]
+    arguments = [*where, "--over", "steps", "--values", "1,2,3", *plugged([*CALLBACKS, kill])]
+    assert shell("sweep", *arguments).returncode == -signal.SIGKILL
+    stub = lines(tmp_path / "killed")
+    assert {r["value"] for r in stub} == {1, 2}
+    with (tmp_path / "killed/sweep.jsonl").open("a") as file:
+        file.write('{"name": "apgd", "variable": "steps", "val')  # a crash while writing
+    capsys.readouterr()
+    sweep_again = [*where[:-1], tmp_path / "killed", "--over", "steps", "--values", "1,2,3"]
+    run("sweep", *sweep_again, *plugged(CALLBACKS))
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert ["(recorded)" in line for line in shown] == [True, True, False]
+    points = Points(tmp_path / "killed/sweep.jsonl")
+    again = {(r.name, r.details["value"]): r.accuracy for r in points.found.values()}
+    assert again == {
+        (r["name"], r["value"]): r["accuracy"]
+        for r in whole_record
+        if (r["name"], r["value"]) in again
+    }
+    tables = [(tmp_path / name / "sweep.md").read_text() for name in ("whole", "killed")]
+    one, other = ([x for x in t.splitlines() if x.startswith("|")] for t in tables)
+    assert one == other
+    assert len(one) == 5
+
+
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        (["--data.test_size=20"], {}),
+        (["--model.probs=[0.5, 0.2, 0.3]"], {}),
+        (["--trainer.limit_test_batches=1"], {}),
+        ([], {"seed": 1}),
+        ([], {"repeats": 2}),
+        ([], {"attacks": {"apgd": pgd(random_start=False, step_size="4/255")}}),
+    ],
+)
+def test_other_circumstances_are_measured_anew(args, options, trained, tmp_path, capsys):
+    few = {"attacks": {"apgd": PLAIN}, "max_images": 12}
+    sweep(trained, tmp_path, "steps", "1", callbacks=[robust_eval(**few)])
+    capsys.readouterr()
+    sweep(trained, tmp_path, "steps", "1", *args, callbacks=[robust_eval(**few | options)])
+    assert "(recorded)" not in capsys.readouterr().out
+
+
+def test_batch_size_and_names_of_files_change_nothing(trained, tmp_path, capsys):
+    few = [robust_eval({"apgd": PLAIN}, max_images=12)]
+    sweep(trained, tmp_path, "steps", "1", callbacks=few)
+    copy = tmp_path / "renamed.ckpt"
+    copy.write_bytes(trained.read_bytes())
+    capsys.readouterr()
+    sweep(copy, tmp_path, "steps", "1", "--data.eval_batch_size=5", callbacks=few)
+    assert "(recorded)" in capsys.readouterr().out
+
+
+def test_another_checkpoint_has_another_folder_and_fingerprint(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = torch.load(trained, weights_only=True)
+    name = next(key for key in content["state_dict"] if key.endswith("last.bias"))
+    content["state_dict"][name] = content["state_dict"][name] + 1e-6
+    other = tmp_path / "last.ckpt"
+    torch.save(content, other)
+    few = plugged([robust_eval({"apgd": PLAIN}, max_images=5)])
+    for path in (trained, other):
+        run("sweep", "--ckpt_path", path, "--over=steps", "--values=1", *few)
+    folders = sorted((tmp_path / "sweeps").iterdir())
+    assert len(folders) == 2
+    assert all(f.name.startswith("last_") and f.name.endswith("_steps") for f in folders)
+
+
+def test_markdown_figure_and_the_best_value(trained, tmp_path, capsys):
+    records = sweep(trained, tmp_path, "probability", "0.9,0.5", "--best", "apgd")
+    found = figures(records)
+    best = max((0.9, 0.5), key=lambda p: found["apgd", p])
+    sentence = (
+        f"best probability under apgd: {best:g} ({100 * found['apgd', best]:.1f} %); "
+        f"clean there: {100 * found['clean', best]:.1f} %, "
+        f"arc there: {100 * found['arc', best]:.1f} %"
+    )
+    told = capsys.readouterr().out
+    page = (tmp_path / "sweep.md").read_text()
+    assert sentence in told
+    assert sentence in page
+    assert "| probability | clean | apgd | arc | alone on first member | worst |" in page
+    assert f"| {best:g} |" in page
+    assert f"{100 * found['apgd', best]:.1f}\\* (" in page
+    for part in ("lightning-rob sweep --ckpt_path", "images: 33", "Blobs", "torch 2", "20"):
+        assert part in page
+    assert (tmp_path / "sweep.png").stat().st_size > 10_000
+
+
+def outcome(over, values, records):
+    study, _ = parse(["--over", over, "--values", values])
+    points = Points(records)
+    table = {value: {} for value in study.values}
+    for result in points.found.values():
+        for value, row in table.items():
+            if result.details["value"] == value.number:
+                row[result.name] = result
+    return Outcome(study, table, {})
+
+
+def test_the_figure_draws_what_was_measured(trained, tmp_path):
+    found = figures(sweep(trained, tmp_path, "eps", "24/255,8/255"))
+    drawn = outcome("eps", "24/255,8/255", tmp_path / "sweep.jsonl").figure()
+    (axes,) = drawn.axes
+    assert axes.get_xlabel() == "radius eps in 1/255"
+    assert axes.get_ylabel() == "accuracy in %, 33 images"
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    arcs = lines["arc"]
+    assert arcs.get_xdata().tolist() == pytest.approx([8, 24])
+    expected = [100 * found["arc", round(e / 255, 6)] for e in (8, 24)]
+    assert arcs.get_ydata().tolist() == pytest.approx(expected)
+    (legend,) = drawn.legends
+    assert {text.get_text() for text in legend.get_texts()} == set(lines)
+    assert {"worst attack per image", "alone on first member"} <= set(lines)
+    looks = {(line.get_color(), line.get_marker()) for line in lines.values()}
+    assert len(looks) == len(lines)
+
+
+def test_nested_attacks_are_changed_throughout():
+    nested = RandomMember(Strongest((APGD, OnMember(ARC(THREAT, 3, 16 / 255), 1))))
+    changed = with_eps(nested, 4 / 255)
+    sizes = [part.step_size for part in parts(changed) if hasattr(part, "step_size")]
+    assert sizes == pytest.approx([2 / 255, 4 / 255])
+    assert {part.threat.eps for part in parts(changed)} == {4 / 255}
+    assert with_eps(nested, 16 / 255) == nested
+    more = with_count("steps")(nested, 7.0)
+    assert [p.steps for p in parts(more) if hasattr(p, "steps")] == [7, 7]
+    fewer = with_count("neighbours")(nested, 2)
+    assert [p.neighbours for p in parts(fewer) if hasattr(p, "neighbours")] == [2]
+    assert fewer.attack.attacks[0] == APGD
+    cw = CW(Threat("l2", 1.0), step_size=0.01)
+    assert with_eps(cw, 2.0) == replace(cw, threat=Threat("l2", 2.0))
+
+
+def test_probabilities_and_members():
+    nets = [TinyNet(), TinyNet(), TinyNet()]
+    defense = Ensemble(nets, [0.6, 0.1, 0.3])
+    close = pytest.approx
+    assert with_probability(defense, 0.2).weights.tolist() == close([0.2, 0.2, 0.6])
+    assert with_probability(defense, 1).weights.tolist() == close([1, 0, 0])
+    alone = Ensemble(nets, [1.0, 0, 0])
+    assert with_probability(alone, 0.5).weights.tolist() == close([0.5, 0.25, 0.25])
+    two = with_members(defense, 2)
+    assert two.weights.tolist() == close([6 / 7, 1 / 7])
+    assert two.classifiers == nets[:2]
+    assert two.rule is defense.rule
+    assert fingerprint(with_probability(defense, 0.6)) == fingerprint(defense)
+    assert len({fingerprint(d) for d in (defense, two, alone, with_members(alone, 1))}) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "labels"),
+    [
+        ("1/255,2/255", ["1/255", "2/255"]),
+        ("0.5:1:0.25", ["0.5", "0.75", "1"]),
+        ("1:0.9:-0.05,0.9, 0.8", ["1", "0.95", "0.9", "0.8"]),
+        ("2/255:8/255:3/255", ["2/255", "5/255", "8/255"]),
+    ],
+)
+def test_lists_of_values(text, labels):
+    assert [value.label for value in parse_values("eps", text)] == labels
+    assert parse_values("eps", "8/255")[0].number == 8 / 255
+
+
+def test_help_fits_a_screen():
+    assert max(map(len, help_text().splitlines())) <= 80
+    assert len(help_text().splitlines()) <= 24
+    done = shell("sweep", "--help")
+    assert done.stdout.strip() == help_text()
+
+
+BAD = {
+    "variable": (["--over", "epsilon", "--values", "1"], "--over must be one of probability"),
+    "none": (["--over", "eps"], "--values must name at least one value"),
+    "text": (["--over", "eps", "--values", "big"], "--values takes numbers, fractions"),
+    "range": (["--over", "eps", "--values", "1:2:0"], "--values takes numbers, fractions"),
+    "empty": (["--over", "eps", "--values", "2:1:0.5"], "names 0 values"),
+    "eps": (["--over", "eps", "--values", "1/255,0"], "eps must be above 0, got 0"),
+    "negative": (["--over", "eps", "--values=-1/255"], "eps must be above 0"),
+    "p": (["--over", "probability", "--values", "0.5,1.5"], "must be in [0, 1], got 1.5"),
+    "steps": (["--over", "steps", "--values", "2.5"], "steps must be whole and at least 1"),
+    "members": (["--over", "members", "--values", "2,4"], "members must be 1 … 3"),
+    "best": (
+        ["--over", "steps", "--values", "1", "--best", "apdg"],
+        "choose --best from clean, apgd, arc, alone, worst, got 'apdg'",
+    ),
+    "best eps": (["--over", "eps", "--values", "1", "--best", "apgd"], "no meaning over eps"),
+    "option": (["--over", "eps", "--values", "1", "--valuse=2"], "valuse"),
+    "checkpoint": (
+        ["--over", "eps", "--values", "1", "--ckpt_path", "nowhere.ckpt"],
+        "there is no checkpoint nowhere.ckpt",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_line_before_anything_runs(case, trained, tmp_path, capsys):
+    args, message = BAD[case]
+    line = refused(capsys, tmp_path, "--ckpt_path", trained, *args, callbacks=CALLBACKS)
+    assert message in line
+
+
+def refused(capsys, out, *args, callbacks):
+    with pytest.raises(SystemExit) as exit_:
+        run("sweep", "--out", out, *args, *plugged(callbacks))
+    assert exit_.value.code == 2
+    told = capsys.readouterr()
+    assert "[1/" not in told.out
+    assert not (out / "sweep.jsonl").exists()
+    (line,) = [line for line in told.err.splitlines() if "error:" in line]
+    assert len(line) < 400
+    return line
+
+
+def test_attacks_that_are_missing(trained, tmp_path, capsys):
+    where = ["--ckpt_path", trained, "--over", "neighbours", "--values", "1"]
+    assert "add --trainer.callbacks+=" in refused(capsys, tmp_path, *where, callbacks=[])
+    line = refused(capsys, tmp_path, *where, callbacks=[robust_eval({"apgd": PLAIN})])
+    assert "no attack has neighbours to sweep over: add callbacks/arc.yaml" in line
+    assert "say what to run" in refused(capsys, tmp_path, *where[2:], callbacks=CALLBACKS)
+
+
+def test_two_processes_find_the_same(trained, tmp_path):
+    alone = sweep(trained, tmp_path / "one", "probability", "0.9,0.5")
+    where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", tmp_path / "two"]
+    two = ["--trainer.strategy=ddp", "--trainer.devices=2"]
+    asked = ["--over", "probability", "--values", "0.9,0.5", *plugged(CALLBACKS)]
+    done = shell("sweep", *where, *two, *asked)
+    assert done.returncode == 0, done.stderr
+    assert figures(lines(tmp_path / "two")) == figures(alone)
+    assert len(lines(tmp_path / "two")) == len(alone)

@@ -1,0 +1,100 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+
+from lightning_rob.transforms import BoxBlur, GaussianBlur, MedianBlur, MotionBlur
+
+X = torch.rand(3, 3, 11, 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+FLAT = torch.full((2, 3, 9, 9), 0.3, dtype=torch.float64)
+
+
+def slow(x, function):
+    """Each channel of each image through scipy."""
+    planes = [[function(plane) for plane in image] for image in x.numpy()]
+    return torch.from_numpy(np.array(planes))
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_box_is_the_mean(size):
+    expected = slow(X, lambda plane: ndimage.uniform_filter(plane, size, mode="mirror"))
+    assert torch.allclose(BoxBlur(size)(X), expected, atol=1e-12)
+    assert torch.allclose(BoxBlur(size)(FLAT), FLAT)
+
+
+def gaussian(plane, size, down, across):
+    for axis, std in enumerate((down, across)):
+        taps = np.exp(-((np.arange(size) - size // 2) ** 2) / (2 * std**2))
+        plane = ndimage.correlate1d(plane, taps / taps.sum(), axis, mode="mirror")
+    return plane
+
+
+def test_gaussian_is_fixed_by_default():
+    assert GaussianBlur().sample(X) == ()
+    expected = slow(X, lambda plane: gaussian(plane, 3, 2.5, 2.5))
+    assert torch.allclose(GaussianBlur()(X), expected, atol=1e-12)
+    assert torch.allclose(GaussianBlur()(FLAT), FLAT)
+
+
+def test_gaussian_of_random_size_and_deviation():
+    blur = GaussianBlur(sizes=(3, 5, 7), std=(0.5, 2.0))
+    size, std = blur.sample(X, torch.Generator().manual_seed(2))
+    size = torch.tensor([3, 7, 5])
+    y = blur(X, size, std)
+    for i in range(3):
+        k, (down, across) = int(size[i]), std[i].tolist()
+        expected = slow(X[i : i + 1], lambda p, k=k, d=down, a=across: gaussian(p, k, d, a))
+        assert torch.allclose(y[i : i + 1], expected, atol=1e-12)
+    sizes, stds = blur.sample(X[:1].expand(600, -1, -1, -1), torch.Generator().manual_seed(0))
+    assert set(sizes.tolist()) == {3, 5, 7}
+    assert 0.5 <= stds.min() < 0.52
+    assert 1.98 < stds.max() <= 2
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_median_with_black_around(size):
+    expected = slow(X, lambda plane: ndimage.median_filter(plane, size, mode="constant", cval=0))
+    assert torch.equal(MedianBlur(size)(X), expected)
+
+
+def test_median_gradient_goes_to_one_pixel():
+    x = X.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(MedianBlur()(x)[0, 0, 4, 5], x)
+    assert gradient.sum() == gradient.max() == 1
+    assert x[0, 0, *np.argwhere(gradient[0, 0].numpy())[0]] == X[0, 0, 3:6, 4:7].median()
+
+
+@pytest.mark.parametrize("direction", [-1.0, 0.0, 0.6, 1.0])
+def test_motion_along_the_row_and_the_column(direction):
+    """At angle 0 weights fall linearly from d to 1 - d along the row, d = (direction + 1) / 2."""
+    share = (direction + 1) / 2
+    taps = np.linspace(share, 1 - share, 3)
+    taps = taps / taps.sum()
+    x = X[:1]
+    y = MotionBlur()(x, *torch.tensor([[0.0], [direction]]).double())
+    expected = slow(x, lambda plane: ndimage.correlate1d(plane, taps, 1, mode="constant"))
+    assert torch.allclose(y, expected, atol=1e-6)
+    turned = MotionBlur()(x, *torch.tensor([[90.0], [direction]]).double())
+    quarter = MotionBlur()(x.rot90(-1, (2, 3)), *torch.tensor([[0.0], [direction]]).double())
+    assert torch.allclose(turned, quarter.rot90(1, (2, 3)), atol=1e-6)
+
+
+def test_motion_keeps_the_light_inside():
+    params = torch.tensor([[30.0, -75.0]]).double()[0], torch.tensor([0.2, -0.9]).double()
+    assert torch.allclose(MotionBlur()(FLAT, *params)[..., 1:-1, 1:-1], torch.tensor(0.3).double())
+
+
+@pytest.mark.parametrize("kind", [BoxBlur, MedianBlur, MotionBlur])
+def test_odd_sizes_only(kind):
+    with pytest.raises(ValueError, match="size must be odd and at least 3, got 4"):
+        kind(4)
+
+
+def test_kernels_that_cannot_be():
+    with pytest.raises(ValueError, match="each of sizes must be odd and at least 3, got 2"):
+        GaussianBlur((3, 2))
+    with pytest.raises(ValueError, match="no kernel has size"):
+        GaussianBlur(std=(2.0, 1.0))
+    assert math.isfinite(GaussianBlur(std=(1, 1))(X).sum())
