@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch import nn
 
-from lightning_rob.nets import VGG16, WRN28_4, MobileNetV1, PreActResNet18, ResNet20
+from lightning_rob.nets import VGG16, WRN28_4, MobileNetV1, PreActResNet18, ResNet20, ZooNet
 from tests.test_nets import dverge_state
 from tests.tiny import ROOT, recipe, records, run
 
@@ -20,6 +21,7 @@ CALLBACKS = sorted((ROOT / "callbacks").glob("*.yaml"))
 # Data that a fresh machine lacks is replaced by embedded images of the same size.
 TINY = "{train_size: 10, test_size: 2, val_size: 2, workers: 0}"
 EMBEDDED = f"--data={{class_path: Patches10, init_args: {TINY}}}"
+GREY = "--data={class_path: Digits5k, init_args: {limit_train: 10, eval_batch_size: 2, workers: 0}}"
 SMALL = [
     "--trainer.fast_dev_run=true",
     "--trainer.accelerator=cpu",
@@ -28,10 +30,28 @@ SMALL = [
 ]
 
 
+def of(file, data):
+    """The recipe's data set is one of these."""
+    return yaml.safe_load(file.read_text())["data"]["class_path"] in data
+
+
+def make_folders(file):
+    """The folders of a thousand classes, and the weights of a first network trained on them."""
+    for part in ("train", "val"):
+        for k in range(1000):
+            (Path("data/imagenet") / part / f"{k:04}").mkdir(parents=True)
+    for path in yaml.safe_load(file.read_text())["model"]["init_args"].get("checkpoints", [])[:1]:
+        Path(path).parent.mkdir()
+        torch.save(ZooNet("resnet18", classes=1000).state_dict(), path)
+
+
 @pytest.mark.parametrize("file", RECIPES, ids=lambda p: p.stem)
 def test_recipe_runs(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run("fit", "--config", file, EMBEDDED, "--data.init_args.batch_size=10", *SMALL)
+    if of(file, ["Images"]):
+        make_folders(file)
+    data = GREY if of(file, ["MNIST", "Digits5k"]) else EMBEDDED
+    run("fit", "--config", file, data, "--data.init_args.batch_size=10", *SMALL)
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda p: p.stem)
@@ -39,8 +59,11 @@ def test_recipe_builds_with_its_own_data(file, tmp_path, monkeypatch):
     from lightning_rob.run import Command
 
     monkeypatch.chdir(tmp_path)
+    if of(file, ["Images"]):
+        make_folders(file)
     built = Command(["--config", str(file), "--trainer.accelerator=cpu"], run=False)
-    assert built.datamodule.classes == built.model.members[0].linear.out_features
+    heads = [part for part in built.model.modules() if isinstance(part, nn.Linear)]
+    assert built.datamodule.classes == heads[-1].out_features
 
 
 def write_checkpoints(file):

@@ -33,7 +33,7 @@ def test_hsv_is_that_of_the_standard_library():
         ours.tolist(), X.permute(0, 2, 3, 1).reshape(-1, 3).tolist(), strict=True
     ):
         h, s, v = colorsys.rgb_to_hsv(*rgb)
-        smooth = 2 * math.pi * float(smooth_modulo(torch.tensor(h).double()))
+        smooth = 2 * math.pi * float(smooth_modulo(torch.tensor(h, dtype=torch.float64)))
         assert (hue, saturation, value) == pytest.approx((smooth, s, v), abs=1e-9)
 
 
@@ -47,23 +47,21 @@ def test_pure_colours_survive_a_round_trip():
 
 def test_back_from_hsv():
     """As the standard library, where the place in the sector is that of the smooth modulo."""
-    turns = torch.tensor([0.0, 1 / 6, 1 / 3, 1 / 2 - 1e-9]).double()
-    x = torch.stack([2 * math.pi * turns, torch.full((4,), 0.6), torch.full((4,), 0.8)])
+    turns = torch.tensor([0.01, 0.2, 0.3, 0.45], dtype=torch.float64)
+    x = torch.stack([2 * math.pi * turns, 0 * turns + 0.6, 0 * turns + 0.8])
     ours = hsv_to_rgb(x.view(1, 3, 1, 4))[0, :, 0].T
     for rgb, turn in zip(ours.tolist(), turns.tolist(), strict=True):
-        sector = math.floor(6 * turn + 1e-12)
-        place = 6 * float(smooth_modulo(torch.tensor(turn).double())) - sector
+        sector = math.floor(6 * turn)
+        place = 6 * float(smooth_modulo(torch.tensor(turn, dtype=torch.float64))) - sector
         p, q, t = 0.8 * 0.4, 0.8 * (1 - place * 0.6), 0.8 * (1 - (1 - place) * 0.6)
         expected = [(0.8, t, p), (q, 0.8, p), (p, 0.8, t)][sector]
         assert rgb == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_whole_turn_of_the_hue_is_none():
-    assert torch.allclose(
-        shift_hue(X, torch.full((4,), 2 * math.pi).double()),
-        shift_hue(X, torch.zeros(4)),
-        atol=1e-9,
-    )
+    none = torch.zeros(4, dtype=torch.float64)
+    turned = shift_hue(X, none + 2 * math.pi)
+    assert torch.allclose(turned, shift_hue(X, none), atol=1e-9)
 
 
 def test_no_saturation_is_grey():

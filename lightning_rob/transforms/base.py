@@ -84,7 +84,7 @@ class Transform(ABC):
         if failed.any():  # transformed again, since 0 * nan would spoil the gradient of x
             y = self.apply(torch.where(failed, x.detach(), x), *params)
             y = torch.where(failed, x, y)
-        return y.clamp(0, 1)
+        return clip(y, 0, 1)
 
     @property
     def _name(self) -> str:
@@ -93,6 +93,14 @@ class Transform(ABC):
     def _need_rgb(self, x: Tensor) -> None:
         if x.shape[1] != 3:
             raise ValueError(f"{self._name} is about colour and needs RGB, got {list(x.shape)}")
+
+
+def clip(x: Tensor, low: float, high: float) -> Tensor:
+    """Clamp with slope 1 at the bounds too, where torch's slope depends on its release.
+
+    With slope 0 there, an attack would not see the black and the white pixels of an image.
+    """
+    return torch.where((x >= low) & (x <= high), x, x.detach().clamp(low, high))
 
 
 def between(x: Tensor, low: float, high: float, *shape: int, generator: Generator) -> Tensor:

@@ -7,7 +7,7 @@ from kornia.color import lab_to_rgb, rgb_to_lab, rgb_to_xyz, xyz_to_rgb
 from torch import Tensor
 
 from lightning_rob.randomness import Generator, uniform
-from lightning_rob.transforms.base import EPS, Transform, between, integers, over_pixels
+from lightning_rob.transforms.base import EPS, Transform, between, clip, integers, over_pixels
 from lightning_rob.transforms.hsv import hsv_to_rgb, rgb_to_hsv
 
 # The authors' figures; those of kornia depend on its version.
@@ -25,7 +25,7 @@ def _clamp_some(x: Tensor, keep: tuple[int, ...], low: float, high: float) -> Te
     """All channels clamped except those to keep."""
     free = torch.zeros(x.shape[1], 1, 1, dtype=torch.bool, device=x.device)
     free[list(keep)] = True
-    return torch.where(free, x, x.clamp(low, high))
+    return torch.where(free, x, clip(x, low, high))
 
 
 def _linear(x: Tensor, matrix: tuple[tuple[float, ...], ...]) -> Tensor:
@@ -98,7 +98,7 @@ class XYZ(Transform):
     def apply(self, x: Tensor, shift: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, 3, H, W]."""
         self._need_rgb(x)
-        return xyz_to_rgb((rgb_to_xyz(x) + over_pixels(shift)).clamp(0, 1))
+        return xyz_to_rgb(clip(rgb_to_xyz(x) + over_pixels(shift), 0, 1))
 
 
 @dataclass(frozen=True)

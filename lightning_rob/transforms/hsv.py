@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_rob.transforms.base import EPS, over_pixels
+from lightning_rob.transforms.base import EPS, clip, over_pixels
 from lightning_rob.transforms.smooth import smooth_modulo
 
 TURN = 2 * math.pi
@@ -55,5 +55,5 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 def scale_saturation(x: Tensor, factor: Tensor) -> Tensor:
     """RGB [B, 3, H, W] with saturations multiplied by [B], at most 1."""
     hsv = rgb_to_hsv(x)
-    saturation = (hsv[:, 1:2] * over_pixels(factor)).clamp(0, 1)
+    saturation = clip(hsv[:, 1:2] * over_pixels(factor), 0, 1)
     return hsv_to_rgb(torch.cat([hsv[:, :1], saturation, hsv[:, 2:]], 1))

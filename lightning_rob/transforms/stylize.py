@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from kornia.enhance import adjust_gamma, sharpness, solarize
+from kornia.enhance import solarize
 from torch import Tensor
+from torch.nn.functional import avg_pool2d, pad
 
 from lightning_rob.randomness import Generator, uniform
-from lightning_rob.transforms.base import EPS, Transform, between, over_pixels
+from lightning_rob.transforms.base import EPS, Transform, between, clip, over_pixels
 from lightning_rob.transforms.hsv import scale_saturation, shift_hue
 
 
@@ -51,13 +52,13 @@ class ColorJitter(Transform):
     def apply(self, x: Tensor, amount: Tensor, order: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, 3, H, W]."""
         self._need_rgb(x)
-        x = x.clamp(EPS, 1)
+        x = clip(x, EPS, 1)
         for turn in order.unbind(1):
             for kind, step in enumerate(STEPS):
                 (chosen,) = torch.where(turn == kind)
                 if len(chosen):
-                    changed = step(x[chosen], amount[chosen, kind]).clamp(EPS, 1)
-                    x = x.index_copy(0, chosen, changed)
+                    changed = step(x[chosen], amount[chosen, kind])
+                    x = x.index_copy(0, chosen, clip(changed, EPS, 1))
         return x
 
 
@@ -74,12 +75,15 @@ class Gamma(Transform):
 
     def apply(self, x: Tensor, gamma: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
-        return adjust_gamma(x.clamp_min(EPS), gamma)
+        return x.clamp_min(EPS) ** over_pixels(gamma)
 
 
 @dataclass(frozen=True)
 class Sharpen(Transform):
-    """Move away from, or towards, a 3x3 blur as Pillow's `ImageEnhance.Sharpness`.
+    """Move away from, or towards, a 3x3 blur (centre 5/13, others 1/13; none at the border).
+
+    As Pillow's `ImageEnhance.Sharpness`. kornia's `sharpness` is the same, but for the slope of its
+    clamp at black and white; see `lightning_rob.transforms.base.clip`.
 
     Factors span 20 alpha orders of magnitude: 10^-5 to 10^5 at alpha 0.5.
     """
@@ -92,7 +96,8 @@ class Sharpen(Transform):
 
     def apply(self, x: Tensor, factor: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
-        return sharpness(x, factor)
+        detail = x[..., 1:-1, 1:-1] - avg_pool2d(x, 3, stride=1)
+        return x + (over_pixels(factor) - 1) * (9 / 13) * pad(detail, [1] * 4)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,52 @@
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+
+from lightning_rob.transforms import Laplacian, Sobel
+from lightning_rob.transforms.edge import stretch
+
+X = torch.rand(3, 3, 11, 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def stretched(z):
+    """The formula of the paper's code, for all channels of an image together."""
+    return (z - z.min() + 0.5e-6) / (z.max() - z.min() + 1e-6)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_laplacian_by_hand(size):
+    kernel = np.ones((size, size))
+    kernel[size // 2, size // 2] = 1 - size**2
+    kernel /= np.abs(kernel).sum()
+    y = Laplacian(size)(X)
+    for image, ours in zip(X.numpy(), y.numpy(), strict=True):
+        z = np.stack([ndimage.correlate(plane, kernel, mode="mirror") for plane in image])
+        assert np.allclose(ours, stretched(z), atol=1e-9)
+
+
+def test_sobel_by_hand():
+    for image, ours in zip(X.numpy(), Sobel()(X).numpy(), strict=True):
+        down, across = (
+            np.stack([ndimage.sobel(plane, axis, mode="nearest") / 8 for plane in image])
+            for axis in (0, 1)
+        )
+        assert np.allclose(ours, stretched(np.sqrt(down**2 + across**2 + 1e-6)), atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [Laplacian, Sobel])
+def test_each_image_fills_the_range(kind):
+    y = kind()(X)
+    assert torch.allclose(y.amin((1, 2, 3)), torch.zeros(3).double(), atol=1e-4)
+    assert torch.allclose(y.amax((1, 2, 3)), torch.ones(3).double(), atol=1e-4)
+    # an exact power of two, so that nothing is left of a flat image
+    assert torch.allclose(kind()(torch.full((1, 3, 6, 6), 0.5)), torch.tensor(0.5), atol=1e-6)
+
+
+def test_stretch_forgets_scale_and_shift():
+    assert torch.allclose(stretch(3 * X - 7), stretch(X), atol=1e-5)
+
+
+def test_even_kernels_are_refused():
+    with pytest.raises(ValueError, match="size must be odd and at least 3, got 2"):
+        Laplacian(2)

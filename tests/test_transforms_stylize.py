@@ -1,0 +1,73 @@
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageEnhance
+
+from lightning_rob.transforms import ColorJitter, Gamma, Sharpen, Solarize
+from lightning_rob.transforms.hsv import scale_saturation, shift_hue
+
+X = torch.rand(4, 3, 9, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+AMOUNT = torch.tensor([[0.1, 1.2, 0.8, 0.3]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_jitter_in_every_order(order):
+    steps = [
+        lambda x: x + 0.1,
+        lambda x: x * 1.2,
+        lambda x: scale_saturation(x, AMOUNT[:, 2]),
+        lambda x: shift_hue(x, AMOUNT[:, 3]),
+    ]
+    expected = X[:1]
+    for kind in order:
+        expected = steps[kind](expected).clamp(1e-9, 1)
+    y = ColorJitter()(X[:1], AMOUNT, torch.tensor([order]))
+    assert torch.allclose(y, expected, atol=1e-12)
+
+
+def test_every_image_has_its_own_order():
+    x = X[:1].expand(600, -1, -1, -1)
+    _, order = ColorJitter().sample(x, torch.Generator().manual_seed(0))
+    found, counts = order.unique(dim=0, return_counts=True)
+    assert {tuple(row) for row in found.tolist()} == set(permutations(range(4)))
+    assert counts.max() < 45
+    y = ColorJitter()(x[:24], AMOUNT.expand(24, -1), torch.tensor(list(permutations(range(4)))))
+    assert (y[1:] - y[:1]).abs().amax((1, 2, 3)).max() > 0.02
+
+
+def test_gamma():
+    gamma = torch.tensor([0.5, 1, 2, 3]).double()
+    y = Gamma()(X, gamma)
+    assert torch.allclose(y, torch.stack([X[0].sqrt(), X[1], X[2] ** 2, X[3] ** 3]))
+
+
+def test_gamma_at_black_and_white():
+    x = torch.tensor([0.0, 1.0]).view(1, 1, 1, 2).requires_grad_()
+    (gradient,) = torch.autograd.grad(Gamma()(x, torch.tensor([0.5])).sum(), x)
+    assert gradient.flatten().tolist() == [0, 0.5]
+
+
+def test_sharpness_is_pillows():
+    pixels = (255 * X[0].permute(1, 2, 0).numpy()).round().astype(np.uint8)
+    x = torch.from_numpy(pixels).permute(2, 0, 1)[None].double() / 255
+    for factor in (0.0, 0.4, 1.0, 1.7):
+        pillow = ImageEnhance.Sharpness(Image.fromarray(pixels)).enhance(factor)
+        expected = torch.from_numpy(np.array(pillow)).permute(2, 0, 1)[None].double() / 255
+        y = Sharpen()(x, torch.tensor([factor]).double())
+        assert (y - expected).abs().max() <= 2.1 / 255  # Pillow rounds twice
+
+
+def test_sharpness_spans_orders_of_magnitude():
+    (factor,) = Sharpen(0.3).sample(torch.zeros(4000, 1, 3, 3), torch.Generator().manual_seed(0))
+    power = factor.log10()
+    assert -3.001 < power.min() < -2.98
+    assert 2.98 < power.max() < 3.001
+    assert abs(power.mean()) < 0.1
+
+
+def test_solarize():
+    x = torch.tensor([0.1, 0.44, 0.46, 0.9, 0.98]).view(1, 1, 1, 5)
+    y = Solarize()(x, torch.tensor([0.5]), torch.tensor([0.05]))
+    assert y.flatten().tolist() == pytest.approx([0.15, 0.49, 0.49, 0.05, 0.0], abs=1e-6)
