@@ -1,6 +1,6 @@
 """AutoAttack by the packages that offer it: the same network, images, radius and version.
 
-    pip install -e ".[bench,autoattack]" adversarial-robustness-toolbox
+    pip install -e ".[bench,autoattack]"
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/autoattack.py
 
 Trains a SmallCNN adversarially on Digits5k for seconds, then prints a Markdown table. Every package
@@ -67,22 +67,10 @@ def torchattacks(net, threat):
     return torchattacks.AutoAttack(net, norm=norm, eps=threat.eps, seed=SEED)
 
 
-def art(net, threat):
-    from art.attacks.evasion import AutoAttack
-    from art.estimators.classification import PyTorchClassifier
-
-    options = {"loss": torch.nn.CrossEntropyLoss(), "input_shape": (1, 28, 28), "nb_classes": 10}
-    judged = PyTorchClassifier(net, **options, clip_values=(0, 1), device_type="cpu")
-    norm = {"linf": "inf", "l2": 2}[threat.norm]
-    suite = AutoAttack(judged, norm=norm, eps=threat.eps, eps_step=threat.eps / 4, batch_size=10**6)
-    return lambda x, y: torch.from_numpy(suite.generate(x.numpy(), y.numpy()))
-
-
 PACKAGES = {
     "pyautoattack": pyautoattack,
     "lightning_rob": ours,
     "torchattacks": torchattacks,
-    "art": art,
 }
 
 

@@ -213,9 +213,7 @@ def test_killed_and_run_again_it_ends_with_the_same_table(trained, tmp_path, cap
     [
         (["--data.test_size=20"], {}),
         (["--model.probs=[0.5, 0.2, 0.3]"], {}),
-        (["--trainer.limit_test_batches=1"], {}),
         ([], {"seed": 1}),
-        ([], {"repeats": 2}),
         ([], {"attacks": {"apgd": pgd(random_start=False, step_size="4/255")}}),
     ],
 )

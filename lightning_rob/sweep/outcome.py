@@ -124,19 +124,24 @@ class Outcome:
         label = VARIABLES[self.study.over].axis + unit
         return curves(lines, label, f"accuracy in %, {self.images()} images")
 
-    def tell(self, folder: Path) -> None:
-        """Print the table, and write it and the figure to the folder."""
-        table = Table(title=f"Sweep over {self.study.over}", title_justify="left")
-        table.title_style, table.caption = "bold", self.caption()
-        table.caption_justify = "left"
-        for name in (self.study.over, *map(self.heading, self.names)):
+    def show(self, console: Console) -> None:
+        """Print the table, intervals below their figures where the terminal is narrow."""
+        caption, names = self.caption(), [self.study.over, *map(self.heading, self.names)]
+        table = Table(title=f"Sweep over {self.study.over}", title_style="bold", caption=caption)
+        table.title_justify = table.caption_justify = "left"
+        for name in names:
             table.add_column(name, justify="right", overflow="fold")
-        console = Console()
         rows = self.rows()
-        wide = sum(max(map(len, cells)) + 3 for cells in zip(*rows, strict=True)) < console.width
-        for row in rows if wide else [[_two_lines(cell) for cell in row] for row in rows]:
+        widths = [max(map(len, cells)) for cells in zip(names, *rows, strict=True)]
+        if sum(widths) + 3 * len(widths) >= console.width:
+            rows = [[cell.replace(" (", "\n").rstrip(")") for cell in row] for row in rows]
+        for row in rows:
             table.add_row(*(f"[bold]{cell}[/]" if "*" in cell else cell for cell in row))
         console.print(table)
+
+    def tell(self, folder: Path) -> None:
+        """Print the table, and write it and the figure to the folder."""
+        self.show(Console())
         save(self.figure(), folder / "sweep.png")
         (folder / "sweep.md").write_text(self.markdown())
         if self.study.best:
@@ -153,8 +158,3 @@ def _cell(result: Result | None, best: bool) -> str:
         return ""
     low, high = (100 * bound for bound in result.interval)
     return f"{100 * result.accuracy:.1f}{'*' * best} ({low:.1f}…{high:.1f})"
-
-
-def _two_lines(cell: str) -> str:
-    """The interval below the figure, for narrow terminals."""
-    return cell.replace(" (", "\n").rstrip(")")

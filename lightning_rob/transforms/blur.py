@@ -100,8 +100,13 @@ class MedianBlur(Transform):
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]; the gradient goes to the pixel that is the median."""
         padded = torch.nn.functional.pad(x, [self.size // 2] * 4)
-        squares = padded.unfold(2, self.size, 1).unfold(3, self.size, 1)
-        return squares.flatten(-2).median(-1).values
+        squares = padded.detach().unfold(2, self.size, 1).unfold(3, self.size, 1)
+        place = squares.flatten(-2).median(-1).indices
+        # gathered from the image itself: cheaper backwards than through all squares
+        row = place // self.size + torch.arange(x.shape[2], device=x.device)[:, None]
+        column = place % self.size + torch.arange(x.shape[3], device=x.device)
+        index = row * padded.shape[3] + column
+        return padded.flatten(2).gather(2, index.flatten(2)).view_as(x)
 
 
 @dataclass(frozen=True)

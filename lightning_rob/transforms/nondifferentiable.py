@@ -35,9 +35,12 @@ class AdaptiveHistogram(Transform):
 
     Args:
         clip: lowest and highest clip limit, as `skimage.exposure.equalize_adapthist` has it.
+        regions: along each side. A limit counts pixels, so that in regions of less than 1 / clip
+            pixels, as 8 of a 32-pixel side have, all limits are one.
     """
 
     clip: tuple[float, float] = (0.01, 0.04)
+    regions: int = 8
 
     differentiable: ClassVar[bool] = False
 
@@ -47,9 +50,10 @@ class AdaptiveHistogram(Transform):
 
     def apply(self, x: Tensor, clip: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
+        sides = [max(side // self.regions, 1) for side in x.shape[2:]]
 
         def equalised(image: Picture, limit: float) -> Picture:
-            return np.stack([equalize_adapthist(plane, clip_limit=limit) for plane in image])
+            return np.stack([equalize_adapthist(plane, sides, limit) for plane in image])
 
         return _each(x.clamp(0, 1), equalised, clip)
 
