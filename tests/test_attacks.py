@@ -768,7 +768,10 @@ WRONG = {
     "deepfool l3": (lambda: DeepFool(Threat(3)), "DeepFool is for linf and l2, not for norm 3"),
     "deepfool steps": (lambda: DeepFool(L2, 0), "steps must be at least 1, got 0"),
     "no candidates": (lambda: DeepFool(L2, candidates=0), "candidates must be at least 1, got 0"),
-    "undershoot": (lambda: DeepFool(L2, overshoot=-0.1), "overshoot must not be negative, got -0.1"),
+    "undershoot": (
+        lambda: DeepFool(L2, overshoot=-0.1),
+        "overshoot must not be negative, got -0.1",
+    ),
     "norm": (lambda: ARC(Threat("l0"), 1, 0.1), "norm must be 'linf', 'l2' or a number"),
     "eps": (lambda: PGD(Threat(eps=-0.1), 1, 0.1), "eps must be a finite radius >= 0, got -0.1"),
     "probs": (lambda: Ensemble([ConvNet()] * 2, [0.5, 0.6]), "probs must sum to 1, got 1.1"),

@@ -113,7 +113,7 @@ def test_pixels_leave_the_bounds_they_are_on():
 
 @pytest.mark.parametrize("bounds", [(0.0, 1.0), (-2.0, 3.0)])
 def test_bounds_are_kept_to_the_last_bit(bounds):
-    net, x, y = affine(3, gain=3.0)
+    net, x, _ = affine(3, gain=3.0)
     net, x = net.float(), (bounds[0] + (bounds[1] - bounds[0]) * x.float().round())
     attack = CW(replace(FREE, bounds=bounds), 50, 0.1, binary_steps=5)
     x_adv = attack(Single(net), x, net(x).argmax(1))

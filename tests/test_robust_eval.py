@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_rob.attacks import ARC, PGD
+from lightning_rob.attacks import ARC, PGD, OnMember, Strongest
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.panels import panel
 from lightning_rob.defenses import Defense, first_member
@@ -155,3 +155,15 @@ def test_another_attack_of_the_same_name_is_numbered(tmp_path):
     run("fit", "--config", recipe(tmp_path, **{"trainer__callbacks+": callbacks}))
     worst = [r["over"] for r in records(tmp_path) if r["name"] == "worst"]
     assert worst == [["a", "a_2"]] * 4
+
+
+def test_another_radius_for_all_attacks():
+    warm = ARC(THREAT, 2, THREAT.eps, start=Strongest((ATTACK, OnMember(ATTACK, 0))))
+    callback = RobustEval({"pgd": ATTACK, "warm": warm}, eps="32/255")
+    wide = Threat("linf", 32 / 255)
+    pgd_wide = PGD(wide, steps=2, step_size=16 / 255)
+    assert callback.attacks == {
+        "pgd": pgd_wide,
+        "warm": ARC(wide, 2, wide.eps, start=Strongest((pgd_wide, OnMember(pgd_wide, 0)))),
+    }
+    assert RobustEval({"pgd": ATTACK}).attacks == {"pgd": ATTACK}

@@ -11,6 +11,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from lightning_rob.attacks import ARC, CW, PGD, OnMember, RandomMember, Strongest
+from lightning_rob.attacks.rebuild import parts, with_eps
 from lightning_rob.callbacks.robust_eval import whole
 from lightning_rob.defenses import Ensemble, first_member
 from lightning_rob.metrics import robust_accuracy
@@ -19,13 +20,7 @@ from lightning_rob.sweep.command import load
 from lightning_rob.sweep.options import help_text, parse, parse_values
 from lightning_rob.sweep.outcome import Outcome
 from lightning_rob.sweep.points import Points, fingerprint
-from lightning_rob.sweep.variables import (
-    parts,
-    with_count,
-    with_eps,
-    with_members,
-    with_probability,
-)
+from lightning_rob.sweep.variables import with_count, with_members, with_probability
 from lightning_rob.threat import Threat
 from tests.tiny import TinyNet, arc, pgd, recipe, robust_eval, run, shell
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmetrics import SumMetric
 
 from lightning_rob.attacks import Attack
-from lightning_rob.callbacks.evaluation import Evaluation, told_apart, writing_folder
+from lightning_rob.callbacks.evaluation import Evaluation, at_radius, told_apart, writing_folder
 from lightning_rob.callbacks.record import append_lines, describe
 from lightning_rob.callbacks.referee import answers, play
 from lightning_rob.defenses import Defense, Single
@@ -42,6 +42,7 @@ class CrossEval(Evaluation):
         max_images: attack so many images only, a random choice by the seed; None attacks all.
         seed: of the evaluation's noise.
         record: file in the run's folder to which each matrix is appended as a line of JSON.
+        eps: radius of all attacks instead of their own, see `RobustEval`.
 
     Raises:
         ValueError: no attacks, one called "clean" or "acc", or a count below 1.
@@ -54,6 +55,7 @@ class CrossEval(Evaluation):
         max_images: int | None = None,
         seed: int = 0,
         record: str = "transfer.jsonl",
+        eps: float | None = None,
     ) -> None:
         if not attacks:
             raise ValueError("attacks must name at least one attack, got an empty dict")
@@ -62,7 +64,7 @@ class CrossEval(Evaluation):
                 f"no attack can be called {taken.pop()!r}: that column has another meaning"
             )
         super().__init__(every_n_epochs, max_images, seed)
-        self.attacks = dict(attacks)
+        self.attacks = at_radius(attacks, eps)
         self.record = record
         self.matrices: dict[str, TransferMatrix] = {}
         self.images = SumMetric()

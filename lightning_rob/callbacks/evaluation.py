@@ -10,8 +10,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lightning_rob.attacks import Attack
+from lightning_rob.attacks.rebuild import with_eps
 from lightning_rob.callbacks.progress import AttackProgress
 from lightning_rob.callbacks.record import versions
+from lightning_rob.threat import pixels
 
 Game = TypeVar("Game")
 
@@ -21,6 +24,13 @@ def at_least_one(**counts: int | None) -> None:
     for name, number in counts.items():
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
+
+
+def at_radius(attacks: Mapping[str, Attack], eps: float | None) -> dict[str, Attack]:
+    """The attacks in balls of this radius; as they are if it is None."""
+    if eps is None:
+        return dict(attacks)
+    return {name: with_eps(attack, pixels(eps)) for name, attack in attacks.items()}
 
 
 def told_apart(mine: Mapping[str, Game], others: Mapping[str, Game]) -> dict[str, Game]:

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
-from lightning_rob.callbacks.evaluation import Evaluation, at_least_one, writing_folder
+from lightning_rob.callbacks.evaluation import Evaluation, at_least_one, at_radius, writing_folder
 from lightning_rob.callbacks.record import append_lines, describe
 from lightning_rob.callbacks.referee import play
 from lightning_rob.defenses import Defense
@@ -40,6 +40,7 @@ class Gallery(Evaluation):
         max_images: attack so many images only, a random choice by the seed; None attacks all.
         seed: of the attacks' noise.
         name: of the files.
+        eps: radius of both attacks instead of their own, see `RobustEval`.
 
     Raises:
         ValueError: a count below 1, or names that are not two.
@@ -54,13 +55,13 @@ class Gallery(Evaluation):
         max_images: int | None = None,
         seed: int = 0,
         name: str = "gallery",
+        eps: float | None = None,
     ) -> None:
         super().__init__(1, max_images, seed)
         at_least_one(count=count)
         if names is not None and len(names) != 2:
             raise ValueError(f"names must be two, of the weak and the strong attack, got {names}")
-        self.weak = weak
-        self.strong = strong
+        self.weak, self.strong = at_radius({"weak": weak, "strong": strong}, eps).values()
         self.names = names or [type(attack).__name__ for attack in (weak, strong)]
         self.count = count
         self.name = name

@@ -13,6 +13,7 @@ from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.evaluation import (
     Evaluation,
     at_least_one,
+    at_radius,
     told_apart,
     writing_folder,
 )
@@ -52,6 +53,8 @@ class RobustEval(Evaluation):
         seed: of the evaluation's noise.
         panel: how many images to draw for TensorBoard: clean, perturbation, adversarial.
         record: file in the run's folder to which each result is appended as a line of JSON.
+        eps: radius of all attacks instead of their own, in pixel units; the steps of PGD and ARC
+            keep their share of it.
 
     Raises:
         ValueError: no attacks, or a count below 1.
@@ -67,6 +70,7 @@ class RobustEval(Evaluation):
         seed: int = 0,
         panel: int = 6,
         record: str = "robust.jsonl",
+        eps: float | None = None,
     ) -> None:
         if not attacks:
             raise ValueError("attacks must name at least one attack, got an empty dict")
@@ -76,7 +80,7 @@ class RobustEval(Evaluation):
             )
         super().__init__(every_n_epochs, max_images, seed)
         at_least_one(repeats=repeats)
-        self.attacks = dict(attacks)
+        self.attacks = at_radius(attacks, eps)
         self.target = target
         self.repeats = repeats
         self.panel = panel

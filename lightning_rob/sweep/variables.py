@@ -1,68 +1,20 @@
 """What a value of each variable means: a change of the attack, or of what is attacked."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from lightning_rob.attacks import ARC, PGD, Attack
+from lightning_rob.attacks import Attack
+from lightning_rob.attacks.rebuild import arguments, rebuilt, with_eps
 from lightning_rob.defenses import Defense, Ensemble
-
-
-def parts(attack: Attack) -> Iterator[Attack]:
-    """The attack and all that it is made of."""
-    yield attack
-    for value in _fields(attack).values():
-        for part in value if isinstance(value, tuple) else (value,):
-            if isinstance(part, Attack):
-                yield from parts(part)
-
-
-def rebuilt(attack: Attack, change: Callable[[Attack], dict[str, Any]]) -> Attack:
-    """The attack with fields changed, those of the attacks it is made of as well.
-
-    Args:
-        attack: a dataclass.
-        change: attack -> its fields that become others.
-    """
-
-    def inner(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(inner(part) for part in value)
-        return rebuilt(value, change) if isinstance(value, Attack) else value
-
-    made_of = {name: inner(value) for name, value in _fields(attack).items()}
-    return replace(attack, **made_of | change(attack))  # type: ignore[type-var]
-
-
-def _fields(attack: Attack) -> dict[str, Any]:
-    if not is_dataclass(attack):
-        raise ValueError(f"{type(attack).__name__} cannot be swept: it is not a dataclass")
-    return {field.name: getattr(attack, field.name) for field in fields(attack) if field.init}
-
-
-def with_eps(attack: Attack, eps: float) -> Attack:
-    """The attack in a ball of another radius; lengths of PGD and ARC keep their share of it."""
-
-    def change(part: Attack) -> dict[str, Any]:
-        if "threat" not in _fields(part):
-            return {}
-        threat = {"threat": replace(part.threat, eps=eps)}
-        if not isinstance(part, PGD | ARC):  # the step_size of others, as CW, is not in pixels
-            return threat
-        if part.threat.eps == 0:
-            raise ValueError(f"step_size cannot be scaled with eps: it is 0 in {part}")
-        return threat | {"step_size": part.step_size * (eps / part.threat.eps)}
-
-    return rebuilt(attack, change)
 
 
 def with_count(name: str) -> Callable[[Attack, float], Attack]:
     """The change of a count, such as steps, wherever an attack has one of that name."""
 
     def changed(attack: Attack, count: float) -> Attack:
-        return rebuilt(attack, lambda part: {name: int(count)} if name in _fields(part) else {})
+        return rebuilt(attack, lambda part: {name: int(count)} if name in arguments(part) else {})
 
     return changed
 
