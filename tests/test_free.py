@@ -46,17 +46,18 @@ def plain_loop(net, loader, epochs, replays, norm, clip=None):
     for _ in range(epochs):
         for x, y, _ in loader:
             for _ in range(replays):
-                d = delta[: len(x)].clone().requires_grad_()
+                d = delta[: len(x)].clone()
+                z = (x + d).clamp(0, 1).requires_grad_()
                 optimizer.zero_grad()
-                F.cross_entropy(net((x + d).clamp(0, 1)), y).backward()
+                F.cross_entropy(net(z), y).backward()
                 if clip:
                     torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
                 optimizer.step()
                 if norm == "linf":
-                    moved = (d.detach() + EPS * d.grad.sign()).clamp(-EPS, EPS)
+                    moved = (d + EPS * z.grad.sign()).clamp(-EPS, EPS)
                 else:
-                    lengths = d.grad.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
-                    moved = d.detach() + EPS * d.grad / lengths
+                    lengths = z.grad.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+                    moved = d + EPS * z.grad / lengths
                     lengths = moved.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
                     moved = moved * (EPS / lengths).clamp(max=1)
                 delta[: len(x)] = moved
@@ -86,6 +87,14 @@ def test_a_replay_is_a_step_and_a_batch_a_global_step():
     fit(module, DataLoader(images(), batch_size=8), 2)
     assert module.trainer.global_step == 6
     assert int(module.defense.net.norm.num_batches_tracked) == 24
+
+
+def test_black_and_white_pixels_are_perturbed_too():
+    """The slope of torch.clamp is 0 at its bounds."""
+    pairs = [((x > 0.5).double(), y, i) for x, y, i in images()]
+    module = FreeTraining(TinyNet, Threat("linf", EPS), 1).double()
+    fit(module, DataLoader(pairs, batch_size=8), 1)
+    assert (module.delta != 0).float().mean() > 0.9
 
 
 def test_it_withstands_more_than_standard_training():

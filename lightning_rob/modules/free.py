@@ -60,15 +60,17 @@ class FreeTraining(RobustModule):
         """Cross-entropy on the images with the perturbation as it stands."""
         missing = max(len(x) - len(self.delta), 0)
         self.delta = torch.cat([self.delta.to(x), x.new_zeros(missing, *x.shape[1:])])
-        self._live = self.delta[: len(x)].detach().requires_grad_()
-        return classification_loss(self.defense.logits(self.threat.apply(self._live, x))[0], y)
+        # The gradient is taken by the image: clamping has none at a pixel that is black or white.
+        self._live = self.threat.apply(self.delta[: len(x)], x).detach().requires_grad_()
+        return classification_loss(self.defense.logits(self._live)[0], y)
 
     def on_after_backward(self) -> None:
         """Move the perturbation, by the gradient that the same pass has found."""
         assert self._live.grad is not None
         step = self.threat.eps * self.threat.steepest(self._live.grad.nan_to_num())
         anywhere = replace(self.threat, bounds=(-math.inf, math.inf))
-        moved = anywhere.clip(self._live.detach() + step, self._live.detach())
+        moved = self.delta[: len(step)] + step
+        moved = anywhere.clip(moved, moved)
         self.delta = torch.cat([moved, self.delta[len(moved) :]])
 
     def optimizer_step(
