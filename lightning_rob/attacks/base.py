@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_rob.attacks.folding import folded
 from lightning_rob.defenses import Defense
+from lightning_rob.objectives import Objective, check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.threat import Threat
 
@@ -83,6 +84,27 @@ def check_images(x: Tensor, bounds: tuple[float, float]) -> None:
         raise ValueError(
             f"images must lie in {list(bounds)}, got values in [{low:.4g}, {high:.4g}]"
         )
+
+
+def height(
+    objective: Objective,
+    draws: int | None,
+    defense: Defense,
+    x: Tensor,
+    y: Tensor,
+    generator: Generator,
+    check: bool = False,
+) -> Tensor:
+    """The objective [B] of images [B, C, H, W] with labels [B], over so many draws of the defense.
+
+    With `check` labels out of range and logits that are not numbers raise a ValueError.
+    """
+    drawn = [defense.logits(x, generator) for _ in range(draws or 1)]
+    if check:
+        check_logits(drawn[0], y)
+    weights = defense.weights.repeat(len(drawn)) / len(drawn)
+    logits = torch.cat(drawn)
+    return objective(logits.float() if logits.itemsize < 4 else logits, weights, y)
 
 
 class Attack(ABC):

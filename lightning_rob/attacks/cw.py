@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.base import Attack, height
 from lightning_rob.defenses import Defense
-from lightning_rob.objectives import Objective, check_logits, expected_margin
+from lightning_rob.objectives import Objective, expected_margin
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.threat import Threat
 
@@ -151,11 +151,11 @@ class CW(Attack):
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         with torch.no_grad():
-            height = self._height(defense, x, y, generator, check=True)
-        done = height > self.confidence
-        const, low = torch.full_like(height, self.initial_const), torch.zeros_like(height)
-        high = torch.full_like(height, torch.inf)
-        best = Best(x.clone(), high.masked_fill(done, 0), height, done)
+            top = self._height(defense, x, y, generator, check=True)
+        done = top > self.confidence
+        const, low = torch.full_like(top, self.initial_const), torch.zeros_like(top)
+        high = torch.full_like(top, torch.inf)
+        best = Best(x.clone(), high.masked_fill(done, 0), top, done)
         live = (~done).nonzero()[:, 0]
         for _ in range(self.binary_steps if len(live) else 0):
             best.won = torch.zeros_like(done)
@@ -181,12 +181,12 @@ class CW(Attack):
         for count in range(1, self.steps + 1):
             run.w.requires_grad_()
             x_adv = self._images(run.w)
-            height = self._height(defense, x_adv, run.y, run.generator)
+            found = self._height(defense, x_adv, run.y, run.generator)
             squared = (x_adv - run.x).square().flatten(1).sum(1)
-            cost = squared + run.const * (self.confidence - height).clamp_min(0)
+            cost = squared + run.const * (self.confidence - found).clamp_min(0)
             (gradient,) = torch.autograd.grad(cost.sum(), run.w)
             size = squared.detach().sqrt()
-            best.keep(run.live, x_adv.detach(), size, height.detach(), self.confidence)
+            best.keep(run.live, x_adv.detach(), size, found.detach(), self.confidence)
             run.cost += cost.detach()
             run.step(gradient, self.step_size, count)
             if count % math.ceil(self.steps / 10) == 0:
@@ -207,8 +207,4 @@ class CW(Attack):
     def _height(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
     ) -> Tensor:
-        draws = [defense.logits(x, generator) for _ in range(self.draws or 1)]
-        if check:
-            check_logits(draws[0], y)
-        weights = defense.weights.repeat(len(draws)) / len(draws)
-        return self.objective(torch.cat(draws).to(x), weights, y)
+        return height(self.objective, self.draws, defense, x, y, generator, check).to(x)

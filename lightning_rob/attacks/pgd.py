@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.base import Attack, height
 from lightning_rob.defenses import Defense
-from lightning_rob.objectives import Objective, check_logits, expected_ce
+from lightning_rob.objectives import Objective, expected_ce
 from lightning_rob.randomness import Generator
 from lightning_rob.threat import Threat, pixels
 
@@ -85,11 +85,11 @@ class PGD(Attack):
         velocities = [torch.zeros_like(x) for _ in self.dampings]
         for step in range(self.steps):
             x_adv = x_adv.detach().requires_grad_()
-            height = self._height(defense, x_adv, y, generator, check=step == 0)
-            (gradient,) = torch.autograd.grad(height.sum(), x_adv)
+            climbed = self._height(defense, x_adv, y, generator, check=step == 0)
+            (gradient,) = torch.autograd.grad(climbed.sum(), x_adv)
             x_adv = x_adv.detach()
             if self.keep_best:
-                best, value = _better(best, value, x_adv, height.detach())
+                best, value = _better(best, value, x_adv, climbed.detach())
             velocities = self._accelerate(velocities, gradient)
             x_adv = self.threat.project(x_adv + self.step_size * self._direction(velocities), x)
         if self.keep_best or self.restarts > 1:
@@ -109,12 +109,7 @@ class PGD(Attack):
     def _height(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
     ) -> Tensor:
-        draws = [defense.logits(x, generator) for _ in range(self.draws or 1)]
-        if check:
-            check_logits(draws[0], y)
-        weights = defense.weights.repeat(len(draws)) / len(draws)
-        logits = torch.cat(draws)
-        return self.objective(logits.float() if logits.itemsize < 4 else logits, weights, y)
+        return height(self.objective, self.draws, defense, x, y, generator, check)
 
     @torch.no_grad()
     def _value(
