@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from torch import Tensor
 
 from lightning_rob.figures.page import blank
@@ -43,19 +44,25 @@ def heat_map(
     percent = 100 * matrix.detach().cpu().double()
     figure = blank(max(CELL * len(columns), 1.2) + 1.7, max(CELL * len(rows), 1.2) + 1.1)
     axes = figure.add_subplot()
-    image = axes.imshow(percent.numpy(), cmap="Blues", vmin=0, vmax=100)
-    axes.set_xticks(range(len(columns)), columns)
-    axes.set_yticks(range(len(rows)), rows)
+    image = shade(axes, percent, rows, columns)
     axes.set_xlabel(column_label)
     axes.set_ylabel(row_label)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    _write(axes, percent)
     bar = figure.colorbar(image, ax=axes, label="accuracy in %", ticks=range(0, 101, 25))
     bar.outline.set_visible(False)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=9, fontweight="bold")
     return figure
+
+
+def shade(axes: Axes, percent: Tensor, rows: Sequence[str], columns: Sequence[str]) -> AxesImage:
+    """Draw the cells of a matrix [R, C] in per cent with their names."""
+    image = axes.imshow(percent.numpy(), cmap="Blues", vmin=0, vmax=100)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    _write(axes, percent)
+    return image
 
 
 def _write(axes: Axes, percent: Tensor) -> None:
