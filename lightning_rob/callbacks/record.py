@@ -72,13 +72,13 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 def print_table(title: str, results: Iterable[Result]) -> None:
     """A table of accuracies for the terminal."""
     table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("attack")
+    rows = {(result.name, result.details.get("target")): result for result in results}
+    table.add_column("attack", min_width=max((len(name) for name, _ in rows), default=0))
     table.add_column("on")
     table.add_column("accuracy", justify="right")
     table.add_column("95 % interval", justify="right")
     table.add_column("images", justify="right")
     table.add_column("seconds", justify="right")
-    rows = {(result.name, result.details.get("target")): result for result in results}
     for result in rows.values():
         low, high = result.interval
         table.add_row(
