@@ -42,6 +42,10 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = ["__version__", *_HOME_OF]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Import a noun when it is first asked for: the command line answers before torch loads."""
     if name not in _HOME_OF:

@@ -62,6 +62,10 @@ class Streams:
         part.drawn = self.drawn
         return part
 
+    def apart(self, key: int) -> "Streams":
+        """Other streams for the same images, told from these by a key."""
+        return Streams(_mix(self.keys ^ fold(key, self.drawn)))
+
     def uniform(self, shape: Sequence[int]) -> Tensor:
         """[B, *shape] float32 in [0, 1)."""
         count = math.prod(shape)

@@ -21,7 +21,14 @@ from lightning.pytorch.cli import (
 from lightning_rob.data import ImageData
 from lightning_rob.modules import RobustModule
 
-USER_ERRORS = (ValueError, TypeError, FileNotFoundError, MisconfigurationException, yaml.YAMLError)
+USER_ERRORS = (
+    ValueError,
+    TypeError,
+    FileNotFoundError,
+    ModuleNotFoundError,  # of an extra
+    MisconfigurationException,
+    yaml.YAMLError,
+)
 RECIPE = "lightning_rob_recipe"
 
 

@@ -69,6 +69,12 @@ class Threat:
         if not self.bounds[0] < self.bounds[1]:
             raise ValueError(f"bounds must be (low, high) with low < high, got {self.bounds}")
 
+    def __str__(self) -> str:
+        """Norm and radius, the latter in 255ths where it is some: "linf 8/255"."""
+        of_255 = self.eps * 255
+        whole = 0 < of_255 < 255 and abs(of_255 - round(of_255)) < 1e-6
+        return f"{self.norm} {f'{round(of_255)}/255' if whole else f'{self.eps:.4g}'}"
+
     @property
     def p(self) -> float:
         """The order of the norm; infinity for linf."""

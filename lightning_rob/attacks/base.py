@@ -127,8 +127,12 @@ class Attack(ABC):
             [B, C, H, W] images within the threat's ball and bounds, detached.
 
         Raises:
+            TypeError: a plain network.
             ValueError: images or labels out of range.
         """
+        if not isinstance(defense, Defense):
+            kind = type(defense).__name__
+            raise TypeError(f"attacks are on a Defense, got {kind}: wrap a network, Single(net)")
         check_images(x, self.threat.bounds)
         if y.shape != x.shape[:1]:
             raise ValueError(f"{len(x)} images need labels [{len(x)}], got {list(y.shape)}")

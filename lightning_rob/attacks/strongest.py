@@ -41,11 +41,13 @@ class Strongest(Attack):
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         best, lowest = x.clone(), x.new_full((len(x),), torch.inf)
-        for attack in self.attacks:
+        for turn, attack in enumerate(self.attacks):
             live = (lowest > 0).nonzero()[:, 0]
             if not len(live):
                 break
-            part = generator[live] if isinstance(generator, Streams) else generator
+            part = generator
+            if isinstance(generator, Streams):
+                part = generator[live].apart(turn) if turn else generator[live]
             x_adv = attack.perturb(defense, x[live], y[live], part)
             with torch.no_grad():
                 right = defense(x_adv, part).gather(1, y[live, None])[:, 0].to(lowest)

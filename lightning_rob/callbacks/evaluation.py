@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_rob.attacks import Attack
 from lightning_rob.attacks.rebuild import with_eps
 from lightning_rob.callbacks.progress import AttackProgress
-from lightning_rob.callbacks.record import versions
+from lightning_rob.callbacks.record import SESSION, versions
 from lightning_rob.threat import pixels
 
 Game = TypeVar("Game")
@@ -128,6 +128,7 @@ class Evaluation(Callback, ABC):
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
             "seed": self.seed,
+            "session": SESSION,
             "versions": versions(),
         }
 

@@ -93,6 +93,10 @@ class Gallery(Evaluation):
     ) -> None:
         """Attack the batch, and what is left of it by the weak attack again by the strong one."""
         defense = pl_module.defense
+        for attack in (self.weak, self.strong):
+            if len(attack.strategies(defense)) > 1:
+                name = type(attack).__name__
+                raise ValueError(f"a gallery shows one strategy, {name} draws one: use OnMember")
         weak, after = self._duel(0, self.weak, defense, x, y, index)
         left = (after > 0).nonzero()[:, 0]
         strong, end = self._duel(1, self.strong, defense, x[left], y[left], index[left])

@@ -1,9 +1,11 @@
 """What an evaluation found, as a line of JSON and as a table."""
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_rob.metrics import wilson
+
+# Tells the evaluations of one process from those of another in the same folder.
+SESSION = f"{datetime.now().astimezone().isoformat(timespec='seconds')} {os.getpid()}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ def print_table(title: str, results: Iterable[Result]) -> None:
     rows = {(result.name, result.details.get("target")): result for result in results}
     table.add_column("attack", min_width=max((len(name) for name, _ in rows), default=0))
     table.add_column("on")
+    table.add_column("within")
     table.add_column("accuracy", justify="right")
     table.add_column("95 % interval", justify="right")
     table.add_column("images", justify="right")
@@ -84,6 +90,7 @@ def print_table(title: str, results: Iterable[Result]) -> None:
         table.add_row(
             result.name,
             str(result.details.get("target", "")).replace("_", " "),
+            str(result.details.get("ball", "")),
             f"{result.accuracy:.1%}",
             f"{low:.1%} … {high:.1%}",
             str(result.n),

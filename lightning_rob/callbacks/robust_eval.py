@@ -175,6 +175,7 @@ class RobustEval(Evaluation):
         found = [measured("clean", scores[:, 0], 0.0, shared)]
         for i, (name, attack) in enumerate(self.attacks.items(), start=1):
             details = shared | {"attack": describe(attack), "threat": repr(attack.threat)}
+            details["ball"] = str(attack.threat)
             found.append(measured(name, scores[:, i], self.seconds[name], details))
         return found
 
@@ -185,7 +186,9 @@ class RobustEval(Evaluation):
             return []
         over = [name for sibling in due for name in sibling.attacks]
         scores = minimum([sibling.table.rows() for sibling in due])
-        details = shared | {"attack": "per-image minimum", "over": over}
+        balls = {str(attack.threat) for s in due for attack in s.attacks.values()}
+        ball = balls.pop() if len(balls) == 1 else "several!"
+        details = shared | {"attack": "per-image minimum", "over": over, "ball": ball}
         return [measured("worst", scores, 0.0, details)]
 
     def _publish(self, trainer: Trainer, stage: str, results: list[Result]) -> None:

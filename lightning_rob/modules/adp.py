@@ -29,6 +29,7 @@ def adp(logits: Tensor, y: Tensor, alpha: float, beta: float) -> Tensor:
     Returns:
         [B], to be made large.
     """
+    logits = logits.float() if logits.itemsize < 4 else logits
     log_mean = logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
     entropy = -(log_mean.exp() * log_mean).sum(-1)
     wrong = ~one_hot(y, logits.shape[-1]).bool()

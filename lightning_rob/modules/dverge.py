@@ -53,15 +53,14 @@ def features(net: nn.Module, layer: str, x: Tensor) -> Tensor:
 
 
 class _Features(Defense):
-    """A network as PGD sees it here: its "logits" are a layer's features."""
+    """A network as PGD sees it here: its "logits" are a layer's features.
+
+    It tells no `classifiers`, so that BatchNorm is not folded into the layer before it.
+    """
 
     def __init__(self, net: nn.Module, layer: str) -> None:
         super().__init__(torch.ones(1), mean_probs)
         self.net, self.layer = net, layer
-
-    @property
-    def classifiers(self) -> list[nn.Module]:
-        return [self.net]
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         return features(self.net, self.layer, x).unsqueeze(0)
@@ -100,7 +99,7 @@ def distil(
     Returns:
         [B, C, H, W].
     """
-    with attacking(net), torch.no_grad():
+    with attacking(_Features(net, layer)), torch.no_grad():
         wanted = features(net, layer, target).float()
     search = PGD(
         Threat("linf", eps), steps, step_size, objective=_closeness_to(wanted), random_start=False

@@ -64,7 +64,9 @@ def losses_and_gradients(
 
 def cosines(gradients: Tensor) -> Tensor:
     """The cosine of each pair of members: [M, B, D] -> [M (M - 1) / 2, B]."""
-    directions = nn.functional.normalize(gradients, dim=-1)
+    # By the largest entry first: the squares of a confident network's gradients underflow.
+    tall = gradients.detach().abs().amax(-1, keepdim=True).clamp_min(torch.finfo().tiny)
+    directions = nn.functional.normalize(gradients / tall, dim=-1)
     a, b = torch.triu_indices(len(gradients), len(gradients), offset=1)
     return (directions[a] * directions[b]).sum(-1)
 

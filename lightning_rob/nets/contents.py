@@ -47,6 +47,12 @@ def tensors_in(path: str | os.PathLike[str]) -> State:
     return dict(_tensors(_read(path)))
 
 
+def members_begun(path: str | os.PathLike[str]) -> int | None:
+    """How many members a checkpoint of staged training (BAT, IAT) has begun; None for others."""
+    staged = content.get("staged") if isinstance(content := _read(path), Mapping) else None
+    return staged["stage"] + 1 if isinstance(staged, Mapping) and "stage" in staged else None
+
+
 def without(tensors: State, drop: Sequence[str]) -> State:
     """Those whose names have none of the given parts, from the start of a component on."""
     dropped = tuple(f".{part}" for part in drop)

@@ -107,7 +107,7 @@ def read(folder: Path) -> Run:
     sweep: list[Fields] = []
     others: dict[str, Fields] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        for fields in lines(path):
+        for fields in current(lines(path)):
             if path.stem.startswith(SWEEP):
                 sweep.append(fields)
             elif is_matrix(fields.get("matrix")):
@@ -129,6 +129,13 @@ def read(folder: Path) -> Run:
         config=_parsed(text),
         pictures=sorted(folder.glob("*.png")),
     )
+
+
+def current(found: Iterable[Fields]) -> list[Fields]:
+    """The lines without earlier tests: what was tested then may have had other weights."""
+    kept = list(found)
+    tests = [fields.get("session") for fields in kept if fields.get("stage") == "test"]
+    return [f for f in kept if f.get("stage") != "test" or f.get("session") == tests[-1]]
 
 
 def is_matrix(value: Any) -> bool:

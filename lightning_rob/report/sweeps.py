@@ -16,8 +16,10 @@ Point = tuple[str, Record]  # the value as a text, and what was found there
 
 def sweeps(lines: Sequence[Fields], level: int) -> Iterator[Block]:
     """A table for each variable, and what the attacks were."""
-    for variable in dict.fromkeys(str(fields.get("variable", "value")) for fields in lines):
-        mine = [f for f in lines if str(f.get("variable", "value")) == variable]
+    measured = [fields for fields in lines if "study" not in fields]
+    for variable in dict.fromkeys(str(fields.get("variable", "value")) for fields in measured):
+        mine = [f for f in measured if str(f.get("variable", "value")) == variable]
+        mine = _of_the_last_study(mine, lines, variable)
         points = list(_points(mine))
         if points:
             yield Heading(level, f"Sweep over {variable}")
@@ -27,6 +29,18 @@ def sweeps(lines: Sequence[Fields], level: int) -> Iterator[Block]:
         if any(r.an_attack and r.attack for r in first):
             at = f"Every argument of every attack, at {variable} {points[0][0]}"
             yield card(first, at)
+
+
+def _of_the_last_study(
+    mine: Sequence[Fields], lines: Sequence[Fields], variable: str
+) -> list[Fields]:
+    """What the last sweep that came to its end had in its table; all if none did."""
+    studies = [f["study"] for f in lines if isinstance(f.get("study"), dict)]
+    ended = [study for study in studies if study.get("variable") == variable]
+    if not ended:
+        return list(mine)
+    points = {(value, key) for value, key in ended[-1]["points"]}
+    return [f for f in mine if (f.get("value"), f.get("reuse", {}).get("key")) in points]
 
 
 def _points(lines: Sequence[Fields]) -> Iterator[Point]:

@@ -29,6 +29,9 @@ class Silent(RobustEval):
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Print nothing."""
 
+    def _publish(self, trainer: Trainer, stage: str, results: list[Result]) -> None:
+        """The sweep has a record of its own."""
+
 
 class Unseen(ProgressBar):
     """No bar of its own: lets the attacks show theirs."""

@@ -1,13 +1,15 @@
 """What a sweep found: a table for the terminal, Markdown, a figure and a sentence."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from lightning_rob.callbacks.record import Result
+from lightning_rob.callbacks.record import Result, append_lines
 from lightning_rob.figures.curves import Curve, curves
 from lightning_rob.figures.page import save
 from lightning_rob.sweep.options import Study, Value
@@ -139,9 +141,19 @@ class Outcome:
             table.add_row(*(f"[bold]{cell}[/]" if "*" in cell else cell for cell in row))
         console.print(table)
 
+    def contents(self) -> dict[str, Any]:
+        """Which figures of the record the table has: it may hold those of other studies."""
+        points = [
+            [value.number, result.details["reuse"]["key"]]
+            for value, row in self.table.items()
+            for result in row.values()
+        ]
+        return {"variable": self.study.over, "points": points}
+
     def tell(self, folder: Path) -> None:
         """Print the table, and write it and the figure to the folder."""
         self.show(Console())
+        append_lines(folder / "sweep_studies.jsonl", [json.dumps({"study": self.contents()})])
         save(self.figure(), folder / "sweep.png")
         (folder / "sweep.md").write_text(self.markdown())
         if self.study.best:

@@ -128,11 +128,15 @@ def _games(
 
 
 def worst(games: Sequence[Game], points: Points) -> list[Result]:
-    """Each image's minimum over the attacks on the whole defense, if there are several."""
+    """Each image's minimum over the attacks on the whole defense, if there are several.
+
+    Like that of `RobustEval` it counts the clean image too.
+    """
     counted = [game for game in games if game.counts]
-    over = [points[game.key] for game in counted]
-    if len(over) < 2:
+    if len(counted) < 2:
         return []
+    clean = [game for game in games if game.attack is None]
+    over = [points[game.key] for game in (*counted, *clean)]
     tables = [(images, scores[:, None]) for images, scores in map(scores_of, over)]
     images = tables[0][0]
     for others, _ in tables[1:]:

@@ -21,9 +21,12 @@ Scores = tuple[Tensor, Tensor]  # indices [N], rising, and scores [N]
 def fingerprint(defense: Defense) -> str:
     """What tells a defense from all others: its networks, their weights, its probabilities."""
     digest = hashlib.sha256(f"{describe(defense)} {describe(defense.rule)}".encode())
-    for name, tensor in [*defense.state_dict().items(), ("probs", defense.weights)]:
+    # Buffers by themselves: normalisation and probabilities are in no state dict.
+    for name, tensor in [*defense.named_parameters(), *defense.named_buffers()]:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(
+            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()[:16]
 
 
