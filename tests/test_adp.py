@@ -57,3 +57,9 @@ def test_the_loss_is_the_sum_of_cross_entropies_less_the_regulariser():
     ce = sum(torch.nn.functional.cross_entropy(z, y).item() for z in logits)
     regulariser = reference_adp(logits.detach().double().numpy(), y.tolist(), 1.5, 0.3).mean()
     assert module.loss(x, y).item() == pytest.approx(ce - regulariser, abs=1e-4)
+
+
+def test_half_precision_is_computed_in_single():
+    logits = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    y = torch.tensor([0, 1, 2, 3, 0])
+    assert torch.equal(adp(logits, y, 2, 0.5), adp(logits.float(), y, 2, 0.5))

@@ -253,3 +253,15 @@ def test_members_answer_by_their_probabilities(numbered):
     torch.testing.assert_close(
         assembled.defense(x), random_member(logits, torch.tensor([0.5, 0.3, 0.2]))
     )
+
+
+def test_members_that_training_has_not_begun_are_left_out(tmp_path):
+    nets = [TinyNet() for _ in range(3)]
+    path = tmp_path / "stopped.ckpt"
+    state = nn.ModuleDict({"members": nn.ModuleList(nets)}).state_dict()
+    torch.save({"state_dict": state, "staged": {"stage": 1, "best": {}}}, path)
+    members = Assembled(TinyNet, str(path)).defense.classifiers
+    assert len(members) == 2
+    assert all(same(one, other) for one, other in zip(members, nets, strict=False))
+    with pytest.raises(ValueError, match="holds 2 members, not 3"):
+        Assembled(TinyNet, str(path), members=3)

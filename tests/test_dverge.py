@@ -158,3 +158,17 @@ def test_warming_up_is_clean_training():
     x, y = batch()
     clean = sum(F.cross_entropy(m(x), y) for m in module.members)
     torch.testing.assert_close(module.loss(x, y), clean)
+
+
+def test_a_convolution_before_batch_norm_is_distilled_as_it_is():
+    torch.manual_seed(0)
+    net = ConvNet()
+    for _ in range(3):
+        net(torch.rand(8, 3, 8, 8))  # statistics that folding would move into the convolution
+    source, target = torch.rand(2, 4, 3, 8, 8)
+    found = distil(net, "0", source, target, eps=1.0, steps=30, step_size=0.05)
+    net.eval()
+    far, near = (
+        (features(net, "0", z) - features(net, "0", target)).norm() for z in (source, found)
+    )
+    assert near < 0.2 * far

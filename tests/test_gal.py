@@ -107,3 +107,8 @@ def test_the_loss_is_the_mean_cross_entropy_and_the_alignment():
     expected = ce + 0.7 * reference_gal(torch.stack(gradients).numpy()).mean()
     assert module.loss(x, y).item() == pytest.approx(expected, abs=1e-6)
     assert not module.members[0].first.weight.grad
+
+
+def test_tiny_gradients_keep_their_directions():
+    gradients = torch.randn(3, 5, 20, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(gal(1e-25 * gradients), gal(gradients))

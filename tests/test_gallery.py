@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 from PIL import Image
 
-from lightning_rob.attacks import PGD
+from lightning_rob.attacks import PGD, RandomMember
 from lightning_rob.callbacks import Gallery
 from lightning_rob.figures.gallery import Case, Shown, amplification, gallery
 from lightning_rob.threat import Threat
@@ -217,3 +217,9 @@ def test_two_galleries_need_two_names(ensemble):
 def test_no_case_is_no_gallery():
     with pytest.raises(ValueError, match="at least one case"):
         gallery([], ("one", "two"))
+
+
+def test_a_drawn_strategy_is_refused(ensemble):
+    drawn = RandomMember(PGD(Threat("linf", 0.1), 1, 0.1))
+    with pytest.raises(ValueError, match="RandomMember draws one"):
+        show(ensemble, Gallery(drawn, PGD(Threat("linf", 0.1), 1, 0.1)))

@@ -406,3 +406,29 @@ def test_texts_of_attacks_are_taken_apart():
 def test_a_table_of_unequal_rows_is_an_error():
     with pytest.raises(ValueError):
         Table("x", ["a", "b"], [["1", "2", Cell("3")]]).html()
+
+
+def test_what_an_earlier_process_tested_is_not_shown(tmp_path):
+    old = [line("clean", 0.9, session="a"), line("apgd", 0.8, session="a")]
+    new = [line("arc", 0.4, session="b")]
+    (tmp_path / "robust.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (*old, *new)))
+    (found,) = find([tmp_path])
+    assert [r.name for r in found.evaluations.last()] == ["arc"]
+
+
+def test_a_sweep_shows_its_last_study(tmp_path):
+    def point(value, accuracy, key):
+        place = {"variable": "steps", "value": value, "reuse": {"key": key}}
+        return line("apgd", accuracy, **place)
+
+    points = [point(1.0, 0.911, "weak"), point(1.0, 0.722, "strong"), point(2.0, 0.533, "strong")]
+    study = {"study": {"variable": "steps", "points": [[1.0, "weak"]]}}
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    (folder / "sweep.jsonl").write_text("".join(json.dumps(x) + "\n" for x in points))
+    (folder / "sweep_studies.jsonl").write_text(json.dumps(study) + "\n")
+    main(["report", str(folder), "--out", str(tmp_path / "page.html")])
+    page = (tmp_path / "page.md").read_text()
+    assert "91.1" in page
+    assert "72.2" not in page
+    assert "53.3" not in page

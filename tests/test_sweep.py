@@ -15,6 +15,7 @@ from lightning_rob.attacks.rebuild import parts, with_eps
 from lightning_rob.callbacks.robust_eval import whole
 from lightning_rob.defenses import Ensemble, first_member
 from lightning_rob.metrics import robust_accuracy
+from lightning_rob.nets import SmallCNN
 from lightning_rob.run import Command
 from lightning_rob.sweep.command import load
 from lightning_rob.sweep.options import help_text, parse, parse_values
@@ -408,3 +409,12 @@ def test_two_processes_find_the_same(trained, tmp_path):
     assert done.returncode == 0, done.stderr
     assert figures(lines(tmp_path / "two")) == figures(alone)
     assert len(lines(tmp_path / "two")) == len(alone)
+
+
+def test_a_fingerprint_knows_the_normalisation():
+    torch.manual_seed(0)
+    one = SmallCNN()
+    other = SmallCNN(mean=[0.4], std=[0.2])
+    other.load_state_dict(one.state_dict())
+    prints = {fingerprint(Ensemble([net, net])) for net in (one, other, one)}
+    assert len(prints) == 2

@@ -285,3 +285,17 @@ def test_start_of_half_precision_images_is_finite(norm, dtype):
     start = Threat(norm, 0.5).start(x, Streams.keyed(torch.arange(4)))
     assert start.dtype == dtype
     assert start.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("threat", "said"),
+    [
+        (Threat("linf", "8/255"), "linf 8/255"),
+        (Threat("l2", 128 / 255), "l2 128/255"),
+        (Threat("l2", 0.1), "l2 0.1"),
+        (Threat("l2", 2.0), "l2 2"),
+        (Threat("linf", 0), "linf 0"),
+    ],
+)
+def test_a_threat_in_words(threat, said):
+    assert str(threat) == said
