@@ -61,6 +61,10 @@ class RobustModule(LightningModule, ABC):
         for buffer in self.buffers() if self.trainer.world_size > 1 else ():
             torch.distributed.broadcast(buffer, 0)
 
+    def on_test_epoch_start(self) -> None:
+        """The same before a test."""
+        self.on_validation_epoch_start()
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Clean accuracy, `val/acc`."""
         self._score("val", self.val_accuracy, batch)

@@ -72,9 +72,7 @@ def _layers(net: nn.Module) -> list[Normalize]:
 
 
 def _differ(own: Tensor, other: Tensor) -> bool:
-    """Whether they are for the same channels, or one number for all, but other numbers."""
-    if other.shape[1] == 1:
-        other = other.expand_as(own)
+    """Whether they are for the same channels, but other numbers."""
     return own.shape == other.shape and not torch.allclose(own, other.to(own), atol=1e-6)
 
 
