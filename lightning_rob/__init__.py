@@ -8,7 +8,7 @@ __version__ = version("lightning-rob")
 
 _HOMES = {
     "threat": ["Threat"],
-    "defenses": ["Defense", "Ensemble", "Mixture", "Single"],
+    "defenses": ["Defense", "Ensemble", "Mixture", "RandomTransforms", "Single"],
     "attacks": [
         "ARC",
         "CW",

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 COMMANDS = {
@@ -12,8 +13,11 @@ COMMANDS = {
     "test": "evaluate on the test set and print a table; needs only --ckpt_path",
     "predict": "the probability of each answer, image by image",
     "sweep": "attack a checkpoint value by value of a variable: a table and a figure",
+    "tune": "search the values of a recipe's keys by Bayesian optimisation",
+    "bpda": "train networks whose gradients stand in for those of random transforms",
     "report": "turn the records of runs into one HTML page and a Markdown table",
 }
+OWN_OPTIONS = ("sweep", "bpda")
 HELP = """usage: lightning-rob COMMAND [options]
 
 Train adversarially robust ensembles and tell the truth about them, every epoch.
@@ -54,10 +58,12 @@ def main(args: Sequence[str] | None = None) -> None:
         _fail(f"unknown command {args[0]!r}, choose from {', '.join(COMMANDS)}")
     elif args[0] == "report":
         _report(args[1:])
-    elif args[0] == "sweep" and {"-h", "--help"} & set(args):
-        from lightning_rob.sweep.options import help_text
+    elif args[0] in OWN_OPTIONS and {"-h", "--help"} & set(args):
+        print(import_module(f"lightning_rob.{args[0]}.options").help_text())
+    elif args[0] == "tune" and {"-h", "--help"} & set(args):
+        from lightning_rob.tune.options import HELP as TUNE_HELP
 
-        print(help_text())
+        print(TUNE_HELP)
     else:
         _run(args)
 
@@ -70,8 +76,11 @@ def _run(args: list[str]) -> None:
     from lightning_rob.run import Command, InputError
 
     start: Callable[[list[str]], Any] = Command
-    if args[0] == "sweep":
-        from lightning_rob.sweep.command import main as start
+    if args[0] in OWN_OPTIONS:
+        start = import_module(f"lightning_rob.{args[0]}.command").main
+        args = args[1:]
+    elif args[0] == "tune":
+        from lightning_rob.tune.command import main as start
 
         args = args[1:]
     if os.environ.get("LIGHTNING_ROB_DEBUG"):

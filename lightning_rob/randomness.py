@@ -66,6 +66,12 @@ class Streams:
         """Other streams for the same images, told from these by a key."""
         return Streams(_mix(self.keys ^ fold(key, self.drawn)))
 
+    def split(self, count: int) -> "Streams":
+        """[count * B] streams, so many new ones for each image; another call gives others."""
+        parts = [self.apart(key).keys for key in range(count)]
+        self.drawn += 1
+        return Streams(torch.cat(parts))
+
     def uniform(self, shape: Sequence[int]) -> Tensor:
         """[B, *shape] float32 in [0, 1)."""
         count = math.prod(shape)

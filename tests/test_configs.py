@@ -13,7 +13,8 @@ from tests.test_nets import dverge_state
 from tests.tiny import ROOT, recipe, records, run
 
 NETS = sorted((ROOT / "configs").glob("net_*.yaml"))
-MIX_INS = [*NETS, ROOT / "configs/ddp.yaml", ROOT / "configs/debug.yaml"]
+SPACES = sorted((ROOT / "configs").glob("tune_*.yaml"))
+MIX_INS = [*NETS, *SPACES, ROOT / "configs/ddp.yaml", ROOT / "configs/debug.yaml"]
 CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.yaml") if p not in MIX_INS)
 ASSEMBLED = [p for p in CONFIGS if "class_path: Assembled" in p.read_text()]
 RECIPES = [p for p in CONFIGS if p not in ASSEMBLED]

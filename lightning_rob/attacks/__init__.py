@@ -1,24 +1,35 @@
 """Attacks: frozen dataclasses called as x_adv = attack(defense, x, y, generator)."""
 
 from lightning_rob.attacks.arc import ARC, arc_linear
+from lightning_rob.attacks.ascent import Adam, AggMo, Ascent, Nesterov, aggmo
 from lightning_rob.attacks.auto import AutoAttack
+from lightning_rob.attacks.backward import SGM, LinBP
 from lightning_rob.attacks.base import Attack, attacking, evaluating
 from lightning_rob.attacks.cw import CW
 from lightning_rob.attacks.deepfool import DeepFool
 from lightning_rob.attacks.member import OnMember, RandomMember
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.strongest import Strongest
+from lightning_rob.attacks.targeted import Targeted
 
 __all__ = [
     "ARC",
     "CW",
     "PGD",
+    "SGM",
+    "Adam",
+    "AggMo",
+    "Ascent",
     "Attack",
     "AutoAttack",
     "DeepFool",
+    "LinBP",
+    "Nesterov",
     "OnMember",
     "RandomMember",
     "Strongest",
+    "Targeted",
+    "aggmo",
     "arc_linear",
     "attacking",
     "evaluating",

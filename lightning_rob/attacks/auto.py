@@ -43,7 +43,7 @@ class AutoAttack(Attack):
             "rand" (APGD-CE and APGD-DLR on the mean gradient of 20 answers), or "custom".
         attacks: which ones a "custom" version runs, in this order and as the standard one would,
             with one restart: "apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square".
-        draws: how often a random defense is drawn for one answer; None draws once.
+        draws: how often a random defense is drawn for one answer; None as often as for its own.
         batch_size: how many images are attacked at a time; None takes them as they come.
 
     Raises:
@@ -105,8 +105,8 @@ class AutoAttack(Attack):
 
     def _answer(self, defense: Defense, x: Tensor, generator: Generator) -> Tensor:
         """One score per class, of which the largest is the answer: [B, C, H, W] -> [B, K]."""
-        logits = torch.cat([defense.logits(x, generator) for _ in range(self.draws or 1)]).float()
-        weights = defense.weights.to(logits).repeat(self.draws or 1) / (self.draws or 1)
+        logits, weights = defense.drawn(x, generator, self.draws)
+        logits, weights = logits.float(), weights.to(logits)
         if len(logits) == 1:
             return logits[0]
         if defense.rule is mean_logits:

@@ -55,7 +55,7 @@ def _called_as_a_whole(defense: nn.Module) -> list[nn.Module]:
     if not isinstance(defense, Defense):
         return [defense]
     try:
-        return defense.classifiers
+        return defense.networks
     except TypeError:
         return []
 
@@ -99,11 +99,9 @@ def height(
 
     With `check` labels out of range and logits that are not numbers raise a ValueError.
     """
-    drawn = [defense.logits(x, generator) for _ in range(draws or 1)]
+    logits, weights = defense.drawn(x, generator, draws)
     if check:
-        check_logits(drawn[0], y)
-    weights = defense.weights.repeat(len(drawn)) / len(drawn)
-    logits = torch.cat(drawn)
+        check_logits(logits, y)
     return objective(logits.float() if logits.itemsize < 4 else logits, weights, y)
 
 

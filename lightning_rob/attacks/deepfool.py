@@ -82,7 +82,7 @@ class DeepFool(Attack):
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
     ) -> Tensor:
         """The mean over draws: [B, K]."""
-        draws = [defense.logits(x, generator) for _ in range(self.draws or 1)]
+        logits, weights = defense.drawn(x, generator, self.draws)
         if check:
-            check_logits(draws[0], y)
-        return torch.stack([expectation(defense.weights, draw) for draw in draws]).mean(0)
+            check_logits(logits, y)
+        return expectation(weights, logits)

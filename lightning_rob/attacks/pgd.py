@@ -1,17 +1,20 @@
 """Projected gradient ascent, one loop for all its names."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_rob.attacks.ascent import AggMo, Ascent
 from lightning_rob.attacks.base import Attack, height
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import Objective, expected_ce
 from lightning_rob.randomness import Generator
 from lightning_rob.threat import Threat, pixels
+
+Backward = Callable[[Defense], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,13 @@ class PGD(Attack):
         random_start: start from a random point of the ball instead of the image.
         keep_best: keep each image's best iterate (the image itself included), not the last one.
         dampings: one velocity per number, v <- damping * v + steepest(gradient); the step is the
-            mean of their steepest directions (RT paper, Algorithm 1, as its authors run it).
-        backward: a context such as SGM or LinBP, entered with the defense.
+            mean of their steepest directions: short for `AggMo(dampings)`.
+        backward: a context such as SGM or LinBP, or several, entered in turn with the defense.
+        ascent: any other optimiser of `lightning_rob.attacks.ascent`, instead of dampings.
 
     Raises:
-        ValueError: a count below 1, a step size that is not positive, a damping outside [0, 1).
+        ValueError: a count below 1, a step size that is not positive, a damping outside [0, 1),
+            both dampings and another optimiser.
     """
 
     threat: Threat
@@ -49,29 +54,35 @@ class PGD(Attack):
     random_start: bool = True
     keep_best: bool = False
     dampings: tuple[float, ...] = (0.0,)
-    backward: Callable[[Defense], AbstractContextManager[None]] | None = None
+    backward: Backward | Sequence[Backward] | None = None
+    ascent: Ascent | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "step_size", pixels(self.step_size))
         object.__setattr__(self, "dampings", tuple(self.dampings))
+        if isinstance(self.backward, Sequence):
+            object.__setattr__(self, "backward", tuple(self.backward))
         counts = {"steps": self.steps, "restarts": self.restarts, "draws": self.draws}
         for name, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
         if not self.step_size > 0:
             raise ValueError(f"step_size must be positive, got {self.step_size}")
-        if not self.dampings or not all(0 <= d < 1 for d in self.dampings):
-            raise ValueError(f"dampings must be numbers in [0, 1), got {self.dampings}")
+        if AggMo(self.dampings) != AggMo((0.0,)) and self.ascent:
+            raise ValueError(f"give dampings {self.dampings} or {self.ascent}, not both")
         if self.restarts > 1 and not self.random_start:
             raise ValueError(f"{self.restarts} restarts without random_start are one and the same")
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
-        with self.backward(defense) if self.backward else nullcontext():
+        with ExitStack() as stack:
+            chosen = self.backward or ()
+            for backward in chosen if isinstance(chosen, Sequence) else (chosen,):
+                stack.enter_context(backward(defense))
             best, value = self._run(defense, x, y, generator)
             for _ in range(self.restarts - 1):
                 again, other = self._run(defense, x, y, generator)
-                best, value = _better(best, value, again, other)
+                best, value = better(best, value, again, other)
         return best
 
     def _run(
@@ -82,29 +93,19 @@ class PGD(Attack):
         best, value = x, x.new_full((len(x),), -torch.inf)
         if self.keep_best and self.random_start:
             value = self._value(defense, x, y, generator, check=True)
-        velocities = [torch.zeros_like(x) for _ in self.dampings]
+        move = (self.ascent or AggMo(self.dampings)).begin(self.threat)
         for step in range(self.steps):
             x_adv = x_adv.detach().requires_grad_()
             climbed = self._height(defense, x_adv, y, generator, check=step == 0)
             (gradient,) = torch.autograd.grad(climbed.sum(), x_adv)
             x_adv = x_adv.detach()
             if self.keep_best:
-                best, value = _better(best, value, x_adv, climbed.detach())
-            velocities = self._accelerate(velocities, gradient)
-            x_adv = self.threat.project(x_adv + self.step_size * self._direction(velocities), x)
+                best, value = better(best, value, x_adv, climbed.detach())
+            x_adv = self.threat.project(x_adv + self.step_size * move(gradient.nan_to_num()), x)
         if self.keep_best or self.restarts > 1:
             last = self._value(defense, x_adv, y, generator)
-            return _better(best, value, x_adv, last) if self.keep_best else (x_adv, last)
+            return better(best, value, x_adv, last) if self.keep_best else (x_adv, last)
         return x_adv, value
-
-    def _accelerate(self, velocities: list[Tensor], gradient: Tensor) -> list[Tensor]:
-        if self.dampings == (0.0,):
-            return [gradient]
-        g = self.threat.steepest(gradient)
-        return [d * v + g for d, v in zip(self.dampings, velocities, strict=True)]
-
-    def _direction(self, velocities: list[Tensor]) -> Tensor:
-        return torch.stack([self.threat.steepest(v) for v in velocities]).mean(0)
 
     def _height(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
@@ -118,7 +119,7 @@ class PGD(Attack):
         return self._height(defense, x, y, generator, check)
 
 
-def _better(a: Tensor, value_a: Tensor, b: Tensor, value_b: Tensor) -> tuple[Tensor, Tensor]:
+def better(a: Tensor, value_a: Tensor, b: Tensor, value_b: Tensor) -> tuple[Tensor, Tensor]:
     """Per image, whichever of two has the larger objective; the first one on ties."""
     wins = value_b > value_a
     return torch.where(wins.view(-1, *[1] * (a.dim() - 1)), b, a), torch.where(

@@ -112,7 +112,7 @@ class CrossEval(Evaluation):
 
     def _ask(self, members: list[Single], x: Tensor, index: Tensor) -> Tensor:
         """The probability of each member's answers: [M, B, K]."""
-        return torch.stack([answers(m, x, Streams.keyed(index, self.seed)) for m in members])
+        return torch.stack([answers(m, x, Streams.keyed(index, self.seed))[0] for m in members])
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log the members' accuracies, record and draw the matrices."""

@@ -74,6 +74,10 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
         file.write("".join(line + "\n" for line in lines))
 
 
+def _span(interval: tuple[float, float] | None) -> str:
+    return f"± {(interval[1] - interval[0]) / 2:.1%}" if interval else ""
+
+
 def print_table(title: str, results: Iterable[Result]) -> None:
     """A table of accuracies for the terminal."""
     table = Table(title=title, title_justify="left", title_style="bold")
@@ -83,6 +87,9 @@ def print_table(title: str, results: Iterable[Result]) -> None:
     table.add_column("within")
     table.add_column("accuracy", justify="right")
     table.add_column("95 % interval", justify="right")
+    several = any("over_inferences" in result.details for result in rows.values())
+    if several:
+        table.add_column("over its own chance", justify="right")
     table.add_column("images", justify="right")
     table.add_column("seconds", justify="right")
     for result in rows.values():
@@ -93,6 +100,7 @@ def print_table(title: str, results: Iterable[Result]) -> None:
             str(result.details.get("ball", "")),
             f"{result.accuracy:.1%}",
             f"{low:.1%} … {high:.1%}",
+            *([_span(result.details.get("over_inferences"))] if several else []),
             str(result.n),
             f"{result.seconds:.1f}" if result.seconds else "",
         )

@@ -27,7 +27,7 @@ from lightning_rob.callbacks.record import (
 )
 from lightning_rob.callbacks.referee import answers, play
 from lightning_rob.defenses import Defense
-from lightning_rob.metrics import PerImage, minimum, robust_accuracy
+from lightning_rob.metrics import PerImage, minimum, robust_accuracy, student
 from lightning_rob.randomness import Streams
 
 
@@ -50,6 +50,9 @@ class RobustEval(Evaluation):
         every_n_epochs: validate robustness every so many epochs of `fit`.
         max_images: attack so many images only, a random choice by the seed; None attacks all.
         repeats: evaluations with fresh noise, averaged per image.
+        inferences: how often the defense answers each image, clean or perturbed once; with more
+            than one the table also has the 95 % t interval over these accuracies, which tells how
+            much is the defense's own chance.
         seed: of the evaluation's noise.
         panel: how many images to draw for TensorBoard: clean, perturbation, adversarial.
         record: file in the run's folder to which each result is appended as a line of JSON.
@@ -71,6 +74,7 @@ class RobustEval(Evaluation):
         panel: int = 6,
         record: str = "robust.jsonl",
         eps: float | None = None,
+        inferences: int = 1,
     ) -> None:
         if not attacks:
             raise ValueError("attacks must name at least one attack, got an empty dict")
@@ -79,13 +83,15 @@ class RobustEval(Evaluation):
                 f"no attack can be called {taken.pop()!r}: that row has another meaning"
             )
         super().__init__(every_n_epochs, max_images, seed)
-        at_least_one(repeats=repeats)
+        at_least_one(repeats=repeats, inferences=inferences)
         self.attacks = at_radius(attacks, eps)
         self.target = target
         self.repeats = repeats
+        self.inferences = inferences
         self.panel = panel
         self.record = record
         self.table = PerImage(1 + len(attacks))
+        self.single = PerImage((1 + len(attacks)) * inferences)
         self.seconds = dict.fromkeys(attacks, 0.0)
         self.panels: dict[str, Tensor] = {}
         self.results: list[Result] = []
@@ -110,7 +116,9 @@ class RobustEval(Evaluation):
 
     def begin(self, trainer: Trainer, pl_module: Any) -> None:
         """Forget the last evaluation."""
-        self.table = PerImage(1 + len(self.attacks)).to(pl_module.device)
+        rows = 1 + len(self.attacks)
+        self.table = PerImage(rows).to(pl_module.device)
+        self.single = PerImage(rows * self.inferences).to(pl_module.device)
         self.seconds = dict.fromkeys(self.attacks, 0.0)
         self.panels = {}
 
@@ -125,12 +133,13 @@ class RobustEval(Evaluation):
     ) -> None:
         """Score the batch under every attack."""
         defense = self.target(pl_module.defense)
-        clean = answers(defense, x, Streams.keyed(index, self.seed))
-        scores = [robust_accuracy(clean, y)]
+        clean = answers(defense, x, Streams.keyed(index, self.seed), self.inferences)
+        scores = [torch.stack([robust_accuracy(answer, y) for answer in clean], 1)]
         for name, attack in self.attacks.items():
-            scores.append(self._score(name, attack, defense, clean, (x, y, index)))
+            scores.append(self._score(name, attack, defense, clean[0], (x, y, index)))
         if not trainer.sanity_checking:
-            self.table.update(index, torch.stack(scores, 1))
+            self.table.update(index, torch.stack([part.mean(1) for part in scores], 1))
+            self.single.update(index, torch.cat(scores, 1))
 
     def _score(
         self,
@@ -140,15 +149,16 @@ class RobustEval(Evaluation):
         clean: Tensor,
         batch: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
-        """Each image's accuracy, averaged over repeats: [B]."""
+        """Each image's accuracy by inference, averaged over repeats: [B, R]."""
         x, y, index = batch
-        began, total = time.perf_counter(), torch.zeros(len(x), device=x.device)
+        began, total = time.perf_counter(), torch.zeros(len(x), self.inferences, device=x.device)
         for repeat in range(self.repeats):
-            x_adv, found = play(attack, defense, x, y, index, self.seed, repeat, *name.encode())
-            total += robust_accuracy(found, y)
+            keys = (self.seed, repeat, *name.encode())
+            x_adv, found = play(attack, defense, x, y, index, *keys, inferences=self.inferences)
+            total += torch.stack([robust_accuracy(answer, y) for answer in found], 1)
         if self.panel and name not in self.panels:
             part = slice(self.panel)
-            self.panels[name] = draw(x[part], x_adv[part], y[part], clean[part], found[part])
+            self.panels[name] = draw(x[part], x_adv[part], y[part], clean[part], found[0][part])
         if self.progress:
             self.progress.advance(name, len(x))
         self.seconds[name] += time.perf_counter() - began
@@ -167,17 +177,27 @@ class RobustEval(Evaluation):
         self._publish(trainer, stage, results)
 
     def _circumstances(self, trainer: Trainer, stage: str) -> dict[str, Any]:
+        told = {"repeats": self.repeats, "inferences": self.inferences}
         target = getattr(self.target, "__name__", repr(self.target))
-        return self.circumstances(trainer, stage) | {"target": target, "repeats": self.repeats}
+        return self.circumstances(trainer, stage) | {"target": target} | told
 
     def _results(self, shared: dict[str, Any]) -> list[Result]:
         _, scores = self.table.rows()
-        found = [measured("clean", scores[:, 0], 0.0, shared)]
+        spans = self._spans()
+        found = [measured("clean", scores[:, 0], 0.0, shared | spans[0])]
         for i, (name, attack) in enumerate(self.attacks.items(), start=1):
             details = shared | {"attack": describe(attack), "threat": repr(attack.threat)}
-            details["ball"] = str(attack.threat)
+            details |= {"ball": str(attack.threat)} | spans[i]
             found.append(measured(name, scores[:, i], self.seconds[name], details))
         return found
+
+    def _spans(self) -> list[dict[str, Any]]:
+        """The interval over inferences, for clean images and each attack, if there are several."""
+        _, scores = self.single.rows()
+        if self.inferences == 1 or not len(scores):
+            return [{} for _ in range(1 + len(self.attacks))]
+        accuracies = scores.mean(0).view(-1, self.inferences)
+        return [{"over_inferences": student(row.tolist())} for row in accuracies]
 
     def _worst(self, trainer: Trainer, shared: dict[str, Any]) -> list[Result]:
         """The per-image minimum over the callbacks of the run, told by the last of them."""

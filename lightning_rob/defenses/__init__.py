@@ -2,5 +2,6 @@
 
 from lightning_rob.defenses.base import Defense, Single
 from lightning_rob.defenses.ensemble import Ensemble, Mixture, first_member
+from lightning_rob.defenses.random_transforms import RandomTransforms
 
-__all__ = ["Defense", "Ensemble", "Mixture", "Single", "first_member"]
+__all__ = ["Defense", "Ensemble", "Mixture", "RandomTransforms", "Single", "first_member"]

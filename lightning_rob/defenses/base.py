@@ -50,6 +50,32 @@ class Defense(nn.Module, ABC):
             "attack its expected loss (PGD) instead"
         )
 
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The networks that see images, and nothing else calls a part of: an attack may fold them.
+
+        Raises:
+            TypeError: there are none to name.
+        """
+        return self.classifiers
+
+    def drawn(
+        self, x: Tensor, generator: Generator = None, draws: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The logits of repeated draws, and their weights.
+
+        Args:
+            x: [B, C, H, W] images in [0, 1].
+            generator: where the draws come from.
+            draws: how often a defense that has chance in it is asked; None for as often as it
+                is for an answer.
+
+        Returns:
+            [S, B, K] and [S].
+        """
+        logits = torch.cat([self.logits(x, generator) for _ in range(draws or 1)])
+        return logits, self.weights.repeat(draws or 1) / (draws or 1)
+
     def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
         """[B, C, H, W] -> [B, K], the probability of each answer."""
         return self.rule(self.logits(x, generator), self.weights)

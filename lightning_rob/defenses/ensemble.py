@@ -88,6 +88,11 @@ class Mixture(Defense):
         """The classifiers of all the parts."""
         return [net for part in self.defenses for net in part.classifiers]
 
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The networks of all the parts."""
+        return [net for part in self.defenses for net in part.networks]
+
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         """[B, C, H, W] -> [S_1 + … + S_n, B, K]."""
         return torch.cat([part.logits(x, generator) for part in self.defenses])

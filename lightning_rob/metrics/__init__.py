@@ -1,14 +1,22 @@
 """Metrics: a function each, and its torchmetrics twin."""
 
+from lightning_rob.metrics.gradient_spread import (
+    GradientSpread,
+    draw_gradients,
+    gradient_spread,
+)
 from lightning_rob.metrics.intervals import student, wilson
 from lightning_rob.metrics.per_image import PerImage, minimum
 from lightning_rob.metrics.robust_accuracy import RobustAccuracy, robust_accuracy
 from lightning_rob.metrics.transfer_matrix import TransferMatrix, transfer_matrix
 
 __all__ = [
+    "GradientSpread",
     "PerImage",
     "RobustAccuracy",
     "TransferMatrix",
+    "draw_gradients",
+    "gradient_spread",
     "minimum",
     "robust_accuracy",
     "student",

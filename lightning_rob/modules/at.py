@@ -1,4 +1,4 @@
-"""Standard and adversarial training of one network."""
+"""Standard and adversarial training of one network, alone or behind random transforms."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,14 +9,23 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div
 
 from lightning_rob.attacks import PGD, Attack, attacking
-from lightning_rob.defenses import Single
+from lightning_rob.defenses import Defense, Single
 from lightning_rob.modules.robust_module import RobustModule
-from lightning_rob.objectives import classification_loss
+from lightning_rob.nets import load_weights
+from lightning_rob.objectives import (
+    Objective,
+    check_labels,
+    classification_loss,
+    expected_ce,
+)
 from lightning_rob.rules import expectation
 
 
 class AdversarialTraining(RobustModule):
     """Train on adversarial images of the network as it is (Madry et al. 2018), or by TRADES.
+
+    With `RandomTransforms` for a defense it is the training of RT and, with an attack, of AdvRT
+    (Sitawarin et al. 2022).
 
     Args:
         net: makes the network, [B, C, H, W] -> [B, K].
@@ -26,9 +35,15 @@ class AdversarialTraining(RobustModule):
             cross-entropy. With it the attack, a PGD with random start, climbs the divergence.
         optimizer: parameters -> optimizer.
         lr_scheduler: optimizer -> schedule by epoch.
+        defense: makes the defense that is trained and attacked of the network.
+        draws: how often a random defense is drawn for the loss of an image; None for as often as
+            it is for an answer.
+        criterion: the loss of an image's draws; RT's is `ce_of_mean_probs`.
+        weights: checkpoint from which the network takes its weights before training begins, of any
+            layout, see `lightning_rob.nets.load_weights`.
 
     Raises:
-        ValueError: a fraction outside (0, 1], or TRADES with an attack it cannot use.
+        ValueError: a fraction outside (0, 1], or TRADES with an attack or defense it cannot use.
     """
 
     def __init__(
@@ -39,6 +54,10 @@ class AdversarialTraining(RobustModule):
         trades_beta: float | None = None,
         optimizer: OptimizerCallable = torch.optim.Adam,
         lr_scheduler: LRSchedulerCallable | None = None,
+        defense: Callable[[nn.Module], Defense] = Single,
+        draws: int | None = None,
+        criterion: Objective = expected_ce,
+        weights: str | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         if not 0 < fraction <= 1:
@@ -48,10 +67,22 @@ class AdversarialTraining(RobustModule):
                 "TRADES needs a PGD attack with random_start and fraction 1, "
                 f"got {attack} and fraction {fraction}"
             )
-        self.defense = Single(net())
+        self.defense = defense(net())
+        if trades_beta is not None and not isinstance(self.defense, Single):
+            raise ValueError(f"TRADES is for a single network, got {type(self.defense).__name__}")
+        if draws is not None and draws < 1:
+            raise ValueError(f"draws must be at least 1, got {draws}")
         self.attack = attack
         self.fraction = fraction
         self.trades_beta = trades_beta
+        self.draws = draws
+        self.criterion = criterion
+        self.weights = weights
+
+    def setup(self, stage: str) -> None:
+        """Take the weights to begin with; a resumed training has its own."""
+        if stage == "fit" and self.weights is not None:
+            load_weights(self.defense.networks[0], self.weights)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Cross-entropy on the batch, partly attacked, or the TRADES loss."""
@@ -61,7 +92,10 @@ class AdversarialTraining(RobustModule):
             count = round(self.fraction * len(x))
             noise = self.noise and self.noise[torch.arange(count)]
             x = torch.cat([self.attack(self.defense, x[:count], y[:count], noise), x[count:]])
-        return classification_loss(self.defense.logits(x)[0], y)
+        private = self.noise and self.noise.apart(1)  # not what the attack has drawn from
+        logits, weights = self.defense.drawn(x, private, self.draws)
+        check_labels(y, logits.shape[-1])
+        return self.criterion(logits, weights, y).mean()
 
     def _trades(self, x: Tensor, y: Tensor, beta: float) -> Tensor:
         assert isinstance(self.attack, PGD)

@@ -75,11 +75,11 @@ class RobustModule(LightningModule, ABC):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
         """The images' indices [B] and the probability of each answer [B, K]."""
-        return batch[2], self.defense(batch[0])
+        return batch[2], self.defense(batch[0], Streams.keyed(batch[2], self.seed))
 
     def _score(self, stage: str, accuracy: RobustAccuracy, batch: Batch) -> None:
-        x, y, _ = batch
-        answers = self.defense(x)
+        x, y, index = batch
+        answers = self.defense(x, Streams.keyed(index, self.seed))
         check_labels(y, answers.shape[-1])
         accuracy.update(answers, y)
         self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, batch_size=len(x))

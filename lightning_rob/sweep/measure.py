@@ -115,6 +115,7 @@ def _evaluations(games: Iterable[Game], points: Points) -> list[Silent]:
             target,
             max_images=target.source.max_images,
             repeats=target.source.repeats,
+            inferences=target.source.inferences,
             seed=target.source.seed,
             panel=0,
         )

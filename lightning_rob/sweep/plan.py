@@ -112,6 +112,7 @@ def _games(
         "target": getattr(source.target, "__name__", repr(source.target)),
         "seed": source.seed,
         "repeats": source.repeats,
+        "inferences": source.inferences,
         "max_images": source.max_images,
     }
     depends = shared | settings | {"defense": fingerprint(target(defense))}

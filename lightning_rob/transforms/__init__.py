@@ -1,5 +1,9 @@
 """The 33 random transforms of Sitawarin et al. (ICML 2022), each with a gradient."""
 
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
 from lightning_rob.transforms.base import Transform
 from lightning_rob.transforms.blur import BoxBlur, GaussianBlur, MedianBlur, MotionBlur
 from lightning_rob.transforms.color import (
@@ -42,6 +46,41 @@ def catalogue() -> dict[str, type[Transform]]:
     return {kind.__name__: kind for kinds in GROUPS.values() for kind in kinds}
 
 
+def named(
+    transforms: Sequence[Transform] | Mapping[str, Mapping[str, Any]],
+) -> dict[str, Transform]:
+    """Transforms by their names.
+
+    Args:
+        transforms: as they are, or the arguments of each by its name. Names are those of the 33
+            and of `lightning_rob.transforms.nondifferentiable`.
+
+    Raises:
+        ValueError: an unknown name or argument, or a transform that is there twice.
+    """
+    if isinstance(transforms, Mapping):
+        return {name: _made(name, options) for name, options in transforms.items()}
+    found = {type(transform).__name__: transform for transform in transforms}
+    if len(found) != len(transforms):
+        names = [type(transform).__name__ for transform in transforms]
+        twice = {name for name in names if names.count(name) > 1}
+        raise ValueError(f"each transform can be there once, got two of {', '.join(sorted(twice))}")
+    return found
+
+
+def _made(name: str, options: Mapping[str, Any]) -> Transform:
+    from lightning_rob.transforms import nondifferentiable
+
+    kinds = catalogue() | {kind.__name__: kind for kind in nondifferentiable.ALL}
+    if name not in kinds:
+        close = get_close_matches(name, kinds, n=3, cutoff=0.4)
+        raise ValueError(f"no transform {name!r}, did you mean {', '.join(close) or list(kinds)}?")
+    known = kinds[name].__dataclass_fields__
+    if odd := set(options or {}) - set(known):
+        raise ValueError(f"{name} has no argument {', '.join(odd)}: it takes {', '.join(known)}")
+    return kinds[name](**options or {})
+
+
 __all__ = [
     "FFT",
     "HSV",
@@ -78,4 +117,5 @@ __all__ = [
     "UniformNoise",
     "VerticalFlip",
     "catalogue",
+    "named",
 ]

@@ -183,3 +183,13 @@ class Bilateral(Transform):
     def apply(self, x: Tensor, space: Tensor, color: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
         return bilateral_blur(x, self.size, color, space[:, None].expand(-1, 2))
+
+
+ALL: tuple[type[Transform], ...] = (
+    AdaptiveHistogram,
+    EqualizeHistogram,
+    ContrastStretch,
+    ChambolleDenoise,
+    HardPrecision,
+    Bilateral,
+)

@@ -1,0 +1,47 @@
+"""A random defense as its attacker chooses to look at it."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from lightning_rob.defenses import Defense, RandomTransforms
+from lightning_rob.defenses.random_transforms import Gradients
+
+
+@dataclass(frozen=True)
+class SeenAs:
+    """What an attack on `RandomTransforms` takes for it, as a `backward` of PGD.
+
+    The defense answers as ever; only the attack's own draws change.
+
+    Args:
+        shared_order: all copies of an image go through the same transforms in the same order,
+            drawn anew at every step: gradients of less variance (RT paper, section 6.1).
+        gradients: of the transforms, see `RandomTransforms`; None leaves the defense's own.
+
+    Raises:
+        TypeError: when entered, the defense has no random transforms.
+    """
+
+    shared_order: bool = True
+    gradients: Gradients | None = None
+
+    def __call__(self, defense: Defense) -> AbstractContextManager[None]:
+        """A context in which every `RandomTransforms` in the defense is seen so."""
+        return _seen(defense, self)
+
+
+@contextmanager
+def _seen(defense: Defense, view: SeenAs) -> Iterator[None]:
+    found = [part for part in defense.modules() if isinstance(part, RandomTransforms)]
+    if not found:
+        raise TypeError(f"{view} is for RandomTransforms, got {type(defense).__name__}")
+    before = [(part.shared_order, part.gradients) for part in found]
+    try:
+        for part in found:
+            part.shared_order = view.shared_order
+            part.gradients = view.gradients or part.gradients
+        yield
+    finally:
+        for part, (shared_order, gradients) in zip(found, before, strict=True):
+            part.shared_order, part.gradients = shared_order, gradients

@@ -1,0 +1,1 @@
+"""The command `lightning-rob bpda`: a network for each transform, whose gradient stands in."""

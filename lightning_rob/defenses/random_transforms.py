@@ -1,0 +1,176 @@
+"""A network behind random transforms of its input (Raff et al. 2019, Sitawarin et al. 2022)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rob.defenses.base import Defense
+from lightning_rob.randomness import Generator, Streams, uniform
+from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.transforms import Transform, named
+from lightning_rob.transforms.bpda import approximated, load_approximations
+
+Gradients = Literal["exact", "bpda", "identity", "combo"]
+
+
+class RandomTransforms(Defense):
+    """Each answer is of many copies of the image, each through its own random transforms (RT).
+
+    A copy goes through `size` of the transforms in an order of its own, drawn without replacement;
+    each of them is applied with its probability p, with parameters of its own.
+
+    Args:
+        net: [B, C, H, W] -> [B, K] logits.
+        transforms: K of them; or, as a recipe writes it, their arguments by their names:
+            {Affine: {alpha: 0.2}, HorizontalFlip: {p: 0.5}}.
+        size: S, how many transforms a copy goes through at most.
+        draws: n, how many copies are drawn for an answer; attacks and training may draw others.
+        rule: how the copies' logits become an answer: `mean_probs`, `majority`, `mean_logits`.
+        shared_order: all copies of an image go through the same transforms in the same order, with
+            parameters of their own: an attacker's variance reduction, see `SeenAs`.
+        gradients: what the transforms' gradient is: "exact"; "bpda", that of the networks in
+            `approximations`; "identity"; or "combo": exact where there is one, else by network.
+            The images are the same.
+        approximations: a network for each transform by its name, or the folder where
+            `lightning-rob bpda` has put them.
+        released_code: apply with probability 1/2 whatever has a p other than 0 and 1, as the
+            authors' code does by accident.
+
+    Raises:
+        ValueError: an unknown or repeated transform, a size or number of draws out of range, an
+            approximation that is missing.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        transforms: Sequence[Transform] | Mapping[str, Mapping[str, Any]],
+        size: int,
+        draws: int,
+        rule: Rule = mean_probs,
+        shared_order: bool = False,
+        gradients: Gradients = "exact",
+        approximations: Mapping[str, nn.Module] | str | None = None,
+        released_code: bool = False,
+    ) -> None:
+        if draws < 1:
+            raise ValueError(f"draws must be at least 1, got {draws}")
+        super().__init__(torch.full((draws,), 1 / draws), rule)
+        self.net = net
+        self.transforms = named(transforms)
+        if not 1 <= size <= len(self.transforms):
+            raise ValueError(f"size must be 1 … {len(self.transforms)} transforms, got {size}")
+        self.size = size
+        self.draws = draws
+        self.shared_order = shared_order
+        self.released_code = released_code
+        if isinstance(approximations, str):
+            approximations = load_approximations(approximations, list(self.transforms.values()))
+        self.approximations = dict(approximations or {})  # no part of what is trained and saved
+        self.gradients: Gradients = gradients
+        self._check_gradients(wanted=False)
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The network."""
+        return [self.net]
+
+    def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
+        """[B, C, H, W] -> [draws, B, K]."""
+        return self.drawn(x, generator)[0]
+
+    def drawn(
+        self, x: Tensor, generator: Generator = None, draws: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The logits [n, B, K] of n copies, in one batch, and their weights [n]."""
+        draws = draws or self.draws
+        logits: Tensor = self.net(self.transformed(x, generator, draws).flatten(0, 1))
+        return logits.view(draws, len(x), -1), x.new_full((draws,), 1 / draws)
+
+    def transformed(self, x: Tensor, generator: Generator = None, draws: int = 1) -> Tensor:
+        """What the network sees: [B, C, H, W] -> [draws, B, C, H, W]."""
+        self._check_gradients(wanted=x.requires_grad and torch.is_grad_enabled())
+        copies = x.repeat(draws, 1, 1, 1)
+        generator = generator.split(draws) if isinstance(generator, Streams) else generator
+        order = self._orders(copies, len(x), generator).cpu()
+        images = list(copies.unbind())
+        for kind, chosen in _schedule(order, len(self.transforms)):
+            batch = torch.stack([images[i] for i in chosen])
+            noise = generator
+            if isinstance(generator, Streams):
+                noise = generator[torch.tensor(chosen, device=x.device)].apart(1 + kind)
+            for i, image in zip(chosen, self._apply_one(kind, batch, noise).unbind(), strict=True):
+                images[i] = image
+        return torch.stack(images).view(draws, *x.shape) if images else copies[None]
+
+    def _orders(self, copies: Tensor, images: int, generator: Generator) -> Tensor:
+        """[N, S]: the transforms of each copy, as numbers, in order; -1 is one left out."""
+        count = len(self.transforms)
+        keys = uniform(copies, count, generator=generator)
+        if self.shared_order:
+            keys = keys[:images].repeat(len(copies) // max(images, 1), 1)
+        order = keys.argsort(1)[:, : self.size]
+        chances = [t.p if not self.released_code or t.p in (0, 1) else 0.5 for t in self._kinds]
+        toss = uniform(copies, count, generator=generator)
+        applied = toss < torch.tensor(chances, device=toss.device, dtype=toss.dtype)
+        return order.where(applied.gather(1, order), -1)
+
+    def _apply_one(self, kind: int, x: Tensor, generator: Generator) -> Tensor:
+        """Transform number `kind` of [b, C, H, W], with the gradient that is asked for."""
+        name, transform = list(self.transforms.items())[kind]
+        params = transform.sample(x.detach(), generator)
+        if self.gradients == "exact" or (self.gradients == "combo" and transform.differentiable):
+            return transform(x, *params)
+        net = None if self.gradients == "identity" else self.approximations[name].to(x.device)
+        return approximated(transform, x, params, net)
+
+    @property
+    def _kinds(self) -> list[Transform]:
+        return list(self.transforms.values())
+
+    def _check_gradients(self, wanted: bool) -> None:
+        """Raise ValueError unless there is such a gradient of every transform that needs it."""
+        if self.gradients not in get_args(Gradients):
+            raise ValueError(f"gradients must be of {get_args(Gradients)}, got {self.gradients!r}")
+        kinds = self.transforms.items()
+        without = [name for name, transform in kinds if not transform.differentiable]
+        if self.gradients == "exact" and wanted and without:
+            raise ValueError(
+                f"{', '.join(without)} have no gradient: attack with gradients 'bpda', 'identity' "
+                "or 'combo', as SeenAs(gradients=…) does"
+            )
+        need = {"bpda": [name for name, _ in kinds], "combo": without}.get(self.gradients, [])
+        if missing := [name for name in need if name not in self.approximations]:
+            raise ValueError(
+                f"gradients {self.gradients!r} need approximations of {', '.join(missing)}: "
+                "train them with lightning-rob bpda"
+            )
+
+
+def _schedule(order: Tensor, count: int) -> Iterator[tuple[int, list[int]]]:
+    """Which transform to run next on which copies, so that few calls do for all of them.
+
+    Always the one that is next for the most copies, as the authors do; ties to the first.
+
+    Args:
+        order: [N, S] numbers of transforms, -1 for none.
+        count: how many transforms there are.
+
+    Yields:
+        (transform, copies).
+    """
+    waiting: list[list[int]] = [[] for _ in range(count)]
+    rows = [[kind for kind in row if kind >= 0] for row in order.tolist()]
+    for copy, row in enumerate(rows):
+        row.reverse()
+        if row:
+            waiting[row.pop()].append(copy)
+    while any(waiting):
+        kind = max(range(count), key=lambda k: len(waiting[k]))
+        ready, waiting[kind] = waiting[kind], []
+        yield kind, sorted(ready)
+        for copy in ready:
+            if rows[copy]:
+                waiting[rows[copy].pop()].append(copy)

@@ -1,0 +1,90 @@
+"""How much a random defense's gradients differ from draw to draw."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_rob.attacks.base import attacking, height
+from lightning_rob.defenses import Defense
+from lightning_rob.objectives import Objective, expected_ce
+from lightning_rob.randomness import Generator
+
+
+def gradient_spread(gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The spread of the signs of several draws' gradients (RT paper, section 6 and eq. 17).
+
+    Args:
+        gradients: [n, B, …] of n >= 2 draws, signed here.
+
+    Returns:
+        Each [B]: the variance of an entry (the paper's, which its authors' code multiplies by the
+        number of entries; 0 … n / (n - 1)), the mean cosine of a draw to the mean of the draws, and
+        the share of entries whose sign is that of the mean.
+
+    Raises:
+        ValueError: there are fewer than two draws.
+    """
+    if len(gradients) < 2:
+        raise ValueError(f"the spread is one of two draws or more, got {len(gradients)}")
+    signs = gradients.flatten(2).sign()
+    mean = signs.mean(0)
+    variance = signs.var(0).mean(1)
+    cosine = torch.cosine_similarity(signs, mean.expand_as(signs), dim=2).mean(0)
+    agreement = (signs == mean.sign()).to(signs).mean((0, 2))
+    return variance, cosine, agreement
+
+
+def draw_gradients(
+    defense: Defense,
+    x: Tensor,
+    y: Tensor,
+    draws: int,
+    generator: Generator = None,
+    objective: Objective = expected_ce,
+) -> Tensor:
+    """The gradients of single draws of a random defense, as an attack meets them.
+
+    Args:
+        defense: whose draws.
+        x: [B, C, H, W] images.
+        y: [B] their labels.
+        draws: n, how many.
+        generator: where they come from.
+        objective: whose gradient.
+
+    Returns:
+        [n, B, C, H, W].
+    """
+    found: list[Tensor] = []
+    with attacking(defense):
+        for _ in range(draws):
+            leaf = x.detach().clone().requires_grad_()
+            climbed = height(objective, 1, defense, leaf, y.clone(), generator, check=not found)
+            found += torch.autograd.grad(climbed.sum(), leaf)
+    return torch.stack(found)
+
+
+class GradientSpread(Metric):
+    """The means of `gradient_spread` over all images."""
+
+    is_differentiable = False
+    full_state_update = False
+    totals: Tensor
+    count: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("totals", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, gradients: Tensor) -> None:
+        """Add a batch: gradients [n, B, …] of n >= 2 draws."""
+        self.totals += torch.stack(gradient_spread(gradients)).double().sum(1)
+        self.count += gradients.shape[1]
+
+    def compute(self) -> dict[str, Tensor]:
+        """The means, named variance, cosine and agreement."""
+        means = (self.totals / self.count).float()
+        return dict(zip(("variance", "cosine", "agreement"), means, strict=True))

@@ -1,0 +1,1 @@
+"""The command `lightning-rob tune`: Bayesian optimisation over the keys of a recipe."""

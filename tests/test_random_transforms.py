@@ -1,0 +1,257 @@
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.attacks import PGD, attacking
+from lightning_rob.attacks.seen_as import SeenAs
+from lightning_rob.defenses import RandomTransforms
+from lightning_rob.defenses.random_transforms import _schedule
+from lightning_rob.objectives import expected_ce
+from lightning_rob.randomness import Streams
+from lightning_rob.rules import majority, mean_logits, mean_probs
+from lightning_rob.threat import Threat
+from lightning_rob.transforms import (
+    Affine,
+    GaussianNoise,
+    HorizontalFlip,
+    Sobel,
+    VerticalFlip,
+    catalogue,
+)
+from lightning_rob.transforms.nondifferentiable import HardPrecision
+
+
+class Flat(nn.Module):
+    """A linear network whose logits tell the pixels."""
+
+    def __init__(self, inputs=3 * 8 * 8, classes=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(inputs, classes)
+
+    def forward(self, x):
+        return self.linear(x.flatten(1))
+
+
+def defense(transforms=None, size=1, draws=5, **options):
+    return RandomTransforms(Flat(), transforms or [GaussianNoise(0.1)], size, draws, **options)
+
+
+def images(n=4):
+    return torch.rand(n, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+
+
+def streams(n=4, key=0):
+    return Streams.keyed(torch.arange(n), key)
+
+
+FLIPS = [HorizontalFlip(), VerticalFlip()]
+
+
+def test_shapes_and_weights():
+    rt = defense(draws=5)
+    assert rt.logits(images()).shape == (5, 4, 4)
+    assert rt.weights.sum() == pytest.approx(1)
+    assert rt(images()).shape == (4, 4)
+    logits, weights = rt.drawn(images(), draws=7)
+    assert logits.shape == (7, 4, 4)
+    assert weights.tolist() == pytest.approx([1 / 7] * 7)
+
+
+@pytest.mark.parametrize("rule", [mean_probs, majority, mean_logits])
+def test_rules_answer_with_probability_one(rule):
+    answers = defense(rule=rule)(images())
+    assert torch.equal(answers.sum(1), torch.ones(4))
+
+
+def test_one_transform_without_chance_is_that_transform():
+    rt = defense([Sobel()], draws=3)
+    x = images()
+    assert torch.equal(rt.transformed(x, None, 3), Sobel()(x).expand(3, -1, -1, -1, -1))
+
+
+def test_all_transforms_at_full_size_are_composed_in_some_order():
+    rt = defense([*FLIPS, Sobel()], size=3)
+    x = images()
+    both = Sobel()(x.flip(2, 3))  # the gradient's size does not care about the order of flips
+    for copy in rt.transformed(x, None, 6):
+        assert torch.allclose(copy, both, atol=1e-6)
+
+
+def test_order_is_uniform_and_without_replacement():
+    rt = defense([GaussianNoise(), Sobel(), Affine(), HorizontalFlip()], size=2)
+    order = rt._orders(torch.rand(24000, 1), 24000, torch.Generator().manual_seed(0))
+    pairs = Counter(map(tuple, order.tolist()))
+    assert len(pairs) == 12  # 4 * 3 ordered pairs, none twice
+    assert all(abs(count - 2000) < 5 * 2000**0.5 for count in pairs.values())
+
+
+@pytest.mark.parametrize("released,expected", [(False, 0.9), (True, 0.5)])
+def test_probability_is_honoured_unless_the_released_code_is_asked_for(released, expected):
+    rt = defense([HorizontalFlip(p=0.9)], released_code=released)
+    order = rt._orders(torch.rand(20000, 1), 20000, torch.Generator().manual_seed(0))
+    assert (order >= 0).float().mean() == pytest.approx(expected, abs=0.015)
+
+
+@pytest.mark.parametrize("p,expected", [(0.0, 0), (1.0, 1)])
+@pytest.mark.parametrize("released", [True, False])
+def test_probabilities_zero_and_one_are_certain(p, expected, released):
+    rt = defense([HorizontalFlip(p=p)], released_code=released)
+    order = rt._orders(torch.rand(1000, 1), 1000, None)
+    assert ((order >= 0) == bool(expected)).all()
+
+
+def test_shared_order_is_shared_by_the_copies_of_an_image_and_not_by_images():
+    rt = defense([*FLIPS, Sobel(), Affine()], size=2, shared_order=True)
+    order = rt._orders(torch.rand(60, 1), 20, None).view(3, 20, 2)
+    assert (order == order[0]).all()
+    assert len(set(map(tuple, order[0].tolist()))) > 3
+    rt.shared_order = False
+    order = rt._orders(torch.rand(60, 1), 20, None).view(3, 20, 2)
+    assert not (order == order[0]).all()
+
+
+def test_copies_with_a_shared_order_have_parameters_of_their_own():
+    rt = defense([GaussianNoise(0.1)], shared_order=True)
+    a, b = rt.transformed(images(), streams(), 2)
+    assert not torch.equal(a, b)
+
+
+def test_images_do_not_depend_on_their_batch():
+    kinds = [kind() for kind in catalogue().values()]
+    rt = defense(kinds, size=6, draws=3)
+    x = torch.rand(4, 3, 16, 16)
+    whole = rt.transformed(x, streams(), 3)
+    for i in range(4):
+        alone = rt.transformed(x[i : i + 1], streams()[torch.tensor([i])], 3)
+        assert torch.allclose(whole[:, i : i + 1], alone, atol=1e-5)
+
+
+def test_another_call_draws_anew_and_the_same_streams_repeat():
+    rt, noise = defense(), streams()
+    first, second = rt.logits(images(), noise), rt.logits(images(), noise)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, rt.logits(images(), streams()))
+
+
+def test_a_torch_generator_repeats_and_the_global_stream_is_left_alone():
+    rt = defense([kind() for kind in catalogue().values()], size=4)
+    before = torch.get_rng_state()
+    a = rt.transformed(images(), torch.Generator().manual_seed(1), 2)
+    b = rt.transformed(images(), torch.Generator().manual_seed(1), 2)
+    assert torch.equal(a, b)
+    rt.transformed(images(), streams(), 2)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_schedule_runs_each_copy_in_its_order_and_merges():
+    order = torch.tensor([[0, 1, 2], [1, 2, 0], [-1, 1, -1], [0, -1, 1]])
+    done = [[] for _ in order]
+    calls = list(_schedule(order, 3))
+    for kind, copies in calls:
+        for copy in copies:
+            done[copy].append(kind)
+    assert done == [[0, 1, 2], [1, 2, 0], [1], [0, 1]]
+    assert len(calls) < 9
+
+
+def test_gradient_is_that_of_the_replayed_transforms():
+    rt = defense([Affine(0.2), GaussianNoise(0.1), HorizontalFlip()], size=3, draws=4)
+    x = images().double().requires_grad_()
+    rt = rt.double()
+    assert torch.autograd.gradcheck(lambda x: rt.logits(x, streams()), x, atol=1e-4)
+
+
+def test_identity_gradient_is_the_networks_own():
+    rt = defense([VerticalFlip()], draws=1, gradients="identity")
+    x = images().requires_grad_()
+    logits = rt.logits(x)
+    (found,) = torch.autograd.grad(logits[..., 0].sum(), x)
+    weight = rt.net.linear.weight[0].view(3, 8, 8)
+    assert torch.allclose(found, weight.expand_as(x))
+    assert torch.equal(logits[0], rt.net(x.detach().flip(2)))
+
+
+def test_combo_is_exact_where_it_can_be():
+    nets = {"HardPrecision": nn.Identity()}
+    rt = defense([VerticalFlip(), HardPrecision()], size=2, gradients="identity")
+    seen = SeenAs(shared_order=False, gradients="combo")
+    with pytest.raises(ValueError, match="need approximations of HardPrecision"), seen(rt):
+        rt.logits(images())
+    assert rt.gradients == "identity"
+    rt = RandomTransforms(Flat(), [VerticalFlip()], 1, 1, gradients="combo", approximations=nets)
+    x = images().requires_grad_()
+    (found,) = torch.autograd.grad(rt.logits(x)[..., 0].sum(), x)
+    assert torch.allclose(found, rt.net.linear.weight[0].view(3, 8, 8).flip(1).expand_as(x))
+
+
+def test_a_transform_without_gradient_is_refused_at_once():
+    rt = defense([HardPrecision(), VerticalFlip()], size=1)
+    assert rt(images()).shape == (4, 4)
+    with pytest.raises(ValueError, match="HardPrecision have no gradient"):
+        rt.logits(images().requires_grad_())
+
+
+def test_approximations_are_no_part_of_the_weights():
+    rt = defense([VerticalFlip()], approximations={"VerticalFlip": Flat()})
+    assert set(rt.state_dict()) == {"net.linear.weight", "net.linear.bias"}
+
+
+def test_attack_draws_as_often_as_it_says():
+    seen = []
+    rt = defense(draws=20)
+
+    def objective(logits, weights, y):
+        seen.append(logits.shape[0])
+        return expected_ce(logits, weights, y)
+
+    threat = Threat("linf", 0.1)
+    PGD(threat, 2, 0.05, objective, draws=3)(rt, images(), torch.zeros(4).long())
+    PGD(threat, 1, 0.05, objective)(rt, images(), torch.zeros(4).long())
+    assert seen == [3, 3, 20]
+
+
+def test_seen_as_changes_the_attack_alone():
+    rt = defense([*FLIPS, Sobel()], size=1, draws=3)
+    view = SeenAs(shared_order=True, gradients="identity")
+    with view(rt):
+        assert (rt.shared_order, rt.gradients) == (True, "identity")
+        copies = rt.transformed(images(), streams(), 3)
+        assert torch.equal(copies[0], copies[1])
+    assert (rt.shared_order, rt.gradients) == (False, "exact")
+    with pytest.raises(TypeError, match="RandomTransforms"):
+        from lightning_rob.defenses import Single
+
+        view(Single(Flat())).__enter__()
+
+
+def test_the_network_is_folded_during_an_attack():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 4))
+    rt = RandomTransforms(net, [VerticalFlip()], 1, 2)
+    with attacking(rt):
+        assert "forward" in net[1].__dict__
+    assert "forward" not in net[1].__dict__
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"transforms": {"Afine": {}}}, "no transform 'Afine', did you mean Affine"),
+        ({"transforms": {"Affine": {"alfa": 1}}}, "Affine has no argument alfa"),
+        ({"transforms": [Sobel(), Sobel()]}, "two of Sobel"),
+        ({"size": 2}, "size must be 1 … 1"),
+        ({"draws": 0}, "draws must be at least 1"),
+        ({"gradients": "bpda"}, "need approximations of GaussianNoise"),
+        ({"gradients": "exactly"}, "gradients must be of"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        defense(**arguments)
+
+
+def test_transforms_from_a_recipe():
+    rt = defense({"Affine": {"alpha": 0.2}, "HorizontalFlip": {"p": 0.4}}, size=2)
+    assert list(rt.transforms.values()) == [Affine(0.2), HorizontalFlip(p=0.4)]
