@@ -114,6 +114,7 @@ NETS = {
     "torchvision 50": (lambda: torchvision.models.resnet50(num_classes=4), vision),
 }
 all_nets = pytest.mark.parametrize("name", NETS)
+not_the_largest = pytest.mark.parametrize("name", list(NETS)[:-1])
 
 
 @cache
@@ -180,7 +181,7 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9 * b.abs().max().item())
 
 
-@all_nets
+@not_the_largest
 def test_the_reference_without_tricks_is_the_gradient(name):
     net, x = built(name), images()
     close(reference(name, net, x), gradient(net, x))
@@ -205,7 +206,7 @@ def test_linbp(name, start):
     assert not torch.allclose(ours, gradient(net, x), rtol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["two blocks", "wide", "torchvision 50"])
+@pytest.mark.parametrize("name", ["two blocks", "wide", "torchvision 18"])
 def test_both_in_either_order(name):
     net, x = built(name), images()
     expected = reference(name, net, x, 0.5, 0.5)
@@ -219,7 +220,7 @@ def test_both_in_either_order(name):
     close(gradient(net, x), reference(name, net, x))
 
 
-@all_nets
+@not_the_largest
 def test_gamma_of_one_is_the_exact_gradient(name):
     net, x = built(name), images()
     with SGM(1.0)(net):
@@ -257,7 +258,7 @@ def everything(net):
     }
 
 
-@all_nets
+@not_the_largest
 @pytest.mark.parametrize("trick", [SGM(0.5), LinBP(0.0)], ids=["SGM", "LinBP"])
 def test_leaves_nothing_behind(name, trick):
     net, x = built(name), images()
@@ -326,6 +327,49 @@ def test_finds_every_block_once_in_order(name, blocks):
     assert len(found) == blocks
     assert places == sorted(set(places))
     assert sum(len(block.branches) for block in found) == len(NETS[name][1](net)[1])
+
+
+def test_blocks_that_members_share_are_changed_once():
+    net = built("A")
+    twin = nn.Sequential(net, nn.Identity())
+    with SGM(0.3)(Ensemble([net, twin])):
+        ours = gradient(twin, images())
+    close(ours, reference("A", net, images(), 0.3))
+
+
+class Nested(nn.Module):
+    """A skip connection within a branch of another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+
+    def forward(self, x, relu=torch.relu, weigh=same):
+        inner = self.convs[0](x)
+        inner = inner + weigh(self.convs[2](relu(self.convs[1](inner))))
+        return (x + weigh(inner)).mean((2, 3))
+
+
+class Plain(Nested):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_branches_within_branches():
+    torch.manual_seed(0)
+    net, x = Plain().double(), images()
+    with SGM(0.3)(net):
+        ours = gradient(net, x)
+
+    def shrunk(z):
+        return 0.3 * z + 0.7 * z.detach()
+
+    close(ours, gradient(lambda z: Nested.forward(net, z, weigh=shrunk), x))
+    with LinBP(0.0)(net):
+        assert torch.equal(net(x), Nested.forward(net, x))
+        assert not torch.allclose(gradient(net, x), ours)
+    (block,) = residual_blocks(net)[0]
+    assert len(block.branches) == 2
 
 
 class Sums(nn.Module):

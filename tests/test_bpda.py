@@ -1,4 +1,5 @@
 import os
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from lightning_rob.transforms import (
     Affine,
     Erase,
     Gamma,
-    GaussianNoise,
     Swirl,
     VerticalFlip,
     catalogue,
@@ -52,10 +52,9 @@ def untrained(x, params):
 
 
 def smooth_images(count, size, channels=1):
-    """Blurred noise, which has something to see."""
-    noise = torch.rand(count, channels, size, size, generator=chance(7))
-    blurred = nn.functional.avg_pool2d(noise, 3, 1, 1)
-    return (0.5 + 2 * (blurred - blurred.mean())).clamp(0, 1)
+    """Four random corners, and what lies between."""
+    corners = torch.rand(count, channels, 2, 2, generator=chance(7))
+    return nn.functional.interpolate(corners, (size, size), mode="bilinear").clamp(0, 1)
 
 
 def test_parameters_become_planes():
@@ -199,7 +198,7 @@ def test_an_attack_in_inference_mode(gradients):
         answers = defense(x_adv, chance())
     assert torch.equal(x_adv, outside)
     assert all(weight.grad is None for net in nets.values() for weight in net.parameters())
-    if gradients != "bpda":  # by networks that have learnt nothing
+    if gradients == "identity":  # the networks have learnt nothing
         assert (answers.argmax(1) != y).all()
 
 
@@ -215,13 +214,13 @@ def test_the_weights_have_no_gradient_while_attacked():
 
 @pytest.mark.parametrize("transform", [VerticalFlip(), Gamma(0.9)])
 def test_it_learns(transform):
-    images = smooth_images(320, 8)
-    trained = train_bpda(transform, images, epochs=12, generator=chance())
-    assert trained.error < 0.3 * trained.identity
-    fresh = smooth_images(640, 8)[320:]
+    images = smooth_images(512, 8)
+    trained = train_bpda(transform, images[:256], 12, 16, generator=chance())
+    assert trained.error < 0.25 * trained.identity
+    fresh = images[256:]
     params = transform.sample(fresh, chance(5))
     y = transform(fresh, *params)
-    assert (trained.net(fresh, *params) - y).square().mean() < 0.4 * (fresh - y).square().mean()
+    assert (trained.net(fresh, *params) - y).square().mean() < 0.25 * (fresh - y).square().mean()
     assert not trained.net.training
     assert not any(weight.requires_grad for weight in trained.net.parameters())
 
@@ -237,13 +236,17 @@ def test_training_is_named_by_its_generator_and_leaves_the_global_stream_alone()
 
 
 def test_the_best_epoch_is_kept():
-    images = smooth_images(40, 8)
-    errors = [
-        train_bpda(GaussianNoise(0.1), images, n, 8, lr=0.2, generator=chance()).error
-        for n in range(1, 7)
+    images = smooth_images(24, 8)
+    runs = [
+        train_bpda(VerticalFlip(), images, epochs, 8, lr=3.0, generator=chance())
+        for epochs in range(1, 8)
     ]
+    errors = [run.error for run in runs]
     assert errors == sorted(errors, reverse=True)
-    assert len(set(errors)) < len(errors)  # some epoch made it worse
+    assert 1 < len(set(errors)) < len(errors)  # some epochs made it better and some worse
+    for before, after in pairwise(runs):
+        same = torch.equal(before.net(images), after.net(images))
+        assert same == (before.error == after.error)
 
 
 def test_parameters_are_drawn_anew_each_epoch_and_progress_is_told():
@@ -275,9 +278,8 @@ def saved(folder, transform, x=X, **about):
 
 def test_there_and_back(tmp_path):
     transforms = [Affine(0.2), Erase(), HardPrecision()]
-    nets = {
-        type(t).__name__: saved(tmp_path / "new", t, epochs=3, error=0.5)[0] for t in transforms
-    }
+    more = {"epochs": 3, "error": 0.5}
+    nets = {type(t).__name__: saved(tmp_path / "new", t, **more)[0] for t in transforms}
     found = load_approximations(tmp_path / "new", transforms)
     assert list(found) == ["Affine", "Erase", "HardPrecision"]
     for transform in transforms:
@@ -286,7 +288,7 @@ def test_there_and_back(tmp_path):
         assert not found[name].training
         assert not any(weight.requires_grad for weight in found[name].parameters())
     _, about = load_approximation(place_of(tmp_path / "new", Affine(0.2), (3, 16, 16)))
-    assert about == told | {"transform": "Affine(alpha=0.2)", "shape": [3, 16, 16]}
+    assert about == more | {"transform": "Affine(alpha=0.2)", "shape": [3, 16, 16]}
 
 
 def test_loaded_in_inference_mode_it_still_has_a_gradient(tmp_path):

@@ -14,11 +14,13 @@ from tests.tiny import ROOT, recipe, records, run
 
 NETS = sorted((ROOT / "configs").glob("net_*.yaml"))
 SPACES = sorted((ROOT / "configs").glob("tune_*.yaml"))
-MIX_INS = [*NETS, *SPACES, ROOT / "configs/ddp.yaml", ROOT / "configs/debug.yaml"]
+GROUPS = sorted((ROOT / "configs").glob("group_*.yaml"))
+MIX_INS = [*NETS, *SPACES, *GROUPS, ROOT / "configs/ddp.yaml", ROOT / "configs/debug.yaml"]
 CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.yaml") if p not in MIX_INS)
 ASSEMBLED = [p for p in CONFIGS if "class_path: Assembled" in p.read_text()]
 RECIPES = [p for p in CONFIGS if p not in ASSEMBLED]
-CALLBACKS = sorted((ROOT / "callbacks").glob("*.yaml"))
+RT_ONLY = sorted((ROOT / "callbacks").glob("rt_*.yaml"))
+CALLBACKS = sorted({*(ROOT / "callbacks").glob("*.yaml")} - {*RT_ONLY})
 # Data that a fresh machine lacks is replaced by embedded images of the same size.
 TINY = "{train_size: 10, test_size: 2, val_size: 2, workers: 0}"
 EMBEDDED = f"--data={{class_path: Patches10, init_args: {TINY}}}"
@@ -37,10 +39,11 @@ def of(file, data):
 
 
 def make_folders(file):
-    """The folders of a thousand classes, and the weights of a first network trained on them."""
+    """The folders of the classes, and the weights of a first network trained on them."""
+    root = Path(yaml.safe_load(file.read_text())["data"]["init_args"]["root"])
     for part in ("train", "val"):
-        for k in range(1000):
-            (Path("data/imagenet") / part / f"{k:04}").mkdir(parents=True)
+        for k in range(1000 if root.name == "imagenet" else 10):
+            (root / part / f"{k:04}").mkdir(parents=True)
     for path in yaml.safe_load(file.read_text())["model"]["init_args"].get("checkpoints", [])[:1]:
         Path(path).parent.mkdir()
         torch.save(ZooNet("resnet18", classes=1000).state_dict(), path)
@@ -114,6 +117,34 @@ def test_callbacks_add_up_and_what_is_there_twice_runs_once(tmp_path):
     worst = next(r for r in records(tmp_path) if r["name"] == "worst")
     assert worst["over"][0] == "apgd"
     assert "arc" in worst["over"]
+
+
+@pytest.mark.parametrize("file", RT_ONLY, ids=lambda p: p.stem)
+def test_callback_plugs_into_random_transforms(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changed = yaml.safe_load(file.read_text())
+    for game in changed["init_args"]["attacks"].values():
+        made = game["init_args"].get("attack", game)["init_args"]
+        made |= {"steps": 2, "draws": 2} if "steps" in made else {"batch_size": 2}
+    Path("callback.yaml").write_text(yaml.safe_dump(changed))
+    plain = yaml.safe_load((ROOT / "configs/rt_cifar10_small.yaml").read_text())
+    del plain["trainer"]["callbacks+"], plain["data"]
+    Path("plain.yaml").write_text(yaml.safe_dump(plain))
+    shrunk = ["--model.defense.size=2", "--model.defense.draws=2", "--model.net.widths=[4,4,4]"]
+    base = ["--config", "plain.yaml", EMBEDDED, *shrunk, *SMALL]
+    run("fit", *base, "--trainer.callbacks+=callback.yaml")
+
+
+@pytest.mark.parametrize("mix_in", GROUPS, ids=lambda p: p.stem)
+def test_group_mix_in_leaves_nothing_but_the_group(mix_in):
+    from lightning_rob.run import Command
+    from lightning_rob.transforms import GROUPS as KINDS
+
+    base = ["--config", str(ROOT / "configs/rt_cifar10.yaml"), "--config", str(mix_in)]
+    defense = Command([*base, "--trainer.accelerator=cpu"], run=False).model.defense
+    kinds = KINDS[mix_in.stem.removeprefix("group_")]
+    assert [type(transform) for transform in defense.transforms.values()] == list(kinds)
+    assert defense.size == len(kinds)
 
 
 @pytest.mark.parametrize("mix_in", ["ddp", "debug"])

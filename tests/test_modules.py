@@ -7,10 +7,12 @@ from torch.nn import functional as F
 
 from lightning_rob.attacks import PGD
 from lightning_rob.attacks.base import Attack
-from lightning_rob.defenses import Ensemble, Single
+from lightning_rob.defenses import Ensemble, RandomTransforms, Single
 from lightning_rob.modules import BAT, IAT, AdversarialTraining
+from lightning_rob.objectives import ce_of_mean_probs
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
+from lightning_rob.transforms import GaussianNoise, VerticalFlip
 from tests.tiny import TinyNet
 
 THREAT = Threat("linf", 16 / 255)
@@ -180,3 +182,55 @@ def test_labels_out_of_range():
 
 def test_single_is_what_adversarial_training_defends():
     assert isinstance(AdversarialTraining(TinyNet).defense, Single)
+
+
+def random_defense(net):
+    return RandomTransforms(net, [GaussianNoise(0.1), VerticalFlip(p=0.5)], 2, 6)
+
+
+def test_random_transforms_train_on_the_log_of_the_mean_probability():
+    torch.manual_seed(0)
+    module = AdversarialTraining(
+        TinyNet, defense=random_defense, draws=3, criterion=ce_of_mean_probs
+    )
+    module.defense.eval()
+    x, y = torch.rand(8, 3, 8, 8), torch.arange(8) % 4
+    module.noise = Streams.keyed(torch.arange(8), 1)
+    found = module.loss(x, y)
+    logits, _ = module.defense.drawn(x, Streams.keyed(torch.arange(8), 1).apart(1), 3)
+    assert logits.shape[0] == 3
+    expected = F.nll_loss(logits.softmax(-1).mean(0).log(), y)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_advrt_trains_on_images_that_its_own_attack_makes():
+    seen = []
+
+    def criterion(logits, weights, y):
+        seen.append(logits.shape[0])
+        return ce_of_mean_probs(logits, weights, y)
+
+    attack = PGD(Threat("linf", 0.1), 2, 0.05, criterion, draws=2)
+    module = AdversarialTraining(
+        TinyNet, attack, defense=random_defense, draws=4, criterion=criterion
+    )
+    module.noise = Streams.keyed(torch.arange(8), 1)
+    module.loss(torch.rand(8, 3, 8, 8), torch.arange(8) % 4).backward()
+    assert seen == [2, 2, 4]
+    assert all(weight.grad is not None for weight in module.defense.net.parameters())
+
+
+def test_training_begins_with_the_weights_of_a_checkpoint_and_resumes_with_its_own(tmp_path):
+    start = TinyNet()
+    torch.save({"state_dict": start.state_dict()}, tmp_path / "start.pt")
+    module = AdversarialTraining(TinyNet, weights=str(tmp_path / "start.pt"))
+    module.setup("test")
+    assert not torch.equal(module.defense.net.first.weight, start.first.weight)
+    module.setup("fit")
+    assert torch.equal(module.defense.net.first.weight, start.first.weight)
+
+
+def test_trades_is_for_a_single_network():
+    attack = PGD(Threat("linf", 0.1), 2, 0.05)
+    with pytest.raises(ValueError, match="TRADES is for a single network, got RandomTransforms"):
+        AdversarialTraining(TinyNet, attack, trades_beta=6.0, defense=random_defense)

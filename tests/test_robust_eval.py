@@ -9,7 +9,10 @@ from lightning_rob.attacks import ARC, PGD, OnMember, Strongest
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.panels import panel
 from lightning_rob.defenses import Defense, first_member
+from lightning_rob.metrics import student
 from lightning_rob.modules import AdversarialTraining
+from lightning_rob.randomness import uniform
+from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
 from tests.tiny import Blobs, TinyNet, pgd, recipe, records, robust_eval, run
 
@@ -167,3 +170,53 @@ def test_another_radius_for_all_attacks():
         "warm": ARC(wide, 2, wide.eps, start=Strongest((pgd_wide, OnMember(pgd_wide, 0)))),
     }
     assert RobustEval({"pgd": ATTACK}).attacks == {"pgd": ATTACK}
+
+
+class Noisy(Defense):
+    """Right with probability 1/2 at every draw, whatever the image."""
+
+    def __init__(self, net=None):
+        super().__init__(torch.ones(1), mean_probs)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def logits(self, x, generator=None):
+        coin = uniform(x, 4, generator=generator) + 0 * x.flatten(1)[:, :4]
+        return (self.scale * coin)[None]
+
+
+def noisy_run(inferences, attacks=None, **options):
+    module = AdversarialTraining(TinyNet, defense=Noisy)
+    callback = RobustEval(
+        attacks or {"pgd": ATTACK}, inferences=inferences, record="r.jsonl", **options
+    )
+    trainer = Trainer(callbacks=[callback], **QUIET)
+    trainer.test(module, Blobs(test_size=200), verbose=False)
+    return callback
+
+
+def test_inferences_are_averaged_per_image_and_have_an_interval_of_their_own():
+    callback = noisy_run(10)
+    _, scores = callback.table.rows()
+    _, single = callback.single.rows()
+    single = single.view(200, 2, 10)
+    assert torch.allclose(scores, single.mean(2), atol=1e-6)
+    assert set(single.unique().tolist()) == {0.0, 1.0}
+    accuracies = single.mean(0)
+    assert len(accuracies[1].unique()) > 3  # they are independent
+    low, high = callback.results[1].details["over_inferences"]
+    assert (low, high) == pytest.approx(student(accuracies[1].tolist()))
+    assert low < 0.25 < high or abs(callback.results[1].accuracy - 0.25) < 0.05
+
+
+def test_one_inference_is_the_first_of_several_and_has_no_such_interval():
+    one, ten = noisy_run(1), noisy_run(10)
+    assert torch.equal(one.table.rows()[1], ten.single.rows()[1].view(200, 2, 10)[..., 0])
+    assert all("over_inferences" not in result.details for result in one.results)
+
+
+def test_the_table_tells_the_defenses_own_chance(capsys):
+    noisy_run(10)
+    several = capsys.readouterr().out
+    noisy_run(1)
+    assert "±" in several
+    assert "±" not in capsys.readouterr().out

@@ -1,12 +1,14 @@
-"""The same search through Ray Tune; each in a process of its own, for Ray leaves things behind."""
+"""The same search through Ray Tune, in processes of their own: Ray leaves things behind."""
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
-from lightning_rob.tune.trials import read_trials
+from lightning_rob.tune.trials import attempt, read_trials
 from tests.test_tune import files, hill, points, study
 from tests.tiny import ROOT, shell
 
@@ -23,21 +25,20 @@ def evaluate(number, point):
     if number == 4:
         os._exit(1)
     return hill(number, point) | {"elsewhere": float(os.getpid() != home)}
-content = {"variables": {"x": [-1, 1], "y": [0, 4]}, "objective": {sys.argv[2]: 1.0}}
-run_with_ray(study(Path(sys.argv[1]), evaluate, content, trials=12, random=5), 2)
+run_with_ray(study(Path(sys.argv[1]), evaluate, trials=12, random=5), 2)
 """
 
 
-def script(folder, metric):
+def script(folder):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SCRIPT, str(folder), metric]
+    command = [sys.executable, "-c", SCRIPT, str(folder)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
 
 
 def test_a_study_through_ray(tmp_path):
     here = study(tmp_path, trials=2, random=5)
     here.run()
-    told = script(tmp_path, "height")
+    told = script(tmp_path)
     assert told.returncode == 0, told.stderr
     trials = {trial.number: trial for _, trial in read_trials(tmp_path / "trials.jsonl")}
     assert sorted(trials) == list(range(12))
@@ -52,10 +53,18 @@ def test_a_study_through_ray(tmp_path):
     assert max(t.objective for t in made) > 2.5
 
 
-def test_what_stops_a_study_comes_through(tmp_path):
-    told = script(tmp_path, "depth")
-    assert told.returncode == 1
-    assert "does not log 'depth'; it logs elsewhere, height" in told.stderr.splitlines()[-1]
+def test_a_missing_metric_ends_the_study_and_is_told_afterwards(tmp_path):
+    from lightning_rob.tune.parallel import StudySearcher
+
+    content = {"variables": {"x": [-1, 1], "y": [0, 4]}, "objective": {"depth": 1.0}}
+    searcher = StudySearcher(study(tmp_path, content=content, trials=9, random=5))
+    first, second = (json.loads(searcher.suggest(name)["todo"]) for name in "ab")
+    assert (first[0], second[0]) == (0, 1)
+    made = attempt(hill, *first)
+    searcher.on_trial_complete("a", {"trial": json.dumps(asdict(made))})
+    assert "does not log 'depth'; it logs height, other" in str(searcher.problem)
+    assert searcher.suggest("c") == "FINISHED"
+    assert searcher.study.record.ended == []
 
 
 def test_the_command_with_ray(tmp_path):

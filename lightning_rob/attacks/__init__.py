@@ -7,8 +7,10 @@ from lightning_rob.attacks.backward import SGM, LinBP
 from lightning_rob.attacks.base import Attack, attacking, evaluating
 from lightning_rob.attacks.cw import CW
 from lightning_rob.attacks.deepfool import DeepFool
+from lightning_rob.attacks.gradients import draw_gradients
 from lightning_rob.attacks.member import OnMember, RandomMember
 from lightning_rob.attacks.pgd import PGD
+from lightning_rob.attacks.seen_as import SeenAs
 from lightning_rob.attacks.strongest import Strongest
 from lightning_rob.attacks.targeted import Targeted
 
@@ -27,10 +29,12 @@ __all__ = [
     "Nesterov",
     "OnMember",
     "RandomMember",
+    "SeenAs",
     "Strongest",
     "Targeted",
     "aggmo",
     "arc_linear",
     "attacking",
+    "draw_gradients",
     "evaluating",
 ]

@@ -156,7 +156,7 @@ class Adam(Ascent):
             # the root of the mean square, without squares, which underflow on confident networks
             root = torch.hypot(second**0.5 * root.to(gradient), (1 - second) ** 0.5 * gradient)
             ratio = (1 - second**steps) ** 0.5 / (1 - first**steps)
-            step = ratio * mean / root.clamp_min(TINY)
+            step = ratio * mean / root.clamp_min(torch.finfo(root.dtype).tiny)
             return scale(step, 1 / threat.size(torch.ones_like(step)))
 
         return move

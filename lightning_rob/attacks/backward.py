@@ -46,7 +46,7 @@ def _shrunk(defense: nn.Module, gamma: float) -> Iterator[None]:
             x.register_hook(lambda gradient: gamma * gradient)  # type: ignore[no-untyped-call]
         return x
 
-    blocks = [block for net in residual_blocks(defense) for block in net]
+    blocks = dict.fromkeys(block for net in residual_blocks(defense) for block in net)
     for block in blocks:
         for branch in block.branches:
             with block.graph.inserting_before(branch.addition):
@@ -98,8 +98,8 @@ def _linear(defense: nn.Module, start: float) -> Iterator[None]:
         yield
 
 
-def _replace(branch: Branch) -> None:
-    """Put one call in the place of a branch."""
+def _replace(branch: Branch) -> fx.Node:
+    """Put one call in the place of a branch, and return it."""
     block, graph, inner = branch.block, branch.block.graph, _switchable(branch)
 
     def run(x: Tensor, switch: Switch) -> Tensor:
@@ -116,6 +116,7 @@ def _replace(branch: Branch) -> None:
     branch.end.replace_all_uses_with(call)
     for node in reversed(branch.body):
         graph.erase_node(node)
+    return call
 
 
 def _switchable(branch: Branch) -> fx.Graph:

@@ -17,8 +17,8 @@ transform's: RandomTransforms(…, gradients="bpda", approximations=FOLDER).
   --data CLASS       the images, such as Digits5k, and --data.NAME=VALUE
   --config RECIPE    or the data and transforms of a recipe
   --out FOLDER       for the networks
-  --transforms LIST  names such as Affine,Swirl; all; nondifferentiable; or, as
-                     YAML or a file of it, with arguments: '{Affine: {alpha: 0.2}}'
+  --transforms LIST  names such as Affine,Swirl; all; nondifferentiable; or with
+                     arguments, YAML or a file of it: '{Affine: {alpha: 0.2}}'
                      (default: those of the recipe, or else all)
   --epochs N         passes over the images (default: 10)
   --max_images N     (default: the whole training set)
@@ -27,8 +27,8 @@ transform's: RandomTransforms(…, gradients="bpda", approximations=FOLDER).
 
   lightning-rob bpda --data Digits5k --out bpda_nets --max_images 2000
 
-The same command again goes on where it was stopped. A network that is there is
-not trained again; its file is named after transform, arguments and image shape."""
+The same command again goes on where it was stopped. What is there is not
+trained again; a file is named after transform, arguments and image shape."""
 
 
 @dataclass(frozen=True)

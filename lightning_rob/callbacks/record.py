@@ -89,7 +89,7 @@ def print_table(title: str, results: Iterable[Result]) -> None:
     table.add_column("95 % interval", justify="right")
     several = any("over_inferences" in result.details for result in rows.values())
     if several:
-        table.add_column("over its own chance", justify="right")
+        table.add_column("chance", justify="right")  # its share in the figure
     table.add_column("images", justify="right")
     table.add_column("seconds", justify="right")
     for result in rows.values():

@@ -46,5 +46,5 @@ def convergence(objectives: Sequence[float | None], initial: int, label: str) ->
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="0.87", linewidth=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(loc="outside upper left", ncols=3, frameon=False)
+    figure.legend(loc="outside upper left", ncols=5, columnspacing=1.2, frameon=False)
     return figure

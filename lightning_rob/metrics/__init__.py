@@ -1,10 +1,6 @@
 """Metrics: a function each, and its torchmetrics twin."""
 
-from lightning_rob.metrics.gradient_spread import (
-    GradientSpread,
-    draw_gradients,
-    gradient_spread,
-)
+from lightning_rob.metrics.gradient_spread import GradientSpread, gradient_spread
 from lightning_rob.metrics.intervals import student, wilson
 from lightning_rob.metrics.per_image import PerImage, minimum
 from lightning_rob.metrics.robust_accuracy import RobustAccuracy, robust_accuracy
@@ -15,7 +11,6 @@ __all__ = [
     "PerImage",
     "RobustAccuracy",
     "TransferMatrix",
-    "draw_gradients",
     "gradient_spread",
     "minimum",
     "robust_accuracy",

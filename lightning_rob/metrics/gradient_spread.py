@@ -6,17 +6,13 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_rob.attacks.base import attacking, height
-from lightning_rob.defenses import Defense
-from lightning_rob.objectives import Objective, expected_ce
-from lightning_rob.randomness import Generator
-
 
 def gradient_spread(gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The spread of the signs of several draws' gradients (RT paper, section 6 and eq. 17).
 
     Args:
-        gradients: [n, B, …] of n >= 2 draws, signed here.
+        gradients: [n, B, …] of n >= 2 draws, as `lightning_rob.attacks.draw_gradients` gives them;
+            signed here.
 
     Returns:
         Each [B]: the variance of an entry (the paper's, which its authors' code multiplies by the
@@ -30,40 +26,10 @@ def gradient_spread(gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         raise ValueError(f"the spread is one of two draws or more, got {len(gradients)}")
     signs = gradients.flatten(2).sign()
     mean = signs.mean(0)
-    variance = signs.var(0).mean(1)
+    variance = (signs - mean).square().sum(0).mean(1) / (len(signs) - 1)
     cosine = torch.cosine_similarity(signs, mean.expand_as(signs), dim=2).mean(0)
     agreement = (signs == mean.sign()).to(signs).mean((0, 2))
     return variance, cosine, agreement
-
-
-def draw_gradients(
-    defense: Defense,
-    x: Tensor,
-    y: Tensor,
-    draws: int,
-    generator: Generator = None,
-    objective: Objective = expected_ce,
-) -> Tensor:
-    """The gradients of single draws of a random defense, as an attack meets them.
-
-    Args:
-        defense: whose draws.
-        x: [B, C, H, W] images.
-        y: [B] their labels.
-        draws: n, how many.
-        generator: where they come from.
-        objective: whose gradient.
-
-    Returns:
-        [n, B, C, H, W].
-    """
-    found: list[Tensor] = []
-    with attacking(defense):
-        for _ in range(draws):
-            leaf = x.detach().clone().requires_grad_()
-            climbed = height(objective, 1, defense, leaf, y.clone(), generator, check=not found)
-            found += torch.autograd.grad(climbed.sum(), leaf)
-    return torch.stack(found)
 
 
 class GradientSpread(Metric):

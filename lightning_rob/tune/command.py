@@ -3,9 +3,10 @@
 import gc
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ class Fit:
         folder = self.folder / "trials" / f"{number:04}"
         seed = {"seed_everything": fold(self.seed, number) % 2**32}
         place = {"trainer.default_root_dir": str(folder)}
-        recipe = changed(self.recipe, QUIET | place | seed | self.space.trial | values)
+        whole = changed(self.recipe, QUIET | place | seed | self.space.trial | values)
+        recipe, _ = self.space.pruned(whole, values)
         callbacks = recipe["trainer"]["callbacks"] or []
         if not recipe["trainer"]["logger"]:
             callbacks = [c for c in callbacks if c["class_path"].split(".")[-1] not in OF_LOGS]
@@ -102,7 +104,7 @@ def main(args: Sequence[str]) -> None:
         with _quiet():
             recipe = _whole(rest)
         best = tune(options, recipe)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         raise InputError(str(error)) from error
     if options.then_fit:
         Command(["fit", "--config", str(best)])
@@ -126,10 +128,11 @@ def tune(options: Options, recipe: dict[str, Any]) -> Path:
     Raises:
         ValueError: the space does not fit the recipe, or nothing can be found.
     """
+    make = _runner(options.concurrent)
     space = _space(options.space)
     own = space.own(recipe)
     budget = Budget().with_(space.budget | options.budget)
-    changed(recipe, space.trial)
+    changed(recipe, space.trial)  # an unknown key is told before anything is built
     search = Search(space.variables, own, budget, options.seed, _earlier(options, space))
     study = key_of(recipe=recipe, space=_contents(space), seed=options.seed)
     record = Record(options.out / "trials.jsonl", study)
@@ -137,14 +140,17 @@ def tune(options: Options, recipe: dict[str, Any]) -> Path:
     with _quiet():
         fit.build(0, own)
     with _progress(record, budget) as tell:
-        task = Study(space, search, record, fit, tell)
-        if options.concurrent:
-            from lightning_rob.tune.parallel import run_with_ray
-
-            run_with_ray(task, options.concurrent)
-        else:
-            task.run()
+        make(Study(space, search, record, fit, tell))
     return Outcome(space, search, record, recipe, options).tell()
+
+
+def _runner(concurrent: int | None) -> Callable[[Study], None]:
+    """What makes the trials of a study."""
+    if concurrent is None:
+        return Study.run
+    from lightning_rob.tune.parallel import run_with_ray
+
+    return partial(run_with_ray, concurrent=concurrent)
 
 
 def _space(path: Path) -> Space:
@@ -158,7 +164,8 @@ def _space(path: Path) -> Space:
 
 def _contents(space: Space) -> list[Any]:
     """What an objective depends on."""
-    return [{k: str(b) for k, b in space.variables.items()}, space.objective, space.trial]
+    bounds = {k: str(b) for k, b in space.variables.items()}
+    return [bounds, space.objective, space.trial, space.prune]
 
 
 def _earlier(options: Options, space: Space) -> list[tuple[Point, float]]:

@@ -23,8 +23,8 @@ class Space:
         variables: dotted key -> (low, high), or (low, high, int) for whole numbers.
         objective: logged metric -> its weight in what is maximised.
         trial: dotted key -> value that makes a trial cheap.
-        prune: the final recipe is without the transforms whose variable is at most this; None
-            keeps them all.
+        prune: trials and final recipe are without the transforms whose variable is at most this;
+            None keeps them all.
         budget: numbers of trials instead of the defaults.
     """
 
@@ -86,28 +86,22 @@ class Space:
     def pruned(self, recipe: Any, point: Mapping[str, float]) -> tuple[Any, list[str]]:
         """The recipe without the transforms that the values switch off, and their names.
 
-        A `size` beside the transforms becomes as small as they are many.
-
-        Raises:
-            ValueError: none would be left.
+        A `size` beside the transforms becomes as small as they are many. Where none would be left,
+        all stay: switched off they are a plain network.
         """
-        recipe, dropped = deepcopy(recipe), []
+        slim, dropped = deepcopy(recipe), []
         limit = -math.inf if self.prune is None else self.prune
         for key, value in point.items():
             if value <= limit and (match := re.fullmatch(TRANSFORM, key)):
-                del value_at(recipe, match[1])[match[2]]
+                del value_at(slim, match[1])[match[2]]
                 dropped.append(match[2])
-                _fit_size(recipe, match[1])
-        return recipe, dropped
-
-
-def _fit_size(recipe: Any, transforms: str) -> None:
-    left = len(value_at(recipe, transforms))
-    if not left:
-        raise ValueError(f"all of {transforms} would be pruned")
-    holder, _ = _place(recipe, transforms)
-    if isinstance(holder.get("size"), int):
-        holder["size"] = min(holder["size"], left)
+                left = len(value_at(slim, match[1]))
+                if not left:
+                    return recipe, []
+                holder, _ = _place(slim, match[1])
+                if isinstance(holder.get("size"), int):
+                    holder["size"] = min(holder["size"], left)
+        return slim, dropped
 
 
 def value_at(config: Any, key: str) -> Any:

@@ -1,0 +1,108 @@
+"""Random transforms of a defense: S = 14 of 33, n = 10 draws of 32 images of 3x32x32, one core.
+
+    OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/random_transforms.py
+
+In batch with an order for each copy and with one for each image, the same operations copy by copy,
+and kornia.augmentation with 14 of the 19 it has, one subset and order for the whole batch. Forward
+and backward to the images, in turn, medians; "floor" is ResNet-20, forward and backward, on the
+same 320 images. Ratios are of CPU time to the floor of the same round.
+"""
+
+import argparse
+import platform
+import statistics
+import time
+import warnings
+
+import kornia
+import torch
+from kornia.augmentation import ImageSequential
+from rich.console import Console
+from rich.table import Table
+from transforms import PEERS
+
+from lightning_rob.cli import _keep_freed_memory
+from lightning_rob.defenses import RandomTransforms
+from lightning_rob.nets import ResNet20
+from lightning_rob.randomness import Streams
+from lightning_rob.transforms import catalogue
+
+IMAGES, DRAWS, SIZE = 32, 10, 14
+
+
+class OneByOne(RandomTransforms):
+    """The same operations on one copy at a time."""
+
+    def transformed(self, x, generator=None, draws=1):
+        streams = generator.split(draws)
+        copies = x.repeat(draws, 1, 1, 1)
+        order = self._orders(copies, len(x), streams)
+        done = []
+        for i, kinds in enumerate(order.tolist()):
+            image, own = copies[i : i + 1], streams[torch.tensor([i])]
+            for kind in kinds:
+                image = self._apply_one(kind, image, own.apart(1 + kind)) if kind >= 0 else image
+            done.append(image)
+        return torch.cat(done).view(draws, *x.shape)
+
+
+def contestants(net):
+    kinds = [kind() for kind in catalogue().values()]
+    peer = ImageSequential(*(make() for make in PEERS.values()), random_apply=SIZE)
+    noise = iter(range(10**9))
+
+    def ours(defense):
+        return lambda x: defense.transformed(
+            x, Streams.keyed(torch.arange(IMAGES), next(noise)), DRAWS
+        )
+
+    return {
+        "floor": lambda x: net(x.repeat(DRAWS, 1, 1, 1)),
+        "order per copy": ours(RandomTransforms(net, kinds, SIZE, DRAWS)),
+        "order per image": ours(RandomTransforms(net, kinds, SIZE, DRAWS, shared_order=True)),
+        "copy by copy": ours(OneByOne(net, kinds, SIZE, DRAWS)),
+        "kornia, 14 of 19": lambda x: peer(x.repeat(DRAWS, 1, 1, 1)),
+    }
+
+
+def clock(run, x):
+    x = x.clone().requires_grad_()
+    began = time.process_time()
+    torch.autograd.grad(run(x).sum(), x)
+    return time.process_time() - began
+
+
+def main():
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--rounds", type=int, default=5)
+    rounds = options.parse_args().rounds
+    warnings.simplefilter("ignore")
+    _keep_freed_memory()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = ResNet20().eval().requires_grad_(False)
+    x = torch.rand(IMAGES, 3, 32, 32)
+    runs = contestants(net)
+    times = {name: [] for name in runs}
+    for again in range(rounds + 1):
+        for name, run in runs.items():
+            seconds = clock(run, x)
+            if again:
+                times[name].append(seconds)
+    table = Table(title=f"S = {SIZE}, n = {DRAWS}, {IMAGES} images, forward and backward")
+    for column in ("", "CPU ms", "/ floor", "images/s"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, seconds in times.items():
+        ratios = [own / floor for own, floor in zip(seconds, times["floor"], strict=True)]
+        middle = statistics.median(seconds)
+        rate = IMAGES * DRAWS / middle
+        table.add_row(
+            name, f"{1e3 * middle:.0f}", f"{statistics.median(ratios):.2f}", f"{rate:.0f}"
+        )
+    Console().print(table)
+    told = f"torch {torch.__version__}, kornia {kornia.__version__}, {platform.machine()}"
+    print(f"{told}, median of {rounds} rounds")
+
+
+if __name__ == "__main__":
+    main()

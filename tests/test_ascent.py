@@ -1,0 +1,279 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.attacks import PGD, Adam, AggMo, Nesterov, aggmo
+from lightning_rob.defenses import Single
+from lightning_rob.randomness import Streams
+from lightning_rob.threat import Threat
+
+LINF, L2 = Threat("linf", 0.4), Threat("l2", 0.9)
+both_norms = pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
+ASCENTS = {
+    "sign": AggMo((0.0,)),
+    "momentum": AggMo((0.9,)),
+    "boosted": AggMo((0.9,), "gradients"),
+    "aggmo": AggMo(),
+    "aggmo of gradients": AggMo(aggmo(4), "gradients"),
+    "aggmo as printed": AggMo(aggmo(4), "paper"),
+    "nesterov": Nesterov(),
+    "adam": Adam(),
+}
+all_ascents = pytest.mark.parametrize("ascent", ASCENTS.values(), ids=ASCENTS)
+
+
+def gradients(count=7, batch=3, seed=0):
+    """Of all lengths, with a few entries of zero."""
+    chance = torch.Generator().manual_seed(seed)
+    drawn = torch.randn((count, batch, 2, 4), generator=chance).double()
+    lengths = 10 ** torch.empty(count, batch, 1, 1).uniform_(-3, 3, generator=chance).double()
+    return drawn * lengths * (torch.rand(drawn.shape, generator=chance) > 0.1)
+
+
+def moves(ascent, threat, given):
+    move = ascent.begin(threat)
+    return torch.stack([move(g) for g in given])
+
+
+def per_image(function, g):
+    return torch.stack([function(image) for image in g])
+
+
+def unit(g):
+    return per_image(lambda image: image / image.abs().sum(), g)
+
+
+def steepest(threat, g):
+    return g.sign() if threat.norm == "linf" else per_image(lambda image: image / image.norm(), g)
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+# by hand
+
+
+@both_norms
+@pytest.mark.parametrize("variant", ["steepest", "gradients", "paper"])
+@pytest.mark.parametrize("dampings", [(0.9,), (0.0, 0.9, 0.99), (0.5,)])
+def test_aggmo_by_hand(threat, variant, dampings):
+    given = gradients()
+    velocities = [torch.zeros_like(given[0]) for _ in dampings]
+    expected = []
+    for g in given:
+        pushed = unit(g) if variant == "gradients" else steepest(threat, g)
+        velocities = [d * v + pushed for d, v in zip(dampings, velocities, strict=True)]
+        if variant == "paper":
+            expected.append(sum(velocities) / len(dampings))
+        else:
+            expected.append(sum(steepest(threat, v) for v in velocities) / len(dampings))
+    close(moves(AggMo(dampings, variant), threat, given), torch.stack(expected))
+
+
+def test_dampings_of_the_papers():
+    assert aggmo(1) == (0.0,)
+    assert aggmo(6) == pytest.approx((0, 0.9, 0.99, 0.999, 0.9999, 0.99999))
+    assert AggMo().dampings == aggmo(6)
+
+
+@both_norms
+def test_momentum_boosting_is_mi_fgsm(threat):
+    """Dong et al. (2018), eqs. 6 and 7: g <- mu g + gradient / ||gradient||_1."""
+    given, g = gradients(), torch.zeros(3, 2, 4).double()
+    ours = moves(AggMo((1.0 - 1e-1,), "gradients"), threat, given)
+    for gradient, move in zip(given, ours, strict=True):
+        g = 0.9 * g + gradient / gradient.abs().sum((1, 2), keepdim=True)
+        close(move, steepest(threat, g))
+
+
+@both_norms
+def test_nesterov_is_that_of_torch(threat):
+    """A step of the steepest direction of its update, given gradients of length one."""
+    point = nn.Parameter(torch.zeros(3, 2, 4).double())
+    optimizer = torch.optim.SGD([point], lr=1.0, momentum=0.9, nesterov=True)
+    given = gradients()
+    for gradient, move in zip(given, moves(Nesterov(0.9), threat, given), strict=True):
+        before = point.detach().clone()
+        point.grad = -unit(gradient)
+        optimizer.step()
+        close(move, steepest(threat, point.detach() - before))
+
+
+@both_norms
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.9), (0.0, 0.0)])
+def test_adam_is_that_of_torch(threat, betas):
+    point = nn.Parameter(torch.zeros(3, 2, 4).double())
+    optimizer = torch.optim.Adam([point], lr=1.0, betas=betas, eps=1e-30)
+    given = gradients()
+    for gradient, move in zip(given, moves(Adam(betas), threat, given), strict=True):
+        before = point.detach().clone()
+        point.grad = -gradient
+        optimizer.step()
+        ones = 1.0 if threat.norm == "linf" else 8**0.5
+        close(move, (point.detach() - before) / ones)
+
+
+# on a hill
+
+
+class Hill(nn.Module):
+    """Two classes, whose cross-entropy is highest at the top; a quadratic with unequal axes."""
+
+    def __init__(self, top, axes):
+        super().__init__()
+        self.top, self.axes = top, axes
+
+    def forward(self, x):
+        fall = ((x - self.top).square() * self.axes).flatten(1).sum(1)
+        return torch.stack([fall, -fall], 1)
+
+
+def fall(logits, weights, y):
+    """The quadratic itself, so that its gradient is known."""
+    return -logits[0].gather(1, y[:, None])[:, 0]
+
+
+def hill(seed=0, dtype=torch.float64):
+    chance = torch.Generator().manual_seed(seed)
+    x = 0.5 + 0.05 * torch.randn((4, 1, 2, 4), generator=chance).to(dtype)
+    top = 0.5 + 0.05 * torch.randn((1, 2, 4), generator=chance).to(dtype)
+    axes = torch.logspace(0, 2, 8).view(1, 2, 4).to(dtype)
+    return Hill(top, axes), x, torch.zeros(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 40])
+def test_adam_climbs_as_that_of_torch(steps):
+    net, x, y = hill()
+    point = nn.Parameter(x.clone())
+    optimizer = torch.optim.Adam([point], lr=0.01, eps=1e-30)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(point)[:, 0].sum().backward()
+        optimizer.step()
+    attack = PGD(LINF, steps, 0.01, fall, random_start=False, ascent=Adam())
+    torch.testing.assert_close(attack(Single(net), x, y), point.detach(), rtol=0, atol=1e-9)
+
+
+@all_ascents
+@both_norms
+def test_all_reach_the_top(threat, ascent):
+    """With many short steps; heavy dampings still swing around it when the others stand."""
+    net, x, y = hill()
+    attack = PGD(threat, 600, 0.002, fall, random_start=False, keep_best=True, ascent=ascent)
+    x_adv = attack(Single(net), x, y)
+    before, after = net(x)[:, 0], net(x_adv)[:, 0]
+    assert (after < 0.02 * before).all()
+
+
+@all_ascents
+@both_norms
+def test_all_climb_a_slope_at_full_speed(threat, ascent):
+    """Where the gradient never changes nothing is slower than steepest ascent."""
+    w = torch.randn(8, generator=torch.Generator().manual_seed(1)).double()
+
+    class Slope(nn.Module):
+        def forward(self, x):
+            f = x.flatten(1) @ w
+            return torch.stack([torch.zeros_like(f), f], 1)
+
+    x, threat = torch.full((2, 8), 0.5).double(), replace(threat, eps=0.4)
+    attack = PGD(threat, 20, 0.05, random_start=False, ascent=ascent)
+    gain = Slope()(attack(Single(Slope()), x, torch.tensor([0, 0])) - x)[:, 1]
+    best = threat.dual(w[None]) * threat.eps
+    ratio = 1.0 if threat.norm == "linf" or not isinstance(ascent, Adam) else 0.75
+    assert (gain > ratio * best * (1 - 1e-9)).all()
+
+
+@all_ascents
+@both_norms
+def test_confident_networks_move_in_single_precision(threat, ascent):
+    """A gradient of 1e-25 leads where one of 1 does."""
+    given = gradients().float()
+    given /= given.abs().amax((0, 2, 3), keepdim=True)
+    expected = moves(ascent, threat, given)
+    torch.testing.assert_close(moves(ascent, threat, given * 1e-25), expected, rtol=1e-3, atol=1e-4)
+
+
+@all_ascents
+@both_norms
+def test_images_do_not_depend_on_their_batch(threat, ascent):
+    given = gradients(batch=5)
+    alone = [moves(ascent, threat, given[:, i : i + 1]) for i in range(5)]
+    close(moves(ascent, threat, given), torch.cat(alone, 1))
+
+
+@all_ascents
+@both_norms
+def test_no_gradient_no_move(threat, ascent):
+    assert moves(ascent, threat, torch.zeros(3, 2, 4)).eq(0).all()
+
+
+@all_ascents
+def test_every_run_begins_anew(ascent):
+    net, x, y = hill()
+    attack = PGD(LINF, 7, 0.05, fall, ascent=ascent)
+    streams = [Streams.keyed(torch.arange(4), 0) for _ in range(2)]
+    first, again = (attack(Single(net), x, y, each) for each in streams)
+    assert torch.equal(first, again)
+
+
+@both_norms
+@all_ascents
+def test_steps_are_no_longer_than_a_step(threat, ascent):
+    """But for the printed AggMo, and for Adam after a gradient larger than all before."""
+    lengths = threat.size(moves(ascent, threat, gradients()).flatten(0, 1))
+    longest = {"aggmo as printed": 7.0, "adam": 3.2}
+    name = next(key for key, value in ASCENTS.items() if value == ascent)
+    assert lengths.max() <= longest.get(name, 1.0) + 1e-9
+
+
+@both_norms
+def test_a_gradient_that_is_no_number_does_not_end_the_climb(threat):
+    """One entry of one step's gradient is lost, not the image."""
+    net, x, y = hill()
+    calls = []
+
+    def broken(logits, weights, y):
+        calls.append(1)
+        value = fall(logits, weights, y)
+        return value * torch.inf if len(calls) == 3 else value
+
+    for ascent in ASCENTS.values():
+        calls.clear()
+        attack = PGD(threat, 6, 0.02, broken, random_start=False, ascent=ascent)
+        x_adv = attack(Single(net), x, y)
+        assert x_adv.isfinite().all()
+        assert (net(x_adv)[:, 0] < net(x)[:, 0]).all()
+
+
+# how it is asked for
+
+
+def test_dampings_are_short_for_aggmo():
+    net, x, y = hill()
+    for dampings in [(0.0,), (0.9,), (0.0, 0.9, 0.99)]:
+        short = PGD(LINF, 9, 0.05, fall, dampings=dampings)
+        long = replace(short, dampings=(0.0,), ascent=AggMo(dampings))
+        results = [a(Single(net), x, y, torch.Generator().manual_seed(0)) for a in (short, long)]
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AggMo(()), r"dampings must be numbers in \[0, 1\), got \(\)"),
+        (lambda: AggMo((0.5, 1.0)), r"\[0, 1\), got \(0.5, 1.0\)"),
+        (lambda: AggMo(variant="sum"), "variant must be of .*'paper'.* got 'sum'"),
+        (lambda: aggmo(0), "at least one damping, got 0"),
+        (lambda: Nesterov(1.0), "damping must be in .* got 1.0"),
+        (lambda: Adam((0.9, 1.0)), "betas must be two numbers .* got"),
+        (lambda: Adam((0.9,)), "betas must be two numbers .* got"),
+        (lambda: PGD(LINF, 1, 0.1, dampings=(0.9,), ascent=Adam()), "or Adam.*, not both"),
+    ],
+)
+def test_bad_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
