@@ -173,7 +173,8 @@ def reference(name, net, x, gamma=1.0, start=None):
             linear = vjp(lambda e, b=branch: b(e, linear_relu), entry, g)
             ratio = through.flatten(1).norm(dim=1) / linear.flatten(1).norm(dim=1)
             through = linear * ratio.view(-1, 1, 1, 1)
-        g = vjp(before, inputs[i], gamma * through + vjp(skip, entry, g))
+        shrink = gamma if skip is same or isinstance(skip, nn.Identity) else 1.0
+        g = vjp(before, inputs[i], shrink * through + vjp(skip, entry, g))
     return vjp(stem, x, g)
 
 

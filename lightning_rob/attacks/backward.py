@@ -16,9 +16,10 @@ from lightning_rob.threat import TINY, scale
 class SGM:
     """Gradients prefer skip connections (Wu et al. 2020, eq. 5): those of every branch shrink.
 
-    A block z + f(z) passes back (1 + gamma f'(z)) g. The images' logits stay what they are. The
-    authors' division of each block's gradient by its standard deviation only scales the whole, or
-    if taken over a batch mixes its images, and is left out.
+    A block z + f(z) passes back (1 + gamma f'(z)) g. Blocks whose skip connection is a convolution
+    or drops pixels keep their gradient, as the first ones of each layer do in the code of Wu et
+    al. The images' logits stay what they are. The RT authors' division of each block's gradient by
+    its standard deviation only scales the whole, or over a batch mixes its images: it is left out.
 
     Args:
         gamma: what the gradient of each residual branch is multiplied by; 1 is the exact gradient.
@@ -47,8 +48,10 @@ def _shrunk(defense: nn.Module, gamma: float) -> Iterator[None]:
         return x
 
     blocks = dict.fromkeys(block for net in residual_blocks(defense) for block in net)
+    if not any(branch.unchanged for block in blocks for branch in block.branches):
+        raise TypeError("SGM needs skip connections that pass their input on as it is, found none")
     for block in blocks:
-        for branch in block.branches:
+        for branch in (each for each in block.branches if each.unchanged):
             with block.graph.inserting_before(branch.addition):
                 call = block.graph.call_function(shrunk, (branch.end,))
             branch.addition.replace_input_with(branch.end, call)

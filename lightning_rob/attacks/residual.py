@@ -29,12 +29,14 @@ class Branch:
         entry: the node where branch and skip connection part.
         body: the branch's nodes, in order.
         addition: the node where they meet again.
+        unchanged: whether the skip connection passes its input on as it is.
     """
 
     block: "Block"
     entry: fx.Node
     body: list[fx.Node]
     addition: fx.Node
+    unchanged: bool
 
     @property
     def end(self) -> fx.Node:
@@ -81,6 +83,9 @@ class Block:
             return isinstance(self.parts[str(node.target)], nn.ReLU)
         return node.target in RELUS
 
+    def _is_identity(self, node: fx.Node) -> bool:
+        return node.op == "call_module" and isinstance(self.parts[str(node.target)], nn.Identity)
+
     def layers(self, nodes: Iterable[fx.Node]) -> int:
         """How many convolutions and linear layers there are in these nodes."""
         return sum(node.meta.get("layers") or self._layers(node) for node in nodes)
@@ -103,7 +108,8 @@ class Block:
         connection = skipped - _ancestors(entry)
         plain = not any(map(self.is_relu, connection))
         if entry in skipped and plain and self.layers(body) > self.layers(connection):
-            yield Branch(self, entry, body, addition)
+            unchanged = all(map(self._is_identity, connection))
+            yield Branch(self, entry, body, addition, unchanged)
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

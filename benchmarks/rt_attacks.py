@@ -1,0 +1,156 @@
+"""A trained RT model under the attacks of Sitawarin et al. 2022, in the order of their Table 4.
+
+    python benchmarks/rt_attacks.py --ckpt_path last.ckpt --data.root=cifar10 \
+        --images 100 --draws 4 --steps 50 200
+
+All attack the same test images with the same steps and draws. Each set of images is found once and
+answered ten times; an accuracy has the 95 % t interval over these answers and the difference to the
+baseline one over images, paired. Every finished row is appended to --record and taken from there
+when the same command runs again. Other options are those of `lightning-rob test`.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from rich.progress import track
+
+from lightning_rob.attacks import (
+    PGD,
+    SGM,
+    Adam,
+    AggMo,
+    LinBP,
+    SeenAs,
+    Targeted,
+    aggmo,
+)
+from lightning_rob.callbacks.referee import answers, play
+from lightning_rob.metrics import student
+from lightning_rob.objectives import ce_of_mean_probs, expected_ce, linear
+from lightning_rob.randomness import Streams
+from lightning_rob.run import Command
+from lightning_rob.sweep.command import load
+from lightning_rob.threat import Threat
+
+EPS, ANSWERS, BATCH = 8 / 255, 10, 50
+SHARED, SIX = SeenAs(), aggmo(6)
+SGM_TOO = (SHARED, SGM(0.5))
+
+
+def attacks(steps, draws):
+    def pgd(objective, **options):
+        return PGD(Threat("linf", EPS), steps, EPS / 16, objective, draws=draws, **options)
+
+    plain = {"objective": linear, "backward": SHARED}
+    return {
+        "baseline (EoT)": pgd(expected_ce),
+        "EoT, shared order": pgd(expected_ce, backward=SHARED),
+        "CE (softmax)": pgd(ce_of_mean_probs, backward=SHARED),
+        "linear": pgd(**plain),
+        "linear + MB": pgd(**plain, ascent=AggMo((0.9,), "gradients")),
+        "linear + LinBP": pgd(linear, backward=(SHARED, LinBP())),
+        "linear + SGM": pgd(linear, backward=SGM_TOO),
+        "linear + TG": Targeted(pgd(**plain)),
+        "linear + Adam": pgd(**plain, ascent=Adam()),
+        "linear + AggMo": pgd(**plain, dampings=SIX),
+        "linear + AggMo, gradients": pgd(**plain, ascent=AggMo(SIX, "gradients")),
+        "linear + AggMo, paper": pgd(**plain, ascent=AggMo(SIX, "paper")),
+        "linear + SGM + AggMo": pgd(linear, backward=SGM_TOO, dampings=SIX),
+        "baseline + AggMo": pgd(expected_ce, dampings=SIX),
+    }
+
+
+class Study(Command):
+    """Builds what `test` would run and attacks it."""
+
+    def __init__(self, options, args):
+        self.options = options
+        super().__init__(["test", *args, "--trainer.logger=false"])
+
+    def test(self, model, datamodule, ckpt_path=None, **_):
+        load(model, ckpt_path)
+        datamodule.setup("test")
+        part = datamodule.parts["test"]
+        rows = [part[i] for i in range(self.options.images)]
+        self.x = torch.stack([row[0] for row in rows])
+        self.y = torch.tensor([int(row[1]) for row in rows])
+        self.defense = model.defense.eval()
+
+    def batches(self):
+        index = torch.arange(len(self.x))
+        return [(self.x[rows], self.y[rows], rows) for rows in index.split(BATCH)]
+
+    def scores(self, attack):
+        """[images, answers] of 0 and 1."""
+        found = []
+        for x, y, index in self.batches():
+            if attack is None:
+                given = answers(self.defense, x, Streams.keyed(index, 0), ANSWERS)
+            else:
+                _, given = play(attack, self.defense, x, y, index, 0, inferences=ANSWERS)
+            found.append(given.gather(2, y.expand(ANSWERS, -1)[..., None])[..., 0].T)
+        return torch.cat(found)
+
+
+def recorded(path):
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {line["key"]: line for line in map(json.loads, lines)}
+
+
+def row(name, line, base):
+    each = torch.tensor(line["accuracies"])
+    low, high = student((100 * each).tolist())
+    cells = [name, f"{100 * float(each.mean()):.1f} ± {(high - low) / 2:.1f}"]
+    if base and base is not line:
+        gap = 100 * (torch.tensor(line["images"]) - torch.tensor(base["images"]))
+        low, high = student(gap.tolist())
+        cells.append(f"{float(gap.mean()):+.1f} [{low:+.1f}, {high:+.1f}]")
+    return cells + [""] * (3 - len(cells)) + [f"{line['seconds']:.0f}"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--images", type=int, default=100)
+    parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument("--steps", type=int, nargs="+", default=[50, 200])
+    parser.add_argument("--only", nargs="+", help="names of rows")
+    parser.add_argument("--record", type=Path, default=Path("rt_attacks.jsonl"))
+    options, rest = parser.parse_known_args()
+    study = Study(options, rest)
+    done = recorded(options.record)
+    games = {(0, "clean"): None}
+    for steps in options.steps:
+        for name, attack in attacks(steps, options.draws).items():
+            if not options.only or name in options.only:
+                games[steps, name] = attack
+    for (steps, name), attack in track(list(games.items()), "attacks"):
+        key = f"{name}, {steps} steps, {options.draws} draws, {options.images} images"
+        if key in done:
+            continue
+        began = time.perf_counter()
+        scores = study.scores(attack)
+        line = {
+            "key": key,
+            "accuracies": scores.mean(0).tolist(),
+            "images": scores.mean(1).tolist(),
+            "seconds": time.perf_counter() - began,
+        }
+        with options.record.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        done[key] = line
+    for steps in [0, *options.steps]:
+        print(f"\n| {steps} steps | accuracy, % | difference to the baseline | seconds |")
+        print("|---|---|---|---|")
+        base = None
+        for at, name in games:
+            if at == steps:
+                key = f"{name}, {at} steps, {options.draws} draws, {options.images} images"
+                base = base or done[key]
+                print("| " + " | ".join(row(name, done[key], base)) + " |")
+
+
+if __name__ == "__main__":
+    main()
