@@ -26,9 +26,10 @@ from lightning_rob.attacks import (
     SeenAs,
     Targeted,
     aggmo,
+    draw_gradients,
 )
 from lightning_rob.callbacks.referee import answers, play
-from lightning_rob.metrics import student
+from lightning_rob.metrics import gradient_spread, student
 from lightning_rob.objectives import ce_of_mean_probs, expected_ce, linear
 from lightning_rob.randomness import Streams
 from lightning_rob.run import Command
@@ -95,6 +96,18 @@ class Study(Command):
         return torch.cat(found)
 
 
+def tell_spread(study, draws=20):
+    """How much single draws' gradients differ, with an order for each copy and with one for all."""
+    x, y, index = study.batches()[0]
+    print(f"\n| {len(x)} images, {draws} draws | variance | cosine | sign agreement |")
+    print("|---|---|---|---|")
+    for name, view in {"an order for each copy": None, "one for each image": SHARED}.items():
+        noise = Streams.keyed(index, 5)
+        found = draw_gradients(study.defense, x, y, draws, noise, linear, view)
+        cells = [f"{float(part.mean()):.3f}" for part in gradient_spread(found)]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
 def recorded(path):
     lines = path.read_text().splitlines() if path.exists() else []
     return {line["key"]: line for line in map(json.loads, lines)}
@@ -117,9 +130,13 @@ def main():
     parser.add_argument("--draws", type=int, default=10)
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 200])
     parser.add_argument("--only", nargs="+", help="names of rows")
+    parser.add_argument("--spread", action="store_true", help="of gradients, instead of attacks")
     parser.add_argument("--record", type=Path, default=Path("rt_attacks.jsonl"))
     options, rest = parser.parse_known_args()
     study = Study(options, rest)
+    if options.spread:
+        tell_spread(study)
+        return
     done = recorded(options.record)
     games = {(0, "clean"): None}
     for steps in options.steps:

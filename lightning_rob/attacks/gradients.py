@@ -1,11 +1,14 @@
 """What an attack on a random defense has to go by."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import attacking, height
+from lightning_rob.attacks.base import attacking
+from lightning_rob.attacks.pgd import Backward
 from lightning_rob.defenses import Defense
-from lightning_rob.objectives import Objective, expected_ce
+from lightning_rob.objectives import Objective, check_logits, expected_ce
 from lightning_rob.randomness import Generator
 
 
@@ -16,8 +19,9 @@ def draw_gradients(
     draws: int,
     generator: Generator = None,
     objective: Objective = expected_ce,
+    backward: Backward | None = None,
 ) -> Tensor:
-    """The gradients of single draws of a random defense, as an attack meets them.
+    """The gradients of single draws of a random defense, made together as in a step of PGD.
 
     Args:
         defense: whose draws.
@@ -26,14 +30,18 @@ def draw_gradients(
         draws: n, how many.
         generator: where they come from.
         objective: whose gradient.
+        backward: how the attack looks at the defense, see `PGD`.
 
     Returns:
         [n, B, C, H, W].
     """
     found: list[Tensor] = []
-    with attacking(defense):
-        for _ in range(draws):
-            leaf = x.detach().clone().requires_grad_()
-            climbed = height(objective, 1, defense, leaf, y.clone(), generator, check=not found)
-            found += torch.autograd.grad(climbed.sum(), leaf)
+    with attacking(defense), backward(defense) if backward else nullcontext():
+        leaf, y = x.detach().clone().requires_grad_(), y.clone()
+        logits, weights = defense.drawn(leaf, generator, draws)
+        check_logits(logits, y)
+        shares = (weights * draws).view(draws, -1)
+        for draw, share in zip(logits.view(draws, -1, *logits.shape[1:]), shares, strict=True):
+            climbed = objective(draw, share, y).sum()
+            found += torch.autograd.grad(climbed, leaf, retain_graph=len(found) < draws - 1)
     return torch.stack(found)
