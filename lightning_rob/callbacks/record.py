@@ -79,29 +79,34 @@ def _span(interval: tuple[float, float] | None) -> str:
 
 
 def print_table(title: str, results: Iterable[Result]) -> None:
-    """A table of accuracies for the terminal."""
+    """A table of accuracies for the terminal; what is the same for all has no column.
+
+    The column "chance" is half the interval over inferences: the defense's own part.
+    """
+    last = {(result.name, result.details.get("target")): result for result in results}
+    rows = [_cells(result) for result in last.values()]
+    needless = {"on"} if len({row["on"] for row in rows}) == 1 else set()
     table = Table(title=title, title_justify="left", title_style="bold")
-    rows = {(result.name, result.details.get("target")): result for result in results}
-    table.add_column("attack", min_width=max((len(name) for name, _ in rows), default=0))
-    table.add_column("on")
-    table.add_column("within")
-    table.add_column("accuracy", justify="right")
-    table.add_column("95 % interval", justify="right")
-    several = any("over_inferences" in result.details for result in rows.values())
-    if several:
-        table.add_column("chance", justify="right")  # its share in the figure
-    table.add_column("images", justify="right")
-    table.add_column("seconds", justify="right")
-    for result in rows.values():
-        low, high = result.interval
-        table.add_row(
-            result.name,
-            str(result.details.get("target", "")).replace("_", " "),
-            str(result.details.get("ball", "")),
-            f"{result.accuracy:.1%}",
-            f"{low:.1%} … {high:.1%}",
-            *([_span(result.details.get("over_inferences"))] if several else []),
-            str(result.n),
-            f"{result.seconds:.1f}" if result.seconds else "",
-        )
+    kept = [k for k in (rows[0] if rows else ()) if k not in needless and any(r[k] for r in rows)]
+    for name in kept:
+        left = name in ("attack", "on", "within")
+        width = max(len(row[name]) for row in rows) if name == "attack" else None
+        table.add_column(name, justify="left" if left else "right", min_width=width)
+    for row in rows:
+        table.add_row(*(row[name] for name in kept))
     Console().print(table)
+
+
+def _cells(result: Result) -> dict[str, str]:
+    """What the table says of a figure, by column."""
+    low, high = result.interval
+    return {
+        "attack": result.name,
+        "on": str(result.details.get("target", "")).replace("_", " "),
+        "within": str(result.details.get("ball", "")),
+        "accuracy": f"{result.accuracy:.1%}",
+        "95 % interval": f"{100 * low:.1f} … {100 * high:.1f}",
+        "chance": _span(result.details.get("over_inferences")),
+        "images": str(result.n),
+        "time": f"{result.seconds:.1f} s" if result.seconds else "",
+    }
