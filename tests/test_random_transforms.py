@@ -20,6 +20,8 @@ from lightning_rob.transforms import (
     VerticalFlip,
     catalogue,
 )
+from lightning_rob.transforms.bpda import save_approximation
+from lightning_rob.transforms.bpda_training import train_bpda
 from lightning_rob.transforms.nondifferentiable import HardPrecision
 
 
@@ -185,6 +187,32 @@ def test_combo_is_exact_where_it_can_be():
     x = images().requires_grad_()
     (found,) = torch.autograd.grad(rt.logits(x)[..., 0].sum(), x)
     assert torch.allclose(found, rt.net.linear.weight[0].view(3, 8, 8).flip(1).expand_as(x))
+
+
+def test_straight_through_is_the_identity_only_where_it_must_be():
+    rt = defense([VerticalFlip(), HardPrecision()], size=2, draws=1, gradients="straight_through")
+    x = images().requires_grad_()
+    (found,) = torch.autograd.grad(rt.logits(x)[..., 0].sum(), x)
+    assert torch.allclose(found, rt.net.linear.weight[0].view(3, 8, 8).flip(1).expand_as(x))
+
+
+def test_approximations_from_a_folder(tmp_path):
+    flips = [VerticalFlip(), HorizontalFlip()]
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        defense(flips, approximations=str(tmp_path / "none"))
+    x = images(32)
+    trained = train_bpda(VerticalFlip(), x, epochs=1)
+    save_approximation(tmp_path, VerticalFlip(), (3, 8, 8), trained.net)
+    assert set(defense(flips, approximations=str(tmp_path)).approximations) == {"VerticalFlip"}
+    with pytest.raises(ValueError, match="need approximations of HorizontalFlip"):
+        defense(flips, approximations=str(tmp_path), gradients="bpda")
+    rt = defense(flips[:1], draws=1, approximations=str(tmp_path), gradients="bpda")
+    image = images().requires_grad_()
+    (found,) = torch.autograd.grad(rt.logits(image)[..., 0].sum(), image)
+    z = images().requires_grad_()
+    weight = rt.net.linear.weight[0].detach().view(3, 8, 8).expand_as(z)
+    (expected,) = torch.autograd.grad(trained.net.eval()(z), z, weight)
+    assert torch.allclose(found, expected, atol=1e-6)
 
 
 def test_a_transform_without_gradient_is_refused_at_once():

@@ -1,6 +1,8 @@
 """A network behind random transforms of its input (Raff et al. 2019, Sitawarin et al. 2022)."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,7 +14,7 @@ from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.transforms import Transform, named
 from lightning_rob.transforms.bpda import approximated, load_approximations
 
-Gradients = Literal["exact", "bpda", "identity", "combo"]
+Gradients = Literal["exact", "straight_through", "identity", "bpda", "combo"]
 
 
 class RandomTransforms(Defense):
@@ -30,9 +32,9 @@ class RandomTransforms(Defense):
         rule: how the copies' logits become an answer: `mean_probs`, `majority`, `mean_logits`.
         shared_order: all copies of an image go through the same transforms in the same order, with
             parameters of their own: an attacker's variance reduction, see `SeenAs`.
-        gradients: what the transforms' gradient is: "exact"; "bpda", that of the networks in
-            `approximations`; "identity"; or "combo": exact where there is one, else by network.
-            The images are the same.
+        gradients: what the transforms' gradient is: "exact"; "identity"; "straight_through", exact
+            where there is one, else the identity; "bpda", that of the networks in `approximations`;
+            or "combo", exact where there is one, else by network. The images are the same.
         approximations: a network for each transform by its name, or the folder where
             `lightning-rob bpda` has put them.
         released_code: apply with probability 1/2 whatever has a p other than 0 and 1, as the
@@ -41,6 +43,7 @@ class RandomTransforms(Defense):
     Raises:
         ValueError: an unknown or repeated transform, a size or number of draws out of range, an
             approximation that is missing.
+        FileNotFoundError: there is no such folder of approximations.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class RandomTransforms(Defense):
         self.shared_order = shared_order
         self.released_code = released_code
         if isinstance(approximations, str):
-            approximations = load_approximations(approximations, list(self.transforms.values()))
+            approximations = _in_folder(approximations, self.transforms)
         self.approximations = dict(approximations or {})  # no part of what is trained and saved
         self.gradients: Gradients = gradients
         self._check_gradients(wanted=False)
@@ -121,9 +124,11 @@ class RandomTransforms(Defense):
         """Transform number `kind` of [b, C, H, W], with the gradient that is asked for."""
         name, transform = list(self.transforms.items())[kind]
         params = transform.sample(x.detach(), generator)
-        if self.gradients == "exact" or (self.gradients == "combo" and transform.differentiable):
+        mixed = self.gradients in ("straight_through", "combo")
+        if self.gradients == "exact" or (mixed and transform.differentiable):
             return transform(x, *params)
-        net = None if self.gradients == "identity" else self.approximations[name].to(x.device)
+        by_network = self.gradients in ("bpda", "combo")
+        net = self.approximations[name].to(x.device) if by_network else None
         return approximated(transform, x, params, net)
 
     @property
@@ -138,8 +143,8 @@ class RandomTransforms(Defense):
         without = [name for name, transform in kinds if not transform.differentiable]
         if self.gradients == "exact" and wanted and without:
             raise ValueError(
-                f"{', '.join(without)} have no gradient: attack with gradients 'bpda', 'identity' "
-                "or 'combo', as SeenAs(gradients=…) does"
+                f"{', '.join(without)} have no gradient: attack with gradients 'straight_through', "
+                "'bpda' or 'combo', as SeenAs(gradients=…) does"
             )
         need = {"bpda": [name for name, _ in kinds], "combo": without}.get(self.gradients, [])
         if missing := [name for name in need if name not in self.approximations]:
@@ -147,6 +152,17 @@ class RandomTransforms(Defense):
                 f"gradients {self.gradients!r} need approximations of {', '.join(missing)}: "
                 "train them with lightning-rob bpda"
             )
+
+
+def _in_folder(folder: str, transforms: Mapping[str, Transform]) -> dict[str, nn.Module]:
+    """The networks of those transforms that have one there; what lacks one is told at its use."""
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"no folder {folder}: train networks with lightning-rob bpda")
+    found: dict[str, nn.Module] = {}
+    for transform in transforms.values():
+        with suppress(FileNotFoundError):
+            found |= load_approximations(folder, [transform])
+    return found
 
 
 def _schedule(order: Tensor, count: int) -> Iterator[tuple[int, list[int]]]:
