@@ -6,7 +6,8 @@
 A small CNN is trained behind random transforms of BaRT (Raff et al. 2019), once with and once
 without those that have no gradient, on Patches10 at half its resolution, 16x16. PGD with EoT (10
 draws, 40 steps of 4/255, within linf 16/255) then takes the transforms' gradient exactly, from
-BPDA networks, as the identity, or exactly where there is one and else from the networks (combo).
+BPDA networks, as the identity, or exactly where there is one and else from the networks (combo) or
+as the identity (straight_through).
 The accuracies are of ten independent evaluations with 20 draws each; so are their 95 % t intervals,
 which say nothing about other images. Networks and defenses are kept in --folder.
 
@@ -63,14 +64,14 @@ NONDIFFERENTIABLE = {
     "HardPrecision": {},
 }
 STUDIES = {
-    "all": ("bpda", "identity", "combo"),
+    "all": ("bpda", "identity", "combo", "straight_through"),
     "differentiable": ("exact", "bpda", "identity"),
 }
 PAPER = {
     "all": {"clean": 88.10, "bpda": 52.32, "identity": 36.49, "combo": 25.24},
     "differentiable": {"clean": 87.43, "exact": 26.06, "bpda": 65.28, "identity": 41.25},
 }
-COLUMNS = ("clean", "exact", "bpda", "identity", "combo")
+COLUMNS = ("clean", "exact", "bpda", "identity", "combo", "straight_through")
 THREAT, STEPS, STEP, DRAWS = Threat("linf", 16 / 255), 40, 4 / 255, 10
 EVALUATIONS, DRAWS_OF_AN_ANSWER = 10, 20
 
