@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_rob.attacks import PGD, attacking
 from lightning_rob.attacks.seen_as import SeenAs
-from lightning_rob.defenses import RandomTransforms
+from lightning_rob.defenses import Mixture, RandomTransforms, Single
 from lightning_rob.defenses.random_transforms import _schedule
 from lightning_rob.objectives import expected_ce
 from lightning_rob.randomness import Streams
@@ -250,8 +250,6 @@ def test_seen_as_changes_the_attack_alone():
         assert torch.equal(copies[0], copies[1])
     assert (rt.shared_order, rt.gradients) == (False, "exact")
     with pytest.raises(TypeError, match="RandomTransforms"):
-        from lightning_rob.defenses import Single
-
         view(Single(Flat())).__enter__()
 
 
@@ -283,3 +281,38 @@ def test_bad_input(arguments, message):
 def test_transforms_from_a_recipe():
     rt = defense({"Affine": {"alpha": 0.2}, "HorizontalFlip": {"p": 0.4}}, size=2)
     assert list(rt.transforms.values()) == [Affine(0.2), HorizontalFlip(p=0.4)]
+
+
+def test_a_mixture_asks_its_random_parts_for_the_draws_of_the_attack():
+    rt = defense(draws=20)
+    mixture = Mixture([rt, Single(rt.net)], probs=[0.25, 0.75])
+    logits, weights = mixture.drawn(images(), streams(), 3)
+    assert logits.shape == (6, 4, 4)
+    assert weights[:3].sum() == pytest.approx(0.25)
+    assert weights[3:].sum() == pytest.approx(0.75)
+    assert mixture.logits(images()).shape == (21, 4, 4)
+
+
+def test_no_images_and_no_transform_applied():
+    assert defense()(images()[:0]).shape == (0, 4)
+    rt = defense([HorizontalFlip(p=0.0)], draws=2)
+    assert torch.equal(rt.transformed(images(), streams(), 2)[1], images())
+
+
+def test_a_large_radius_leaves_nothing():
+    torch.manual_seed(0)
+    rt = defense([GaussianNoise(0.05), VerticalFlip(p=0.5)], size=2, draws=20)
+    y = rt(images()).argmax(1)
+    x_adv = PGD(Threat("linf", 1.0), 40, 0.1, draws=5)(rt, images(), y, streams())
+    assert not (rt(x_adv, streams(4, 9)).argmax(1) == y).any()
+
+
+def test_a_step_follows_the_expected_gradient_of_a_linear_network_under_noise():
+    rt = defense([GaussianNoise(0.01)], draws=1)
+    rt.net.linear.weight.data[1:] = 0
+    y = torch.zeros(4).long()
+    threat = Threat("linf", 0.01)
+    x = images().clamp(0.1, 0.9)
+    x_adv = PGD(threat, 1, 0.01, draws=8, random_start=False)(rt, x, y, streams())
+    expected = -rt.net.linear.weight[0].sign().view(3, 8, 8).expand_as(x) * 0.01
+    assert torch.allclose(x_adv - x, expected, atol=1e-6)

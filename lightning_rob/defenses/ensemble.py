@@ -77,6 +77,7 @@ class Mixture(Defense):
         weights = [share * part.weights.cpu() for share, part in zip(shares, parts, strict=True)]
         super().__init__(torch.cat(weights), rule)
         self.parts = nn.ModuleList(parts)
+        self.shares = shares.tolist()
 
     @property
     def defenses(self) -> list[Defense]:
@@ -96,6 +97,14 @@ class Mixture(Defense):
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         """[B, C, H, W] -> [S_1 + … + S_n, B, K]."""
         return torch.cat([part.logits(x, generator) for part in self.defenses])
+
+    def drawn(
+        self, x: Tensor, generator: Generator = None, draws: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The draws of all the parts, each asked for so many."""
+        found = [part.drawn(x, generator, draws) for part in self.defenses]
+        weights = [share * part for share, (_, part) in zip(self.shares, found, strict=True)]
+        return torch.cat([logits for logits, _ in found]), torch.cat(weights)
 
 
 def first_member(defense: Defense) -> Single:

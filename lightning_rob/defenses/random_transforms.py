@@ -90,7 +90,7 @@ class RandomTransforms(Defense):
         """The logits [n, B, K] of n copies, in one batch, and their weights [n]."""
         draws = draws or self.draws
         logits: Tensor = self.net(self.transformed(x, generator, draws).flatten(0, 1))
-        return logits.view(draws, len(x), -1), x.new_full((draws,), 1 / draws)
+        return logits.view(draws, len(x), logits.shape[-1]), x.new_full((draws,), 1 / draws)
 
     def transformed(self, x: Tensor, generator: Generator = None, draws: int = 1) -> Tensor:
         """What the network sees: [B, C, H, W] -> [draws, B, C, H, W]."""
