@@ -101,7 +101,9 @@ class PGD(Attack):
             x_adv = x_adv.detach()
             if self.keep_best:
                 best, value = better(best, value, x_adv, climbed.detach())
-            x_adv = self.threat.project(x_adv + self.step_size * move(gradient.nan_to_num()), x)
+            x_adv = self.threat.project(
+                x_adv + self.step_size * move(gradient.nan_to_num(0.0, 0.0, 0.0)), x
+            )
         if self.keep_best or self.restarts > 1:
             last = self._value(defense, x_adv, y, generator)
             return better(best, value, x_adv, last) if self.keep_best else (x_adv, last)

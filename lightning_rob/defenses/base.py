@@ -92,6 +92,14 @@ class Defense(nn.Module, ABC):
         return self
 
 
+def check_network(net: nn.Module) -> None:
+    """Raise TypeError for a defense in the place of a network: its answers have no gradient."""
+    if isinstance(net, Defense):
+        raise TypeError(
+            f"{type(net).__name__} is a defense, not a network: put defenses together by Mixture"
+        )
+
+
 class Single(Defense):
     """A plain network.
 
@@ -101,6 +109,7 @@ class Single(Defense):
     """
 
     def __init__(self, net: nn.Module, rule: Rule = mean_probs) -> None:
+        check_network(net)
         super().__init__(torch.ones(1), rule)
         self.net = net
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_rob.defenses.base import Defense, Single
+from lightning_rob.defenses.base import Defense, Single, check_network
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, random_member
 
@@ -44,6 +44,8 @@ class Ensemble(Defense):
         rule: Rule = random_member,
     ) -> None:
         members = nn.ModuleList(members)
+        for member in members:
+            check_network(member)
         super().__init__(sampling_probabilities(probs, len(members)), rule)
         self.members = members
 
@@ -97,6 +99,13 @@ class Mixture(Defense):
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         """[B, C, H, W] -> [S_1 + … + S_n, B, K]."""
         return torch.cat([part.logits(x, generator) for part in self.defenses])
+
+    def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
+        """[B, C, H, W] -> [B, K]; under `random_member` one part answers, by its own rule."""
+        if self.rule is not random_member:
+            return super().forward(x, generator)
+        answers = [part(x, generator) for part in self.defenses]
+        return torch.stack([p * a for p, a in zip(self.shares, answers, strict=True)]).sum(0)
 
     def drawn(
         self, x: Tensor, generator: Generator = None, draws: int | None = None

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_rob.defenses.base import Defense
+from lightning_rob.defenses.base import Defense, check_network
 from lightning_rob.randomness import Generator, Streams, uniform
 from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.transforms import Transform, named
@@ -58,6 +58,7 @@ class RandomTransforms(Defense):
         approximations: Mapping[str, nn.Module] | str | None = None,
         released_code: bool = False,
     ) -> None:
+        check_network(net)
         if draws < 1:
             raise ValueError(f"draws must be at least 1, got {draws}")
         super().__init__(torch.full((draws,), 1 / draws), rule)
@@ -72,6 +73,8 @@ class RandomTransforms(Defense):
         if isinstance(approximations, str):
             approximations = _in_folder(approximations, self.transforms)
         self.approximations = dict(approximations or {})  # no part of what is trained and saved
+        for approximation in self.approximations.values():
+            approximation.eval()
         self.gradients: Gradients = gradients
         self._check_gradients(wanted=False)
 
@@ -103,7 +106,7 @@ class RandomTransforms(Defense):
             batch = torch.stack([images[i] for i in chosen])
             noise = generator
             if isinstance(generator, Streams):
-                noise = generator[torch.tensor(chosen, device=x.device)].apart(1 + kind)
+                noise = generator[torch.tensor(chosen)].apart(1 + kind)
             for i, image in zip(chosen, self._apply_one(kind, batch, noise).unbind(), strict=True):
                 images[i] = image
         return torch.stack(images).view(draws, *x.shape) if images else copies[None]

@@ -103,6 +103,11 @@ def clip(x: Tensor, low: float, high: float) -> Tensor:
     return torch.where((x >= low) & (x <= high), x, x.detach().clamp(low, high))
 
 
+def raised(x: Tensor, low: float) -> Tensor:
+    """At least `low`, with slope 1 everywhere, so that an attack can leave what is below."""
+    return x + (x.clamp_min(low) - x).detach()
+
+
 def between(x: Tensor, low: float, high: float, *shape: int, generator: Generator) -> Tensor:
     """[B, *shape] uniform in [low, high); see `lightning_rob.randomness.uniform`."""
     return low + (high - low) * uniform(x, *shape, generator=generator)

@@ -7,7 +7,15 @@ from kornia.color import lab_to_rgb, rgb_to_lab, rgb_to_xyz, xyz_to_rgb
 from torch import Tensor
 
 from lightning_rob.randomness import Generator, uniform
-from lightning_rob.transforms.base import EPS, Transform, between, clip, integers, over_pixels
+from lightning_rob.transforms.base import (
+    EPS,
+    Transform,
+    between,
+    clip,
+    integers,
+    over_pixels,
+    raised,
+)
 from lightning_rob.transforms.hsv import hsv_to_rgb, rgb_to_hsv
 
 # The authors' figures; those of kornia depend on its version.
@@ -77,7 +85,7 @@ class LAB(Transform):
     def apply(self, x: Tensor, shift: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, 3, H, W]."""
         self._need_rgb(x)
-        lab = rgb_to_lab(x.clamp_min(EPS)) + over_pixels(shift)
+        lab = rgb_to_lab(raised(x, EPS)) + over_pixels(shift)
         lab = _clamp_some(lab, () if self.released_code else (1, 2), 0, LAB_RANGE)
         return lab_to_rgb(lab, clip=False)
 

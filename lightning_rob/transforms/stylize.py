@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d, pad
 
 from lightning_rob.randomness import Generator, uniform
-from lightning_rob.transforms.base import EPS, Transform, between, clip, over_pixels
+from lightning_rob.transforms.base import EPS, Transform, between, clip, over_pixels, raised
 from lightning_rob.transforms.hsv import scale_saturation, shift_hue
 
 
@@ -20,6 +20,8 @@ def _brighten(x: Tensor, shift: Tensor) -> Tensor:
 def _contrast(x: Tensor, factor: Tensor) -> Tensor:
     return x * over_pixels(factor)
 
+
+DARKEST = 1 / 255
 
 STEPS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     _brighten,
@@ -52,19 +54,22 @@ class ColorJitter(Transform):
     def apply(self, x: Tensor, amount: Tensor, order: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, 3, H, W]."""
         self._need_rgb(x)
-        x = clip(x, EPS, 1)
+        x = raised(x, EPS)
         for turn in order.unbind(1):
             for kind, step in enumerate(STEPS):
                 (chosen,) = torch.where(turn == kind)
                 if len(chosen):
                     changed = step(x[chosen], amount[chosen, kind])
-                    x = x.index_copy(0, chosen, clip(changed, EPS, 1))
+                    x = x.index_copy(0, chosen, raised(clip(changed, 0, 1), EPS))
         return x
 
 
 @dataclass(frozen=True)
 class Gamma(Transform):
-    """Raise to a power near one."""
+    """Raise to a power near one.
+
+    The slope at black, which is 0 or infinite, is that of the next darkest of 256 greys.
+    """
 
     alpha: float = 0.5
 
@@ -75,7 +80,10 @@ class Gamma(Transform):
 
     def apply(self, x: Tensor, gamma: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
-        return x.clamp_min(EPS) ** over_pixels(gamma)
+        gamma, black = over_pixels(gamma), x.detach() <= EPS
+        slope = gamma * DARKEST ** (gamma - 1)
+        rising = EPS**gamma + slope * (x - x.detach())
+        return torch.where(black, rising, torch.where(black, DARKEST, x) ** gamma)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,10 @@ class Space:
         if not any(weights.values()):
             raise ValueError(f"objective needs a weight other than 0, got {weights}")
         prune = sections.get("prune")
-        limit = NEAR_ZERO if prune is True else _number("prune", prune) if prune else None
+        if prune is None or isinstance(prune, bool):
+            limit = NEAR_ZERO if prune else None
+        else:
+            limit = _number("prune", prune)
         trial, budget = (sections.get(name) or {} for name in ("trial", "budget"))
         return cls(variables, weights, trial, limit, budget)
 
@@ -93,6 +96,8 @@ class Space:
         limit = -math.inf if self.prune is None else self.prune
         for key, value in point.items():
             if value <= limit and (match := re.fullmatch(TRANSFORM, key)):
+                if match[2] in dropped:
+                    continue
                 del value_at(slim, match[1])[match[2]]
                 dropped.append(match[2])
                 left = len(value_at(slim, match[1]))
