@@ -135,6 +135,18 @@ def test_callback_plugs_into_random_transforms(file, tmp_path, monkeypatch):
     run("fit", *base, "--trainer.callbacks+=callback.yaml")
 
 
+@pytest.mark.parametrize("file", [*CALLBACKS, *RT_ONLY], ids=lambda p: p.stem)
+def test_callback_can_be_saved_with_a_run(file, tmp_path):
+    from lightning_rob.run import Command
+
+    args = ["--config", str(recipe(tmp_path)), f"--trainer.callbacks+={file}"]
+    built = Command(args, run=False)
+    saved = yaml.safe_load(built.parser.dump(built.config, skip_none=False))
+    plugged = saved["trainer"]["callbacks"][-1]
+    assert plugged["class_path"].endswith(yaml.safe_load(file.read_text())["class_path"])
+    assert "Unable to serialize" not in str(plugged)
+
+
 @pytest.mark.parametrize("mix_in", GROUPS, ids=lambda p: p.stem)
 def test_group_mix_in_leaves_nothing_but_the_group(mix_in):
     from lightning_rob.run import Command

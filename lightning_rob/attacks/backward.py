@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_rob.attacks.base import Backward
 from lightning_rob.attacks.residual import Block, Branch, residual_blocks, running
 from lightning_rob.threat import TINY, scale
 
 
 @dataclass(frozen=True)
-class SGM:
+class SGM(Backward):
     """Gradients prefer skip connections (Wu et al. 2020, eq. 5): those of every branch shrink.
 
     A block z + f(z) passes back (1 + gamma f'(z)) g. Blocks whose skip connection is a convolution
@@ -60,7 +61,7 @@ def _shrunk(defense: nn.Module, gamma: float) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class LinBP:
+class LinBP(Backward):
     """Gradients pass residual branches as if they had no ReLU (Guo et al. 2020, section 4).
 
     The gradient that leaves a branch is brought to the length that the exact one has there, image

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,14 @@ def height(
     if check:
         check_logits(logits, y)
     return objective(logits.float() if logits.itemsize < 4 else logits, weights, y)
+
+
+class Backward(ABC):
+    """How an attack sees a defense as long as it lasts: other gradients, the same answers."""
+
+    @abstractmethod
+    def __call__(self, defense: Defense) -> AbstractContextManager[None]:
+        """A context in which the defense is seen so."""
 
 
 class Attack(ABC):

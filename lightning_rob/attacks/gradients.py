@@ -5,8 +5,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import attacking
-from lightning_rob.attacks.pgd import Backward
+from lightning_rob.attacks.base import Backward, attacking
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import Objective, check_logits, expected_ce
 from lightning_rob.randomness import Generator

@@ -1,20 +1,18 @@
 """Projected gradient ascent, one loop for all its names."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_rob.attacks.ascent import AggMo, Ascent
-from lightning_rob.attacks.base import Attack, height
+from lightning_rob.attacks.base import Attack, Backward, height
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import Objective, expected_ce
 from lightning_rob.randomness import Generator
 from lightning_rob.threat import Threat, pixels
-
-Backward = Callable[[Defense], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,10 @@ def residual_blocks(defense: nn.Module) -> list[list[Block]]:
     found = [_blocks(net, known) for net in _networks(defense)]
     if not known:
         names = ", ".join(sorted({type(net).__name__ for net in _networks(defense)}))
-        raise TypeError(f"skip connections are in residual networks, none was found in: {names}")
+        raise TypeError(
+            f"SGM and LinBP need residual networks, and there are no skip connections in {names}: "
+            "leave them out"
+        )
     return found
 
 

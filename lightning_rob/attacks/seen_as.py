@@ -4,19 +4,21 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
+from lightning_rob.attacks.base import Backward
 from lightning_rob.defenses import Defense, RandomTransforms
 from lightning_rob.defenses.random_transforms import Gradients
 
 
 @dataclass(frozen=True)
-class SeenAs:
+class SeenAs(Backward):
     """What an attack on `RandomTransforms` takes for it, as a `backward` of PGD.
 
     The defense answers as ever; only the attack's own draws change.
 
     Args:
-        shared_order: all copies of an image go through the same transforms in the same order,
-            drawn anew at every step: gradients of less variance (RT paper, section 6.1).
+        shared_order: all copies of an image have the same transforms in the same order, drawn anew
+            at every step, each still by its p and parameters: gradients of less variance (RT
+            paper, section 6.1).
         gradients: of the transforms, see `RandomTransforms`; None leaves the defense's own.
 
     Raises:
