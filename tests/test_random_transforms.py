@@ -204,7 +204,7 @@ def test_approximations_from_a_folder(tmp_path):
     trained = train_bpda(VerticalFlip(), x, epochs=1)
     save_approximation(tmp_path, VerticalFlip(), (3, 8, 8), trained.net)
     assert set(defense(flips, approximations=str(tmp_path)).approximations) == {"VerticalFlip"}
-    with pytest.raises(ValueError, match="need approximations of HorizontalFlip"):
+    with pytest.raises(FileNotFoundError, match="network of HorizontalFlip"):
         defense(flips, approximations=str(tmp_path), gradients="bpda")
     rt = defense(flips[:1], draws=1, approximations=str(tmp_path), gradients="bpda")
     image = images().requires_grad_()

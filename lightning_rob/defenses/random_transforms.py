@@ -43,7 +43,7 @@ class RandomTransforms(Defense):
     Raises:
         ValueError: an unknown or repeated transform, a size or number of draws out of range, an
             approximation that is missing.
-        FileNotFoundError: there is no such folder of approximations.
+        FileNotFoundError: there is no such folder of approximations, or it lacks one.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class RandomTransforms(Defense):
         self.draws = draws
         self.shared_order = shared_order
         self.released_code = released_code
+        self.folder = approximations if isinstance(approximations, str) else None
         if isinstance(approximations, str):
             approximations = _in_folder(approximations, self.transforms)
         self.approximations = dict(approximations or {})  # no part of what is trained and saved
@@ -151,6 +152,8 @@ class RandomTransforms(Defense):
             )
         need = {"bpda": [name for name, _ in kinds], "combo": without}.get(self.gradients, [])
         if missing := [name for name in need if name not in self.approximations]:
+            if self.folder:  # it has the better message: what is there instead
+                load_approximations(self.folder, [self.transforms[missing[0]]])
             raise ValueError(
                 f"gradients {self.gradients!r} need approximations of {', '.join(missing)}: "
                 "train them with lightning-rob bpda"

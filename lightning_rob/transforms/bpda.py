@@ -50,7 +50,13 @@ class BPDANet(nn.Module):
 
         Returns:
             [B, C, H, W] in [0, 1].
+
+        Raises:
+            ValueError: it was trained on images of other channels.
         """
+        channels = self.layers[-1][0].out_channels  # type: ignore[index]
+        if x.shape[1] != channels:
+            raise ValueError(f"this network is of {channels} channels, got images {list(x.shape)}")
         planes = (planes_of(x, params) - self.low[:, None, None]) / self._span[:, None, None]
         seen = torch.cat([x, *_coordinates(x), planes], 1)
         seen = seen.to(self.low.dtype, memory_format=torch.channels_last)
