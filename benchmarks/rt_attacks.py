@@ -36,14 +36,14 @@ from lightning_rob.run import Command
 from lightning_rob.sweep.command import load
 from lightning_rob.threat import Threat
 
-EPS, ANSWERS, BATCH = 8 / 255, 10, 50
+ANSWERS, BATCH = 10, 50
 SHARED, SIX = SeenAs(), aggmo(6)
 SGM_TOO = (SHARED, SGM(0.5))
 
 
-def attacks(steps, draws):
+def attacks(steps, draws, eps):
     def pgd(objective, **options):
-        return PGD(Threat("linf", EPS), steps, EPS / 16, objective, draws=draws, **options)
+        return PGD(Threat("linf", eps), steps, eps / 16, objective, draws=draws, **options)
 
     plain = {"objective": linear, "backward": SHARED}
     return {
@@ -128,6 +128,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", type=int, default=100)
     parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument("--eps", type=float, default=8, help="of 255, linf; a step is a 16th")
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 200])
     parser.add_argument("--only", nargs="+", help="names of rows")
     parser.add_argument("--spread", action="store_true", help="of gradients, instead of attacks")
@@ -138,13 +139,14 @@ def main():
         tell_spread(study)
         return
     done = recorded(options.record)
+    told = f"{options.draws} draws, {options.images} images, {options.eps:g}/255"
     games = {(0, "clean"): None}
     for steps in options.steps:
-        for name, attack in attacks(steps, options.draws).items():
+        for name, attack in attacks(steps, options.draws, options.eps / 255).items():
             if not options.only or name in options.only:
                 games[steps, name] = attack
     for (steps, name), attack in track(list(games.items()), "attacks"):
-        key = f"{name}, {steps} steps, {options.draws} draws, {options.images} images"
+        key = f"{name}, {steps} steps, {told}"
         if key in done:
             continue
         began = time.perf_counter()
@@ -164,7 +166,7 @@ def main():
         base = None
         for at, name in games:
             if at == steps:
-                key = f"{name}, {at} steps, {options.draws} draws, {options.images} images"
+                key = f"{name}, {at} steps, {told}"
                 base = base or done[key]
                 print("| " + " | ".join(row(name, done[key], base)) + " |")
 
