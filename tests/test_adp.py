@@ -51,6 +51,7 @@ def test_it_is_differentiable_where_probabilities_round_to_zero():
 
 
 def test_the_loss_is_the_sum_of_cross_entropies_less_the_regulariser():
+    torch.manual_seed(0)  # some draws have members so alike that float32 loses their volume
     module = ADP(TinyNet, alpha=1.5, beta=0.3, members=3)
     x, y = batch()
     logits = torch.stack([member(x) for member in module.members])
