@@ -51,9 +51,10 @@ def test_it_is_differentiable_where_probabilities_round_to_zero():
 
 
 def test_the_loss_is_the_sum_of_cross_entropies_less_the_regulariser():
-    torch.manual_seed(0)  # some draws have members so alike that float32 loses their volume
-    module = ADP(TinyNet, alpha=1.5, beta=0.3, members=3)
+    torch.manual_seed(0)  # a draw of members so alike that float32 loses digits of their volume
+    module = ADP(TinyNet, alpha=1.5, beta=0.3, members=3).double()
     x, y = batch()
+    x = x.double()
     logits = torch.stack([member(x) for member in module.members])
     ce = sum(torch.nn.functional.cross_entropy(z, y).item() for z in logits)
     regulariser = reference_adp(logits.detach().double().numpy(), y.tolist(), 1.5, 0.3).mean()
