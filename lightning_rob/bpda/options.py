@@ -1,12 +1,13 @@
 """What a user may ask of `lightning-rob bpda`; nothing heavy is imported."""
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
+
+from lightning_rob.sweep.options import Arguments
 
 ALL, NONDIFFERENTIABLE = "all", "nondifferentiable"
 HELP = """usage: lightning-rob bpda --data CLASS --out FOLDER [options]
@@ -58,11 +59,6 @@ class Request:
                 raise ValueError(f"--{name} must be at least {least}, got {number}")
 
 
-class _Options(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def help_text() -> str:
     """What `lightning-rob bpda --help` prints."""
     return HELP
@@ -74,7 +70,7 @@ def parse(args: Sequence[str]) -> tuple[Request, list[str]]:
     Raises:
         ValueError: it cannot be meant.
     """
-    options = _Options(add_help=False, allow_abbrev=False)
+    options = Arguments(add_help=False, allow_abbrev=False)
     for name in ("--out", "--transforms", "--config", "--device"):
         options.add_argument(name)
     for name, default in (("--epochs", 10), ("--max_images", None), ("--seed", 0)):

@@ -70,8 +70,11 @@ class Study:
     command: str = ""
 
 
-class _Options(argparse.ArgumentParser):
+class Arguments(argparse.ArgumentParser):
+    """Arguments of a command of ours; what cannot be meant is a ValueError."""
+
     def error(self, message: str) -> NoReturn:
+        """Raise it, where argparse would end the program."""
         raise ValueError(message)
 
 
@@ -88,7 +91,7 @@ def parse(args: Sequence[str]) -> tuple[Study, list[str]]:
     Raises:
         ValueError: it cannot be meant.
     """
-    options = _Options(add_help=False, allow_abbrev=False)
+    options = Arguments(add_help=False, allow_abbrev=False)
     for name in ("--over", "--values", "--best", "--out"):
         options.add_argument(name)
     own, rest = options.parse_known_args(list(args))

@@ -1,13 +1,14 @@
 """What a user may ask of `lightning-rob tune`; nothing heavy is imported."""
 
-import argparse
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from lightning_rob.sweep.options import Arguments
 
 SEED = 2020  # of the authors' search
 HELP = """usage: lightning-rob tune --config RECIPE --space SPACE [options]
@@ -100,18 +101,13 @@ class Options:
     command: str = ""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def parse(args: Sequence[str]) -> tuple[Options, list[str]]:
     """The study that is asked for, and the arguments that are for `fit`.
 
     Raises:
         ValueError: it cannot be meant.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = Arguments(add_help=False, allow_abbrev=False)
     for name in ("--space", "--out", "--warm_start"):
         parser.add_argument(name, type=Path)
     counts = [field.name for field in fields(Budget)]
