@@ -5,6 +5,8 @@ where softmax minus one-hot would round to zero on a confident network.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -61,8 +63,7 @@ def expected_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
 
 def worst_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """The smallest cross-entropy of the draws that can answer: GMSA-MIN."""
-    idle = (weights == 0).to(logits.device)[:, None]
-    return cross_entropy(logits, y).masked_fill(idle, torch.inf).amin(0)
+    return _least(weights, cross_entropy(logits, y))
 
 
 def ce_of_mean_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
@@ -84,10 +85,63 @@ def linear(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
 
 def expected_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """The mean over draws of the largest wrong logit minus the right one ("expected h")."""
-    right, wrong = _split(logits, y)
-    return expectation(weights, wrong.amax(-1) - right)
+    return expectation(weights, _margin(logits, y))
+
+
+def worst_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """The smallest margin of the draws that can answer."""
+    return _least(weights, _margin(logits, y))
 
 
 def confident(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """The mean over draws of the largest probability of a wrong class."""
-    return expectation(weights, _split(logits.softmax(-1), y)[1].amax(-1))
+    return expectation(weights, _wrong_confidence(logits, y))
+
+
+def least_confident(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """The smallest, of the draws that can answer, of the largest probability of a wrong class."""
+    return _least(weights, _wrong_confidence(logits, y))
+
+
+@dataclass(frozen=True)
+class MarginTo:
+    """The logit of one wrong class minus the right one, of all draws.
+
+    Args:
+        shift: k, the class is y + k modulo K.
+        least: the smallest of the draws that can answer, not their mean.
+    """
+
+    shift: int
+    least: bool = False
+
+    def __call__(self, logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+        """Logits [S, B, K], weights [S] and labels [B] to [B]."""
+        pair = torch.stack((y, (y + self.shift) % logits.shape[-1]), -1)
+        right, wrong = logits.gather(-1, pair.expand(*logits.shape[:-1], 2)).unbind(-1)
+        reduce = _least if self.least else expectation
+        return reduce(weights, wrong - right)
+
+
+def over_draws(objective: Objective) -> Literal["mean", "least"] | None:
+    """Whether an objective is the mean of the draws' own, or the least of them, or neither."""
+    if isinstance(objective, MarginTo):
+        return "least" if objective.least else "mean"
+    if objective in (expected_ce, expected_margin, confident):
+        return "mean"
+    return "least" if objective in (worst_ce, worst_margin, least_confident) else None
+
+
+def _margin(logits: Tensor, y: Tensor) -> Tensor:
+    right, wrong = _split(logits, y)
+    return wrong.amax(-1) - right
+
+
+def _wrong_confidence(logits: Tensor, y: Tensor) -> Tensor:
+    return _split(logits.softmax(-1), y)[1].amax(-1)
+
+
+def _least(weights: Tensor, values: Tensor) -> Tensor:
+    """The smallest over draws that can answer: [S], [S, B] -> [B]."""
+    idle = (weights == 0).to(values.device)[:, None]
+    return values.masked_fill(idle, torch.inf).amin(0)

@@ -1,7 +1,8 @@
 """Randomness as an argument: a generator for a batch, or one stream for each of its images."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -113,3 +114,37 @@ def normal(x: Tensor, *shape: int, generator: Generator = None) -> Tensor:
     """Standard normal numbers for each image of a batch (Box and Muller 1958); see `uniform`."""
     u = uniform(x, 2, *shape, generator=generator)
     return (-2 * torch.log1p(-u[:, 0])).sqrt() * torch.cos(2 * math.pi * u[:, 1])
+
+
+def spawn(x: Tensor, generator: Generator = None) -> torch.Generator:
+    """A generator for what a whole batch shares, seeded by a draw for each of its images.
+
+    Args:
+        x: [B, …] the batch.
+        generator: where the seed comes from; `Streams` give another one at the next call.
+    """
+    drawn = uniform(torch.zeros(len(x), device=x.device), generator=generator)
+    return torch.Generator().manual_seed(seed_from(drawn))
+
+
+def seed_from(drawn: Tensor) -> int:
+    """One seed of numbers [B] in [0, 1)."""
+    return fold(*(drawn * 2**24).long().tolist())
+
+
+@contextmanager
+def borrowed_global(generator: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Torch's global streams, from which dropout draws, seeded by a generator; then put back.
+
+    Args:
+        generator: on the CPU; one number is drawn.
+        device: whose stream is seeded beside the CPU's.
+    """
+    seed = int(torch.randint(2**62, (), generator=generator))
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng([device] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield

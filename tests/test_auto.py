@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from lightning_rob.attacks import ARC, PGD, AutoAttack, attacking
-from lightning_rob.attacks.auto import _seed
 from lightning_rob.defenses import Defense, Ensemble, Single
-from lightning_rob.randomness import Streams, normal, uniform
+from lightning_rob.randomness import Streams, normal, seed_from, uniform
 from lightning_rob.rules import majority, mean_logits, mean_probs, random_member
 from lightning_rob.threat import Threat
 from tests.test_attacks import (
@@ -61,7 +60,7 @@ def right(defense, x, y):
 
 def seed(x, generator):
     """The one that is made of a generator's number for each image."""
-    return _seed(uniform(torch.zeros(len(x)), generator=generator))
+    return seed_from(uniform(torch.zeros(len(x)), generator=generator))
 
 
 def package(attack, defense, x, y, number):

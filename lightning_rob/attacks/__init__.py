@@ -5,18 +5,22 @@ from lightning_rob.attacks.ascent import Adam, AggMo, Ascent, Nesterov, aggmo
 from lightning_rob.attacks.auto import AutoAttack
 from lightning_rob.attacks.backward import SGM, LinBP
 from lightning_rob.attacks.base import Attack, attacking, evaluating
+from lightning_rob.attacks.confidence import HighConfidence
 from lightning_rob.attacks.cw import CW
 from lightning_rob.attacks.deepfool import DeepFool
+from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.gradients import draw_gradients
 from lightning_rob.attacks.member import OnMember, RandomMember
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.seen_as import SeenAs
 from lightning_rob.attacks.strongest import Strongest
 from lightning_rob.attacks.targeted import Targeted
+from lightning_rob.attacks.transductive import OnStatic, ThroughAdaptation
 
 __all__ = [
     "ARC",
     "CW",
+    "GMSA",
     "PGD",
     "SGM",
     "Adam",
@@ -25,13 +29,16 @@ __all__ = [
     "Attack",
     "AutoAttack",
     "DeepFool",
+    "HighConfidence",
     "LinBP",
     "Nesterov",
     "OnMember",
+    "OnStatic",
     "RandomMember",
     "SeenAs",
     "Strongest",
     "Targeted",
+    "ThroughAdaptation",
     "aggmo",
     "arc_linear",
     "attacking",

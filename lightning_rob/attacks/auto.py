@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_rob.attacks.base import Attack
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import check_logits
-from lightning_rob.randomness import Generator, fold, uniform
+from lightning_rob.randomness import Generator, seed_from, uniform
 from lightning_rob.rules import expectation, mean_logits
 from lightning_rob.threat import Threat
 
@@ -85,7 +85,7 @@ class AutoAttack(Attack):
         drawn = uniform(torch.zeros(len(x), device=x.device), generator=generator)
         size = self.batch_size or len(x)
         parts = zip(*(torch.split(whole, size) for whole in (x, y, drawn)), strict=True)
-        found = [self._run(defense, x, y, _seed(drawn)) for x, y, drawn in parts]
+        found = [self._run(defense, x, y, seed_from(drawn)) for x, y, drawn in parts]
         return self.threat.project(torch.cat(found), x)
 
     def _run(self, defense: Defense, x: Tensor, y: Tensor, seed: int) -> Tensor:
@@ -143,11 +143,6 @@ class AutoAttack(Attack):
         if self.version == "custom":  # left alone, it would be five
             suite.apgd.n_restarts = suite.fab.n_restarts = 1
         return suite
-
-
-def _seed(drawn: Tensor) -> int:
-    """One seed from a number [B] in [0, 1) of each image."""
-    return fold(*(drawn * 2**24).long().tolist())
 
 
 @contextmanager

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.folding import folded
-from lightning_rob.defenses import Defense
-from lightning_rob.objectives import Objective, check_logits
+from lightning_rob.defenses import Defense, Mixture
+from lightning_rob.objectives import Objective, check_logits, over_draws
 from lightning_rob.randomness import Generator
 from lightning_rob.threat import Threat
 
@@ -103,6 +103,56 @@ def height(
     if check:
         check_logits(logits, y)
     return objective(logits.float() if logits.itemsize < 4 else logits, weights, y)
+
+
+def slope(
+    objective: Objective,
+    draws: int | None,
+    defense: Defense,
+    x: Tensor,
+    y: Tensor,
+    generator: Generator,
+    check: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The objective [B] and its gradient by the images [B, C, H, W]; see `height`.
+
+    A mixture is seen one part after the other where the objective is the mean of the draws' own or
+    the least of them: memory does not grow with the number of parts.
+    """
+    if isinstance(defense, Mixture) and over_draws(objective):
+        return _part_by_part(objective, draws, defense, x, y, generator, check)
+    leaf = x.detach().requires_grad_()
+    climbed = height(objective, draws, defense, leaf, y, generator, check)
+    (gradient,) = torch.autograd.grad(climbed.sum(), leaf)
+    return climbed.detach(), gradient
+
+
+def _part_by_part(
+    objective: Objective,
+    draws: int | None,
+    defense: Mixture,
+    x: Tensor,
+    y: Tensor,
+    generator: Generator,
+    check: bool,
+) -> tuple[Tensor, Tensor]:
+    """`slope`, the sum of the parts' by their shares, or for each image that of the least part."""
+    least = over_draws(objective) == "least"
+    value = x.new_full((len(x),), torch.inf if least else 0.0)
+    gradient = torch.zeros_like(x)
+    for share, part in zip(defense.shares, defense.defenses, strict=True):
+        if share == 0:
+            continue
+        height_of_part, slope_of_part = slope(objective, draws, part, x, y, generator, check)
+        if least:
+            wins = height_of_part < value
+            value = torch.where(wins, height_of_part, value)
+            wins = wins.view(-1, *[1] * (x.dim() - 1))
+            gradient = torch.where(wins, slope_of_part, gradient)
+        else:
+            value = value + share * height_of_part
+            gradient = gradient + share * slope_of_part
+    return value, gradient
 
 
 class Backward(ABC):

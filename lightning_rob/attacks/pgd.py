@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.ascent import AggMo, Ascent
-from lightning_rob.attacks.base import Attack, Backward, height
+from lightning_rob.attacks.base import Attack, Backward, height, slope
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import Objective, expected_ce
 from lightning_rob.randomness import Generator
@@ -93,12 +93,11 @@ class PGD(Attack):
             value = self._value(defense, x, y, generator, check=True)
         move = (self.ascent or AggMo(self.dampings)).begin(self.threat)
         for step in range(self.steps):
-            x_adv = x_adv.detach().requires_grad_()
-            climbed = self._height(defense, x_adv, y, generator, check=step == 0)
-            (gradient,) = torch.autograd.grad(climbed.sum(), x_adv)
-            x_adv = x_adv.detach()
+            climbed, gradient = slope(
+                self.objective, self.draws, defense, x_adv, y, generator, check=step == 0
+            )
             if self.keep_best:
-                best, value = better(best, value, x_adv, climbed.detach())
+                best, value = better(best, value, x_adv, climbed)
             x_adv = self.threat.project(
                 x_adv + self.step_size * move(gradient.nan_to_num(0.0, 0.0, 0.0)), x
             )
@@ -107,16 +106,11 @@ class PGD(Attack):
             return better(best, value, x_adv, last) if self.keep_best else (x_adv, last)
         return x_adv, value
 
-    def _height(
-        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
-    ) -> Tensor:
-        return height(self.objective, self.draws, defense, x, y, generator, check)
-
     @torch.no_grad()
     def _value(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
     ) -> Tensor:
-        return self._height(defense, x, y, generator, check)
+        return height(self.objective, self.draws, defense, x, y, generator, check)
 
 
 def better(a: Tensor, value_a: Tensor, b: Tensor, value_b: Tensor) -> tuple[Tensor, Tensor]:

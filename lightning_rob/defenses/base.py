@@ -20,6 +20,7 @@ class Defense(nn.Module, ABC):
 
     rule: Rule
     weights: Tensor
+    stateful = False  # whether the next round goes on with what this one has adapted to
 
     def __init__(self, weights: Tensor, rule: Rule) -> None:
         super().__init__()
@@ -89,6 +90,25 @@ class Defense(nn.Module, ABC):
 
     def adapt(self, x: Tensor, generator: Generator = None) -> "Defense":
         """The defense after it has seen the unlabelled test batch; this one stays as it was."""
+        return self
+
+    def settle(self, generator: Generator = None) -> "Defense":
+        """What a stateful defense goes on with after it has answered; this one stays as it was."""
+        return self
+
+    @property
+    def transductive(self) -> bool:
+        """Whether it adapts to the test batch, so that its answers depend on the whole batch."""
+        return type(self).adapt is not Defense.adapt
+
+    @property
+    def static(self) -> "Defense":
+        """The defense before it has seen any test image: what a transfer attack attacks."""
+        return self
+
+    @property
+    def now(self) -> "Defense":
+        """What answers at this moment, without what it adapts by: a point of GMSA's model space."""
         return self
 
 

@@ -1,0 +1,134 @@
+"""Defenses that learn from the unlabelled test batch before they answer."""
+
+import copy
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lightning_rob.defenses.base import Defense, Single, check_network
+from lightning_rob.defenses.source import Source, SourceData
+from lightning_rob.randomness import Generator, borrowed_global, spawn
+from lightning_rob.rules import Rule, mean_probs
+
+T = TypeVar("T")
+
+
+class Transductive(Defense):
+    """A network that is made to fit the test batch: `adapt` returns a defense with another one.
+
+    `net` stays what it was; nothing that a defense returned by `adapt` shares with this one is ever
+    written to, so that an attacker's rehearsals cannot be seen by the defender.
+
+    Args:
+        net: [B, C, H, W] -> [B, K] logits, the static model.
+        rule: any; there is one draw.
+        source: labelled images to learn from, (x, y) or a data set; an evaluation by the command
+            line gives those that the run was trained on.
+    """
+
+    learns = True  # whether `adapt` needs labelled images
+
+    def __init__(
+        self, net: nn.Module, rule: Rule = mean_probs, source: SourceData | None = None
+    ) -> None:
+        check_network(net)
+        super().__init__(torch.ones(1), rule)
+        self.net = net
+        self.adapted: nn.Module | None = None
+        self.given = None if source is None else Source(source)
+
+    @property
+    def source(self) -> Source:
+        """The labelled images.
+
+        Raises:
+            ValueError: nobody has given any.
+        """
+        if self.given is None:
+            raise ValueError(
+                f"{type(self).__name__} learns from labelled images: give it source=(x, y)"
+            )
+        return self.given
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """None that an attack may fold: the defense calls parts of them, and copies them."""
+        raise TypeError(f"{type(self).__name__} copies its network: it has to stay as it is")
+
+    @property
+    def static(self) -> Defense:
+        """The network before it has seen any test image."""
+        return Single(self.net, self.rule)
+
+    @property
+    def now(self) -> Defense:
+        """The network as it stands."""
+        return Single(self.adapted or self.net, self.rule)
+
+    def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
+        """[B, C, H, W] -> [1, B, K], of the network as it stands."""
+        return torch.as_tensor((self.adapted or self.net)(x)).unsqueeze(0)
+
+    def adapt(self, x: Tensor, generator: Generator = None) -> Self:
+        """The defense after it has seen the unlabelled test batch; this one stays as it was.
+
+        Args:
+            x: [B, C, H, W] images in [0, 1].
+            generator: the defender's private randomness.
+
+        Returns:
+            A defense whose network has learnt from x. What else it holds is shared with this one.
+        """
+        chance = spawn(x, generator)
+        with learning(chance, x.device):
+            return self.learnt(x.detach().clone(), chance)
+
+    @abstractmethod
+    def learnt(self, x: Tensor, chance: torch.Generator) -> Self:
+        """`adapt`, with gradients for weights and with chance of its own.
+
+        Args:
+            x: [B, C, H, W] images in [0, 1].
+            chance: the defender's; torch's global streams are seeded from it too.
+        """
+
+    def having(self, **changed: Any) -> Self:
+        """This defense with other attributes, all else shared."""
+        other = copy.copy(self)
+        for table in ("_modules", "_parameters", "_buffers"):
+            object.__setattr__(other, table, dict(getattr(self, table)))
+        for name, value in changed.items():
+            setattr(other, name, value)
+        return other
+
+
+@contextmanager
+def learning(chance: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Gradients for weights whatever the caller forbids; dropout draws from `chance`."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        borrowed_global(chance, device),
+    ):
+        yield
+
+
+def trainable(net: nn.Module) -> nn.Module:
+    """A copy of a network whose weights can be trained, wherever the network is used meanwhile."""
+    return copy.deepcopy(net).requires_grad_()
+
+
+def shown(steps: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """The steps, with a progress bar in a terminal if they take longer than three seconds."""
+    return iter(tqdm(steps, what, total, leave=False, delay=3, mininterval=0.5, disable=None))
+
+
+def shuffled(count: int, size: int, chance: torch.Generator) -> Sequence[Tensor]:
+    """One epoch of index batches: [count] in a fresh order, cut into parts of so many."""
+    return torch.split(torch.randperm(count, generator=chance), size)
