@@ -2,6 +2,7 @@
 
 from lightning_rob.callbacks.cross_eval import CrossEval
 from lightning_rob.callbacks.gallery import Gallery
+from lightning_rob.callbacks.game import Game
 from lightning_rob.callbacks.robust_eval import RobustEval
 
-__all__ = ["CrossEval", "Gallery", "RobustEval"]
+__all__ = ["CrossEval", "Gallery", "Game", "RobustEval"]

@@ -65,6 +65,7 @@ class Evaluation(Callback, ABC):
         self.every_n_epochs = every_n_epochs
         self.max_images = max_images
         self.seed = seed
+        self.loader: Any = None
         self.positions: Tensor | None = None
         self.seen = 0
         self.progress: AttackProgress | None = None
@@ -86,6 +87,9 @@ class Evaluation(Callback, ABC):
     @abstractmethod
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log what was found; called on every process."""
+
+    def finish(self, trainer: Trainer, pl_module: Any) -> None:
+        """What is left to do when every batch has been handed over: mostly nothing."""
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this epoch's evaluation is one of ours."""
@@ -139,7 +143,8 @@ class Evaluation(Callback, ABC):
         if not hasattr(loader, "dataset"):
             name = type(self).__name__
             raise ValueError(f"{name} evaluates one data loader at a time, got several")
-        self.positions, self.seen, images = None, 0, len(loader.dataset)
+        self.loader, self.positions, self.seen = loader, None, 0
+        images = len(loader.dataset)
         if self.max_images is not None and self.max_images < images:
             chance = torch.Generator().manual_seed(self.seed)
             images = self.max_images
@@ -171,10 +176,14 @@ class Evaluation(Callback, ABC):
         return local if self.positions is None else local[torch.isin(place, self.positions)]
 
     def _finish(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        concluding = self.due(trainer) and not trainer.sanity_checking
+        if concluding:
+            with torch.autocast(pl_module.device.type, enabled=False), torch.inference_mode(False):
+                self.finish(trainer, pl_module)
         if self.progress:
             self.progress.close()
             self.progress = None
-        if self.due(trainer) and not trainer.sanity_checking:
+        if concluding:
             self.report(trainer, pl_module, stage)
 
 

@@ -17,6 +17,7 @@ from lightning_rob.callbacks.evaluation import (
     told_apart,
     writing_folder,
 )
+from lightning_rob.callbacks.game import Game, give_source
 from lightning_rob.callbacks.panels import panel as draw
 from lightning_rob.callbacks.record import (
     Result,
@@ -25,7 +26,7 @@ from lightning_rob.callbacks.record import (
     measured,
     print_table,
 )
-from lightning_rob.callbacks.referee import answers, play
+from lightning_rob.callbacks.referee import Match, Untouched, answers
 from lightning_rob.defenses import Defense
 from lightning_rob.metrics import PerImage, minimum, robust_accuracy, student
 from lightning_rob.randomness import Streams
@@ -43,6 +44,9 @@ class RobustEval(Evaluation):
     the run, `{stage}/robust/worst`: the mean of each image's minimum. Noise is keyed by image, so
     batch size and number of processes change nothing; training is not touched.
 
+    A defense that adapts to the test batch is played against in rounds, when the epoch's batches
+    are through, and "clean" is what it makes of untouched images.
+
     Args:
         attacks: name -> attack.
         target: what is attacked, made of the module's defense, e.g. `first_member`. Only attacks
@@ -58,6 +62,8 @@ class RobustEval(Evaluation):
         record: file in the run's folder to which each result is appended as a line of JSON.
         eps: radius of all attacks instead of their own, in pixel units; the steps of PGD and ARC
             keep their share of it.
+        game: how a defense that adapts is played against; None is `Game()` for such a defense, and
+            batch by batch for any other.
 
     Raises:
         ValueError: no attacks, or a count below 1.
@@ -75,6 +81,7 @@ class RobustEval(Evaluation):
         record: str = "robust.jsonl",
         eps: float | None = None,
         inferences: int = 1,
+        game: Game | None = None,
     ) -> None:
         if not attacks:
             raise ValueError("attacks must name at least one attack, got an empty dict")
@@ -90,6 +97,9 @@ class RobustEval(Evaluation):
         self.inferences = inferences
         self.panel = panel
         self.record = record
+        self.game = game
+        self.playing: Game | None = None
+        self.matches: dict[tuple[str, int], Match] = {}
         self.table = PerImage(1 + len(attacks))
         self.single = PerImage((1 + len(attacks)) * inferences)
         self.seconds = dict.fromkeys(attacks, 0.0)
@@ -116,7 +126,9 @@ class RobustEval(Evaluation):
 
     def begin(self, trainer: Trainer, pl_module: Any) -> None:
         """Forget the last evaluation."""
-        rows = 1 + len(self.attacks)
+        defense, rows = self.target(pl_module.defense), 1 + len(self.attacks)
+        self.playing = self.game or (Game() if defense.transductive else None)
+        self.matches = {}
         self.table = PerImage(rows).to(pl_module.device)
         self.single = PerImage(rows * self.inferences).to(pl_module.device)
         self.seconds = dict.fromkeys(self.attacks, 0.0)
@@ -131,12 +143,37 @@ class RobustEval(Evaluation):
     def attack_batch(
         self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
     ) -> None:
-        """Score the batch under every attack."""
+        """Score the batch under every attack, unless it is a game that comes later."""
+        if self.playing is None:
+            defense = self.target(pl_module.defense)
+            clean = answers(defense, x, Streams.keyed(index, self.seed), self.inferences)
+            self._score_all(trainer, defense, clean, (x, y, index))
+
+    def finish(self, trainer: Trainer, pl_module: Any) -> None:
+        """Play the rounds, if it is a game."""
+        if self.playing is None:
+            return
         defense = self.target(pl_module.defense)
-        clean = answers(defense, x, Streams.keyed(index, self.seed), self.inferences)
+        give_source(defense, trainer)
+        nothing = Untouched(next(iter(self.attacks.values())).threat)
+        untouched = Match(nothing, defense, self.seed, leaking=self.playing.leaking)
+        for x, y, index in self.playing.rounds(trainer, self.loader, self.positions):
+            _, clean = untouched.round(x, y, index, self.inferences)
+            self._score_all(trainer, defense, clean, (x, y, index))
+        self.matches = {}
+
+    def _score_all(
+        self,
+        trainer: Trainer,
+        defense: Defense,
+        clean: Tensor,
+        batch: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Score the answers to the clean batch [R, B, K], and the batch under every attack."""
+        _, y, index = batch
         scores = [torch.stack([robust_accuracy(answer, y) for answer in clean], 1)]
         for name, attack in self.attacks.items():
-            scores.append(self._score(name, attack, defense, clean[0], (x, y, index)))
+            scores.append(self._score(name, attack, defense, clean[0], batch))
         if not trainer.sanity_checking:
             self.table.update(index, torch.stack([part.mean(1) for part in scores], 1))
             self.single.update(index, torch.cat(scores, 1))
@@ -153,8 +190,8 @@ class RobustEval(Evaluation):
         x, y, index = batch
         began, total = time.perf_counter(), torch.zeros(len(x), self.inferences, device=x.device)
         for repeat in range(self.repeats):
-            keys = (self.seed, repeat, *name.encode())
-            x_adv, found = play(attack, defense, x, y, index, *keys, inferences=self.inferences)
+            match = self._match(name, attack, defense, repeat)
+            x_adv, found = match.round(x, y, index, self.inferences)
             total += torch.stack([robust_accuracy(answer, y) for answer in found], 1)
         if self.panel and name not in self.panels:
             part = slice(self.panel)
@@ -164,9 +201,22 @@ class RobustEval(Evaluation):
         self.seconds[name] += time.perf_counter() - began
         return total / self.repeats
 
+    def _match(self, name: str, attack: Attack, defense: Defense, repeat: int) -> Match:
+        """A new match, or in a game the one that is going on."""
+        keys = (self.seed, repeat, *name.encode())
+        if self.playing is None:
+            return Match(attack, defense, *keys)
+        if (name, repeat) not in self.matches:
+            new = Match(attack, defense, *keys, leaking=self.playing.leaking)
+            self.matches[name, repeat] = new
+        return self.matches[name, repeat]
+
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log what was found, and record it."""
         shared = self._circumstances(trainer, stage)
+        if self.playing is not None:
+            defense = self.target(pl_module.defense)
+            shared["game"] = self.playing.record(defense, trainer.world_size)
         self.results = results = self._results(shared) + self._worst(trainer, shared)
         values = {f"{stage}/robust/{r.name}": r.accuracy for r in results if r.name != "clean"}
         for key, value in values.items():

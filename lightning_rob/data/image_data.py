@@ -120,6 +120,13 @@ class ImageData(LightningDataModule, ABC):
             source = self.source(train=False)
             self.parts["test"] = Part(source, self.test_order(len(source)), self.fixed_steps())
 
+    def labelled(self) -> Part:
+        """The training images, not augmented: what a transductive defense learns from."""
+        if "train" not in self.parts:
+            self.setup("fit")
+        part = self.parts["train"]
+        return Part(part.source, part.indices, self.fixed_steps())
+
     def train_dataloader(self) -> DataLoader[Any]:
         """This process's shuffled share of the training images, from where training goes on.
 

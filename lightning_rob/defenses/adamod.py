@@ -41,7 +41,7 @@ class AdaMod(torch.optim.Optimizer):
         super().__init__(params, defaults | {"eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; parameters without a gradient stay as they are."""
         loss = None
         if closure is not None:

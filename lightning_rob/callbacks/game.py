@@ -1,0 +1,104 @@
+"""The rounds of a game with a defense that adapts: which images are played together, and when."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+
+from lightning_rob.data import ImageData
+from lightning_rob.defenses.learning import Transductive
+from lightning_rob.defenses.source import Source
+
+
+@dataclass(frozen=True)
+class Game:
+    """How a defense that adapts to the test batch is played against.
+
+    Args:
+        order: "natural", that of the data set or, of some images only, a random one by the seed;
+            or "by_label", in which every two rounds in a row are sorted by label, so that a round
+            has few classes (Chen et al. 2022, Table 5).
+        images: how many images make a round; None is the batch size of the evaluation.
+        leaking: whether the attacker sees what a stateful defense has become; otherwise it knows
+            only what becomes of its own rehearsal.
+
+    Raises:
+        ValueError: another order, or rounds without images.
+    """
+
+    order: Literal["natural", "by_label"] = "natural"
+    images: int | None = None
+    leaking: bool = False
+
+    def __post_init__(self) -> None:
+        if self.order not in ("natural", "by_label"):
+            raise ValueError(f"order must be 'natural' or 'by_label', got {self.order!r}")
+        if self.images is not None and self.images < 1:
+            raise ValueError(f"images must be at least 1, got {self.images}")
+
+    def rounds(self, trainer: Trainer, loader: Any, positions: Tensor | None) -> Iterator[Any]:
+        """This process's rounds: batches as the loader would make them.
+
+        Which images make a round does not depend on the number of processes.
+
+        Args:
+            trainer: whose processes share the rounds, and whose limit on batches holds.
+            loader: whose data set is played.
+            positions: which images of it, in this order; None is all.
+        """
+        size = self.images or loader.batch_size
+        order = torch.arange(len(loader.dataset)) if positions is None else positions
+        count = -(-len(order) // size)
+        for number in range(trainer.global_rank, count, trainer.world_size):
+            if number // trainer.world_size >= _limit(trainer, loader):
+                return
+            yield trainer.strategy.batch_to_device(self._batch(loader, order, number, size))
+
+    def _batch(self, loader: Any, order: Tensor, number: int, size: int) -> Any:
+        if self.order == "natural":
+            return _fetch(loader, order[number * size : (number + 1) * size])
+        start = number // 2 * 2 * size
+        window = order[start : start + 2 * size]
+        labels = _fetch(loader, window)[1]
+        window = window[labels.argsort(stable=True)]
+        return _fetch(loader, window[:size] if number % 2 == 0 else window[size:])
+
+    def record(self, defense: Any, world_size: int) -> dict[str, Any]:
+        """What an evaluation says of the game it played."""
+        told: dict[str, Any] = {"order": self.order, "images": self.images}
+        told["defender"] = "stateful" if defense.stateful else "stateless"
+        if defense.stateful:
+            told["attacker"] = "sees its state" if self.leaking else "rehearses its state"
+            told["sequences"] = world_size  # each process plays one of its own
+        return told
+
+
+def _limit(trainer: Trainer, loader: Any) -> float:
+    """How many rounds a process may play by `limit_val_batches` and the like."""
+    testing = trainer.state.fn == "test"
+    limits: Any = trainer.num_test_batches if testing else trainer.num_val_batches
+    limit = limits[0] if limits else 0
+    return float("inf") if limit >= len(loader) else limit
+
+
+def _fetch(loader: Any, positions: Tensor) -> Any:
+    """The images at these positions, as a batch of the loader."""
+    many = getattr(loader.dataset, "__getitems__", None)
+    places = positions.tolist()
+    return loader.collate_fn(many(places) if many else [loader.dataset[i] for i in places])
+
+
+def give_source(defense: nn.Module, trainer: Trainer) -> None:
+    """Let defenses that learn from labelled images learn from those that the run trains on."""
+    for part in defense.modules():
+        if isinstance(part, Transductive) and part.learns and part.given is None:
+            data = trainer.datamodule  # type: ignore[attr-defined]
+            if not isinstance(data, ImageData):
+                raise ValueError(
+                    f"{type(part).__name__} learns from labelled images: give it source=(x, y), or "
+                    "evaluate it with one of the data modules of lightning_rob.data"
+                )
+            part.given = Source(data.labelled())
