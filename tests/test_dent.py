@@ -1,0 +1,228 @@
+"""DENT: what is learnt from a batch, and that nothing else is touched."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import batch_norm
+
+from lightning_rob.attacks import GMSA, PGD, attacking
+from lightning_rob.defenses import DENT
+from lightning_rob.defenses.adamod import AdaMod
+from lightning_rob.defenses.dent import PerImageNorm, information
+from lightning_rob.nets import ResNet20, SmallCNN
+from lightning_rob.threat import Threat
+
+
+class Twice(nn.Module):
+    """Two BatchNorm layers, the second without scales, and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.first, self.second = nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False)
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(4, 5)
+
+    def forward(self, x):
+        x = self.second(self.first(self.conv(x)).relu())
+        return self.last(self.drop(x.mean((2, 3))))
+
+
+def trained(make):
+    """Statistics and scales that are not those of a fresh layer."""
+    torch.manual_seed(0)
+    net = make()
+    for _ in range(3):
+        net(torch.rand(32, 3, 8, 8))
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d) and module.affine:
+            nn.init.normal_(module.weight, 1, 0.2)
+            nn.init.normal_(module.bias, 0, 0.2)
+    return net.eval()
+
+
+def small():
+    return trained(lambda: SmallCNN(classes=5, channels=3, width=4))
+
+
+def images(count=7):
+    return torch.rand(count, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def fingerprint(module):
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def test_the_objective_is_equation_8():
+    """Divided by B, the logarithm of B and the 1e-5 in the logarithms aside."""
+    probs = torch.randn(16, 5, generator=torch.Generator().manual_seed(0)).double().softmax(-1)
+    entropy = -(probs * probs.log()).sum()
+    total = probs.sum(0)
+    equation = entropy + (total * total.log()).sum()
+    value = 16 * (information(probs) + math.log(16))
+    assert value.item() == pytest.approx(equation.item(), rel=1e-3)
+    assert information(probs, 0.0).item() == pytest.approx(entropy.item() / 16, rel=1e-3)
+
+
+def test_adamod_by_hand():
+    chance = torch.Generator().manual_seed(0)
+    gradients = torch.randn(9, 3, generator=chance, dtype=torch.float64)
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = AdaMod([weight], 0.01, (0.9, 0.99), 0.7, weight_decay=0.1)
+    mean = square = size = torch.zeros(3, dtype=torch.float64)
+    expected = torch.ones(3, dtype=torch.float64)
+    for t, gradient in enumerate(gradients, start=1):
+        weight.grad = gradient
+        optimizer.step()
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.99 * square + 0.01 * gradient**2
+        now = 0.01 * math.sqrt(1 - 0.99**t) / (1 - 0.9**t) / (square.sqrt() + 1e-8)
+        size = 0.7 * size + 0.3 * now
+        expected = expected * (1 - 0.1 * 0.01) - torch.minimum(size, now) * mean
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"lr": 0}, {"betas": (1.0, 0.9)}, {"beta3": -0.1}])
+def test_adamod_refuses(options):
+    with pytest.raises(ValueError, match="must be"):
+        AdaMod([nn.Parameter(torch.ones(1))], **options)
+
+
+@pytest.mark.parametrize("statistics", ["static", "batch"])
+def test_before_any_step_the_network_is_the_same_but_for_its_statistics(statistics):
+    norm = nn.BatchNorm2d(3)
+    nn.init.normal_(norm.weight)
+    norm(torch.rand(8, 3, 5, 5))
+    x = torch.rand(6, 3, 5, 5)
+    ours = PerImageNorm(norm, 6, statistics).train()(x)
+    known = (norm.running_mean, norm.running_var) if statistics == "static" else (None, None)
+    expected = batch_norm(x, *known, norm.weight, norm.bias, known[0] is None)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_adaptation_by_hand():
+    """Plain gradient descent on scales and shifts of each image, on the static statistics."""
+    net, x = small(), images()
+    optimizer = partial(torch.optim.SGD, lr=0.5)
+    final = DENT(net, steps=3, optimizer=optimizer).adapt(x).eval()
+    norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
+    scales = [m.weight.detach().repeat(len(x), 1).requires_grad_() for m in norms]
+    shifts = [m.bias.detach().repeat(len(x), 1).requires_grad_() for m in norms]
+
+    def forward():
+        out = net.normalize(x)
+        for stage, norm, scale, shift in zip(
+            (net.layer1, net.layer2, net.layer3), norms, scales, shifts, strict=True
+        ):
+            plain = batch_norm(stage[0](out), norm.running_mean, norm.running_var)
+            out = stage[3]((plain * scale[..., None, None] + shift[..., None, None]).relu())
+        return net.linear(out.mean((2, 3)))
+
+    for _ in range(3):
+        gradients = torch.autograd.grad(information(forward().softmax(-1)), scales + shifts)
+        with torch.no_grad():
+            for weight, gradient in zip(scales + shifts, gradients, strict=True):
+                weight -= 0.5 * gradient
+    with torch.no_grad():
+        torch.testing.assert_close(final.logits(x)[0], forward(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 6])
+def test_entropy_falls_and_the_mean_answer_stays_diverse(steps):
+    net, x = small(), images(32)
+    before = information(net(x).softmax(-1)).item()
+    after = information(DENT(net, steps).adapt(x).eval().logits(x)[0].softmax(-1)).item()
+    assert after < before
+
+
+def test_an_image_depends_on_its_batch():
+    net, x = small(), images(32)
+    whole = DENT(net).adapt(x).eval().logits(x)[0]
+    half = DENT(net).adapt(x[:16]).eval().logits(x[:16])[0]
+    assert not torch.allclose(whole[:16], half, atol=1e-4)
+    # By entropy alone each image is on its own; AdaMod forgets the size of a gradient, not its eps.
+    net, x = net.double(), x.double()
+    alone = DENT(net, diversity=0.0, optimizer=partial(AdaMod, lr=0.006, eps=1e-30))
+    whole = alone.adapt(x).eval().logits(x)[0]
+    half = alone.adapt(x[:16]).eval().logits(x[:16])[0]
+    torch.testing.assert_close(whole[:16], half, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("make", [small, lambda: trained(Twice), lambda: trained(ResNet20)])
+@pytest.mark.parametrize("statistics", ["static", "batch"])
+def test_adaptation_is_pure(make, statistics):
+    net, x = make(), images(5)
+    defense = DENT(net, steps=2, statistics=statistics)
+    before, plain = fingerprint(defense), net(x).detach()
+    state = torch.random.get_rng_state()
+    one = defense.adapt(x, torch.Generator().manual_seed(3)).eval().logits(x)
+    two = defense.adapt(x, torch.Generator().manual_seed(3)).eval().logits(x)
+    assert torch.equal(one, two)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert same(before, fingerprint(defense))
+    assert torch.equal(defense.logits(x)[0], plain)
+    assert torch.equal(defense.static.logits(x)[0], plain)
+    assert not torch.equal(one[0], plain)
+    assert all(weight.grad is None for weight in defense.parameters())
+
+
+def test_a_whole_attack_leaves_everything_as_it_was():
+    net, x = small(), images()
+    defense, y = DENT(net, steps=2), torch.arange(7) % 5
+    before, gradients = fingerprint(defense), [w.requires_grad for w in defense.parameters()]
+    attack = GMSA(PGD(Threat("linf", 0.05), 2, 0.03), rounds=2)
+    one = attack(defense, x, y, torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        two = attack(defense, x, y, torch.Generator().manual_seed(0))
+    assert torch.equal(one, two)
+    assert same(before, fingerprint(defense))
+    assert gradients == [w.requires_grad for w in defense.parameters()]
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
+def test_it_adapts_wherever_it_is_asked_to(context):
+    net, x = small(), images()
+    expected = DENT(net).adapt(x).eval().logits(x).detach()
+    with context():
+        found = DENT(net).adapt(x.clone()).eval().logits(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    defense = DENT(net)
+    with attacking(defense):
+        found = defense.adapt(x).eval().logits(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_dropout_draws_from_the_defenders_chance():
+    defense, x = DENT(trained(Twice)), images()
+
+    def answer(seed):
+        return defense.adapt(x, torch.Generator().manual_seed(seed)).eval().logits(x)
+
+    assert torch.equal(answer(0), answer(0))
+    assert not torch.equal(answer(0), answer(1))
+
+
+def test_an_adapted_network_answers_its_own_batch_only():
+    final = DENT(small()).adapt(images(7))
+    with pytest.raises(ValueError, match="adapted to 7 images was given 3"):
+        final.logits(images(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"statistics": "both"}, "must be 'static' or 'batch'"),
+        ({"net": nn.Flatten()}, "a Flatten has none"),
+    ],
+)
+def test_what_makes_no_sense(options, message):
+    with pytest.raises(ValueError, match=message):
+        DENT(**{"net": small()} | options)

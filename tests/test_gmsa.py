@@ -1,0 +1,306 @@
+"""Attacks on defenses that adapt, against hand-written references."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from lightning_rob.attacks import GMSA, PGD, Attack, HighConfidence, OnStatic, ThroughAdaptation
+from lightning_rob.attacks.base import attacking, height, slope
+from lightning_rob.defenses import DENT, Defense, Mixture, RandomTransforms, Single
+from lightning_rob.nets import SmallCNN
+from lightning_rob.objectives import (
+    MarginTo,
+    ce_of_mean_probs,
+    confident,
+    expected_ce,
+    expected_margin,
+    least_confident,
+    worst_ce,
+    worst_margin,
+)
+from lightning_rob.randomness import Streams
+from lightning_rob.rules import mean_probs
+from lightning_rob.threat import Threat
+from lightning_rob.transforms import GaussianNoise
+
+LINF = Threat("linf", 0.1)
+PLAIN = PGD(LINF, 6, 0.03, random_start=False, keep_best=True)
+
+
+def net(seed, channels=3):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(channels * 64, 12), nn.ReLU(), nn.Linear(12, 5)
+        )
+
+
+def batch(count=9, seed=0):
+    chance = torch.Generator().manual_seed(seed)
+    return torch.rand(count, 3, 8, 8, generator=chance), torch.arange(count) % 5
+
+
+def authors_loop(nets, x, y, steps, least):
+    """Best iterate of sign ascent on the sum, or per image the least, of the models' losses."""
+
+    def losses(images):
+        return torch.stack([cross_entropy(model(images), y, reduction="none") for model in nets])
+
+    def objective(images):
+        return losses(images).amin(0) if least else losses(images).sum(0)
+
+    best, best_value, x_adv = x, objective(x), x
+    for _ in range(steps):
+        leaf = x_adv.clone().requires_grad_()
+        value = objective(leaf)
+        (gradient,) = torch.autograd.grad(value.mean(), leaf)
+        wins = (value > best_value)[:, None, None, None]
+        best = torch.where(wins, x_adv, best)
+        best_value = torch.maximum(value, best_value)
+        x_adv = (x + (x_adv + 0.03 * gradient.sign() - x).clamp(-0.1, 0.1)).clamp(0, 1).detach()
+    wins = (objective(x_adv) > best_value)[:, None, None, None]
+    return torch.where(wins, x_adv, best).detach()
+
+
+@pytest.mark.parametrize("least", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_model_space_by_hand(count, least):
+    nets, (x, y) = [net(seed) for seed in range(count)], batch()
+    space = Mixture([Single(model) for model in nets])
+    attack = replace(PLAIN, objective=worst_ce if least else expected_ce)
+    torch.testing.assert_close(
+        attack(space, x, y), authors_loop(nets, x, y, 6, least), rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        expected_ce,
+        worst_ce,
+        expected_margin,
+        worst_margin,
+        confident,
+        least_confident,
+        MarginTo(2),
+        MarginTo(2, least=True),
+        ce_of_mean_probs,
+    ],
+)
+def test_part_by_part_is_the_same_as_all_at_once(objective):
+    """With parts that draw, too: they draw the same."""
+    noisy = RandomTransforms(net(3), [GaussianNoise(alpha=0.3)], size=1, draws=3)
+    space = Mixture([Single(net(1)), noisy, Single(net(2))], [0.2, 0.5, 0.3])
+    x, y = batch()
+    index = torch.arange(len(x))
+    with attacking(space):
+        value, gradient = slope(objective, None, space, x, y, Streams.keyed(index, 1))
+        leaf = x.clone().requires_grad_()
+        expected = height(objective, None, space, leaf, y, Streams.keyed(index, 1))
+        (whole,) = torch.autograd.grad(expected.sum(), leaf)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_a_part_that_never_answers_is_not_asked():
+    x, y = batch()
+    space = Mixture([Single(net(1)), Single(net(2))], [0.0, 1.0])
+    with attacking(space):
+        value, _ = slope(worst_ce, None, space, x, y, None)
+        expected = cross_entropy(net(2)(x), y, reduction="none")
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+class Scripted(Defense):
+    """Becomes, whatever it sees, the next of given networks; tells what it saw."""
+
+    def __init__(self, first, others):
+        super().__init__(torch.ones(1), mean_probs)
+        self.net, self.others, self.saw, self.drew = first, list(others), [], []
+
+    @property
+    def networks(self):
+        raise TypeError
+
+    def logits(self, x, generator=None):
+        return self.net(x)[None]
+
+    def adapt(self, x, generator=None):
+        self.saw.append(x.clone())
+        self.drew.append(torch.rand(1, generator=generator).item())
+        return Single(self.others[(len(self.saw) - 1) % len(self.others)])
+
+
+class Fixed(nn.Module):
+    """Right on so many of the first images, by label, whatever they look like."""
+
+    def __init__(self, right):
+        super().__init__()
+        self.right = right
+
+    def forward(self, x):
+        answer = (torch.arange(len(x)) + (torch.arange(len(x)) >= self.right)) % 5
+        return 3.0 * nn.functional.one_hot(answer, 5).to(x) + 0 * x.flatten(1).sum(1)[:, None]
+
+
+@dataclass(frozen=True)
+class Spy(Attack):
+    """Hands in images of a brightness that counts its calls; notes whom it attacked."""
+
+    threat: Threat = LINF
+    whom: list = field(default_factory=list)
+
+    def perturb(self, defense, x, y, generator):
+        self.whom.append([part.net for part in defense.defenses])
+        return torch.full_like(x, len(self.whom) / 100)
+
+
+def play(rights, clean=9, **options):
+    x, y = batch()
+    models = [Fixed(right) for right in rights]
+    first = Fixed(9)
+    before = [Fixed(clean)] if options.get("from_clean", True) else []
+    defense, spy = Scripted(first, [*before, *models]), Spy(whom=[])
+    with attacking(defense):
+        x_adv = GMSA(spy, rounds=len(models), **options).perturb(defense, x, y, None)
+    return x_adv, spy.whom, defense, [first, *models]
+
+
+def test_all_models_met_so_far_are_attacked_and_fpa_attacks_the_last():
+    _, whom, _, models = play([8, 7, 6, 8])
+    assert whom == [models[:1], models[:2], models[:3], models[:4]]
+    _, whom, _, models = play([8, 7, 6, 8], memory=False)
+    assert whom == [[model] for model in models[:4]]
+
+
+@pytest.mark.parametrize(
+    ("rights", "clean", "chosen"),
+    [
+        ([8, 5, 6, 5], 9, 0.02),  # the first of equals
+        ([9, 9, 9], 9, None),  # nothing better than the clean images
+        ([4, 6, 3], 4, 0.03),
+        ([0, 9, 9], 9, 0.01),
+    ],
+)
+def test_the_images_with_the_lowest_rehearsed_accuracy_are_handed_in(rights, clean, chosen):
+    x_adv, whom, _, _ = play(rights, clean)
+    expected = batch()[0] if chosen is None else torch.full_like(x_adv, chosen)
+    assert torch.equal(x_adv, expected)
+    assert len(whom) == (1 if 0 in rights else len(rights))  # nothing is lower than 0
+
+
+def test_without_the_clean_rehearsal_the_first_images_are_taken():
+    x_adv, _, defense, _ = play([9, 9, 9], from_clean=False)
+    assert torch.equal(x_adv, torch.full_like(x_adv, 0.01))
+    assert [float(saw.mean()) for saw in defense.saw] == pytest.approx([0.01, 0.02, 0.03])
+
+
+def test_every_rehearsal_has_chance_of_its_own():
+    _, _, defense, _ = play([8, 8, 8])
+    assert len(set(defense.drew)) == 4
+
+
+@pytest.mark.parametrize(
+    ("objective", "told", "steps"),
+    [(expected_ce, None, [2, 2, 2]), (worst_ce, None, [2, 4, 6]), (worst_ce, False, [2, 2, 2])],
+)
+def test_the_minimum_takes_steps_for_each_model(objective, told, steps, monkeypatch):
+    taken = []
+    original = PGD.perturb
+
+    def counting(self, *args):
+        taken.append(self.steps)
+        return original(self, *args)
+
+    monkeypatch.setattr(PGD, "perturb", counting)
+    x, y = batch()
+    inner = PGD(LINF, 2, 0.05, objective=objective)
+    nets = [net(seed) for seed in range(3)]
+    GMSA(inner, rounds=3, steps_per_model=told, from_clean=False)(
+        Scripted(net(9), nets), x, y, torch.Generator().manual_seed(0)
+    )
+    assert taken == steps
+
+
+def test_gmsa_on_a_defense_that_does_not_adapt_is_the_inner_attack():
+    x, y = batch()
+    defense = Single(net(0))
+    assert torch.equal(GMSA(PLAIN, rounds=1, from_clean=False)(defense, x, y), PLAIN(defense, x, y))
+
+
+def small():
+    torch.manual_seed(0)
+    model = SmallCNN(classes=5, channels=3, width=4)
+    for _ in range(3):
+        model(torch.rand(32, 3, 8, 8))  # statistics that are not those of a fresh layer
+    return model.eval()
+
+
+def test_the_static_network_is_attacked_by_a_transfer_attack():
+    x, y = batch()
+    defense = DENT(small())
+    adapted = defense.adapt(x)
+    expected = PLAIN(Single(defense.net), x, y)
+    torch.testing.assert_close(OnStatic(PLAIN)(adapted, x, y), expected, rtol=0, atol=1e-6)
+    assert not torch.equal(PLAIN(adapted, x, y), expected)
+
+
+def test_through_adaptation_each_step_meets_the_defense_adapted_to_it():
+    x, y = batch()
+    defense = DENT(small())
+    attack = PGD(LINF, 3, 0.05, random_start=False)
+    x_adv = x
+    for _ in range(3):
+        final = defense.adapt(x_adv).eval()
+        leaf = x_adv.clone().requires_grad_()
+        loss = cross_entropy(final.logits(leaf)[0], y, reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        x_adv = (x + (x_adv + 0.05 * gradient.sign() - x).clamp(-0.1, 0.1)).clamp(0, 1).detach()
+    torch.testing.assert_close(ThroughAdaptation(attack)(defense, x, y), x_adv, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("least", [False, True])
+def test_high_confidence_keeps_the_most_confident_of_its_runs(least):
+    x, y = batch()
+    nets = [net(0), net(1)]
+    space = Mixture([Single(model) for model in nets])
+    climb = replace(PLAIN, objective=worst_ce if least else expected_ce)
+
+    def confidence(images):
+        probs = torch.stack([model(images).softmax(-1) for model in nets]).detach()
+        wrong = probs.scatter(-1, y.expand(2, -1)[..., None], 0).amax(-1)
+        return wrong.amin(0) if least else wrong.mean(0)
+
+    def margin(k):
+        def objective(logits, weights, y):
+            other = logits.gather(-1, ((y + k) % 5).expand(2, -1)[..., None])[..., 0]
+            gaps = other - logits.gather(-1, y.expand(2, -1)[..., None])[..., 0]
+            return gaps.amin(0) if least else gaps.mean(0)
+
+        return objective
+
+    runs = [replace(PLAIN, objective=worst_margin if least else expected_margin)]
+    runs += [replace(PLAIN, objective=margin(k)) for k in range(1, 5)]
+    best = torch.stack([confidence(x), *(confidence(run(space, x, y)) for run in runs)]).amax(0)
+    found = confidence(HighConfidence(climb, untargeted=1)(space, x, y))
+    torch.testing.assert_close(found, best, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GMSA(PLAIN, rounds=0), "rounds must be at least 1"),
+        (lambda: HighConfidence(PLAIN, untargeted=0, targeted=0), "there would be no run"),
+        (lambda: HighConfidence(PLAIN, untargeted=-1), "must not be negative"),
+        (
+            lambda: HighConfidence(replace(PLAIN, objective=ce_of_mean_probs)),
+            "a mean or a least over draws",
+        ),
+    ],
+)
+def test_what_makes_no_sense(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
