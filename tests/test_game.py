@@ -11,8 +11,8 @@ from torch import nn
 from lightning_rob.attacks import GMSA, PGD
 from lightning_rob.attacks.base import Attack
 from lightning_rob.callbacks import Game, RobustEval
-from lightning_rob.callbacks.game import give_source
 from lightning_rob.callbacks.referee import Match, Untouched
+from lightning_rob.data.labelled import give_source
 from lightning_rob.defenses import DENT, Defense
 from lightning_rob.defenses.learning import Transductive
 from lightning_rob.modules import AdversarialTraining

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -80,6 +81,14 @@ class AutoAttack(Attack):
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
 
+    @staticmethod
+    def require_package() -> None:
+        """Raise ModuleNotFoundError without the package."""
+        if find_spec("pyautoattack") is None:
+            raise ModuleNotFoundError(
+                'AutoAttack needs pyautoattack: pip install "lightning-rob[autoattack]"'
+            )
+
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         drawn = uniform(torch.zeros(len(x), device=x.device), generator=generator)
@@ -117,12 +126,9 @@ class AutoAttack(Attack):
         self, model: Callable[[Tensor], Tensor], classes: int, device: torch.device, seed: int
     ) -> Any:
         """The package's object, as it is but for target classes that there are not."""
-        try:
-            import pyautoattack
-        except ModuleNotFoundError as missing:
-            raise ModuleNotFoundError(
-                'AutoAttack needs pyautoattack: pip install "lightning-rob[autoattack]"'
-            ) from missing
+        self.require_package()
+        import pyautoattack
+
         suite = pyautoattack.AutoAttack(
             model,
             attacks=self.attacks and list(self.attacks),

@@ -12,7 +12,7 @@ from lightning_rob.attacks.pgd import PGD
 def parts(attack: Attack) -> Iterator[Attack]:
     """The attack and all that it is made of."""
     yield attack
-    for value in arguments(attack).values():
+    for value in arguments(attack).values() if is_dataclass(attack) else ():
         for part in value if isinstance(value, tuple) else (value,):
             if isinstance(part, Attack):
                 yield from parts(part)

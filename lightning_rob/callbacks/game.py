@@ -6,11 +6,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor, nn
-
-from lightning_rob.data import ImageData
-from lightning_rob.defenses.learning import Transductive
-from lightning_rob.defenses.source import Source
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -89,16 +85,3 @@ def _fetch(loader: Any, positions: Tensor) -> Any:
     many = getattr(loader.dataset, "__getitems__", None)
     places = positions.tolist()
     return loader.collate_fn(many(places) if many else [loader.dataset[i] for i in places])
-
-
-def give_source(defense: nn.Module, trainer: Trainer) -> None:
-    """Let defenses that learn from labelled images learn from those that the run trains on."""
-    for part in defense.modules():
-        if isinstance(part, Transductive) and part.learns and part.given is None:
-            data = trainer.datamodule  # type: ignore[attr-defined]
-            if not isinstance(data, ImageData):
-                raise ValueError(
-                    f"{type(part).__name__} learns from labelled images: give it source=(x, y), or "
-                    "evaluate it with one of the data modules of lightning_rob.data"
-                )
-            part.given = Source(data.labelled())

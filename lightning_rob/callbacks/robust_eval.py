@@ -9,7 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from lightning_rob.attacks import Attack
+from lightning_rob.attacks import Attack, AutoAttack
+from lightning_rob.attacks.rebuild import parts
 from lightning_rob.callbacks.evaluation import (
     Evaluation,
     at_least_one,
@@ -17,7 +18,7 @@ from lightning_rob.callbacks.evaluation import (
     told_apart,
     writing_folder,
 )
-from lightning_rob.callbacks.game import Game, give_source
+from lightning_rob.callbacks.game import Game
 from lightning_rob.callbacks.panels import panel as draw
 from lightning_rob.callbacks.record import (
     Result,
@@ -27,6 +28,7 @@ from lightning_rob.callbacks.record import (
     print_table,
 )
 from lightning_rob.callbacks.referee import Match, Untouched, answers
+from lightning_rob.data.labelled import give_source
 from lightning_rob.defenses import Defense
 from lightning_rob.metrics import PerImage, minimum, robust_accuracy, student
 from lightning_rob.randomness import Streams
@@ -107,7 +109,14 @@ class RobustEval(Evaluation):
         self.results: list[Result] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Run once what is there twice; number a name that another attack in the run has."""
+        """Run once what is there twice; number a name that another attack in the run has.
+
+        Raises:
+            ModuleNotFoundError: an attack needs a package that is not installed.
+        """
+        for part in (part for attack in self.attacks.values() for part in parts(attack)):
+            if isinstance(part, AutoAttack):
+                part.require_package()
         earlier: dict[str, Any] = {}
         for other in _siblings(trainer):
             games = {name: (attack, other.target) for name, attack in other.attacks.items()}

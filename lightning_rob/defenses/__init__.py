@@ -1,8 +1,17 @@
 """Defenses: one idea, `Defense`, and what it is made of."""
 
-from lightning_rob.defenses.base import Defense, Single
+from lightning_rob.defenses.base import Defense, Single, static
 from lightning_rob.defenses.dent import DENT
 from lightning_rob.defenses.ensemble import Ensemble, Mixture, first_member
 from lightning_rob.defenses.random_transforms import RandomTransforms
 
-__all__ = ["DENT", "Defense", "Ensemble", "Mixture", "RandomTransforms", "Single", "first_member"]
+__all__ = [
+    "DENT",
+    "Defense",
+    "Ensemble",
+    "Mixture",
+    "RandomTransforms",
+    "Single",
+    "first_member",
+    "static",
+]

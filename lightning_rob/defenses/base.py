@@ -141,3 +141,8 @@ class Single(Defense):
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         """[B, C, H, W] -> [1, B, K]."""
         return torch.as_tensor(self.net(x)).unsqueeze(0)
+
+
+def static(defense: Defense) -> Defense:
+    """The defense before it has seen any test image, for an evaluation's target."""
+    return defense.static

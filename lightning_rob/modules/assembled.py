@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_rob.defenses import Ensemble
+from lightning_rob.defenses import Defense, Ensemble
 from lightning_rob.modules.robust_module import RobustModule
 from lightning_rob.nets import load_weights, member_prefixes
 from lightning_rob.nets.contents import members_begun
@@ -17,7 +17,7 @@ Factory = Callable[[], nn.Module]
 
 
 class Assembled(RobustModule):
-    """An ensemble of trained networks, for `lightning-rob test`; there is nothing to fit.
+    """Trained networks, an ensemble or one alone, for `lightning-rob test`; nothing is to fit.
 
     Args:
         nets: makes a network, [B, C, H, W] -> [B, K]: one for each member, or one for all.
@@ -32,13 +32,13 @@ class Assembled(RobustModule):
         drop: as in `load_weights`, for all.
         normalizer: as in `load_weights`, for all.
         rule: how the members' draws become an answer.
+        defense: what is made of the one network there is, such as DENT; None makes an ensemble.
 
     Raises:
         FileNotFoundError: a checkpoint is missing.
-        ValueError: weights are missing or do not fit, or the numbers of members differ.
+        ValueError: weights are missing or do not fit, the numbers of members differ, or a defense
+            of one network is to be made of several.
     """
-
-    defense: Ensemble
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class Assembled(RobustModule):
         drop: list[str] | None = None,
         normalizer: str | None = None,
         rule: Rule = random_member,
+        defense: Callable[[nn.Module], Defense] | None = None,
     ) -> None:
         super().__init__()
         names: dict[str, Any] = {"rename": rename, "drop": drop or []}
@@ -65,7 +66,9 @@ class Assembled(RobustModule):
         parts = zip(*(_each(one, count) for one in (nets, checkpoints, prefix)), strict=True)
         options = names | {"normalizer": normalizer}
         built = [_member(make, path, {"prefix": at, **options}) for make, path, at in parts]
-        self.defense = Ensemble(built, probs, rule)
+        if defense is not None and len(built) > 1:
+            raise ValueError(f"a defense is made of one network, got {len(built)} members")
+        self.defense = defense(built[0]) if defense else Ensemble(built, probs, rule)
 
     def setup(self, stage: str) -> None:
         """Refuse to be trained."""

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
+from lightning_rob.data.labelled import give_source
 from lightning_rob.defenses import Defense
 from lightning_rob.metrics import RobustAccuracy
 from lightning_rob.objectives import check_labels
@@ -73,9 +74,16 @@ class RobustModule(LightningModule, ABC):
         """Clean accuracy, `test/acc`."""
         self._score("test", self.test_accuracy, batch)
 
+    def on_predict_start(self) -> None:
+        """Let a defense that learns have what it learns from."""
+        give_source(self.defense, self.trainer)
+
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
-        """The images' indices [B] and the probability of each answer [B, K]."""
-        return batch[2], self.defense(batch[0], Streams.keyed(batch[2], self.seed))
+        """The images' indices [B] and the probability of each answer [B, K], batch by batch."""
+        x, _, index = batch
+        private = torch.Generator().manual_seed(fold(self.seed, *index.tolist()))
+        final = self.defense.adapt(x, private).eval()
+        return index, final(x, Streams.keyed(index, self.seed))
 
     def _score(self, stage: str, accuracy: RobustAccuracy, batch: Batch) -> None:
         x, y, index = batch
