@@ -8,7 +8,16 @@ __version__ = version("lightning-rob")
 
 _HOMES = {
     "threat": ["Threat"],
-    "defenses": ["Defense", "Ensemble", "Mixture", "RandomTransforms", "Single"],
+    "defenses": [
+        "DENT",
+        "RMC",
+        "TADV",
+        "Defense",
+        "Ensemble",
+        "Mixture",
+        "RandomTransforms",
+        "Single",
+    ],
     "attacks": [
         "ARC",
         "CW",
@@ -44,7 +53,7 @@ _HOMES = {
         "FreeTraining",
         "RobustModule",
     ],
-    "callbacks": ["CrossEval", "Gallery", "RobustEval"],
+    "callbacks": ["CrossEval", "Gallery", "Game", "RobustEval"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

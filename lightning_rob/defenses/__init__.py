@@ -4,9 +4,13 @@ from lightning_rob.defenses.base import Defense, Single, static
 from lightning_rob.defenses.dent import DENT
 from lightning_rob.defenses.ensemble import Ensemble, Mixture, first_member
 from lightning_rob.defenses.random_transforms import RandomTransforms
+from lightning_rob.defenses.rmc import RMC
+from lightning_rob.defenses.tadv import TADV
 
 __all__ = [
     "DENT",
+    "RMC",
+    "TADV",
     "Defense",
     "Ensemble",
     "Mixture",

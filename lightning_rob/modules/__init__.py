@@ -9,6 +9,7 @@ from lightning_rob.modules.gal import GAL
 from lightning_rob.modules.joint import JointTraining
 from lightning_rob.modules.robust_module import RobustModule
 from lightning_rob.modules.staged import BAT, IAT, StagedTraining
+from lightning_rob.modules.tadv import TADV
 from lightning_rob.modules.trs import TRS
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "DVERGE",
     "GAL",
     "IAT",
+    "TADV",
     "TRS",
     "AdversarialTraining",
     "Assembled",

@@ -67,7 +67,8 @@ class AdversarialTraining(RobustModule):
                 "TRADES needs a PGD attack with random_start and fraction 1, "
                 f"got {attack} and fraction {fraction}"
             )
-        self.defense = defense(net())
+        self.net = (net(),)  # in a tuple, lest its weights be listed twice
+        self.defense = defense(self.net[0])
         if trades_beta is not None and not isinstance(self.defense, Single):
             raise ValueError(f"TRADES is for a single network, got {type(self.defense).__name__}")
         if draws is not None and draws < 1:
@@ -82,7 +83,7 @@ class AdversarialTraining(RobustModule):
     def setup(self, stage: str) -> None:
         """Take the weights to begin with; a resumed training has its own."""
         if stage == "fit" and self.weights is not None:
-            load_weights(self.defense.networks[0], self.weights)
+            load_weights(self.net[0], self.weights)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Cross-entropy on the batch, partly attacked, or the TRADES loss."""

@@ -1,0 +1,218 @@
+"""Adversarial retraining from fresh private randomness."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import kl_div
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_rob.defenses.base import Defense, Single
+from lightning_rob.defenses.learning import Transductive, shown, shuffled, trainable
+from lightning_rob.defenses.source import Augment, SourceData
+from lightning_rob.objectives import check_labels, cross_entropy
+from lightning_rob.randomness import Generator, Streams, borrowed_global
+from lightning_rob.rules import Rule, mean_probs
+
+# to a Tensor; jsonargparse takes Tensor to mean a factory
+TrainingAttack = Callable[[Defense, Tensor, Tensor, Generator], Any]
+
+
+class TADV(Transductive):
+    """A network adversarially trained anew for each test batch (Chen et al. 2022).
+
+    Nobody can know its weights beforehand, for all of them are drawn from the defender's private
+    randomness. As in the authors' code it does not look at the test batch, unless `use_batch`: a
+    step's loss is then, in addition, the `smoothness` of the network around `fraction * batch_size`
+    of the test images (UAT-OT, Uesato et al. 2019). That takes no labels, but the images are the
+    attacker's.
+
+    Args:
+        net: [B, C, H, W] -> [B, K] logits, the static model, and the architecture to be trained.
+        source: labelled images to learn from, see `Transductive`.
+        attack: makes the adversarial images, (defense, x, y, generator) -> x_adv: on MNIST PGD of
+            40 steps of 0.01 within linf 0.3 that keeps the best iterate. The authors start half of
+            the attacks from the image and half from a Gaussian direction; PGD starts uniformly.
+        epochs: passes over the source; the paper has 100 for MNIST and 110 for CIFAR-10.
+        batch_size: images of a step.
+        fraction: share of each batch that is attacked, its last images; also their weight.
+        optimizer: parameters -> optimizer; the default is the paper's for MNIST, Adam of rate 1e-3.
+        lr_scheduler: optimizer -> schedule, stepped once an epoch; None keeps the rate.
+        augment: what is done to a training image [C, H, W], see `Source.take`.
+        use_batch: learn from the test batch too.
+        rule: any; there is one draw.
+
+    Raises:
+        ValueError: a count below 1, or a fraction outside (0, 1].
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        source: SourceData | None = None,
+        attack: TrainingAttack | None = None,
+        epochs: int = 100,
+        batch_size: int = 128,
+        fraction: float = 0.5,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.Adam,
+        lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        augment: Sequence[Augment] = (),
+        use_batch: bool = False,
+        rule: Rule = mean_probs,
+    ) -> None:
+        super().__init__(net, rule, source)
+        for name, count in {"epochs": epochs, "batch_size": batch_size}.items():
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        check_fraction(fraction)
+        self.attack = attack
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.fraction = fraction
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.augment = augment
+        self.use_batch = use_batch
+
+    def learnt(self, x: Tensor, chance: torch.Generator) -> Self:
+        """The defense with a network trained from the beginning.
+
+        Args:
+            x: [B, C, H, W] images in [0, 1].
+            chance: draws the weights, the order of the source and the attack's starts.
+
+        Raises:
+            ValueError: there is no attack.
+            TypeError: the network has weights that cannot be drawn anew, see `redrawn`.
+        """
+        net = redrawn(self.net, chance).train()
+        optimizer = self.optimizer(net.parameters())
+        schedule = self.lr_scheduler and self.lr_scheduler(optimizer)
+        epoch = math.ceil(len(self.source) / self.batch_size)
+        steps = shown(self._order(chance), "Retraining", self.epochs * epoch)
+        for step, index in enumerate(steps, start=1):
+            optimizer.zero_grad()
+            self._loss(net, index, x, chance).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if schedule and step % epoch == 0:
+                schedule.step()
+        optimizer.zero_grad()
+        return self.having(adapted=net.eval().requires_grad_(False))
+
+    def _order(self, chance: torch.Generator) -> Iterator[Tensor]:
+        for _ in range(self.epochs):
+            yield from shuffled(len(self.source), self.batch_size, chance)
+
+    def _loss(self, net: nn.Module, index: Tensor, seen: Tensor, chance: torch.Generator) -> Tensor:
+        if self.attack is None:
+            raise ValueError(
+                "TADV trains on adversarial images: give it an attack, such as "
+                "attack=PGD(Threat('linf', 0.3), steps=40, step_size=0.01, keep_best=True)"
+            )
+        x, y = (part.to(seen.device) for part in self.source.take(index, self.augment))
+        loss = half_adversarial(Single(net), x, y, self.attack, self.fraction, chance)
+        if self.use_batch:
+            count = math.ceil(self.fraction * self.batch_size)
+            some = torch.randperm(len(seen), generator=chance)[:count].to(seen.device)
+            loss = loss + smoothness(net, seen[some], self.attack, chance)
+        return loss
+
+
+def check_fraction(fraction: float) -> None:
+    """Raise ValueError for a share of attacked images outside (0, 1]."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction must be in (0, 1], got {fraction}")
+
+
+def half_adversarial(
+    defense: Defense,
+    x: Tensor,
+    y: Tensor,
+    attack: TrainingAttack,
+    fraction: float = 0.5,
+    generator: Generator = None,
+) -> Tensor:
+    """(1 - fraction) * CE of a batch's first images + fraction * CE of the last ones, attacked.
+
+    The batch, half clean and half adversarial, goes through the network in one forward. A half of
+    an odd number is rounded up for the attack, and a part without images counts for zero.
+
+    Args:
+        defense: of one draw, in train mode.
+        x: [B, C, H, W] images in [0, 1].
+        y: [B] labels.
+        attack: makes the adversarial images of the defense as it is, in eval mode.
+        fraction: share of the images that are attacked, and their weight.
+        generator: the attack's chance; `Streams` of B images.
+
+    Returns:
+        The loss, a scalar.
+
+    Raises:
+        ValueError: labels out of range.
+    """
+    clean = math.ceil((1 - fraction) * len(x) - 0.5)
+    if isinstance(generator, Streams):
+        generator = generator[torch.arange(clean, len(x), device=x.device)]
+    x_adv = attack(defense, x[clean:], y[clean:], generator)
+    logits = defense.logits(torch.cat([x[:clean], x_adv]))[0]
+    check_labels(y, logits.shape[-1])
+    losses = cross_entropy(logits, y)
+    parts = ((1 - fraction, losses[:clean]), (fraction, losses[clean:]))
+    return torch.stack([share * part.mean() for share, part in parts if len(part)]).sum()
+
+
+def smoothness(
+    net: nn.Module, x: Tensor, attack: TrainingAttack, generator: Generator = None
+) -> Tensor:
+    """How far an attack moves the network's own predictions on unlabelled images, by KL divergence.
+
+    UAT-OT of Uesato et al. 2019, whose targets are the predictions of the network as it stands. The
+    attack is on the class that the network predicts, where the paper's climbs the divergence.
+
+    Args:
+        net: [B, C, H, W] -> [B, K] logits, in train mode as a whole.
+        x: [B, C, H, W] images in [0, 1].
+        attack: makes adversarial images.
+        generator: its chance.
+
+    Returns:
+        Mean KL(prediction on x || prediction on x_adv), a scalar; x is seen in eval mode.
+    """
+    with torch.no_grad():
+        target = net.eval()(x).softmax(-1)
+    net.train()
+    x_adv = attack(Single(net), x, target.argmax(-1), generator)
+    return kl_div(net(x_adv).log_softmax(-1), target, reduction="batchmean")
+
+
+def redrawn(net: nn.Module, chance: torch.Generator) -> nn.Module:
+    """A copy of a network with all weights drawn anew, by the `reset_parameters` of its modules.
+
+    That of a module comes after those of its parts, so that a network with an initialisation of its
+    own can have the last word. BatchNorm forgets its statistics.
+
+    Args:
+        net: stays as it is.
+        chance: where the weights come from; torch's global streams are left as they are.
+
+    Raises:
+        TypeError: some weights are drawn by no `reset_parameters`.
+    """
+    fresh = trainable(net)
+    weights = dict(fresh.named_parameters())
+    device = next(iter(weights.values()), torch.zeros(0)).device
+    with torch.no_grad(), borrowed_global(chance, device):
+        for weight in weights.values():
+            weight.fill_(torch.nan)  # what is still there afterwards has not been drawn
+        for module in reversed(list(fresh.modules())):
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+    if kept := [name for name, weight in weights.items() if weight.isnan().any()]:
+        raise TypeError(
+            f"{type(net).__name__} cannot be trained anew: no reset_parameters draws "
+            f"{', '.join(kept[:3])}{' …' if len(kept) > 3 else ''}; give it one"
+        )
+    return fresh
