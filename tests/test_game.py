@@ -141,6 +141,14 @@ def evaluate(callback, data=None, **trainer):
     return logged[0], module
 
 
+def test_the_worst_is_one_attack_for_all_images():
+    """Answers depend on the whole round: images of several attacks were never played together."""
+    attacks = {"weak": WEAK, "other": PGD(THREAT, 4, 0.05)}
+    logged, _ = evaluate(RobustEval(attacks))
+    both = [logged[f"test/robust/{name}"] for name in attacks]
+    assert logged["test/robust/worst"] == pytest.approx(min(both))
+
+
 def test_rounds_are_the_batches_in_order():
     callback = Notes({"pgd": WEAK})
     evaluate(callback)

@@ -12,7 +12,9 @@ from lightning_rob.attacks.pgd import PGD
 def parts(attack: Attack) -> Iterator[Attack]:
     """The attack and all that it is made of."""
     yield attack
-    for value in arguments(attack).values() if is_dataclass(attack) else ():
+    if not is_dataclass(attack):
+        return
+    for value in arguments(attack).values():
         for part in value if isinstance(value, tuple) else (value,):
             if isinstance(part, Attack):
                 yield from parts(part)

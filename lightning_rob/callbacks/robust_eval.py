@@ -30,7 +30,7 @@ from lightning_rob.callbacks.record import (
 from lightning_rob.callbacks.referee import Match, Untouched, answers
 from lightning_rob.data.labelled import give_source
 from lightning_rob.defenses import Defense
-from lightning_rob.metrics import PerImage, minimum, robust_accuracy, student
+from lightning_rob.metrics import PerImage, lowest, minimum, robust_accuracy, student
 from lightning_rob.randomness import Streams
 
 
@@ -47,7 +47,7 @@ class RobustEval(Evaluation):
     batch size and number of processes change nothing; training is not touched.
 
     A defense that adapts to the test batch is played against in rounds, when the epoch's batches
-    are through, and "clean" is what it makes of untouched images.
+    are through; "clean" is what it makes of untouched images, and "worst" the strongest attack.
 
     Args:
         attacks: name -> attack.
@@ -259,15 +259,20 @@ class RobustEval(Evaluation):
         return [{"over_inferences": student(row.tolist())} for row in accuracies]
 
     def _worst(self, trainer: Trainer, shared: dict[str, Any]) -> list[Result]:
-        """The per-image minimum over the callbacks of the run, told by the last of them."""
+        """The strongest attacker over the callbacks of the run, told by the last of them.
+
+        It picks the attack image by image; in a game, where answers depend on all images of a
+        round, once and for all.
+        """
         due = [s for s in _siblings(trainer) if s.due(trainer) and s.target is whole]
         if due[-1:] != [self]:
             return []
         over = [name for sibling in due for name in sibling.attacks]
-        scores = minimum([sibling.table.rows() for sibling in due])
+        how, pick = ("strongest attack", lowest) if self.playing else ("per-image minimum", minimum)
+        scores = pick([sibling.table.rows() for sibling in due])
         balls = {str(attack.threat) for s in due for attack in s.attacks.values()}
         ball = balls.pop() if len(balls) == 1 else "several!"
-        details = shared | {"attack": "per-image minimum", "over": over, "ball": ball}
+        details = shared | {"attack": how, "over": over, "ball": ball}
         return [measured("worst", scores, 0.0, details)]
 
     def _publish(self, trainer: Trainer, stage: str, results: list[Result]) -> None:

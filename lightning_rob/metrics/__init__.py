@@ -2,7 +2,7 @@
 
 from lightning_rob.metrics.gradient_spread import GradientSpread, gradient_spread
 from lightning_rob.metrics.intervals import student, wilson
-from lightning_rob.metrics.per_image import PerImage, minimum
+from lightning_rob.metrics.per_image import PerImage, lowest, minimum
 from lightning_rob.metrics.robust_accuracy import RobustAccuracy, robust_accuracy
 from lightning_rob.metrics.transfer_matrix import TransferMatrix, transfer_matrix
 
@@ -12,6 +12,7 @@ __all__ = [
     "RobustAccuracy",
     "TransferMatrix",
     "gradient_spread",
+    "lowest",
     "minimum",
     "robust_accuracy",
     "student",

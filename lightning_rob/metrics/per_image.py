@@ -62,3 +62,9 @@ def minimum(tables: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     rows = torch.tensor(sorted(common), dtype=torch.int64)
     lows = [scores.amin(1)[torch.searchsorted(index, rows)] for index, scores in tables]
     return torch.stack(lows).amin(0)
+
+
+def lowest(tables: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The scores [n] of the column with the lowest mean, over tables as for `minimum`."""
+    columns = [column for _, scores in tables for column in scores.unbind(1)]
+    return min(columns, key=lambda column: float(column.mean()) if len(column) else torch.inf)
