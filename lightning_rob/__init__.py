@@ -9,6 +9,7 @@ __version__ = version("lightning-rob")
 _HOMES = {
     "threat": ["Threat"],
     "defenses": [
+        "DANN",
         "DENT",
         "RMC",
         "TADV",

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from lightning_rob.attacks import PGD, Attack, attacking
 from lightning_rob.defenses import Single
+from lightning_rob.defenses.learning import redrawn
 from lightning_rob.defenses.source import Source
-from lightning_rob.defenses.tadv import TADV, half_adversarial, redrawn, smoothness
+from lightning_rob.defenses.tadv import TADV, half_adversarial, smoothness
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.modules.tadv import TADV as Training
 from lightning_rob.nets import LeNet, MNISTNet, PreActResNet18, ResNet20, SmallCNN

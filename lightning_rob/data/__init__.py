@@ -7,6 +7,7 @@ from lightning_rob.data.images import Images
 from lightning_rob.data.mnist import MNIST, FashionMNIST
 from lightning_rob.data.patches import Patches10
 from lightning_rob.data.svhn import SVHN
+from lightning_rob.data.unlabelled import WithTarget
 
 __all__ = [
     "CIFAR10",
@@ -18,4 +19,5 @@ __all__ = [
     "ImageData",
     "Images",
     "Patches10",
+    "WithTarget",
 ]

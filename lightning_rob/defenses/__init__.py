@@ -1,6 +1,7 @@
 """Defenses: one idea, `Defense`, and what it is made of."""
 
 from lightning_rob.defenses.base import Defense, Single, static
+from lightning_rob.defenses.dann import DANN
 from lightning_rob.defenses.dent import DENT
 from lightning_rob.defenses.ensemble import Ensemble, Mixture, first_member
 from lightning_rob.defenses.random_transforms import RandomTransforms
@@ -8,6 +9,7 @@ from lightning_rob.defenses.rmc import RMC
 from lightning_rob.defenses.tadv import TADV
 
 __all__ = [
+    "DANN",
     "DENT",
     "RMC",
     "TADV",

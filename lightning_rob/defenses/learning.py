@@ -124,6 +124,36 @@ def trainable(net: nn.Module) -> nn.Module:
     return copy.deepcopy(net).requires_grad_()
 
 
+def redrawn(net: nn.Module, chance: torch.Generator) -> nn.Module:
+    """A copy of a network with all weights drawn anew, by the `reset_parameters` of its modules.
+
+    That of a module comes after those of its parts, so that a network with an initialisation of its
+    own can have the last word. BatchNorm forgets its statistics.
+
+    Args:
+        net: stays as it is.
+        chance: where the weights come from; torch's global streams are left as they are.
+
+    Raises:
+        TypeError: some weights are drawn by no `reset_parameters`.
+    """
+    fresh = trainable(net)
+    weights = dict(fresh.named_parameters())
+    device = next(iter(weights.values()), torch.zeros(0)).device
+    with torch.no_grad(), borrowed_global(chance, device):
+        for weight in weights.values():
+            weight.fill_(torch.nan)  # what is still there afterwards has not been drawn
+        for module in reversed(list(fresh.modules())):
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+    if kept := [name for name, weight in weights.items() if weight.isnan().any()]:
+        raise TypeError(
+            f"{type(net).__name__} cannot be trained anew: no reset_parameters draws "
+            f"{', '.join(kept[:3])}{' …' if len(kept) > 3 else ''}; give it one"
+        )
+    return fresh
+
+
 def shown(steps: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
     """The steps, with a progress bar in a terminal if they take longer than three seconds."""
     return iter(tqdm(steps, what, total, leave=False, delay=3, mininterval=0.5, disable=None))

@@ -10,10 +10,10 @@ from torch.nn.functional import kl_div
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rob.defenses.base import Defense, Single
-from lightning_rob.defenses.learning import Transductive, shown, shuffled, trainable
+from lightning_rob.defenses.learning import Transductive, redrawn, shown, shuffled
 from lightning_rob.defenses.source import Augment, SourceData
 from lightning_rob.objectives import check_labels, cross_entropy
-from lightning_rob.randomness import Generator, Streams, borrowed_global
+from lightning_rob.randomness import Generator, Streams
 from lightning_rob.rules import Rule, mean_probs
 
 # to a Tensor; jsonargparse takes Tensor to mean a factory
@@ -186,33 +186,3 @@ def smoothness(
     net.train()
     x_adv = attack(Single(net), x, target.argmax(-1), generator)
     return kl_div(net(x_adv).log_softmax(-1), target, reduction="batchmean")
-
-
-def redrawn(net: nn.Module, chance: torch.Generator) -> nn.Module:
-    """A copy of a network with all weights drawn anew, by the `reset_parameters` of its modules.
-
-    That of a module comes after those of its parts, so that a network with an initialisation of its
-    own can have the last word. BatchNorm forgets its statistics.
-
-    Args:
-        net: stays as it is.
-        chance: where the weights come from; torch's global streams are left as they are.
-
-    Raises:
-        TypeError: some weights are drawn by no `reset_parameters`.
-    """
-    fresh = trainable(net)
-    weights = dict(fresh.named_parameters())
-    device = next(iter(weights.values()), torch.zeros(0)).device
-    with torch.no_grad(), borrowed_global(chance, device):
-        for weight in weights.values():
-            weight.fill_(torch.nan)  # what is still there afterwards has not been drawn
-        for module in reversed(list(fresh.modules())):
-            if callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
-    if kept := [name for name, weight in weights.items() if weight.isnan().any()]:
-        raise TypeError(
-            f"{type(net).__name__} cannot be trained anew: no reset_parameters draws "
-            f"{', '.join(kept[:3])}{' …' if len(kept) > 3 else ''}; give it one"
-        )
-    return fresh

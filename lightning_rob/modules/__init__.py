@@ -3,6 +3,7 @@
 from lightning_rob.modules.adp import ADP
 from lightning_rob.modules.assembled import Assembled
 from lightning_rob.modules.at import AdversarialTraining
+from lightning_rob.modules.dann import DANN
 from lightning_rob.modules.dverge import DVERGE
 from lightning_rob.modules.free import FreeTraining
 from lightning_rob.modules.gal import GAL
@@ -15,6 +16,7 @@ from lightning_rob.modules.trs import TRS
 __all__ = [
     "ADP",
     "BAT",
+    "DANN",
     "DVERGE",
     "GAL",
     "IAT",

@@ -1,6 +1,7 @@
 """Networks: images [B, C, H, W] in [0, 1] to logits [B, K]; each normalises in its first layer."""
 
 from lightning_rob.nets.checkpoint import load_weights
+from lightning_rob.nets.dann import DANNNet, DANNResNet18
 from lightning_rob.nets.members import member_prefixes
 from lightning_rob.nets.mobilenet import MobileNetV1
 from lightning_rob.nets.normalize import Normalize
@@ -14,6 +15,8 @@ from lightning_rob.nets.zoo import ZooNet
 __all__ = [
     "VGG16",
     "WRN28_4",
+    "DANNNet",
+    "DANNResNet18",
     "LeNet",
     "MNISTNet",
     "MobileNetV1",

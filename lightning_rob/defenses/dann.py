@@ -1,0 +1,154 @@
+"""DANN: a network whose features do not tell the test images from the training images."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rob.defenses.learning import Transductive, redrawn, shown, shuffled
+from lightning_rob.defenses.source import Augment, Source, SourceData
+from lightning_rob.nets.dann import reversed_gradient
+from lightning_rob.objectives import classification_loss
+from lightning_rob.rules import Rule, mean_probs
+
+PARTS = ("features", "classify", "domain")
+
+
+def check_parts(net: nn.Module) -> None:
+    """Raise TypeError for a network that has no discriminator of domains."""
+    if missing := [name for name in PARTS if not callable(getattr(net, name, None))]:
+        raise TypeError(
+            f"DANN needs a network with {', '.join(PARTS)}, such as DANNNet: "
+            f"{type(net).__name__} has no {', '.join(missing)}"
+        )
+
+
+def reversal_weight(progress: float, scale: float) -> float:
+    """Alpha, which grows from 0 to the scale (Ganin et al. 2016, eq. 14).
+
+    Args:
+        progress: p, the share of training that is done.
+        scale: the authors use 0.1 for MNIST and 1 for CIFAR-10.
+    """
+    return scale * (2 / (1 + math.exp(-10 * progress)) - 1)
+
+
+def domain_adversarial_loss(
+    net: nn.Module, x: Tensor, y: Tensor, target: Tensor, weight: float
+) -> Tensor:
+    """Cross-entropy of the source's classes, and of both domains by the discriminator.
+
+    The encoder is trained against the discriminator by a reversed gradient. Source and target are
+    passed through the network one after the other, so that BatchNorm sees each by itself.
+
+    Args:
+        net: with `features`, `classify` and `domain`.
+        x: [B, C, H, W] source images.
+        y: [B] their labels.
+        target: [T, C, H, W] images without labels.
+        weight: alpha, of the reversed gradient.
+
+    Returns:
+        The sum of three means, a scalar.
+    """
+    parts: Any = net
+    features = parts.features(x)
+    loss = classification_loss(parts.classify(features), y)
+    loss = loss + _domain_loss(parts, features, 0, weight)
+    return loss + _domain_loss(parts, parts.features(target), 1, weight)
+
+
+def _domain_loss(parts: Any, features: Tensor, domain: int, weight: float) -> Tensor:
+    logits = parts.domain(reversed_gradient(features, weight))
+    wanted = torch.full((len(features),), domain, device=features.device)
+    return classification_loss(logits, wanted)
+
+
+class DANN(Transductive):
+    """Domain-adversarial training against the test batch (Ganin et al. 2016; Chen et al. 2022).
+
+    `adapt` trains a new network on labelled source images and the unlabelled test images, so that
+    its features tell the classes and do not tell the two apart. An epoch has as many steps as the
+    smaller of the two has batches; of the larger one other images have their turn in each epoch.
+    `net`, the static model, is usually the same network trained on the source alone.
+
+    Args:
+        net: [B, C, H, W] -> [B, K] with `features`, `classify` and `domain`, such as `DANNNet`.
+        source: labelled images, see `Transductive`.
+        epochs: the authors train 100.
+        batch_size: images of each domain in a step; the authors take 128, for CIFAR-10 64.
+        scale: of the reversed gradient, see `reversal_weight`.
+        optimizer: parameters -> optimizer; the authors use Adam at 0.001, for CIFAR-10 SGD at 0.1
+            with Nesterov's momentum and weight decay 0.0001.
+        augment: what is done to an image [C, H, W] of either domain in training, drawing from
+            torch's global stream.
+        rule: any; there is one draw.
+
+    Raises:
+        TypeError: the network has no such parts.
+        ValueError: a count below 1, or a negative scale.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        source: SourceData | None = None,
+        epochs: int = 100,
+        batch_size: int = 128,
+        scale: float = 0.1,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.Adam,
+        augment: Sequence[Augment] = (),
+        rule: Rule = mean_probs,
+    ) -> None:
+        check_parts(net)
+        super().__init__(net, rule, source)
+        for name, count in {"epochs": epochs, "batch_size": batch_size}.items():
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        if scale < 0:
+            raise ValueError(f"scale must not be negative, got {scale}")
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.scale = scale
+        self.optimizer = optimizer
+        self.augment = augment
+
+    def learnt(self, x: Tensor, chance: torch.Generator) -> Self:
+        """The defense with a network trained from the beginning, on the source and on x.
+
+        Args:
+            x: [B, C, H, W] images in [0, 1].
+            chance: draws the weights, the orders of source and x, and dropout.
+
+        Raises:
+            TypeError: the network has weights that cannot be drawn anew, see `redrawn`.
+        """
+        net = redrawn(self.net, chance).train()
+        optimizer = self.optimizer(net.parameters())
+        target = Source((x, x.new_full((len(x),), -1, dtype=torch.long)))
+        for progress, chosen, place in self._steps(len(x), chance):
+            images, labels = self.source.take(chosen, self.augment)
+            unlabelled, _ = target.take(place, self.augment)
+            labelled = images.to(x.device), labels.to(x.device)
+            weight = reversal_weight(progress, self.scale)
+            loss = domain_adversarial_loss(net, *labelled, unlabelled, weight)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        optimizer.zero_grad()
+        return self.having(adapted=net.eval().requires_grad_(False))
+
+    def _steps(self, count: int, chance: torch.Generator) -> Iterator[tuple[float, Tensor, Tensor]]:
+        """The share of training done, and the positions of source and target images, by step."""
+        for epoch in shown(range(self.epochs), "DANN"):
+            sides = [self._batches(images, chance) for images in (len(self.source), count)]
+            steps = min(map(len, sides))
+            for i, (chosen, place) in enumerate(zip(*sides, strict=False)):
+                yield (epoch + i / steps) / self.epochs, chosen, place
+
+    def _batches(self, count: int, chance: torch.Generator) -> Sequence[Tensor]:
+        """An epoch's positions by batch, without a last one of one image: BatchNorm needs two."""
+        parts = shuffled(count, self.batch_size, chance)
+        return parts[:-1] if len(parts) > 1 and len(parts[-1]) == 1 else parts

@@ -1,0 +1,190 @@
+"""Networks of an encoder, a predictor and a discriminator of domains (Ganin et al. 2016)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
+from lightning_rob.nets.resnet import BasicBlock
+
+GREY_STD = (0.3015,)  # with which the authors divide MNIST; its own is 0.3081
+
+
+class _Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -ctx.weight * gradient, None
+
+
+def reversed_gradient(x: Tensor, weight: float) -> Tensor:
+    """The values of x with minus so many times its gradient (Ganin et al. 2016, eq. 16, 17).
+
+    Args:
+        x: [B, …] features.
+        weight: alpha, how much of the gradient goes on to whatever made the features.
+
+    Returns:
+        [B, …].
+    """
+    out: Tensor = _Reversal.apply(x, weight)
+    return out
+
+
+def _convolution(inputs: int, width: int, kernel: int, padding: int = 0) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, width, kernel, padding=padding), nn.BatchNorm2d(width)]
+
+
+def _discriminator(width: int) -> list[nn.Module]:
+    """Five convolutions of the features, without batch normalisation."""
+    layers = [(nn.Conv2d(width, width, 3, padding=1), nn.ReLU()) for _ in range(5)]
+    return [layer for pair in layers for layer in pair]
+
+
+class DANNNet(nn.Module):
+    """The network of DANN's MNIST experiments (Chen et al. 2022, appendix A.4.1).
+
+    Encoder: two 5x5 convolutions without padding, each with pooling, the second with channel
+    dropout, and two 3x3 convolutions. Predictor: three 3x3 convolutions and two linear layers.
+    Discriminator: five 3x3 convolutions and two linear layers, without batch normalisation. At full
+    width, for grey images, it has 2,736,780 weights.
+
+    Args:
+        classes: K.
+        channels: C; the authors' table says 3, their MNIST code 1.
+        size: height and width of the images in pixels, at least 16.
+        width: channels of the first convolution; all others have twice as many, the hidden linear
+            layers four times.
+        mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
+        std: [C], likewise; None for grey is 0.3015, the authors' number.
+
+    Raises:
+        ValueError: images too small for the encoder.
+    """
+
+    def __init__(
+        self,
+        classes: int = 10,
+        channels: int = 1,
+        size: int = 28,
+        width: int = 64,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        if size < 16:
+            raise ValueError(f"size must be at least 16 pixels, got {size}")
+        wide, hidden = 2 * width, 4 * width
+        inputs = wide * (((size - 4) // 2 - 4) // 2) ** 2
+        self.normalize = Normalize.usual(
+            channels, mean, std or (GREY_STD if channels == 1 else None)
+        )
+        self.encoder = nn.Sequential(
+            *_convolution(channels, width, 5),
+            nn.MaxPool2d(2),
+            nn.ReLU(),
+            *_convolution(width, wide, 5),
+            nn.Dropout2d(),
+            nn.MaxPool2d(2),
+            nn.ReLU(),
+            *_convolution(wide, wide, 3, 1),
+            nn.ReLU(),
+            *_convolution(wide, wide, 3, 1),
+            nn.ReLU(),
+        )
+        self.predictor = nn.Sequential(
+            *(layer for _ in range(3) for layer in (*_convolution(wide, wide, 3, 1), nn.ReLU())),
+            nn.Flatten(),
+            nn.Linear(inputs, hidden),
+            nn.BatchNorm1d(hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, classes),
+        )
+        last = [nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, 2)]
+        self.discriminator = nn.Sequential(*_discriminator(wide), *last)
+
+    def features(self, x: Tensor) -> Tensor:
+        """Images [B, C, size, size] in [0, 1] to what both other parts see, [B, 2 width, h, h]."""
+        out: Tensor = self.encoder(self.normalize(x))
+        return out
+
+    def classify(self, features: Tensor) -> Tensor:
+        """Features to logits [B, K]."""
+        out: Tensor = self.predictor(features)
+        return out
+
+    def domain(self, features: Tensor) -> Tensor:
+        """Features to logits [B, 2] of source and target."""
+        out: Tensor = self.discriminator(features)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, K] of images [B, C, size, size] in [0, 1]."""
+        return self.classify(self.features(x))
+
+
+def _stage(inputs: int, width: int, stride: int) -> nn.Sequential:
+    return nn.Sequential(BasicBlock(inputs, width, stride, "B"), BasicBlock(width, width, 1, "B"))
+
+
+class DANNResNet18(nn.Module):
+    """The ResNet-18 of DANN's CIFAR-10 experiments, divided after the third of its four stages.
+
+    (Chen et al. 2022, appendix A.4; He et al. 2016 for the stages.) The discriminator has the five
+    convolutions of `DANNNet`, then the mean over the image: this part is ours.
+
+    Args:
+        classes: K.
+        width: channels of the first stage; 64, 128, 256 and 512 at full width.
+        mean: [C] of images in [0, 1]; as many as the images have channels.
+        std: [C], likewise.
+    """
+
+    def __init__(
+        self,
+        classes: int = 10,
+        width: int = 64,
+        mean: Sequence[float] = CIFAR10_MEAN,
+        std: Sequence[float] = CIFAR10_STD,
+    ) -> None:
+        super().__init__()
+        self.normalize = Normalize(mean, std)
+        self.encoder = nn.Sequential(
+            nn.Conv2d(len(mean), width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            _stage(width, width, 1),
+            _stage(width, 2 * width, 2),
+            _stage(2 * width, 4 * width, 2),
+        )
+        self.layer4 = _stage(4 * width, 8 * width, 2)
+        self.linear = nn.Linear(8 * width, classes)
+        self.discriminator = nn.Sequential(*_discriminator(4 * width))
+        self.judge = nn.Sequential(
+            nn.Linear(4 * width, 4 * width), nn.ReLU(), nn.Linear(4 * width, 2)
+        )
+
+    def features(self, x: Tensor) -> Tensor:
+        """Images [B, C, H, W] in [0, 1] to what both other parts see, [B, 4 width, H/4, W/4]."""
+        out: Tensor = self.encoder(self.normalize(x))
+        return out
+
+    def classify(self, features: Tensor) -> Tensor:
+        """Features to logits [B, K]."""
+        out: Tensor = self.linear(self.layer4(features).mean((2, 3)))
+        return out
+
+    def domain(self, features: Tensor) -> Tensor:
+        """Features to logits [B, 2] of source and target."""
+        out: Tensor = self.judge(self.discriminator(features).mean((2, 3)))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, K] of images [B, C, H, W] in [0, 1]."""
+        return self.classify(self.features(x))
