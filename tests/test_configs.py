@@ -25,6 +25,8 @@ CALLBACKS = sorted({*(ROOT / "callbacks").glob("*.yaml")} - {*RT_ONLY})
 TINY = "{train_size: 10, test_size: 2, val_size: 2, workers: 0}"
 EMBEDDED = f"--data={{class_path: Patches10, init_args: {TINY}}}"
 GREY = "--data={class_path: Digits5k, init_args: {limit_train: 10, eval_batch_size: 2, workers: 0}}"
+PAIR = """--data={class_path: WithTarget, init_args: {source: {class_path: Digits5k,
+init_args: {limit_train: 10, batch_size: 10, eval_batch_size: 2, workers: 0}}}}"""
 SMALL = [
     "--trainer.fast_dev_run=true",
     "--trainer.accelerator=cpu",
@@ -54,8 +56,12 @@ def test_recipe_runs(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if of(file, ["Images"]):
         make_folders(file)
-    data = GREY if of(file, ["MNIST", "Digits5k"]) else EMBEDDED
-    run("fit", "--config", file, data, "--data.init_args.batch_size=10", *SMALL)
+    if of(file, ["WithTarget"]):
+        data = [PAIR]
+    else:
+        grey = of(file, ["MNIST", "Digits5k"])
+        data = [GREY if grey else EMBEDDED, "--data.init_args.batch_size=10"]
+    run("fit", "--config", file, *data, *SMALL)
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda p: p.stem)
@@ -73,7 +79,9 @@ def test_recipe_builds_with_its_own_data(file, tmp_path, monkeypatch):
 def write_checkpoints(file):
     """What a recipe of networks that are trained already expects to find."""
     options = yaml.safe_load(file.read_text())["model"]["init_args"]
-    if isinstance(options["checkpoints"], str):
+    if options.get("members") == 1:
+        found = {options["checkpoints"]: PreActResNet18().state_dict()}
+    elif isinstance(options["checkpoints"], str):
         states = [dverge_state(ResNet20(shortcut="B").state_dict()) for _ in range(3)]
         found = {options["checkpoints"]: {f"model{i}": s for i, s in enumerate(states)}}
     else:
@@ -82,6 +90,47 @@ def write_checkpoints(file):
     for path, state in found.items():
         Path(path).parent.mkdir(exist_ok=True)
         torch.save(state, path)
+
+
+GAMES = [p for p in RECIPES if "attacks.GMSA" in p.read_text()]
+
+
+@pytest.mark.parametrize("file", GAMES, ids=lambda p: p.stem)
+def test_the_game_of_a_recipe_is_played(file, tmp_path, monkeypatch):
+    """Shrunk to one round of two images, one epoch and a step or two of everything."""
+    monkeypatch.chdir(tmp_path)
+    content = shrunk(yaml.safe_load(file.read_text()))
+    Path("recipe.yaml").write_text(yaml.safe_dump(content))
+    grey = of(file, ["MNIST", "Digits5k"])
+    data = [GREY if grey else EMBEDDED, "--data.init_args.batch_size=10"]
+    limits = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=1"]
+    run("fit", "--config", "recipe.yaml", *data, *limits, *SMALL[1:], "--trainer.logger.name=run")
+    (log,) = tmp_path.rglob("robust.jsonl")
+    found = {record["name"]: record for record in map(json.loads, log.read_text().splitlines())}
+    assert {"clean", "fpa", "gmsa_avg", "gmsa_min", "worst"} <= found.keys()
+    assert found["gmsa_min"]["game"]["defender"] in ("stateless", "stateful")
+    assert found["gmsa_min"]["n"] == 2
+
+
+NUMBERS = {"steps": 1, "rounds": 2, "neighbours": 8, "copies": 1, "untargeted": 1, "targeted": 1}
+
+
+def shrunk(content):
+    """The same with fewer of everything that takes time, and with the cheapest AutoAttack."""
+    if isinstance(content, list):
+        return [shrunk(part) for part in content]
+    if not isinstance(content, dict):
+        return content
+    small = {k: NUMBERS[k] if k in NUMBERS else shrunk(v) for k, v in content.items()}
+    if str(content.get("class_path")).endswith(".AutoAttack"):
+        small["init_args"] |= {"version": "custom", "attacks": ["apgd-ce"]}
+    if str(content.get("class_path")).rpartition(".")[2] in ("RMC", "DANN", "TADV"):
+        small["init_args"]["epochs"] = 1
+    if str(content.get("class_path")).endswith(".HighConfidence"):
+        small["init_args"] |= {"untargeted": 1, "targeted": 1}
+    if "max_images" in content:
+        small["max_images"] = 2
+    return small
 
 
 @pytest.mark.parametrize("file", ASSEMBLED, ids=lambda p: p.stem)
@@ -93,14 +142,22 @@ def test_recipe_of_trained_networks_tests(file, tmp_path, monkeypatch, capsys):
     write_checkpoints(file)
     run("test", "--config", file, EMBEDDED, *SMALL)
     told = capsys.readouterr().out
-    assert all(name in told for name in ("Assembled", "clean", "apgd", "arc", "worst"))
+    assert all(name in told for name in ("Assembled", "clean", "worst", *named_attacks(file)))
+
+
+def named_attacks(file):
+    return ["transfer_pgd"] if "DENT" in file.read_text() else ["apgd", "arc"]
 
 
 @pytest.mark.parametrize("file", CALLBACKS, ids=lambda p: p.stem)
 def test_callback_plugs_into_a_recipe(file, tmp_path):
     plain = recipe(tmp_path, **{"trainer__callbacks+": [], "model__init_args__monitor": None})
     small = ["--trainer.max_epochs=2", "--model.epochs=1", "--data.train_size=64"]
-    run("fit", "--config", plain, *small, f"--trainer.callbacks+={file}")
+    plugin = tmp_path / "plugin.yaml"
+    slow = "attacks.GMSA" in file.read_text()
+    content = yaml.safe_load(file.read_text())
+    plugin.write_text(yaml.safe_dump(shrunk(content) if slow else content))
+    run("fit", "--config", plain, *small, f"--trainer.callbacks+={plugin}")
     names = set(yaml.safe_load(file.read_text())["init_args"].get("attacks", ()))
     written = [path.read_text() for path in (tmp_path / "run/version_0").glob("*.jsonl")]
     assert names <= {json.loads(line)["name"] for text in written for line in text.splitlines()}

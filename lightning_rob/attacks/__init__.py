@@ -6,11 +6,13 @@ from lightning_rob.attacks.auto import AutoAttack
 from lightning_rob.attacks.backward import SGM, LinBP
 from lightning_rob.attacks.base import Attack, attacking, evaluating
 from lightning_rob.attacks.confidence import HighConfidence
+from lightning_rob.attacks.corrupted import Corrupted
 from lightning_rob.attacks.cw import CW
 from lightning_rob.attacks.deepfool import DeepFool
 from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.gradients import draw_gradients
 from lightning_rob.attacks.member import OnMember, RandomMember
+from lightning_rob.attacks.partly import Partly
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.seen_as import SeenAs
 from lightning_rob.attacks.strongest import Strongest
@@ -28,12 +30,14 @@ __all__ = [
     "Ascent",
     "Attack",
     "AutoAttack",
+    "Corrupted",
     "DeepFool",
     "HighConfidence",
     "LinBP",
     "Nesterov",
     "OnMember",
     "OnStatic",
+    "Partly",
     "RandomMember",
     "SeenAs",
     "Strongest",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks import Attack, evaluating
+from lightning_rob.attacks import Attack, OnStatic, evaluating
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Generator, Streams, fold
 from lightning_rob.threat import Threat
@@ -35,7 +35,7 @@ class Match:
     In each round the attacker perturbs a batch, knowing all of the defense but its private
     randomness; the defense adapts to the perturbed batch, without labels, and answers it. A
     stateful defense goes on with what it has become. The attacker does not see that, but keeps a
-    rehearsal of the defender going, by chance of its own.
+    rehearsal of the defender going, by chance of its own, if it looks at more than the static one.
 
     Args:
         attack: whose threat bounds what it may do.
@@ -90,7 +90,7 @@ class Match:
         found = answers(final, x_adv, Streams.keyed(index, *self.keys, 2), inferences)
         if defender.stateful:
             self.defenders[turn] = final.settle(private)
-            if not self.leaking:
+            if not self.leaking and not isinstance(attack, OnStatic | Untouched):
                 chance = self._generator(3, index)
                 self.rehearsals[turn] = seen.adapt(x_adv, chance).settle(chance)
         return x_adv, found

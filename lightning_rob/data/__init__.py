@@ -2,6 +2,7 @@
 
 from lightning_rob.data.cifar import CIFAR10, CIFAR100
 from lightning_rob.data.digits import Digits5k
+from lightning_rob.data.gtsrb import GTSRB
 from lightning_rob.data.image_data import ImageData
 from lightning_rob.data.images import Images
 from lightning_rob.data.mnist import MNIST, FashionMNIST
@@ -12,6 +13,7 @@ from lightning_rob.data.unlabelled import WithTarget
 __all__ = [
     "CIFAR10",
     "CIFAR100",
+    "GTSRB",
     "MNIST",
     "SVHN",
     "Digits5k",

@@ -4,17 +4,21 @@ from lightning_rob.metrics.gradient_spread import GradientSpread, gradient_sprea
 from lightning_rob.metrics.intervals import student, wilson
 from lightning_rob.metrics.per_image import PerImage, lowest, minimum
 from lightning_rob.metrics.robust_accuracy import RobustAccuracy, robust_accuracy
+from lightning_rob.metrics.selective import SelectiveError, rejection_curves, selective_error
 from lightning_rob.metrics.transfer_matrix import TransferMatrix, transfer_matrix
 
 __all__ = [
     "GradientSpread",
     "PerImage",
     "RobustAccuracy",
+    "SelectiveError",
     "TransferMatrix",
     "gradient_spread",
     "lowest",
     "minimum",
+    "rejection_curves",
     "robust_accuracy",
+    "selective_error",
     "student",
     "transfer_matrix",
     "wilson",

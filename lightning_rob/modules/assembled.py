@@ -55,6 +55,8 @@ class Assembled(RobustModule):
     ) -> None:
         super().__init__()
         names: dict[str, Any] = {"rename": rename, "drop": drop or []}
+        if defense and isinstance(checkpoints, str):
+            checkpoints = [checkpoints]
         count = _agreed(members=members, nets=nets, checkpoints=checkpoints, prefix=prefix)
         if isinstance(checkpoints, str):
             if isinstance(prefix, list):
