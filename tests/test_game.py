@@ -149,6 +149,39 @@ def test_the_worst_is_one_attack_for_all_images():
     assert logged["test/robust/worst"] == pytest.approx(min(both))
 
 
+def test_games_of_other_rules_are_games_of_their_own():
+    """The same attack in another game has another name; the worst is that of the last game."""
+    first = Notes({"pgd": WEAK}, max_images=5)
+    other = Notes({"pgd": WEAK}, game=Game("by_label", images=4))
+    torch.manual_seed(0)
+    module = AdversarialTraining(lambda: SmallCNN(4, 3, 4), defense=DENT)
+    trainer = Trainer(callbacks=[first, other], **QUIET)
+    logged = trainer.test(module, Blobs(test_size=33, eval_batch_size=8), verbose=False)[0]
+    assert [len(part) for part in other.played] == [4] * 8 + [1]
+    assert sum(map(len, first.played)) == 5
+    (worst,) = [r for r in other.results if r.name == "worst"]
+    assert worst.n == 33
+    assert worst.details["over"] == ["pgd_2"]
+    assert worst.details["game"]["images"] == 4
+    assert logged["test/robust/worst"] == pytest.approx(worst.accuracy)
+    assert "test/robust/clean" in logged  # of what has adapted, which test/acc is not
+
+
+@pytest.mark.parametrize(
+    ("limits", "images", "played"),
+    [
+        ({"fast_dev_run": True}, 1, 1),
+        ({"limit_test_batches": 2}, 1, 16),
+        ({"limit_test_batches": 0.5}, 16, 16),
+        ({}, 16, 33),
+    ],
+)
+def test_limits_count_images(limits, images, played):
+    callback = Notes({"pgd": WEAK}, game=Game(images=images))
+    evaluate(callback, **limits)
+    assert sum(map(len, callback.played)) == played
+
+
 def test_rounds_are_the_batches_in_order():
     callback = Notes({"pgd": WEAK})
     evaluate(callback)

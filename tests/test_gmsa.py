@@ -180,16 +180,19 @@ def test_all_models_met_so_far_are_attacked_and_fpa_attacks_the_last():
     ("rights", "clean", "chosen"),
     [
         ([8, 5, 6, 5], 9, 0.02),  # the first of equals
-        ([9, 9, 9], 9, None),  # nothing better than the clean images
+        ([9, 9, 9], 9, 0.01),  # attacked images rather than clean ones that are as good
+        ([9, 9, 9], 8, None),  # none is as good as the clean images
         ([4, 6, 3], 4, 0.03),
         ([0, 9, 9], 9, 0.01),
+        ([9, 1, 0], 0, 0.03),  # one lucky rehearsal on clean images does not stop the attack
     ],
 )
 def test_the_images_with_the_lowest_rehearsed_accuracy_are_handed_in(rights, clean, chosen):
     x_adv, whom, _, _ = play(rights, clean)
     expected = batch()[0] if chosen is None else torch.full_like(x_adv, chosen)
     assert torch.equal(x_adv, expected)
-    assert len(whom) == (1 if 0 in rights else len(rights))  # nothing is lower than 0
+    stop = rights.index(0) + 1 if 0 in rights else len(rights)
+    assert len(whom) == stop  # nothing is lower than 0
 
 
 def test_without_the_clean_rehearsal_the_first_images_are_taken():

@@ -15,8 +15,9 @@ from torch.utils.data import TensorDataset
 
 from lightning_rob.attacks import PGD, attacking
 from lightning_rob.defenses import Defense, Single
+from lightning_rob.defenses.learning import shuffled
 from lightning_rob.defenses.memory import Memory, features, fingerprint, nearest, told
-from lightning_rob.defenses.rmc import RMC, Stopping, batches, split, train_epoch
+from lightning_rob.defenses.rmc import RMC, Stopping, split, train_epoch
 from lightning_rob.defenses.source import Source
 from lightning_rob.nets import LeNet, MNISTNet, SmallCNN
 from lightning_rob.randomness import Streams
@@ -421,7 +422,7 @@ def test_neighbours_of_several_images_are_united():
 
 def test_no_batch_has_one_image():
     for count in range(1, 60):
-        parts = batches(count, 8, seeded())
+        parts = shuffled(count, 8, seeded())
         assert sorted(torch.cat(parts).tolist()) == list(range(count))
         assert count == 1 or min(map(len, parts)) > 1
 

@@ -6,9 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rob.attacks import GMSA, PGD, AutoAttack, OnStatic, ThroughAdaptation, attacking
+from lightning_rob.attacks import (
+    GMSA,
+    PGD,
+    AutoAttack,
+    OnStatic,
+    Partly,
+    Strongest,
+    Targeted,
+    ThroughAdaptation,
+    attacking,
+)
 from lightning_rob.callbacks.referee import Match
-from lightning_rob.defenses import DANN, DENT, RMC, TADV, Single, URejectron, static
+from lightning_rob.defenses import DANN, DENT, RMC, TADV, Mixture, Single, URejectron, static
 from lightning_rob.objectives import worst_ce
 from lightning_rob.threat import Threat
 
@@ -188,3 +198,84 @@ def test_autoattack_goes_through_the_adapting_network(name):
     assert same(before, fingerprint(defense))
     assert not torch.equal(x_adv, x)
     assert (THREAT.size(x_adv - x) <= 0.1 + 1e-5).all()
+
+
+def test_attacks_that_go_image_by_image_refuse_what_adapts_to_a_batch():
+    defense, (x, y) = DENT(trained()), images(6)
+    with pytest.raises(TypeError, match="DENT adapts to whole batches: Strongest cannot pick"):
+        Strongest([WEAK, WEAK])(defense, x, y)
+    with pytest.raises(TypeError, match=r"write GMSA\(inner=Partly"):
+        Partly(GMSA(WEAK))
+    with pytest.raises(ValueError, match="the least over models cannot be negated"):
+        Targeted(PGD(THREAT, 2, 0.05, worst_ce))
+    GMSA(Partly(WEAK), rounds=1)(defense, x, y)
+
+
+def test_a_mixture_adapts_with_its_parts():
+    nets, (x, _) = [trained(), trained()], images(6)
+    mixed = Mixture([DENT(nets[0], steps=2), DENT(nets[1], steps=3)])
+    assert mixed.transductive
+    final = mixed.adapt(x)
+    expected = [DENT(net, steps=n).adapt(x).eval() for net, n in zip(nets, (2, 3), strict=True)]
+    with torch.no_grad():
+        found = final.eval().logits(x)
+        torch.testing.assert_close(found, torch.cat([part.logits(x) for part in expected]))
+        torch.testing.assert_close(final.static.eval().logits(x)[0], nets[0].eval()(x))
+    assert not Mixture([Single(nets[0])]).transductive
+
+
+@every_defense
+def test_synchronised_batch_norm_adapts_alone(make):
+    """As `trainer.sync_batchnorm` makes it; ranks adapt to rounds of their own."""
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(trained())
+    plain, (x, _) = make(trained()), images(6)
+    one, other = (
+        defense.adapt(x, torch.Generator().manual_seed(0)).eval() for defense in (make(net), plain)
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(
+            (one.adapted or net.eval())(x), (other.adapted or plain.net.eval())(x)
+        )
+
+
+@pytest.mark.parametrize("name", ["tadv", "urejectron", "dann", "rmc"])
+def test_no_batch_of_one_image_is_trained_on(name):
+    """BatchNorm1d refuses it: 17 images in batches of 16, with 16 test images 33."""
+
+    class Flat(Parts):
+        def __init__(self, classes=4):
+            super().__init__(classes)
+            self.flat = nn.BatchNorm1d(4 * 9)
+
+        def features(self, x):
+            return self.flat(super().features(x))
+
+    options = {"source": images(17), "epochs": 1, "batch_size": 16}
+    own = {"tadv": {"attack": WEAK}, "rmc": {"neighbours": 17}}.get(name, {})
+    if name == "urejectron":
+        own = {"discriminator": partial(Flat, 2)}
+    defense = {"tadv": TADV, "urejectron": URejectron, "dann": DANN, "rmc": RMC}[name]
+    defense(Flat().eval(), **options, **own).adapt(images(16)[0], torch.Generator().manual_seed(0))
+
+
+def test_dent_leaves_other_batch_norms_alone():
+    class Flat(Parts):
+        def __init__(self):
+            super().__init__()
+            self.flat, self.unused = nn.BatchNorm1d(4 * 9), nn.BatchNorm2d(3)
+
+        def features(self, x):
+            return self.flat(super().features(x))
+
+    net = Flat().eval()
+    final = DENT(net).adapt(images(6)[0] ** 2)
+    assert torch.equal(final.adapted.flat.running_mean, net.flat.running_mean)
+    DENT(net).adapt(images(1)[0])
+
+
+@pytest.mark.parametrize("scale", [255.0, -1.0])
+def test_a_source_has_images_from_0_to_1(scale):
+    x, y = images(8)
+    with pytest.raises(ValueError, match="source must have images in"):
+        RMC(trained(), source=(scale * x, y))
+    RMC(trained(), source=[x, y])

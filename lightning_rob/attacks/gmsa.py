@@ -34,7 +34,7 @@ class GMSA(Attack):
         memory: attack all models met so far; False is FPA, which attacks the last one.
         steps_per_model: multiply the steps of each PGD in `inner` by the number of models; None
             does so, as in the paper, where its objective is the least over models.
-        from_clean: rehearse on the clean images first, and hand those in unless others are better:
+        from_clean: rehearse on the clean images first, and hand those in if all others are worse:
             one more adaptation.
 
     Raises:
@@ -62,12 +62,12 @@ class GMSA(Attack):
         if self.from_clean:
             _, lowest = self._rehearse(defense, x, y, generator)
         for _ in range(self.rounds):
-            if lowest == 0:
+            if lowest == 0 and best is not x:
                 break
             met = models if self.memory else models[-1:]
             x_adv = self._longer(len(met))(Mixture(met), x, y, generator)
             model, accuracy = self._rehearse(defense, x_adv, y, generator)
-            if accuracy < lowest:
+            if accuracy < lowest or (accuracy == lowest and best is x):
                 best, lowest = x_adv, accuracy
             models.append(model)
         return best

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.gmsa import GMSA
+from lightning_rob.attacks.rebuild import parts
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.threat import Threat
@@ -24,6 +26,7 @@ class Partly(Attack):
 
     Raises:
         ValueError: a share outside [0, 1].
+        TypeError: an attack that rehearses the whole round.
     """
 
     attack: Attack
@@ -33,6 +36,8 @@ class Partly(Attack):
     def __post_init__(self) -> None:
         if not 0 <= self.clean <= 1:
             raise ValueError(f"clean must be a share in [0, 1], got {self.clean}")
+        if any(isinstance(part, GMSA) for part in parts(self.attack)):
+            raise TypeError("GMSA rehearses whole rounds: write GMSA(inner=Partly(…))")
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]

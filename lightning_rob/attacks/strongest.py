@@ -23,6 +23,7 @@ class Strongest(Attack):
 
     Raises:
         ValueError: no attack, or different threats.
+        TypeError: when called on a defense that adapts to the whole batch.
     """
 
     attacks: tuple[Attack, ...]
@@ -40,6 +41,11 @@ class Strongest(Attack):
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        if defense.transductive:
+            raise TypeError(
+                f"{type(defense).__name__} adapts to whole batches: Strongest cannot pick image by "
+                "image; let RobustEval play the attacks one by one"
+            )
         best, lowest = x.clone(), x.new_full((len(x),), torch.inf)
         for turn, attack in enumerate(self.attacks):
             live = (lowest > 0).nonzero()[:, 0]

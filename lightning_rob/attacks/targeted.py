@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_rob.attacks.base import Attack, height
 from lightning_rob.attacks.pgd import PGD, better
 from lightning_rob.defenses import Defense
-from lightning_rob.objectives import Objective
+from lightning_rob.objectives import Objective, over_draws
 from lightning_rob.randomness import Generator
 from lightning_rob.threat import Threat
 
@@ -27,7 +27,8 @@ class Targeted(Attack):
             per image.
 
     Raises:
-        ValueError: no rank or one below 1; when called, there are not so many wrong classes.
+        ValueError: no rank or one below 1, or an objective that is the least over models; when
+            called, there are not so many wrong classes.
     """
 
     attack: PGD
@@ -36,6 +37,11 @@ class Targeted(Attack):
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int):
             object.__setattr__(self, "rank", tuple(self.rank))
+        if over_draws(self.attack.objective) == "least":
+            raise ValueError(
+                "an objective that is the least over models cannot be negated, got "
+                f"{self.attack.objective}: HighConfidence has targeted runs for it"
+            )
         if not self.ranks or min(self.ranks) < 1:
             raise ValueError(f"ranks must be at least 1, got {self.rank}")
 

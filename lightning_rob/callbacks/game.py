@@ -47,10 +47,9 @@ class Game:
         """
         size = self.images or loader.batch_size
         order = torch.arange(len(loader.dataset)) if positions is None else positions
+        order = order[: _limit(trainer, loader, size)]
         count = -(-len(order) // size)
         for number in range(trainer.global_rank, count, trainer.world_size):
-            if number // trainer.world_size >= _limit(trainer, loader):
-                return
             yield trainer.strategy.batch_to_device(self._batch(loader, order, number, size))
 
     def _batch(self, loader: Any, order: Tensor, number: int, size: int) -> Any:
@@ -62,9 +61,9 @@ class Game:
         window = window[labels.argsort(stable=True)]
         return _fetch(loader, window[:size] if number % 2 == 0 else window[size:])
 
-    def record(self, defense: Any, world_size: int) -> dict[str, Any]:
+    def record(self, defense: Any, loader: Any, world_size: int) -> dict[str, Any]:
         """What an evaluation says of the game it played."""
-        told: dict[str, Any] = {"order": self.order, "images": self.images}
+        told: dict[str, Any] = {"order": self.order, "images": self.images or loader.batch_size}
         told["defender"] = "stateful" if defense.stateful else "stateless"
         if defense.stateful:
             told["attacker"] = "sees its state" if self.leaking else "rehearses its state"
@@ -72,12 +71,15 @@ class Game:
         return told
 
 
-def _limit(trainer: Trainer, loader: Any) -> float:
-    """How many rounds a process may play by `limit_val_batches` and the like."""
+def _limit(trainer: Trainer, loader: Any, size: int) -> int:
+    """How many images may be played by `limit_val_batches` and the like; a trial plays a round."""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return int(size * trainer.world_size)
     testing = trainer.state.fn == "test"
     limits: Any = trainer.num_test_batches if testing else trainer.num_val_batches
-    limit = limits[0] if limits else 0
-    return float("inf") if limit >= len(loader) else limit
+    if not limits or limits[0] >= len(loader):
+        return len(loader.dataset)
+    return int(limits[0] * loader.batch_size * trainer.world_size)
 
 
 def _fetch(loader: Any, positions: Tensor) -> Any:

@@ -119,9 +119,9 @@ class RobustEval(Evaluation):
                 part.require_package()
         earlier: dict[str, Any] = {}
         for other in _siblings(trainer):
-            games = {name: (attack, other.target) for name, attack in other.attacks.items()}
+            games = {k: (attack, other.target, other.game) for k, attack in other.attacks.items()}
             if other is self:
-                self.attacks = {k: attack for k, (attack, _) in told_apart(games, earlier).items()}
+                self.attacks = {k: game[0] for k, game in told_apart(games, earlier).items()}
                 return
             earlier |= games
 
@@ -225,9 +225,11 @@ class RobustEval(Evaluation):
         shared = self._circumstances(trainer, stage)
         if self.playing is not None:
             defense = self.target(pl_module.defense)
-            shared["game"] = self.playing.record(defense, trainer.world_size)
+            shared["game"] = self.playing.record(defense, self.loader, trainer.world_size)
         self.results = results = self._results(shared) + self._worst(trainer, shared)
-        values = {f"{stage}/robust/{r.name}": r.accuracy for r in results if r.name != "clean"}
+        # What a defense that adapts makes of clean images is nowhere else in the log.
+        untold = {"clean"} if self.playing is None or self.target is not whole else set()
+        values = {f"{stage}/robust/{r.name}": r.accuracy for r in results if r.name not in untold}
         for key, value in values.items():
             pl_module.log(key, value, sync_dist=True, prog_bar=key.endswith("/worst"))
         hook = getattr(pl_module, "on_robust_evaluation", None)
@@ -262,11 +264,14 @@ class RobustEval(Evaluation):
         """The strongest attacker over the callbacks of the run, told by the last of them.
 
         It picks the attack image by image; in a game, where answers depend on all images of a
-        round, once and for all.
+        round, once and for all, from those that play the same game on the same images.
         """
         due = [s for s in _siblings(trainer) if s.due(trainer) and s.target is whole]
         if due[-1:] != [self]:
             return []
+        due = [s for s in due if s.playing == self.playing]
+        if self.playing:
+            due = [s for s in due if (s.max_images, s.seed) == (self.max_images, self.seed)]
         over = [name for sibling in due for name in sibling.attacks]
         how, pick = ("strongest attack", lowest) if self.playing else ("per-image minimum", minimum)
         scores = pick([sibling.table.rows() for sibling in due])

@@ -131,7 +131,7 @@ class DANN(Transductive):
         for progress, chosen, place in self._steps(len(x), chance):
             images, labels = self.source.take(chosen, self.augment)
             unlabelled, _ = target.take(place, self.augment)
-            labelled = images.to(x.device), labels.to(x.device)
+            labelled = images.to(x), labels.to(x.device)
             weight = reversal_weight(progress, self.scale)
             loss = domain_adversarial_loss(net, *labelled, unlabelled, weight)
             optimizer.zero_grad()
@@ -143,12 +143,9 @@ class DANN(Transductive):
     def _steps(self, count: int, chance: torch.Generator) -> Iterator[tuple[float, Tensor, Tensor]]:
         """The share of training done, and the positions of source and target images, by step."""
         for epoch in shown(range(self.epochs), "DANN"):
-            sides = [self._batches(images, chance) for images in (len(self.source), count)]
+            sides = [
+                shuffled(images, self.batch_size, chance) for images in (len(self.source), count)
+            ]
             steps = min(map(len, sides))
             for i, (chosen, place) in enumerate(zip(*sides, strict=False)):
                 yield (epoch + i / steps) / self.epochs, chosen, place
-
-    def _batches(self, count: int, chance: torch.Generator) -> Sequence[Tensor]:
-        """An epoch's positions by batch, without a last one of one image: BatchNorm needs two."""
-        parts = shuffled(count, self.batch_size, chance)
-        return parts[:-1] if len(parts) > 1 and len(parts[-1]) == 1 else parts

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
 from lightning_rob.defenses.adamod import AdaMod
-from lightning_rob.defenses.learning import Transductive, shown, trainable
+from lightning_rob.defenses.learning import LocalBatchNorm, Transductive, shown, trainable
 from lightning_rob.rules import Rule, mean_probs
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Statistics = Literal["static", "batch"]
+BatchNorm = nn.modules.batchnorm._BatchNorm
 EPS = 1e-5  # in the logarithms, as released
+KINDS = (nn.BatchNorm2d, nn.SyncBatchNorm, LocalBatchNorm)
 
 
 class DENT(Transductive):
@@ -54,7 +56,7 @@ class DENT(Transductive):
             raise ValueError(f"steps must be at least 1, got {steps}")
         if statistics not in ("static", "batch"):
             raise ValueError(f"statistics must be 'static' or 'batch', got {statistics!r}")
-        if not any(isinstance(module, nn.BatchNorm2d) for module in net.modules()):
+        if not any(isinstance(module, KINDS) for module in net.modules()):
             raise ValueError(f"DENT adapts BatchNorm2d, and a {type(net).__name__} has none")
         self.steps = steps
         self.optimizer = optimizer or partial(AdaMod, lr=0.006, betas=(0.99, 0.999), beta3=0.6)
@@ -68,9 +70,12 @@ class DENT(Transductive):
         weights = [weight for layer in layers for weight in layer.parameters()]
         optimizer = self.optimizer(weights)
         net.train()
+        for module in net.modules():
+            if isinstance(module, BatchNorm):
+                module.eval()
         for _ in shown(range(self.steps), "DENT"):
             loss = information(net(x).softmax(-1), self.diversity)
-            gradients = torch.autograd.grad(loss, weights)
+            gradients = torch.autograd.grad(loss, weights, allow_unused=True)
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient
             optimizer.step()
@@ -100,7 +105,7 @@ class PerImageNorm(nn.Module):
         statistics: "static", those of training, or "batch".
     """
 
-    def __init__(self, norm: nn.BatchNorm2d, count: int, statistics: Statistics) -> None:
+    def __init__(self, norm: BatchNorm, count: int, statistics: Statistics) -> None:
         super().__init__()
         scale, shift = (
             torch.full((norm.num_features,), start) if given is None else given.detach()
@@ -117,7 +122,8 @@ class PerImageNorm(nn.Module):
         """[B, C, H, W] -> [B, C, H, W], for the B images it was made for, in their order."""
         if len(x) != len(self.weight):
             raise ValueError(
-                f"a network that has adapted to {len(self.weight)} images was given {len(x)}"
+                f"a network that has adapted to {len(self.weight)} images was given {len(x)}: it "
+                "answers its own batch, from which an attack must not drop images (PGD does not)"
             )
         mean: Any = self.mean
         var: Any = self.var
@@ -127,7 +133,7 @@ class PerImageNorm(nn.Module):
 
 def _per_image(net: nn.Module, count: int, statistics: Statistics) -> list[PerImageNorm]:
     """Put a `PerImageNorm` in the place of each BatchNorm2d; the new layers."""
-    norms = {name: m for name, m in net.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    norms = {name: m for name, m in net.named_modules() if isinstance(m, KINDS)}
     device = next(net.parameters()).device
     layers = {}
     for name, norm in norms.items():

@@ -80,6 +80,7 @@ class Mixture(Defense):
         super().__init__(torch.cat(weights), rule)
         self.parts = nn.ModuleList(parts)
         self.shares = shares.tolist()
+        self.stateful = any(part.stateful for part in parts)
 
     @property
     def defenses(self) -> list[Defense]:
@@ -95,6 +96,34 @@ class Mixture(Defense):
     def networks(self) -> list[nn.Module]:
         """The networks of all the parts."""
         return [net for part in self.defenses for net in part.networks]
+
+    @property
+    def transductive(self) -> bool:
+        """Whether a part adapts."""
+        return any(part.transductive for part in self.defenses)
+
+    @property
+    def static(self) -> "Mixture":
+        """The parts before they have seen any test image."""
+        return self._of([part.static for part in self.defenses])
+
+    @property
+    def now(self) -> "Mixture":
+        """The parts as they stand."""
+        return self._of([part.now for part in self.defenses])
+
+    def adapt(self, x: Tensor, generator: Generator = None) -> "Mixture":
+        """The parts after each of them has seen the unlabelled test batch."""
+        if not self.transductive:
+            return self
+        return self._of([part.adapt(x, generator) for part in self.defenses])
+
+    def settle(self, generator: Generator = None) -> "Mixture":
+        """What the parts go on with after they have answered."""
+        return self._of([part.settle(generator) for part in self.defenses])
+
+    def _of(self, parts: list[Defense]) -> "Mixture":
+        return Mixture(parts, self.shares, self.rule)
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         """[B, C, H, W] -> [S_1 + … + S_n, B, K]."""

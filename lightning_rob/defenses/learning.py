@@ -120,8 +120,19 @@ def learning(chance: torch.Generator, device: torch.device) -> Iterator[None]:
 
 
 def trainable(net: nn.Module) -> nn.Module:
-    """A copy of a network whose weights can be trained, wherever the network is used meanwhile."""
-    return copy.deepcopy(net).requires_grad_()
+    """A copy of a network whose weights can all be trained, by this process alone."""
+    own = copy.deepcopy(net).requires_grad_()
+    for module in own.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.__class__ = LocalBatchNorm  # type: ignore[assignment]
+    return own
+
+
+class LocalBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """A SyncBatchNorm that waits for no other process: each adapts to a round of its own."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Images or features, whatever it was made for."""
 
 
 def redrawn(net: nn.Module, chance: torch.Generator) -> nn.Module:
@@ -160,5 +171,11 @@ def shown(steps: Iterable[T], what: str, total: int | None = None) -> Iterator[T
 
 
 def shuffled(count: int, size: int, chance: torch.Generator) -> Sequence[Tensor]:
-    """One epoch of index batches: [count] in a fresh order, cut into parts of so many."""
-    return torch.split(torch.randperm(count, generator=chance), size)
+    """One epoch of index batches: [count] in a fresh order, cut into parts of so many.
+
+    A last one of a single image joins the one before: BatchNorm could not tell its variance.
+    """
+    parts = list(torch.split(torch.randperm(count, generator=chance), size))
+    if len(parts) > 1 and len(parts[-1]) == 1:
+        parts[-2:] = [torch.cat(parts[-2:])]
+    return parts

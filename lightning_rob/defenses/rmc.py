@@ -127,7 +127,7 @@ class RMC(Transductive):
             return self.having(adapted=None, moments=None)
         if not self.calibrate:
             return self
-        device = self.weights.device
+        device = next(self.net.parameters()).device
         count = len(generator) if isinstance(generator, Streams) else 1
         chance = spawn(torch.zeros(count, device=device), generator)
         with learning(chance, device):
@@ -154,7 +154,7 @@ class RMC(Transductive):
         lay_out(net, x[:1])
         losses: list[tuple[float, float]] = []
         for _ in shown(range(self.epochs), "RMC"):
-            order = batches(len(train), self.batch_size, chance)
+            order = shuffled(len(train), self.batch_size, chance)
             trained = train_epoch(net, optimizer, x, y, order)
             losses.append((trained, mean_loss(net, *unseen, self.batch_size)))
             if self.stopping.over(losses):
@@ -243,14 +243,6 @@ def lay_out(net: nn.Module, x: Tensor) -> None:
         net.eval().to(memory_format=torch.channels_last)(x)
     except RuntimeError:
         net.to(memory_format=torch.contiguous_format)
-
-
-def batches(count: int, size: int, chance: torch.Generator) -> list[Tensor]:
-    """One epoch of index batches, none of a single image: BatchNorm could not tell its variance."""
-    parts = list(shuffled(count, size, chance))
-    if len(parts) > 1 and len(parts[-1]) == 1:
-        parts[-2:] = [torch.cat(parts[-2:])]
-    return parts
 
 
 def train_epoch(

@@ -23,11 +23,14 @@ class Source:
 
     def __init__(self, data: "SourceData | Source") -> None:
         self.data: Any = data.data if isinstance(data, Source) else data
+        if isinstance(self.data, list):
+            self.data = tuple(self.data)
         if isinstance(self.data, tuple) and len(self.data[0]) != len(self.data[1]):
             counts = [len(part) for part in self.data]
             raise ValueError(f"source must have a label for each image, got {counts}")
         if not len(self):
             raise ValueError("source must have at least one image, got none")
+        check_range(self.take(torch.arange(min(len(self), 64)))[0])
 
     def __len__(self) -> int:
         return len(self.data[0] if isinstance(self.data, tuple) else self.data)
@@ -54,3 +57,12 @@ class Source:
         many = getattr(self.data, "__getitems__", None)
         items = many(places) if many else [self.data[place] for place in places]
         return torch.stack([item[0] for item in items]), torch.as_tensor([i[1] for i in items])
+
+
+def check_range(x: Tensor) -> None:
+    """Raise ValueError unless images [B, C, H, W] lie in [0, 1]."""
+    low, high = float(x.min()), float(x.max())
+    if not (low >= -1e-4 and high <= 1 + 1e-4):
+        raise ValueError(
+            f"source must have images in [0, 1], got values in [{low:.4g}, {high:.4g}]"
+        )

@@ -111,7 +111,8 @@ class TADV(Transductive):
                 "TADV trains on adversarial images: give it an attack, such as "
                 "attack=PGD(Threat('linf', 0.3), steps=40, step_size=0.01, keep_best=True)"
             )
-        x, y = (part.to(seen.device) for part in self.source.take(index, self.augment))
+        x, y = self.source.take(index, self.augment)
+        x, y = x.to(seen), y.to(seen.device)
         loss = half_adversarial(Single(net), x, y, self.attack, self.fraction, chance)
         if self.use_batch:
             count = math.ceil(self.fraction * self.batch_size)

@@ -64,6 +64,8 @@ def measure(
     with _bare(trainer) as (callbacks, others):
         for callback in callbacks:
             callback.setup(trainer, model, "test")  # numbers names that are there twice
+        if model.defense.transductive:
+            settings = settings | {"round": getattr(datamodule, "eval_batch_size", None)}
         rows = plan(study, callbacks, model.defense, settings)
         points, table = Points(folder / RECORD), Table()
         for number, (value, games) in enumerate(rows, start=1):
@@ -74,7 +76,7 @@ def measure(
                 trainer.test(model, datamodule=datamodule, verbose=False)
             results = _results(games, evaluations, points)
             points.add(results, write=trainer.is_global_zero)
-            results += worst(games, points)
+            results += worst(games, points, model.defense.transductive)
             points.add(results, write=trainer.is_global_zero)
             row = table.setdefault(value, {})
             for result in results:
@@ -118,6 +120,7 @@ def _evaluations(games: Iterable[Game], points: Points) -> list[Silent]:
             inferences=target.source.inferences,
             seed=target.source.seed,
             panel=0,
+            game=target.source.game,
         )
         for target, group in missing.items()
     ]

@@ -12,7 +12,7 @@ from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.record import Result, describe, measured
 from lightning_rob.callbacks.robust_eval import whole
 from lightning_rob.defenses import Defense
-from lightning_rob.metrics import minimum
+from lightning_rob.metrics import lowest, minimum
 from lightning_rob.sweep.options import Study, Value
 from lightning_rob.sweep.points import Points, Scores, fingerprint, kept, key_of, scores_of
 from lightning_rob.sweep.variables import VARIABLES, Variable
@@ -114,7 +114,7 @@ def _games(
         "repeats": source.repeats,
         "inferences": source.inferences,
         "max_images": source.max_images,
-    }
+    } | ({"game": repr(source.game)} if source.game else {})
     depends = shared | settings | {"defense": fingerprint(target(defense))}
     attacks: dict[str, Attack | None] = {CLEAN: None} if source.target is whole else {}
     for name, attack in source.attacks.items():
@@ -128,10 +128,11 @@ def _games(
         yield Game(name, changed, target, details, key)
 
 
-def worst(games: Sequence[Game], points: Points) -> list[Result]:
+def worst(games: Sequence[Game], points: Points, adapts: bool = False) -> list[Result]:
     """Each image's minimum over the attacks on the whole defense, if there are several.
 
-    Like that of `RobustEval` it counts the clean image too.
+    Like that of `RobustEval` it counts the clean image too, and against a defense that adapts it
+    is one attack for all images.
     """
     counted = [game for game in games if game.counts]
     if len(counted) < 2:
@@ -142,9 +143,10 @@ def worst(games: Sequence[Game], points: Points) -> list[Result]:
     images = tables[0][0]
     for others, _ in tables[1:]:
         images = images[torch.isin(images, others)]
-    scores = minimum(tables)
+    scores = (lowest if adapts else minimum)(tables)
     key = key_of(name=WORST, over=[game.key for game in counted])
-    told = {"attack": "per-image minimum", "over": [game.name for game in counted]}
+    how = "strongest attack" if adapts else "per-image minimum"
+    told = {"attack": how, "over": [game.name for game in counted]}
     details = counted[0].details | told | kept(key, images, scores)
     details.pop("threat")
     return [measured(WORST, scores, 0.0, details)]
