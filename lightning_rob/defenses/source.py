@@ -18,19 +18,20 @@ class Source:
         data: (x [N, C, H, W] in [0, 1], y [N]), or a data set of items (x, y, …).
 
     Raises:
-        ValueError: no images, or images and labels that differ in number.
+        ValueError: no images, images and labels that differ in number, images beyond [0, 1].
     """
 
     def __init__(self, data: "SourceData | Source") -> None:
         self.data: Any = data.data if isinstance(data, Source) else data
-        if isinstance(self.data, list):
+        if isinstance(self.data, list) and all(isinstance(part, Tensor) for part in self.data):
             self.data = tuple(self.data)
         if isinstance(self.data, tuple) and len(self.data[0]) != len(self.data[1]):
             counts = [len(part) for part in self.data]
             raise ValueError(f"source must have a label for each image, got {counts}")
         if not len(self):
             raise ValueError("source must have at least one image, got none")
-        check_range(self.take(torch.arange(min(len(self), 64)))[0])
+        if isinstance(self.data, tuple):
+            check_range(self.data[0])
 
     def __len__(self) -> int:
         return len(self.data[0] if isinstance(self.data, tuple) else self.data)
@@ -49,6 +50,7 @@ class Source:
             x, y = (part[index.to(part.device)] for part in self.data)
         else:
             x, y = self._items(index.tolist())
+            check_range(x)
         for step in augment:
             x = torch.stack([step(image) for image in x])
         return x, y
