@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,8 @@ class PerImageNorm(nn.Module):
 
     def __init__(self, norm: BatchNorm, count: int, statistics: Statistics) -> None:
         super().__init__()
+        self.mean: Tensor | None
+        self.var: Tensor | None
         scale, shift = (
             torch.full((norm.num_features,), start) if given is None else given.detach()
             for given, start in ((norm.weight, 1.0), (norm.bias, 0.0))
@@ -125,10 +127,12 @@ class PerImageNorm(nn.Module):
                 f"a network that has adapted to {len(self.weight)} images was given {len(x)}: it "
                 "answers its own batch, from which an attack must not drop images (PGD does not)"
             )
-        mean: Any = self.mean
-        var: Any = self.var
-        plain = batch_norm(x, mean, var, training=mean is None, eps=self.eps)
-        return plain * self.weight[..., None, None] + self.bias[..., None, None]
+        if self.mean is None or self.var is None:
+            plain = batch_norm(x, None, None, training=True, eps=self.eps)
+            return plain * self.weight[..., None, None] + self.bias[..., None, None]
+        scale = self.weight * (self.var + self.eps).rsqrt()
+        shift = self.bias - self.mean * scale
+        return torch.addcmul(shift[..., None, None], x, scale[..., None, None])
 
 
 def _per_image(net: nn.Module, count: int, statistics: Statistics) -> list[PerImageNorm]:
