@@ -735,10 +735,13 @@ def test_sigkill_and_resume_gives_the_same_weights(whole, tmp_path):
     length = ["--trainer.max_steps=12", "--trainer.max_epochs=-1", "--data.source.workers=1"]
     args = [dann(tmp_path), *CHECKPOINTS, *length]
     killer = "--trainer.callbacks+={class_path: tests.tiny.KillAt, init_args: {step: 7}}"
-    killed = shell("fit", "--config", *args, killer)
+    threads = {
+        "OMP_NUM_THREADS": str(torch.get_num_threads())
+    }  # sums are rounded as in this process
+    killed = shell("fit", "--config", *args, killer, **threads)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     last = tmp_path / FOLDER / "last.ckpt"
-    resumed = shell("fit", "--config", *args, "--ckpt_path", last)
+    resumed = shell("fit", "--config", *args, "--ckpt_path", last, **threads)
     assert resumed.returncode == 0, resumed.stderr
     one, other = (weights(folder / FOLDER / "at-step=12.ckpt") for folder in (whole, tmp_path))
     assert same_weights(one, other)
