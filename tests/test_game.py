@@ -314,7 +314,9 @@ def test_without_a_data_module_of_ours_the_source_must_be_given():
     assert given.adapt(torch.rand(2, 3, 8, 8)).seen[1] == 0
 
 
-@pytest.mark.parametrize("source", [(torch.rand(2, 1), torch.zeros(3)), (torch.rand(0, 1), [])])
+@pytest.mark.parametrize(
+    "source", [(torch.rand(2, 1), torch.zeros(3)), (torch.rand(0, 1), torch.zeros(0))]
+)
 def test_a_source_that_cannot_be(source):
     with pytest.raises(ValueError, match="source must have"):
         Pupil(TinyNet(), source=source)

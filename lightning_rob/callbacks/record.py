@@ -78,23 +78,28 @@ def _span(interval: tuple[float, float] | None) -> str:
     return f"± {(interval[1] - interval[0]) / 2:.1%}" if interval else ""
 
 
-def print_table(title: str, results: Iterable[Result]) -> None:
+def print_table(title: str, results: Iterable[Result], console: Console | None = None) -> None:
     """A table of accuracies for the terminal; what is the same for all has no column.
 
-    The column "chance" is half the interval over inferences: the defense's own part.
+    The column "chance" is half the interval over inferences: the defense's own part. In a narrow
+    terminal the time is left out.
     """
+    console = console or Console()
     last = {(result.name, result.details.get("target")): result for result in results}
     rows = [_cells(result) for result in last.values()]
     needless = {"on"} if len({row["on"] for row in rows}) == 1 else set()
     table = Table(title=title, title_justify="left", title_style="bold")
     kept = [k for k in (rows[0] if rows else ()) if k not in needless and any(r[k] for r in rows)]
+    widths = {k: max(len(k), *(len(row[k]) for row in rows)) for k in kept}
+    if sum(widths.values()) + 3 * len(kept) + 1 > console.width and "time" in kept:
+        kept.remove("time")
     for name in kept:
         left = name in ("attack", "on", "within")
         width = max(len(row[name]) for row in rows) if name == "attack" else None
         table.add_column(name, justify="left" if left else "right", min_width=width)
     for row in rows:
         table.add_row(*(row[name] for name in kept))
-    Console().print(table)
+    console.print(table)
 
 
 def _cells(result: Result) -> dict[str, str]:

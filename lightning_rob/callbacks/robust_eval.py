@@ -20,6 +20,7 @@ from lightning_rob.callbacks.evaluation import (
 )
 from lightning_rob.callbacks.game import Game
 from lightning_rob.callbacks.panels import panel as draw
+from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.record import (
     Result,
     append_records,
@@ -30,6 +31,7 @@ from lightning_rob.callbacks.record import (
 from lightning_rob.callbacks.referee import Match, Untouched, answers
 from lightning_rob.data.labelled import give_source
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.learning import listener
 from lightning_rob.metrics import PerImage, lowest, minimum, robust_accuracy, student
 from lightning_rob.randomness import Streams
 
@@ -143,11 +145,14 @@ class RobustEval(Evaluation):
         self.seconds = dict.fromkeys(self.attacks, 0.0)
         self.panels = {}
 
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Print the table of all callbacks once they are through."""
         siblings = _siblings(trainer)
         if siblings[-1:] == [self] and trainer.is_global_zero:
-            print_table(type(pl_module).__name__, [r for s in siblings for r in s.results])
+            title = [type(pl_module).__name__]
+            title += [type(pl_module.defense).__name__] if pl_module.defense.transductive else []
+            results = [r for s in siblings for r in s.results]
+            print_table(" · ".join(title), results, console_of(trainer))
 
     def attack_batch(
         self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
@@ -166,9 +171,13 @@ class RobustEval(Evaluation):
         give_source(defense, trainer)
         nothing = Untouched(next(iter(self.attacks.values())).threat)
         untouched = Match(nothing, defense, self.seed, leaking=self.playing.leaking)
-        for x, y, index in self.playing.rounds(trainer, self.loader, self.positions):
-            _, clean = untouched.round(x, y, index, self.inferences)
-            self._score_all(trainer, defense, clean, (x, y, index))
+        token = listener.set(self.progress.tell if self.progress and self.progress.rich else None)
+        try:
+            for x, y, index in self.playing.rounds(trainer, self.loader, self.positions):
+                _, clean = untouched.round(x, y, index, self.inferences)
+                self._score_all(trainer, defense, clean, (x, y, index))
+        finally:
+            listener.reset(token)
         self.matches = {}
 
     def _score_all(

@@ -2,8 +2,9 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Self, TypeVar
 
 import torch
@@ -165,9 +166,21 @@ def redrawn(net: nn.Module, chance: torch.Generator) -> nn.Module:
     return fresh
 
 
+# Told how far an adaptation is, in place of a progress bar of its own.
+listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
+
+
 def shown(steps: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
     """The steps, with a progress bar in a terminal if they take longer than three seconds."""
-    return iter(tqdm(steps, what, total, leave=False, delay=3, mininterval=0.5, disable=None))
+    tell = listener.get()
+    if tell is None:
+        yield from tqdm(steps, what, total, leave=False, delay=3, mininterval=0.5, disable=None)
+        return
+    if total is None and isinstance(steps, Sized):
+        total = len(steps)
+    for number, step in enumerate(steps, start=1):
+        tell(f"{what} {number}/{total}" if total else f"{what} {number}")
+        yield step
 
 
 def shuffled(count: int, size: int, chance: torch.Generator) -> Sequence[Tensor]:

@@ -18,6 +18,7 @@ class Source:
         data: (x [N, C, H, W] in [0, 1], y [N]), or a data set of items (x, y, …).
 
     Raises:
+        TypeError: neither.
         ValueError: no images, images and labels that differ in number, images beyond [0, 1].
     """
 
@@ -25,7 +26,15 @@ class Source:
         self.data: Any = data.data if isinstance(data, Source) else data
         if isinstance(self.data, list) and all(isinstance(part, Tensor) for part in self.data):
             self.data = tuple(self.data)
-        if isinstance(self.data, tuple) and len(self.data[0]) != len(self.data[1]):
+        pair = isinstance(self.data, tuple)
+        if isinstance(self.data, Tensor | str) or (
+            pair and not (len(self.data) == 2 and all(isinstance(x, Tensor) for x in self.data))
+        ):
+            raise TypeError(
+                "source must be two tensors (x, y) or a data set of items (x, y, …), got "
+                f"{type(data).__name__}"
+            )
+        if pair and len(self.data[0]) != len(self.data[1]):
             counts = [len(part) for part in self.data]
             raise ValueError(f"source must have a label for each image, got {counts}")
         if not len(self):
