@@ -31,6 +31,7 @@ class Transform(ABC):
     p: float = field(default=1.0, kw_only=True)
 
     differentiable: ClassVar[bool] = True
+    reversible: ClassVar[bool] = False  # whether there is an `undo`
 
     def __post_init__(self) -> None:
         for name in ("alpha", "p"):
@@ -77,6 +78,20 @@ class Transform(ABC):
     @abstractmethod
     def apply(self, x: Tensor, *params: Any) -> Tensor:
         """The transform itself, still without range and NaN guard; see `__call__`."""
+
+    def undo(self, x: Tensor) -> Tensor:
+        """Bring back images, or perturbations of them, of a transform without chance.
+
+        Args:
+            x: [B, C, H, W] transformed.
+
+        Returns:
+            [B, C, H, W], 0 where the transform has lost what was there.
+
+        Raises:
+            TypeError: it is not reversible.
+        """
+        raise TypeError(f"{self._name} cannot be undone")
 
     def _guarded(self, x: Tensor, *params: Tensor) -> Tensor:
         y = self.apply(x, *params)
