@@ -18,14 +18,17 @@ _HOMES = {
         "Mixture",
         "RandomTransforms",
         "Single",
+        "TransformEnsemble",
         "URejectron",
     ],
     "attacks": [
         "ARC",
         "CW",
+        "PAA",
         "PGD",
         "Partly",
         "SGM",
+        "TAA",
         "AggMo",
         "Attack",
         "AutoAttack",
@@ -34,6 +37,7 @@ _HOMES = {
         "GMSA",
         "HighConfidence",
         "LinBP",
+        "OnDifferentiable",
         "OnMember",
         "OnStatic",
         "RandomMember",
@@ -44,7 +48,13 @@ _HOMES = {
         "arc_linear",
         "attacking",
     ],
-    "metrics": ["GradientSpread", "RobustAccuracy", "SelectiveError", "TransferMatrix"],
+    "metrics": [
+        "GradientSpread",
+        "RobustAccuracy",
+        "SelectiveError",
+        "TransferMatrix",
+        "Transferability",
+    ],
     "modules": [
         "ADP",
         "BAT",
@@ -56,8 +66,9 @@ _HOMES = {
         "Assembled",
         "FreeTraining",
         "RobustModule",
+        "TransformTraining",
     ],
-    "callbacks": ["CrossEval", "Gallery", "Game", "RobustEval"],
+    "callbacks": ["CrossEval", "Gallery", "Game", "RobustEval", "Votes"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

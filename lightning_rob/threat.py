@@ -51,6 +51,8 @@ class Threat:
         norm: "linf", "l2" or the p >= 1 of any p-norm.
         eps: radius in pixel units, images span `bounds`; "8/255" is accepted.
         bounds: smallest and largest value of a pixel.
+        relative: all lengths, of steps too, are shares of the image's own norm. With l2 that is
+            the normalised l2 dissimilarity of Meng et al. (2020), eq. 1.
 
     Raises:
         ValueError: an unknown norm, a negative radius, or empty bounds.
@@ -59,6 +61,7 @@ class Threat:
     norm: Norm = "linf"
     eps: float = 8 / 255
     bounds: tuple[float, float] = (0.0, 1.0)
+    relative: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "eps", pixels(self.eps))
@@ -72,6 +75,8 @@ class Threat:
     def __str__(self) -> str:
         """Norm and radius, the latter in 255ths where it is some: "linf 8/255"."""
         of_255 = self.eps * 255
+        if self.relative:
+            return f"{self.norm} {100 * self.eps:.4g} % of the image"
         whole = 0 < of_255 < 255 and abs(of_255 - round(of_255)) < 1e-6
         return f"{self.norm} {f'{round(of_255)}/255' if whole else f'{self.eps:.4g}'}"
 
@@ -90,6 +95,18 @@ class Threat:
     def size(self, delta: Tensor) -> Tensor:
         """||delta||_p of each image: [B, …] -> [B]."""
         return _norms(delta, self.p)
+
+    def unit(self, x: Tensor) -> Tensor:
+        """What a length of 1 is at each image: 1, or where relative its norm; [B, …] -> [B]."""
+        return self.size(x) if self.relative else x.new_ones(len(x))
+
+    def distance(self, x_adv: Tensor, x: Tensor) -> Tensor:
+        """How far images are from x, to be compared with `eps`: [B, …], [B, …] -> [B].
+
+        Where relative, infinitely far from a black image.
+        """
+        size = self.size(x_adv - x)
+        return torch.where(size > 0, size / self.unit(x), 0.0)
 
     def dual(self, w: Tensor) -> Tensor:
         """||w||_q of each image, the rate at which w.x can be changed: [B, …] -> [B]."""
@@ -120,10 +137,12 @@ class Threat:
         Raises:
             ValueError: the norm is neither linf nor l2.
         """
+        radius = self.eps * self.unit(x)
         if self.p == math.inf:
-            delta = delta.clamp(-self.eps, self.eps)
+            reach = scale(torch.ones_like(delta), radius)
+            delta = torch.maximum(torch.minimum(delta, reach), -reach)
         elif self.p == 2:
-            delta = scale(delta, (self.eps / self.size(delta).clamp_min(TINY)).clamp_max(1))
+            delta = scale(delta, (radius / self.size(delta).clamp_min(TINY)).clamp_max(1))
         else:
             raise ValueError(f"projection is for linf and l2, not for norm {self.norm}")
         return self.confine(delta, x)
@@ -150,11 +169,12 @@ class Threat:
         Returns:
             [B, …] images within ball and bounds.
         """
+        radius = self.eps * self.unit(x)
         if self.p == math.inf:
             u = uniform(x, *x.shape[1:], generator=generator)
-            delta = (2 * u - 1) * self.eps
+            delta = scale(2 * u - 1, radius)
         else:
             d = normal(x, *x.shape[1:], generator=generator)
-            radius = self.eps * uniform(x, generator=generator)
+            radius = radius * uniform(x, generator=generator)
             delta = scale(d, radius / self.size(d).clamp_min(TINY))
         return self.apply(self.confine(delta, x), x)

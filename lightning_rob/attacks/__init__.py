@@ -12,10 +12,12 @@ from lightning_rob.attacks.deepfool import DeepFool
 from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.gradients import draw_gradients
 from lightning_rob.attacks.member import OnMember, RandomMember
+from lightning_rob.attacks.paa import PAA, ranking_weights
 from lightning_rob.attacks.partly import Partly
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.seen_as import SeenAs
 from lightning_rob.attacks.strongest import Strongest
+from lightning_rob.attacks.taa import TAA, OnDifferentiable
 from lightning_rob.attacks.targeted import Targeted
 from lightning_rob.attacks.transductive import OnStatic, ThroughAdaptation
 
@@ -23,8 +25,10 @@ __all__ = [
     "ARC",
     "CW",
     "GMSA",
+    "PAA",
     "PGD",
     "SGM",
+    "TAA",
     "Adam",
     "AggMo",
     "Ascent",
@@ -35,6 +39,7 @@ __all__ = [
     "HighConfidence",
     "LinBP",
     "Nesterov",
+    "OnDifferentiable",
     "OnMember",
     "OnStatic",
     "Partly",
@@ -48,4 +53,5 @@ __all__ = [
     "attacking",
     "draw_gradients",
     "evaluating",
+    "ranking_weights",
 ]

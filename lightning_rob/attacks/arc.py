@@ -80,6 +80,8 @@ class ARC(Attack):
             raise ValueError(f"step_size must be positive, got {self.step_size}")
         if self.threat.p not in (2, float("inf")):
             raise ValueError(f"ARC is for linf and l2, not for norm {self.threat.norm}")
+        if self.threat.relative:
+            raise ValueError(f"ARC is for a radius in pixel units, got {self.threat}")
         if self.start and (self.random_start or self.start.threat != self.threat):
             raise ValueError(
                 f"start must be of threat {self.threat}, without random_start, got {self.start}"

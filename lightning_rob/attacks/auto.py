@@ -64,6 +64,8 @@ class AutoAttack(Attack):
         object.__setattr__(self, "attacks", attacks)
         if self.threat.p not in NAMES:
             raise ValueError(f"AutoAttack is for linf and l2, not for norm {self.threat.norm}")
+        if self.threat.relative:
+            raise ValueError(f"AutoAttack is for a radius in pixel units, got {self.threat}")
         if self.threat.bounds != (0, 1):
             raise ValueError(f"AutoAttack needs images in [0, 1], not in {self.threat.bounds}")
         if self.version not in ("standard", "plus", "rand", "custom"):

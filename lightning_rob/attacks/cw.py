@@ -97,7 +97,7 @@ class Descent:
 
 def brought_inside(x_adv: Tensor, x: Tensor, threat: Threat) -> Tensor:
     """Images outside the ball projected onto it, the others not even rounded: [B, …]."""
-    inside = (threat.size(x_adv - x) <= threat.eps).view(-1, *[1] * (x.dim() - 1))
+    inside = (threat.distance(x_adv, x) <= threat.eps).view(-1, *[1] * (x.dim() - 1))
     return torch.where(inside, x_adv.clamp(*threat.bounds), threat.project(x_adv, x))
 
 

@@ -12,7 +12,7 @@ from lightning_rob.attacks.base import Attack, Backward, height, slope
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import Objective, expected_ce
 from lightning_rob.randomness import Generator
-from lightning_rob.threat import Threat, pixels
+from lightning_rob.threat import Threat, pixels, scale
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class PGD(Attack):
     Args:
         threat: the ball and the bounds.
         steps: number of gradient steps.
-        step_size: length of a step in pixel units, images span [0, 1].
+        step_size: length of a step in pixel units, images span [0, 1]; where the threat is
+            relative, as a share of the image's norm.
         objective: what is climbed, one of `lightning_rob.objectives`.
         draws: how often a random defense is drawn per step; None draws once.
         restarts: runs from fresh random starts; the best by the objective is kept per image.
@@ -91,6 +92,7 @@ class PGD(Attack):
         best, value = x, x.new_full((len(x),), -torch.inf)
         if self.keep_best and self.random_start:
             value = self._value(defense, x, y, generator, check=True)
+        reach = self.step_size * self.threat.unit(x)
         move = (self.ascent or AggMo(self.dampings)).begin(self.threat)
         for step in range(self.steps):
             climbed, gradient = slope(
@@ -98,9 +100,8 @@ class PGD(Attack):
             )
             if self.keep_best:
                 best, value = better(best, value, x_adv, climbed)
-            x_adv = self.threat.project(
-                x_adv + self.step_size * move(gradient.nan_to_num(0.0, 0.0, 0.0)), x
-            )
+            step = scale(move(gradient.nan_to_num(0.0, 0.0, 0.0)), reach)
+            x_adv = self.threat.project(x_adv + step, x)
         if self.keep_best or self.restarts > 1:
             last = self._value(defense, x_adv, y, generator)
             return better(best, value, x_adv, last) if self.keep_best else (x_adv, last)

@@ -4,5 +4,6 @@ from lightning_rob.callbacks.cross_eval import CrossEval
 from lightning_rob.callbacks.gallery import Gallery
 from lightning_rob.callbacks.game import Game
 from lightning_rob.callbacks.robust_eval import RobustEval
+from lightning_rob.callbacks.votes import Votes
 
-__all__ = ["CrossEval", "Gallery", "Game", "RobustEval"]
+__all__ = ["CrossEval", "Gallery", "Game", "RobustEval", "Votes"]

@@ -123,7 +123,7 @@ def answers(defense: Defense, x: Tensor, noise: Streams, inferences: int = 1) ->
 
 def check_within(attack: Attack, x_adv: Tensor, x: Tensor) -> None:
     """Raise RuntimeError if a perturbation is larger than the threat allows."""
-    size = attack.threat.size(x_adv - x)
+    size = attack.threat.distance(x_adv, x)
     allowed = attack.threat.eps * (1 + 1e-4) + ROUNDING
     low, high = attack.threat.bounds
     inside = (x_adv >= low - ROUNDING).all() and (x_adv <= high + ROUNDING).all()

@@ -130,11 +130,14 @@ class ImageData(LightningDataModule, ABC):
     def train_dataloader(self) -> DataLoader[Any]:
         """This process's shuffled share of the training images, from where training goes on.
 
-        Where the shares would be unequal, a few images are in two of them.
+        Where the shares would be unequal, a few images are in two of them. A module whose processes
+        train different networks (`trains_apart`) has all images on each.
         """
         part = self.parts["train"]
         start = resumption(self.trainer, self.state_dict().get("epoch", self._epoch))
-        self._sampler = EpochSampler(part, self.batch_size, self.seed, start, **self._share())
+        apart = getattr(self.trainer and self.trainer.lightning_module, "trains_apart", False)
+        share = {} if apart else self._share()
+        self._sampler = EpochSampler(part, self.batch_size, self.seed, start, **share)
         return ResumableLoader(part, sampler=self._sampler, **self._options(self.batch_size))
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:

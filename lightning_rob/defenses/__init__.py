@@ -7,6 +7,7 @@ from lightning_rob.defenses.ensemble import Ensemble, Mixture, first_member
 from lightning_rob.defenses.random_transforms import RandomTransforms
 from lightning_rob.defenses.rmc import RMC
 from lightning_rob.defenses.tadv import TADV
+from lightning_rob.defenses.transform_ensemble import TransformEnsemble
 from lightning_rob.defenses.urejectron import URejectron
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Mixture",
     "RandomTransforms",
     "Single",
+    "TransformEnsemble",
     "URejectron",
     "first_member",
     "static",

@@ -30,9 +30,19 @@ def transforms(x: Tensor, seed: int = 0) -> Figure:
     """
     blocks: list[Block] = [("the image", [("", x)])]
     blocks += [(name, examples(kind, x, seed)) for name, kind in catalogue().items()]
+    return grid(blocks)
+
+
+def grid(blocks: Sequence[Block], words: float = WORDS) -> Figure:
+    """Draw blocks of pictures one after the other, each under its name.
+
+    Args:
+        blocks: their names and pictures [3, H, W] in [0, 1], each with what to call it.
+        words: inches for the lines of text of a row.
+    """
     places = arranged([len(pictures) for _, pictures in blocks])
     rows = places[-1][0] + 1
-    figure = blank(COLUMNS * SIDE, rows * (SIDE + WORDS))
+    figure = blank(COLUMNS * SIDE, rows * (SIDE + words))
     figure.set_layout_engine("constrained", w_pad=0.03, h_pad=0.01, wspace=0, hspace=0)
     cells = figure.subplots(rows, COLUMNS, squeeze=False)
     for axes in cells.flat:

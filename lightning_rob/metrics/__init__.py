@@ -6,13 +6,21 @@ from lightning_rob.metrics.per_image import PerImage, lowest, minimum
 from lightning_rob.metrics.robust_accuracy import RobustAccuracy, robust_accuracy
 from lightning_rob.metrics.selective import SelectiveError, rejection_curves, selective_error
 from lightning_rob.metrics.transfer_matrix import TransferMatrix, transfer_matrix
+from lightning_rob.metrics.transferability import (
+    Transfer,
+    Transferability,
+    transfer_ranking,
+    transferability,
+)
 
 __all__ = [
     "GradientSpread",
     "PerImage",
     "RobustAccuracy",
     "SelectiveError",
+    "Transfer",
     "TransferMatrix",
+    "Transferability",
     "gradient_spread",
     "lowest",
     "minimum",
@@ -21,5 +29,7 @@ __all__ = [
     "selective_error",
     "student",
     "transfer_matrix",
+    "transfer_ranking",
+    "transferability",
     "wilson",
 ]

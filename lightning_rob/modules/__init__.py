@@ -11,6 +11,7 @@ from lightning_rob.modules.joint import JointTraining
 from lightning_rob.modules.robust_module import RobustModule
 from lightning_rob.modules.staged import BAT, IAT, StagedTraining
 from lightning_rob.modules.tadv import TADV
+from lightning_rob.modules.transform_training import TransformTraining
 from lightning_rob.modules.trs import TRS
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "JointTraining",
     "RobustModule",
     "StagedTraining",
+    "TransformTraining",
 ]

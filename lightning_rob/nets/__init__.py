@@ -7,7 +7,7 @@ from lightning_rob.nets.mobilenet import MobileNetV1
 from lightning_rob.nets.normalize import Normalize
 from lightning_rob.nets.preact import PreActResNet18
 from lightning_rob.nets.resnet import ResNet, ResNet20, ResNet32
-from lightning_rob.nets.small import LeNet, MNISTNet, SmallCNN
+from lightning_rob.nets.small import AthenaCNN, LeNet, MNISTNet, SmallCNN
 from lightning_rob.nets.vgg import VGG16
 from lightning_rob.nets.wide import WRN28_4, WideResNet
 from lightning_rob.nets.zoo import ZooNet
@@ -15,6 +15,7 @@ from lightning_rob.nets.zoo import ZooNet
 __all__ = [
     "VGG16",
     "WRN28_4",
+    "AthenaCNN",
     "DANNNet",
     "DANNResNet18",
     "LeNet",

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from lightning_rob.nets.normalize import Normalize
 
@@ -84,6 +85,54 @@ class MNISTNet(nn.Module):
         """Logits [B, K] of images [B, C, size, size] in [0, 1]."""
         out: Tensor = self.head(self.features(self.normalize(x)))
         return out
+
+
+class AthenaCNN(nn.Module):
+    """The sub-models of Athena (Meng et al. 2020): 3x3 convolutions of 32 and 64, 4096 hidden.
+
+    As in the released code; the paper speaks of three convolutions. Between the two last layers is
+    dropout but no activation, so that in evaluation they are one linear map, and computed as one.
+
+    Args:
+        classes: K.
+        channels: C.
+        size: height and width of the images in pixels.
+        hidden: units of the first linear layer.
+        dropout: share of them that a training step drops.
+        mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
+        std: [C], likewise.
+    """
+
+    def __init__(
+        self,
+        classes: int = 10,
+        channels: int = 1,
+        size: int = 28,
+        hidden: int = 4096,
+        dropout: float = 0.4,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.normalize = Normalize.usual(channels, mean, std)
+        first, second = nn.Conv2d(channels, 32, 3), nn.Conv2d(32, 64, 3)
+        self.features = nn.Sequential(
+            first, nn.ReLU(), nn.MaxPool2d(2), second, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+        )
+        side = ((size - 2) // 2 - 2) // 2
+        self.hidden = nn.Linear(64 * side**2, hidden)
+        self.dropout = nn.Dropout(dropout)
+        self.linear = nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, K] of images [B, C, size, size] in [0, 1]."""
+        features = self.features(self.normalize(x))
+        if self.training:
+            out: Tensor = self.linear(self.dropout(self.hidden(features)))
+            return out
+        weight = self.linear.weight @ self.hidden.weight
+        bias = self.linear.weight @ self.hidden.bias + self.linear.bias
+        return linear(features, weight, bias)
 
 
 class LeNet(nn.Module):

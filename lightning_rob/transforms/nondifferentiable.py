@@ -4,29 +4,19 @@ They refuse images that require a gradient, so that no attack mistakes silence f
 ranges are those of the paper's study of BaRT (Raff et al. 2019).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from kornia.filters import bilateral_blur
-from numpy.typing import NDArray
 from skimage.exposure import equalize_adapthist, equalize_hist
 from skimage.restoration import denoise_tv_chambolle
 from torch import Tensor
 
 from lightning_rob.randomness import Generator
 from lightning_rob.transforms.base import Transform, between, integers, over_pixels
-
-Picture = NDArray[Any]
-
-
-def _each(x: Tensor, function: Callable[[Picture, float], Picture], numbers: Tensor) -> Tensor:
-    """Apply a function of numpy to each image [C, H, W] and its number, one after the other."""
-    images, values = x.detach().cpu().double().numpy(), numbers.tolist()
-    changed = [function(image, value) for image, value in zip(images, values, strict=True)]
-    return torch.from_numpy(np.stack(changed)).to(x)
+from lightning_rob.transforms.one_by_one import Picture, each
 
 
 @dataclass(frozen=True)
@@ -55,7 +45,7 @@ class AdaptiveHistogram(Transform):
         def equalised(image: Picture, limit: float) -> Picture:
             return np.stack([equalize_adapthist(plane, sides, limit) for plane in image])
 
-        return _each(x.clamp(0, 1), equalised, clip)
+        return each(x.clamp(0, 1), equalised, clip)
 
 
 @dataclass(frozen=True)
@@ -81,7 +71,7 @@ class EqualizeHistogram(Transform):
             planes = [equalize_hist(plane, int(count)) for plane in image]  # type: ignore[no-untyped-call]
             return np.stack(planes)
 
-        return _each(x, equalised, bins)
+        return each(x, equalised, bins)
 
 
 @dataclass(frozen=True)
@@ -134,7 +124,7 @@ class ChambolleDenoise(Transform):
             smooth: Picture = denoise_tv_chambolle(image, strength, channel_axis=0)  # type: ignore[no-untyped-call]
             return smooth
 
-        return _each(x, denoised, weight)
+        return each(x, denoised, weight)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,266 @@
+"""An ensemble under every voting rule, its parts too, from the same votes."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lightning_rob.attacks import Attack, evaluating
+from lightning_rob.callbacks.evaluation import (
+    Evaluation,
+    at_least_one,
+    at_radius,
+    told_apart,
+    writing_folder,
+)
+from lightning_rob.callbacks.progress import console_of
+from lightning_rob.callbacks.record import append_lines, describe
+from lightning_rob.callbacks.referee import Untouched, check_within
+from lightning_rob.defenses import Defense, TransformEnsemble
+from lightning_rob.metrics import PerImage, robust_accuracy, student, wilson
+from lightning_rob.randomness import Streams
+from lightning_rob.rules import ATHENA, Rule
+from lightning_rob.threat import Threat
+from lightning_rob.transforms.pool import chosen
+
+CLEAN, ALL = "clean", "all"
+DISSIMILARITY = Threat("l2", 1.0, relative=True)
+Names = list[str] | str
+
+
+class Votes(Evaluation):
+    """Attack an ensemble once, and count its members' votes by every rule.
+
+    Prints a table with the accuracy under each rule, as Tables 4 to 7 of Meng et al. (2020), at the
+    end of a test, and logs `{stage}/votes/{attack}/{rule}`, or `…/{ensemble}/{rule}` of the parts
+    asked for. Noise is keyed by image; training is not touched.
+
+    Args:
+        attacks: name -> attack.
+        rules: name -> how votes become an answer; None is RD, MV, T2MV, AVEP and AVEL.
+        ensembles: name -> which members of a `TransformEnsemble` vote: names or words as for
+            `lightning_rob.transforms.pool.chosen`; None is one of all members.
+        draws: how often an ensemble such as "14r+28i" is drawn, the figure being the mean over
+            draws.
+        attacked: the members that the attacker knows, in the same words; None is all.
+        every_n_epochs: validate every so many epochs of `fit`.
+        max_images: attack so many images only, a random choice by the seed; None attacks all.
+        seed: of the evaluation's noise and of the draws.
+        record: file in the run's folder to which each figure is appended as a line of JSON.
+        eps: radius of all attacks instead of their own, see `RobustEval`.
+
+    Raises:
+        ValueError: no attacks, one called "clean", or a count below 1.
+    """
+
+    def __init__(
+        self,
+        attacks: dict[str, Attack],
+        rules: dict[str, Rule] | None = None,
+        ensembles: dict[str, Names] | None = None,
+        draws: int = 5,
+        attacked: Names | None = None,
+        every_n_epochs: int = 1,
+        max_images: int | None = None,
+        seed: int = 0,
+        record: str = "votes.jsonl",
+        eps: float | None = None,
+    ) -> None:
+        if not attacks:
+            raise ValueError("attacks must name at least one attack, got an empty dict")
+        if CLEAN in attacks:
+            raise ValueError("no attack can be called 'clean': that row has another meaning")
+        super().__init__(every_n_epochs, max_images, seed)
+        at_least_one(draws=draws)
+        self.attacks = at_radius(attacks, eps)
+        self.rules = rules or dict(ATHENA)
+        self.ensembles = ensembles
+        self.draws = draws
+        self.attacked = attacked
+        self.record = record
+        self.parts: dict[str, list[list[int]]] = {}
+        self.tables: dict[str, PerImage] = {}
+        self.seconds = dict.fromkeys(attacks, 0.0)
+        self.results: list[dict[str, Any]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Run once what is there twice; number a name that another attack in the run has."""
+        earlier: dict[str, Any] = {}
+        for other in takewhile(lambda other: other is not self, _siblings(trainer)):
+            earlier |= other.games()
+        self.attacks = {k: game[0] for k, game in told_apart(self.games(), earlier).items()}
+
+    def games(self) -> dict[str, Any]:
+        """What tells an attack here from another."""
+        asked = (self.rules, self.ensembles, self.draws, self.attacked)
+        return {name: (attack, *asked) for name, attack in self.attacks.items()}
+
+    def due(self, trainer: Trainer) -> bool:
+        """Whether this epoch's evaluation is one of ours."""
+        return bool(self.attacks) and super().due(trainer)
+
+    def rounds(self, pl_module: Any) -> int:
+        """Once by each attack."""
+        return len(self.attacks)
+
+    def begin(self, trainer: Trainer, pl_module: Any) -> None:
+        """Forget the last evaluation, and draw the ensembles from the members there are by now."""
+        self.parts = self._parts(pl_module.defense, trainer.state.fn == "fit")
+        votes = sum(map(len, self.parts.values())) * len(self.rules)
+        names = (CLEAN, *self.attacks)
+        self.tables = {name: PerImage(1 + votes).to(pl_module.device) for name in names}
+        self.seconds = dict.fromkeys(self.attacks, 0.0)
+
+    def _parts(self, defense: Defense, growing: bool) -> dict[str, list[list[int]]]:
+        """The members of each draw of each ensemble that has any by now."""
+        if self.ensembles is None:
+            return {ALL: [list(range(len(defense.weights)))]}
+        found = {}
+        for name, members in self.ensembles.items():
+            seeds = range(self.seed, self.seed + self.draws)
+            drawn = [tuple(_places(defense, members, seed, growing)) for seed in seeds]
+            found[name] = [list(part) for part in dict.fromkeys(drawn) if part]
+        return {name: draws for name, draws in found.items() if draws}
+
+    def attack_batch(
+        self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
+    ) -> None:
+        """Let the members vote on the batch, untouched and under every attack."""
+        defense = pl_module.defense
+        growing, known = trainer.state.fn == "fit", self.attacked
+        places = [] if known is None else _places(defense, known, self.seed, growing)
+        target = defense.part(places) if places else defense
+        nothing = Untouched(next(iter(self.attacks.values())).threat)
+        for name, attack in {CLEAN: nothing, **self.attacks}.items():
+            began, keys = time.perf_counter(), (self.seed, 0, *name.encode())
+            x_adv = attack(target, x, y, Streams.keyed(index, *keys, 0))
+            check_within(attack, x_adv, x)
+            scores = self._scores(defense, x_adv, y, Streams.keyed(index, *keys, 2))
+            dissimilarity = DISSIMILARITY.distance(x_adv, x)
+            if not trainer.sanity_checking:
+                self.tables[name].update(index, torch.stack([dissimilarity, *scores], 1))
+            if name != CLEAN:
+                self.seconds[name] += time.perf_counter() - began
+                if self.progress:
+                    self.progress.advance(name, len(x))
+
+    @torch.no_grad()
+    def _scores(self, defense: Defense, x: Tensor, y: Tensor, noise: Streams) -> list[Tensor]:
+        """The accuracies [B] of every draw of every ensemble under every rule, votes cast once."""
+        with evaluating(defense):
+            logits = defense.logits(x, noise)
+        found = []
+        for draws in self.parts.values():
+            for members in draws:
+                weights = defense.weights[members] / defense.weights[members].sum()
+                answers = [rule(logits[members], weights) for rule in self.rules.values()]
+                found += [robust_accuracy(answer, y) for answer in answers]
+        return found
+
+    def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Log the accuracies, and record them."""
+        self.results = self._results(self.circumstances(trainer, stage))
+        for result in self.results:
+            middle = "" if self.ensembles is None else f"{result['ensemble']}/"
+            key = f"{stage}/votes/{result['name']}/{middle}{result['rule']}"
+            pl_module.log(key, result["accuracy"], sync_dist=True)
+        folder = writing_folder(trainer)
+        if folder is not None:
+            append_lines(folder / self.record, map(json.dumps, self.results))
+
+    def _results(self, shared: dict[str, Any]) -> list[dict[str, Any]]:
+        """A record for each attack, ensemble and rule."""
+        found: list[dict[str, Any]] = []
+        for name, table in self.tables.items():
+            _, scores = table.rows()
+            details = shared | self._details(name) | {"n": len(scores)}
+            details["dissimilarity"] = float(scores[:, 0].mean()) if len(scores) else None
+            columns = iter(scores[:, 1:].unbind(1))
+            for ensemble, draws in self.parts.items():
+                rows = [[float(next(columns).mean()) for _ in self.rules] for _ in draws]
+                for rule, values in zip(self.rules, zip(*rows, strict=True), strict=True):
+                    places = {"ensemble": ensemble, "rule": rule, "members": len(draws[0])}
+                    found.append({"name": name} | details | places | _figures(values, len(scores)))
+        return found
+
+    def _details(self, name: str) -> dict[str, Any]:
+        if name == CLEAN:
+            return {}
+        attack = self.attacks[name]
+        told = {"attack": describe(attack), "threat": repr(attack.threat)}
+        return told | {"attacked": self.attacked, "seconds": self.seconds[name]}
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the table once all callbacks are through."""
+        siblings = _siblings(trainer)
+        if siblings[-1:] == [self] and trainer.is_global_zero:
+            results = [result for sibling in siblings for result in sibling.results]
+            print_votes(type(pl_module).__name__, results, console_of(trainer))
+
+
+def _figures(values: Sequence[float], n: int) -> dict[str, Any]:
+    """The mean over draws with its interval: over draws if there are several, else over images."""
+    mean = sum(values) / len(values)
+    span = student(values) if len(values) > 1 else wilson(mean, n)
+    return {"accuracy": mean, "interval": span, "draws": list(values)}
+
+
+def _places(defense: Defense, names: Names, seed: int, growing: bool) -> list[int]:
+    """The members behind these transformations; of an ensemble in training those begun by now.
+
+    Raises:
+        TypeError: the members are not told apart by transformations.
+        ValueError: a transformation is missing.
+    """
+    if not isinstance(defense, TransformEnsemble):
+        raise TypeError(f"ensembles are parts of a TransformEnsemble, got {type(defense).__name__}")
+    wanted = chosen(names, seed)
+    return [defense.place(name) for name in wanted if not growing or name in defense.transforms]
+
+
+def print_votes(
+    title: str, results: Sequence[Mapping[str, Any]], console: Console | None = None
+) -> None:
+    """A row for each attack and ensemble, a column for each rule, in per cent."""
+    rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for result in results:
+        rows.setdefault((result["name"], result["ensemble"]), []).append(result)
+    rules = list(dict.fromkeys(result["rule"] for result in results))
+    several = len({ensemble for _, ensemble in rows}) > 1
+    n = results[0]["n"] if results else 0
+    table = Table(
+        title=f"{title}: accuracy by voting rule, {n} images\nbelow, half the 95 % interval; "
+        "M: members, dis.: mean l2 of the perturbation over that of the image",
+        title_justify="left",
+        title_style="bold",
+        show_lines=True,
+    )
+    table.add_column("attack")
+    if several:
+        table.add_column("ensemble")
+    for heading in ("M", "dis.", *rules):
+        table.add_column(heading, justify="right")
+    for (name, ensemble), found in rows.items():
+        distance = found[0]["dissimilarity"]
+        cells = [name, *([ensemble] if several else []), str(found[0]["members"])]
+        cells.append("" if name == CLEAN or distance is None else f"{distance:.3f}")
+        by_rule = {result["rule"]: _cell(result) for result in found}
+        table.add_row(*cells, *(by_rule.get(rule, "") for rule in rules))
+    (console or Console()).print(table)
+
+
+def _cell(result: Mapping[str, Any]) -> str:
+    low, high = result["interval"]
+    return f"{result['accuracy']:.1%}\n± {50 * (high - low):.1f}"
+
+
+def _siblings(trainer: Trainer) -> list[Votes]:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [other for other in callbacks if isinstance(other, Votes) and other.attacks]

@@ -1,0 +1,80 @@
+"""Images as a transformation leaves them, computed once and kept."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_rob.data.samples import Part
+from lightning_rob.defenses.transform_ensemble import transformed
+from lightning_rob.randomness import Streams
+from lightning_rob.transforms import Transform
+
+CHUNK = 256  # images at a time, so that memory stays flat
+
+
+class Shown:
+    """A part of a data set that lies in memory, to be seen through one transformation or another.
+
+    Args:
+        part: the images, not augmented.
+        folder: where transformed images are kept for the next run; None keeps none.
+    """
+
+    def __init__(self, part: Part, folder: str | None = None) -> None:
+        rows = [part[i] for i in range(len(part))]
+        self.x = torch.stack([x for x, *_ in rows])
+        self.y = torch.tensor([int(y) for _, y, _ in rows])
+        self.index = torch.tensor([index for *_, index in rows])
+        self.place = torch.full((int(self.index.max()) + 1,), -1)
+        self.place[self.index] = torch.arange(len(rows))
+        self.folder = folder
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Where images with these indices [B] are: [B]."""
+        return self.place[index.cpu()]
+
+    def through(
+        self, transform: Transform, name: str, seed: int, tell: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """All images [N, C, H, W] as a transformation leaves them; its chance is keyed by image.
+
+        Args:
+            transform: the transformation.
+            name: what it is called.
+            seed: of its chance.
+            tell: called with the number of images after each chunk.
+        """
+        path = self._path(transform, name, seed)
+        if path and path.exists():
+            kept: Tensor = torch.load(path, weights_only=True)
+            return kept
+        chunks = []
+        for x, index in zip(self.x.split(CHUNK), self.index.split(CHUNK), strict=True):
+            with torch.no_grad():
+                chunks.append(transformed(transform, name, x, Streams.keyed(index, seed)))
+            if tell:
+                tell(len(x))
+        found = torch.cat(chunks)
+        if path:
+            save_whole(found, path)
+        return found
+
+    def _path(self, transform: Transform, name: str, seed: int) -> Path | None:
+        """A file for these images, this transformation and this chance."""
+        if self.folder is None:
+            return None
+        digest = hashlib.sha256(self.x.numpy().tobytes() + self.index.numpy().tobytes())
+        digest.update(f"{transform!r} {seed}".encode())
+        return Path(self.folder) / f"{name}-{digest.hexdigest()[:16]}.pt"
+
+
+def save_whole(content: object, path: Path) -> None:
+    """Write a file that is there as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rough = path.with_suffix(f".{os.getpid()}.part")
+    torch.save(content, rough)
+    rough.replace(path)

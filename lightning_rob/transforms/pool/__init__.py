@@ -1,0 +1,185 @@
+"""The pool of 72 transformations of Athena (Meng et al. 2020), for ensembles of transformed images.
+
+14 of them can be undone. Their parameters are those that its authors use for MNIST. Where their
+code slips, this one does what text and textbooks agree on; the transformations say so.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+
+import torch
+
+from lightning_rob.randomness import fold
+from lightning_rob.transforms.base import Transform
+from lightning_rob.transforms.pool.affine import ThreePoints
+from lightning_rob.transforms.pool.cartoon import Cartoon
+from lightning_rob.transforms.pool.colours import Quantise
+from lightning_rob.transforms.pool.compress import CompressJPEG, CompressPNG
+from lightning_rob.transforms.pool.denoise import DenoiseMeans, DenoiseVariation, DenoiseWavelet
+from lightning_rob.transforms.pool.distort import Distort
+from lightning_rob.transforms.pool.filters import Edges, Entropy, Gaussian, Rank
+from lightning_rob.transforms.pool.geometric import Projections, SwirlMiddle
+from lightning_rob.transforms.pool.morphology import Morphology
+from lightning_rob.transforms.pool.noise import Noise
+from lightning_rob.transforms.pool.normalise import NormaliseFeature, NormaliseImage
+from lightning_rob.transforms.pool.place import Flip, Identity, Rotate, Shift
+from lightning_rob.transforms.pool.segment import Borders
+
+SHARE = 0.15  # of the side, by which an image is shifted
+
+GROUPS: dict[str, dict[str, Transform]] = {
+    "rotate": {
+        "rotate_90": Rotate(1),
+        "rotate_180": Rotate(2),
+        "rotate_270": Rotate(3),
+    },
+    "shift": {
+        "shift_left": Shift(columns=-SHARE),
+        "shift_right": Shift(columns=SHARE),
+        "shift_up": Shift(rows=-SHARE),
+        "shift_down": Shift(rows=SHARE),
+        "shift_top_left": Shift(-SHARE, -SHARE),
+        "shift_top_right": Shift(-SHARE, SHARE),
+        "shift_bottom_left": Shift(SHARE, -SHARE),
+        "shift_bottom_right": Shift(SHARE, SHARE),
+    },
+    "flip": {
+        "flip_horizontal": Flip(horizontal=True),
+        "flip_vertical": Flip(vertical=True),
+        "flip_both": Flip(horizontal=True, vertical=True),
+    },
+    "affine": {
+        "affine_vertical_compress": ThreePoints((0.25, 0.32), (0.25, 0.48), (0.5, 0.32)),
+        "affine_vertical_stretch": ThreePoints((0.25, 0.2), (0.25, 0.55), (0.5, 0.2)),
+        "affine_horizontal_compress": ThreePoints((0.32, 0.25), (0.32, 0.5), (0.43, 0.25)),
+        "affine_horizontal_stretch": ThreePoints((0.2, 0.25), (0.2, 0.5), (0.55, 0.25)),
+        "affine_both_compress": ThreePoints((0.28, 0.28), (0.28, 0.47), (0.47, 0.28)),
+        "affine_both_stretch": ThreePoints((0.22, 0.22), (0.22, 0.55), (0.55, 0.22)),
+    },
+    "morph": {
+        "morph_erosion": Morphology("erosion"),
+        "morph_dilation": Morphology("dilation"),
+        "morph_opening": Morphology("opening"),
+        "morph_closing": Morphology("closing"),
+        "morph_gradient": Morphology("gradient"),
+    },
+    "augment": {
+        "augment_samplewise_std_norm": NormaliseImage(),
+        "augment_featurewise_std_norm": NormaliseFeature(),
+    },
+    "cartoon": {
+        "cartoon_mean_type1": Cartoon(0, 3, 9, 9),
+        "cartoon_mean_type2": Cartoon(1, 100, 3, 9),
+        "cartoon_mean_type3": Cartoon(2, 0, 9, 7, color=100),
+        "cartoon_mean_type4": Cartoon(0, 3, 5, 5),
+        "cartoon_gaussian_type1": Cartoon(1, 10, 9, 9, gaussian=True),
+        "cartoon_gaussian_type2": Cartoon(1, 100, 3, 9, gaussian=True),
+        "cartoon_gaussian_type3": Cartoon(2, 0, 9, 7, gaussian=True, color=100),
+        "cartoon_gaussian_type4": Cartoon(1, 10, 5, 5, gaussian=True),
+    },
+    "quantize": {
+        "quantize_4_colors": Quantise(4),
+        "quantize_8_colors": Quantise(8),
+    },
+    "distort": {
+        "distort_x": Distort("x"),
+        "distort_y": Distort("y"),
+    },
+    "noise": {
+        "noise_gaussian": Noise("gaussian"),
+        "noise_localvar": Noise("localvar"),
+        "noise_poisson": Noise("poisson"),
+        "noise_salt": Noise("salt"),
+        "noise_pepper": Noise("pepper"),
+        "noise_salt_pepper": Noise("salt_pepper"),
+        "noise_speckle": Noise("speckle"),
+    },
+    "filter": {
+        "filter_sobel": Edges("sobel"),
+        "filter_gaussian": Gaussian(),
+        "filter_rank": Rank(5),
+        "filter_median": Rank(4),
+        "filter_minimum": Rank(0),
+        "filter_maximum": Rank(8),
+        "filter_roberts": Edges("roberts"),
+        "filter_scharr": Edges("scharr"),
+        "filter_entropy": Entropy(),
+        "filter_prewitt": Edges("prewitt"),
+    },
+    "compress": {
+        "compress_jpeg_quality_80": CompressJPEG(80),
+        "compress_jpeg_quality_50": CompressJPEG(50),
+        "compress_jpeg_quality_30": CompressJPEG(30),
+        "compress_jpeg_quality_10": CompressJPEG(10),
+        "compress_png_compression_1": CompressPNG(1),
+        "compress_png_compression_8": CompressPNG(8),
+        "compress_png_compression_5": CompressPNG(5),
+    },
+    "denoise": {
+        "denoise_tv_chambolle": DenoiseVariation("chambolle", 0.4),
+        "denoise_tv_bregman": DenoiseVariation("bregman", 2.0),
+        "denoise_wavelet": DenoiseWavelet(),
+        "denoise_nl_means": DenoiseMeans(0.8),
+        "denoise_nl_means_fast": DenoiseMeans(0.6, fast=True),
+    },
+    "geometric": {
+        "geometric_swirl": SwirlMiddle(),
+        "geometric_iradon": Projections(-100, 128),
+        "geometric_iradon_sart": Projections(-150, 150, algebraic=True),
+    },
+    "segment": {
+        "seg_gradient": Borders(),
+    },
+}
+
+
+def pool() -> dict[str, Transform]:
+    """All 72 by name, in the paper's order."""
+    return {name: one for group in GROUPS.values() for name, one in group.items()}
+
+
+REVERSIBLE = tuple(name for name, one in pool().items() if one.reversible)
+IRREVERSIBLE = tuple(name for name, one in pool().items() if not one.reversible)
+WORDS = {"reversible": REVERSIBLE, "irreversible": IRREVERSIBLE, "all": tuple(pool())}
+
+
+def chosen(names: str | Sequence[str], seed: int = 0) -> dict[str, Transform]:
+    """Some of the pool.
+
+    Args:
+        names: "reversible", "irreversible", "all", "clean" (the image as it is), a name, several of
+            these, or a composition as "14r+28i": so many reversible and irreversible ones, drawn
+            without replacement.
+        seed: of the draw. With the same seed a larger draw contains the smaller one.
+
+    Returns:
+        The transformations by name: those drawn in the paper's order, each once.
+
+    Raises:
+        ValueError: an unknown name, or more than there are.
+    """
+    asked = [names] if isinstance(names, str) else list(names)
+    known = {"clean": Identity(), **pool()}
+    return {name: known[name] for one in asked for name in _meant(one, seed)}
+
+
+def _meant(name: str, seed: int) -> Sequence[str]:
+    if name == "clean" or name in pool():
+        return [name]
+    if name in WORDS:
+        return WORDS[name]
+    if drawn := re.fullmatch(r"(?:(\d+)r)?\+?(?:(\d+)i)?", name.replace(" ", "")):
+        reversible, irreversible = (int(count or 0) for count in drawn.groups())
+        return [*_drawn(REVERSIBLE, reversible, seed), *_drawn(IRREVERSIBLE, irreversible, seed)]
+    options = ["clean", *WORDS, *pool()]
+    close = get_close_matches(name, options, n=3, cutoff=0.4)
+    raise ValueError(f"no transformation {name!r}, did you mean {', '.join(close) or options}?")
+
+
+def _drawn(names: Sequence[str], count: int, seed: int) -> Iterator[str]:
+    if count > len(names):
+        raise ValueError(f"there are {len(names)} to draw from, got {count}")
+    chance = torch.Generator().manual_seed(fold(seed, len(names)))
+    taken = set(torch.randperm(len(names), generator=chance)[:count].tolist())
+    return (name for place, name in enumerate(names) if place in taken)
