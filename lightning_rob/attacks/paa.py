@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -180,8 +180,9 @@ class Front:
 
     def only(self, rows: Tensor) -> "Front":
         """Some of the images, by mask or indices."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        return Front(*(v[rows] if isinstance(v, Tensor | Streams) else v for v in values))
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        own = {k: v[rows] for k, v in values.items() if isinstance(v, Tensor | Streams)}
+        return Front(**values | own)
 
     def move(self, x_adv: Tensor, left: Tensor, threat: Threat) -> None:
         """Go on from these iterates, against these candidates [B, N]."""
@@ -219,7 +220,7 @@ def ranking_weights(candidates: int) -> Tensor:
 
     Returns:
         [N] float64: softmax of clip(N - i, 0.8 N, N - 2) for the ranks i = 1 … N: the best two
-        weigh more than the rest, and all the same for N <= 10.
+        weigh the same, the others less, and all of them the same for N <= 10.
     """
     places = torch.arange(1, candidates + 1, dtype=torch.float64)
     return (candidates - places).clamp(0.8 * candidates, candidates - 2).softmax(0)

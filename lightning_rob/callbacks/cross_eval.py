@@ -14,15 +14,16 @@ from rich.table import Table
 from torch import Tensor
 from torchmetrics import SumMetric
 
-from lightning_rob.attacks import Attack
+from lightning_rob.attacks import TAA, Attack, evaluating
 from lightning_rob.callbacks.evaluation import Evaluation, at_radius, told_apart, writing_folder
 from lightning_rob.callbacks.record import append_lines, describe
-from lightning_rob.callbacks.referee import answers, play
-from lightning_rob.defenses import Defense, Single
+from lightning_rob.callbacks.referee import play
+from lightning_rob.defenses import Defense, Single, TransformEnsemble
 from lightning_rob.figures.heat_map import heat_map
 from lightning_rob.figures.page import pixels, save
-from lightning_rob.metrics import TransferMatrix, wilson
+from lightning_rob.metrics import Transferability, TransferMatrix, transfer_ranking, wilson
 from lightning_rob.randomness import Streams
+from lightning_rob.rules import random_member
 
 CLEAN = "clean"  # the matrix of no attack: all its columns are the members' clean accuracies
 
@@ -30,10 +31,14 @@ CLEAN = "clean"  # the matrix of no attack: all its columns are the members' cle
 class CrossEval(Evaluation):
     """Attack each member of the module's `defense` alone and ask all members.
 
+    Sub-models of a `TransformEnsemble` are attacked in their own space, as by `TAA`.
+
     Logs `{stage}/member_{i}/acc`, clean, and `{stage}/member_{i}/{attack}`, member i under attack
     itself; draws the matrix of every attack (ARC paper, Fig. 10a) as `transfer_{attack}.png` in the
-    run's folder, last evaluation only, and for TensorBoard; prints the table of members (ARC paper,
-    Table 4) at the end of a test. Noise is keyed by image and as in `RobustEval`, so that member 1
+    run's folder, last evaluation only, and for TensorBoard, and as `transferability_{attack}.png` the
+    share of the images that fool one member that fool another (Meng et al. 2020, Table 3); prints
+    the table of members (ARC paper, Table 4) at the end of a test, and the members by how well
+    attacks on them transfer (Meng et al., Algorithm 2). Noise is keyed by image and as in `RobustEval`, so that member 1
     gets the figure that `first_member` has there. Training is not touched.
 
     Args:
@@ -67,6 +72,7 @@ class CrossEval(Evaluation):
         self.attacks = at_radius(attacks, eps)
         self.record = record
         self.matrices: dict[str, TransferMatrix] = {}
+        self.transfers: dict[str, Transferability] = {}
         self.images = SumMetric()
         self.seconds = dict.fromkeys(attacks, 0.0)
         self.results: list[dict[str, Any]] = []
@@ -82,13 +88,15 @@ class CrossEval(Evaluation):
 
     def rounds(self, pl_module: Any) -> int:
         """Once by each attack on each member."""
-        return len(self.attacks) * len(pl_module.defense.classifiers)
+        return len(self.attacks) * len(pl_module.defense.weights)
 
     def begin(self, trainer: Trainer, pl_module: Any) -> None:
         """Empty matrices, of as many members as there are by now."""
-        members = len(pl_module.defense.classifiers)
+        members = len(pl_module.defense.weights)
         names = (CLEAN, *self.attacks)
-        self.matrices = {name: TransferMatrix(members).to(pl_module.device) for name in names}
+        device = pl_module.device
+        self.matrices = {name: TransferMatrix(members).to(device) for name in names}
+        self.transfers = {name: Transferability(members).to(device) for name in self.attacks}
         self.images = SumMetric().to(pl_module.device)
         self.seconds = dict.fromkeys(self.attacks, 0.0)
 
@@ -96,23 +104,29 @@ class CrossEval(Evaluation):
         self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
     ) -> None:
         """Attack the batch once for every member and attack."""
-        members = [Single(net) for net in pl_module.defense.classifiers]
+        defense, members = pl_module.defense, len(pl_module.defense.weights)
         self.images.update(len(x))
-        clean = self._ask(members, x, index)
-        self.matrices[CLEAN].update(torch.stack([clean] * len(members), 1), y)
+        clean = self._ask(defense, x, index)
+        self.matrices[CLEAN].update(torch.stack([clean] * members, 1), y)
         for name, attack in self.attacks.items():
             found, began = [], time.perf_counter()
-            for j, member in enumerate(members):
-                x_adv, _ = play(attack, member, x, y, index, self.seed, 0, *name.encode())
-                found.append(self._ask(members, x_adv, index))
+            for j in range(members):
+                target, alone = _alone(defense, attack, j)
+                x_adv, _ = play(alone, target, x, y, index, self.seed, 0, *name.encode())
+                found.append(self._ask(defense, x_adv, index))
                 if self.progress:
                     self.progress.advance(f"{name} on member {j + 1}", len(x))
-            self.matrices[name].update(torch.stack(found, 1), y)
+            answers = torch.stack(found, 1)
+            self.matrices[name].update(answers, y)
+            self.transfers[name].update(answers, y)
             self.seconds[name] += time.perf_counter() - began
 
-    def _ask(self, members: list[Single], x: Tensor, index: Tensor) -> Tensor:
+    @torch.no_grad()
+    def _ask(self, defense: Defense, x: Tensor, index: Tensor) -> Tensor:
         """The probability of each member's answers: [M, B, K]."""
-        return torch.stack([answers(m, x, Streams.keyed(index, self.seed))[0] for m in members])
+        with evaluating(defense):
+            logits = defense.logits(x, Streams.keyed(index, self.seed))
+        return torch.stack([random_member(one[None], torch.ones(1)) for one in logits])
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log the members' accuracies, record and draw the matrices."""
@@ -126,15 +140,16 @@ class CrossEval(Evaluation):
             return
         append_lines(folder / self.record, map(json.dumps, self.results[1:]))
         for result in self.results[1:]:
-            figure = draw(result)
-            save(figure, folder / f"transfer_{result['name']}.png")
-            if isinstance(trainer.logger, TensorBoardLogger):
-                tag = f"{stage}/transfer/{result['name']}"
-                trainer.logger.experiment.add_image(tag, pixels(figure), trainer.global_step)
+            for kind, figure in (("transfer", draw(result)), ("transferability", spread(result))):
+                save(figure, folder / f"{kind}_{result['name']}.png")
+                if isinstance(trainer.logger, TensorBoardLogger):
+                    tag = f"{stage}/{kind}/{result['name']}"
+                    trainer.logger.experiment.add_image(tag, pixels(figure), trainer.global_step)
 
     def _results(self, trainer: Trainer, defense: Defense, stage: str) -> list[dict[str, Any]]:
         """One record per matrix, that of no attack first."""
         shared = self.circumstances(trainer, stage) | {"probs": defense.weights.tolist()}
+        shared |= {"names": _names(defense)}
         n, found = int(self.images.compute()), []
         size = (len(defense.weights), -1)
         clean = [row[0] for row in self.matrices[CLEAN].compute().reshape(size).tolist()]
@@ -146,8 +161,20 @@ class CrossEval(Evaluation):
                 "clean": clean,
                 "n": n,
             }
+            if name != CLEAN:
+                figures |= self._transfer(name, torch.tensor(matrix))
             found.append({"name": name} | shared | self._details(name) | figures)
         return found
+
+    def _transfer(self, name: str, matrix: Tensor) -> dict[str, Any]:
+        """What fools the other members too, and on which member it is best made."""
+        shares, counts = self.transfers[name].compute()
+        shares = shares.reshape(matrix.shape).nan_to_num(0.0)  # of nothing, where nothing succeeded
+        return {
+            "transferability": shares.tolist(),
+            "successes": counts.reshape(-1).tolist(),
+            "ranking": transfer_ranking(matrix),
+        }
 
     def _details(self, name: str) -> dict[str, Any]:
         if name == CLEAN:
@@ -164,12 +191,37 @@ class CrossEval(Evaluation):
                 print_members(type(pl_module).__name__, sibling.results)
 
 
+def _alone(defense: Defense, attack: Attack, member: int) -> tuple[Defense, Attack]:
+    """What is attacked, and how, in an attack on one member."""
+    if isinstance(defense, TransformEnsemble):
+        return defense, TAA(attack, member)
+    return Single(defense.classifiers[member]), attack
+
+
+def _names(defense: Defense) -> list[str]:
+    if isinstance(defense, TransformEnsemble):
+        return defense.names
+    return [str(i + 1) for i in range(len(defense.weights))]
+
+
 def draw(result: dict[str, Any]) -> Figure:
-    """The heat map of a record."""
-    names = [str(i + 1) for i in range(len(result["matrix"]))]
-    when = f", epoch {result['epoch']}" if result["stage"] == "val" else ""
-    title = f"{result['name']} on each member\n{result['stage']}{when}, n = {result['n']}"
+    """The heat map of a record's accuracies."""
+    names, title = result["names"], f"{result['name']} on each member\n{_when(result)}"
     return heat_map(torch.tensor(result["matrix"]), names, names, title)
+
+
+def spread(result: dict[str, Any]) -> Figure:
+    """The heat map of what share of the images that fool one member fool another."""
+    names = result["names"]
+    title = f"{result['name']}: of the images that fool the source, those that fool the target\n"
+    labels = {"row_label": "source", "column_label": "target", "unit": "fooled in %"}
+    matrix = torch.tensor(result["transferability"])
+    return heat_map(matrix, names, names, title + _when(result), **labels)
+
+
+def _when(result: dict[str, Any]) -> str:
+    epoch = f", epoch {result['epoch']}" if result["stage"] == "val" else ""
+    return f"{result['stage']}{epoch}, n = {result['n']}"
 
 
 def print_members(title: str, results: list[dict[str, Any]]) -> None:
@@ -183,8 +235,13 @@ def print_members(title: str, results: list[dict[str, Any]]) -> None:
         table.add_column(result["name"], justify="right")
     for i, share in enumerate(probs):
         cells = [_cell(result["matrix"][i][i], *result["intervals"][i][i]) for result in results]
-        table.add_row(str(i + 1), f"{share:.3g}", *cells)
-    Console().print(table)
+        table.add_row(results[0]["names"][i], f"{share:.3g}", *cells)
+    console = Console()
+    console.print(table)
+    for result in results:
+        if len(result.get("ranking", ())) > 1:
+            names = [result["names"][i] for i in result["ranking"]]
+            console.print(f"{result['name']} transfers best from: {', '.join(names)}")
 
 
 def _cell(accuracy: float, low: float, high: float) -> str:

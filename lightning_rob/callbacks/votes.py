@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_rob.attacks import Attack, evaluating
+from lightning_rob.attacks import TAA, Attack, evaluating
+from lightning_rob.attacks.taa import attackable
 from lightning_rob.callbacks.evaluation import (
     Evaluation,
     at_least_one,
@@ -50,6 +51,8 @@ class Votes(Evaluation):
         draws: how often an ensemble such as "14r+28i" is drawn, the figure being the mean over
             draws.
         attacked: the members that the attacker knows, in the same words; None is all.
+        each_target: of each attack make a `TAA` on every member that can be attacked, in turn, and
+            call it `{attack}_on_{transformation}` (Table 4).
         every_n_epochs: validate every so many epochs of `fit`.
         max_images: attack so many images only, a random choice by the seed; None attacks all.
         seed: of the evaluation's noise and of the draws.
@@ -67,6 +70,7 @@ class Votes(Evaluation):
         ensembles: dict[str, Names] | None = None,
         draws: int = 5,
         attacked: Names | None = None,
+        each_target: bool = False,
         every_n_epochs: int = 1,
         max_images: int | None = None,
         seed: int = 0,
@@ -84,10 +88,12 @@ class Votes(Evaluation):
         self.ensembles = ensembles
         self.draws = draws
         self.attacked = attacked
+        self.each_target = each_target
+        self.playing: dict[str, Attack] = {}
         self.record = record
         self.parts: dict[str, list[list[int]]] = {}
         self.tables: dict[str, PerImage] = {}
-        self.seconds = dict.fromkeys(attacks, 0.0)
+        self.seconds: dict[str, float] = {}
         self.results: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -99,7 +105,7 @@ class Votes(Evaluation):
 
     def games(self) -> dict[str, Any]:
         """What tells an attack here from another."""
-        asked = (self.rules, self.ensembles, self.draws, self.attacked)
+        asked = (self.rules, self.ensembles, self.draws, self.attacked, self.each_target)
         return {name: (attack, *asked) for name, attack in self.attacks.items()}
 
     def due(self, trainer: Trainer) -> bool:
@@ -108,15 +114,27 @@ class Votes(Evaluation):
 
     def rounds(self, pl_module: Any) -> int:
         """Once by each attack."""
-        return len(self.attacks)
+        return len(self._made(pl_module.defense))
 
     def begin(self, trainer: Trainer, pl_module: Any) -> None:
         """Forget the last evaluation, and draw the ensembles from the members there are by now."""
         self.parts = self._parts(pl_module.defense, trainer.state.fn == "fit")
         votes = sum(map(len, self.parts.values())) * len(self.rules)
-        names = (CLEAN, *self.attacks)
+        self.playing = self._made(pl_module.defense)
+        names = (CLEAN, *self.playing)
         self.tables = {name: PerImage(1 + votes).to(pl_module.device) for name in names}
-        self.seconds = dict.fromkeys(self.attacks, 0.0)
+        self.seconds = dict.fromkeys(self.playing, 0.0)
+
+    def _made(self, defense: Defense) -> dict[str, Attack]:
+        """What attacks are made of those asked for."""
+        if not self.each_target or not isinstance(defense, TransformEnsemble):
+            return self.attacks
+        targets = {i: defense.names[i] for i in attackable(defense)}
+        return {
+            f"{name}_on_{target}": TAA(attack, target)
+            for name, attack in self.attacks.items()
+            for target in targets.values()
+        }
 
     def _parts(self, defense: Defense, growing: bool) -> dict[str, list[list[int]]]:
         """The members of each draw of each ensemble that has any by now."""
@@ -138,7 +156,7 @@ class Votes(Evaluation):
         places = [] if known is None else _places(defense, known, self.seed, growing)
         target = defense.part(places) if places else defense
         nothing = Untouched(next(iter(self.attacks.values())).threat)
-        for name, attack in {CLEAN: nothing, **self.attacks}.items():
+        for name, attack in {CLEAN: nothing, **self.playing}.items():
             began, keys = time.perf_counter(), (self.seed, 0, *name.encode())
             x_adv = attack(target, x, y, Streams.keyed(index, *keys, 0))
             check_within(attack, x_adv, x)
@@ -193,7 +211,7 @@ class Votes(Evaluation):
     def _details(self, name: str) -> dict[str, Any]:
         if name == CLEAN:
             return {}
-        attack = self.attacks[name]
+        attack = self.playing[name]
         told = {"attack": describe(attack), "threat": repr(attack.threat)}
         return told | {"attacked": self.attacked, "seconds": self.seconds[name]}
 

@@ -1,6 +1,7 @@
 """A matrix of accuracies, each number in a cell of its shade."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,6 +21,7 @@ def heat_map(
     title: str = "",
     row_label: str = "answering member",
     column_label: str = "attacked member",
+    unit: str = "accuracy in %",
 ) -> Figure:
     """Draw a matrix of shares as numbers in per cent, darker where they are larger.
 
@@ -32,6 +34,7 @@ def heat_map(
         title: above the figure; its lines are not broken.
         row_label: what the rows are.
         column_label: what the columns are.
+        unit: what the shades are.
 
     Raises:
         ValueError: the names are not as many as the rows and columns.
@@ -47,7 +50,7 @@ def heat_map(
     image = shade(axes, percent, rows, columns)
     axes.set_xlabel(column_label)
     axes.set_ylabel(row_label)
-    bar = figure.colorbar(image, ax=axes, label="accuracy in %", ticks=range(0, 101, 25))
+    bar = figure.colorbar(image, ax=axes, label=unit, ticks=range(0, 101, 25))
     bar.outline.set_visible(False)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=9, fontweight="bold")
@@ -57,7 +60,8 @@ def heat_map(
 def shade(axes: Axes, percent: Tensor, rows: Sequence[str], columns: Sequence[str]) -> AxesImage:
     """Draw the cells of a matrix [R, C] in per cent with their names."""
     image = axes.imshow(percent.numpy(), cmap="Blues", vmin=0, vmax=100)
-    axes.set_xticks(range(len(columns)), columns)
+    turned: Any = {"rotation": 45, "ha": "right"} if max(map(len, columns)) > 4 else {}
+    axes.set_xticks(range(len(columns)), columns, **turned)
     axes.set_yticks(range(len(rows)), rows)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)

@@ -30,7 +30,8 @@ def pool_figure(x: Tensor, seed: int = 0) -> Figure:
 
 def _label(name: str) -> str:
     """What a picture is called below its group's name, in short lines."""
-    return "\n".join(wrap(name.partition("_")[2].replace("_", " "), LETTERS, break_long_words=False))
+    words = name.partition("_")[2].replace("_", " ")
+    return "\n".join(wrap(words, LETTERS, break_long_words=False))
 
 
 def _transformed(transform: Transform, x: Tensor, seed: int) -> Tensor:

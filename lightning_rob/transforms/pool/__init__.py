@@ -5,7 +5,7 @@ code slips, this one does what text and textbooks agree on; the transformations 
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 
 import torch
@@ -142,6 +142,7 @@ def pool() -> dict[str, Transform]:
 REVERSIBLE = tuple(name for name, one in pool().items() if one.reversible)
 IRREVERSIBLE = tuple(name for name, one in pool().items() if not one.reversible)
 WORDS = {"reversible": REVERSIBLE, "irreversible": IRREVERSIBLE, "all": tuple(pool())}
+COMPOSITION = re.compile(r"(?=\d)(?:(?P<r>\d+)r)?(?:(?:(?<=r)\+|^)(?P<i>\d+)i)?")
 
 
 def chosen(names: str | Sequence[str], seed: int = 0) -> dict[str, Transform]:
@@ -160,6 +161,8 @@ def chosen(names: str | Sequence[str], seed: int = 0) -> dict[str, Transform]:
         ValueError: an unknown name, or more than there are.
     """
     asked = [names] if isinstance(names, str) else list(names)
+    if not asked:
+        raise ValueError('no transformations asked for: name some, or "all"')
     known = {"clean": Identity(), **pool()}
     return {name: known[name] for one in asked for name in _meant(one, seed)}
 
@@ -169,17 +172,20 @@ def _meant(name: str, seed: int) -> Sequence[str]:
         return [name]
     if name in WORDS:
         return WORDS[name]
-    if drawn := re.fullmatch(r"(?:(\d+)r)?\+?(?:(\d+)i)?", name.replace(" ", "")):
-        reversible, irreversible = (int(count or 0) for count in drawn.groups())
-        return [*_drawn(REVERSIBLE, reversible, seed), *_drawn(IRREVERSIBLE, irreversible, seed)]
+    if drawn := COMPOSITION.fullmatch(name.replace(" ", "")):
+        counts = {"reversible": drawn["r"], "irreversible": drawn["i"]}
+        return [one for word, count in counts.items() for one in _drawn(word, count, seed)]
     options = ["clean", *WORDS, *pool()]
     close = get_close_matches(name, options, n=3, cutoff=0.4)
-    raise ValueError(f"no transformation {name!r}, did you mean {', '.join(close) or options}?")
+    meant = ", ".join(close) or 'a composition as "14r+28i"'
+    raise ValueError(f"no transformation {name!r}, did you mean {meant}?")
 
 
-def _drawn(names: Sequence[str], count: int, seed: int) -> Iterator[str]:
-    if count > len(names):
-        raise ValueError(f"there are {len(names)} to draw from, got {count}")
+def _drawn(word: str, count: str | None, seed: int) -> list[str]:
+    """So many of a group in its order: the first of one permutation, whatever the count."""
+    names, wanted = WORDS[word], int(count or 0)
+    if wanted > len(names):
+        raise ValueError(f"there are {len(names)} {word} ones to draw from, got {wanted}")
     chance = torch.Generator().manual_seed(fold(seed, len(names)))
-    taken = set(torch.randperm(len(names), generator=chance)[:count].tolist())
-    return (name for place, name in enumerate(names) if place in taken)
+    taken = set(torch.randperm(len(names), generator=chance)[:wanted].tolist())
+    return [name for place, name in enumerate(names) if place in taken]

@@ -19,7 +19,7 @@ SLOPES = {  # the derivative downwards, as correlated; across is its transpose, 
     "sobel": ((-1, -2, -1), (0, 0, 0), (1, 2, 1)),
     "scharr": ((-3, -10, -3), (0, 0, 0), (3, 10, 3)),
     "prewitt": ((-1, -1, -1), (0, 0, 0), (1, 1, 1)),
-    "roberts": ((-1, 0, 0), (0, 1, 0), (0, 0, 0)),
+    "roberts": ((0, 0, 0), (0, -1, 0), (0, 0, 1)),
 }
 FLAT = 1e-12  # under the root, where the slope of an image without edges would be infinite
 
@@ -51,8 +51,8 @@ class Edges(Transform):
 
 
 def _other_diagonal(kernel: Tensor) -> Tensor:
-    """The kernel's upper left 2x2 pixels, left and right exchanged."""
-    return torch.cat([kernel[:, :2].flip(1), kernel[:, 2:]], 1)
+    """The kernel's two columns on the right exchanged."""
+    return torch.cat([kernel[:, :1], kernel[:, 1:].flip(1)], 1)
 
 
 @dataclass(frozen=True)

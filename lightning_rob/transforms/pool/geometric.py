@@ -1,5 +1,6 @@
 """A swirl, and images put together again from their projections."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,9 +17,9 @@ from lightning_rob.transforms.one_by_one import Picture, each
 
 @dataclass(frozen=True)
 class SwirlMiddle(Transform):
-    """Turn the image about its middle, less and less with the distance; black outside.
+    """Turn the image about its middle, less and less with the distance; a mirror outside.
 
-    As `skimage.transform.swirl`, whose middle is (W / 2, H / 2), but that has a mirror outside.
+    As `skimage.transform.swirl`, whose middle is the pixel (W / 2, H / 2).
 
     Args:
         strength: in radians.
@@ -30,9 +31,16 @@ class SwirlMiddle(Transform):
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
-        middle = x.new_tensor([x.shape[3] / 2, x.shape[2] / 2]).expand(len(x), 2)
-        radius, strength = x.new_full((len(x),), self.radius), x.new_full((len(x),), self.strength)
-        return Swirl().apply(x, middle, radius, strength)
+        rows, columns = x.shape[2:]
+        reach = math.hypot(rows, columns) / 2
+        down, across = (min(math.ceil(reach - n / 2) + 1, n - 1) for n in (rows, columns))
+        mirrored = pad(x, [across, across, down, down], mode="reflect")
+        middle = x.new_tensor([across + columns / 2, down + rows / 2]).expand(len(x), 2)
+        radius, strength = (
+            x.new_full((len(x),), number) for number in (self.radius, self.strength)
+        )
+        turned = Swirl().apply(mirrored, middle, radius, strength)
+        return turned[..., down : down + rows, across : across + columns]
 
 
 @dataclass(frozen=True)
