@@ -49,7 +49,9 @@ def majority(logits: Tensor, weights: Tensor) -> Tensor:
 
 def top2_majority(logits: Tensor, weights: Tensor) -> Tensor:
     """Every draw votes for its two largest classes, ties to the earliest draw's first choice."""
-    return _plurality(torch.stack(_two_votes(logits), 1).flatten(0, 1), weights.repeat_interleave(2))
+    return _plurality(
+        torch.stack(_two_votes(logits), 1).flatten(0, 1), weights.repeat_interleave(2)
+    )
 
 
 def top2_majority_as_released(logits: Tensor, weights: Tensor) -> Tensor:

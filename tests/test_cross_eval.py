@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_rob.attacks import ARC, PGD
 from lightning_rob.callbacks import CrossEval, RobustEval
-from lightning_rob.defenses import Ensemble, Single, first_member
+from lightning_rob.defenses import Ensemble, Single, TransformEnsemble, first_member
 from lightning_rob.figures.heat_map import heat_map
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.threat import Threat
@@ -266,3 +266,36 @@ def test_heat_map_says_each_number_in_its_place_and_readably():
 def test_heat_map_needs_a_name_for_each_row_and_column():
     with pytest.raises(ValueError, match=r"\[2, 3\] needs as many names, got 3 rows and 2 columns"):
         heat_map(torch.zeros(2, 3), list("abc"), list("ab"))
+
+
+def test_transferability_and_ranking_are_those_of_the_answers(ensemble, capsys):
+    cross = CrossEval({"pgd": PLAIN})
+    _, data = study(ensemble, cross, test_size=50)
+    x, y = images_of(data)
+    result = cross.results[1]
+    fooled = torch.empty(3, 3, 50, dtype=torch.bool)
+    for j, attacked in enumerate(ensemble.classifiers):
+        x_adv = PLAIN(Single(attacked), x, y)
+        fooled[:, j] = torch.stack([net(x_adv).argmax(1) != y for net in ensemble.classifiers])
+    for source in range(3):
+        assert result["successes"][source] == fooled[source, source].sum()
+        for target in range(3):
+            both = (fooled[source, source] & fooled[target, source]).sum()
+            share = (both / fooled[source, source].sum()).item()
+            assert result["transferability"][source][target] == pytest.approx(share)
+    others = [sum(result["matrix"][i][j] for i in range(3) if i != j) for j in range(3)]
+    assert result["ranking"] == sorted(range(3), key=lambda j: others[j])
+    names = ", ".join(str(j + 1) for j in result["ranking"])
+    assert f"pgd transfers best from: {names}" in capsys.readouterr().out
+
+
+def test_sub_models_are_attacked_in_their_own_space():
+    nets = [trained_net(seed, 16) for seed in range(2)]
+    turned = TransformEnsemble(nets, ["clean", "rotate_180"])
+    cross = CrossEval({"pgd": PLAIN})
+    _, data = study(turned, cross)
+    x, y = images_of(data)
+    x_adv = PLAIN(Single(nets[1]), x.rot90(2, (2, 3)), y).rot90(2, (2, 3))
+    right = [(votes.argmax(1) == y).double().mean().item() for votes in turned.logits(x_adv)]
+    assert [row[1] for row in matrix(cross, "pgd")] == pytest.approx(right)
+    assert cross.results[1]["names"] == ["clean", "rotate_180"]

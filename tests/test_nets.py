@@ -13,6 +13,7 @@ from lightning_rob.attacks.folding import folded
 from lightning_rob.nets import (
     VGG16,
     WRN28_4,
+    AthenaCNN,
     LeNet,
     MNISTNet,
     MobileNetV1,
@@ -60,6 +61,8 @@ NETS = {
     "mnist-32": (lambda **o: MNISTNet(width=4, channels=3, size=32, **o), 3, 32),
     "lenet-28": (lambda **o: LeNet(**o), 1, 28),
     "lenet-32": (lambda **o: LeNet(channels=3, size=32, **o), 3, 32),
+    "athena-28": (lambda **o: AthenaCNN(hidden=32, **o), 1, 28),
+    "athena-32": (lambda **o: AthenaCNN(channels=3, size=32, hidden=32, **o), 3, 32),
     "resnet20": (lambda **o: ResNet20(**o), 3, 32),
     "resnet-b": (lambda **o: ResNet(**TINY, shortcut="B", **o), 3, 32),
     "preact": (lambda **o: PreActResNet18(**o), 3, 32),
@@ -142,8 +145,17 @@ def test_published_parameter_counts():
     # TADV's 4.33M
     assert count(ResNet20(widths=(64, 128, 256), shortcut="B")) == 4_327_754
     assert count(LeNet()) == 832 + 51_264 + 3_212_288 + 10_250
+    assert count(AthenaCNN()) == 320 + 18_496 + 6_557_696 + 40_970
     # 11,171,146 without the batch norm before the pool, which ARC has
     assert count(PreActResNet18()) == 11_171_146 + 2 * 512
+
+
+def test_two_linear_layers_in_evaluation_are_one():
+    torch.manual_seed(0)
+    net, x = AthenaCNN(hidden=64).eval(), torch.rand(5, 1, 28, 28)
+    step_by_step = net.linear(net.hidden(net.features(net.normalize(x))))
+    assert torch.allclose(net(x), step_by_step, atol=1e-5)
+    assert not torch.equal(net.train()(x), net(x))  # dropout
 
 
 @every_net
@@ -922,6 +934,7 @@ FACTORIES = {
     "wrn": ("WRN28_4", {"classes": 100}, WRN28_4),
     "lenet": ("LeNet", {"size": 32}, LeNet),
     "mnist": ("MNISTNet", {"size": 32}, MNISTNet),
+    "athena": ("AthenaCNN", {"hidden": 16}, AthenaCNN),
     "zoo": ("ZooNet", {"name": "test_resnet", "source": "timm", "classes": 3}, ZooNet),
 }
 
@@ -936,7 +949,18 @@ def test_factory_from_config(name, options, kind):
     assert count(nets[0]) == count(kind(**options))
 
 
-SHORT = [ResNet20, ResNet32, PreActResNet18, MobileNetV1, VGG16, WRN28_4, SmallCNN, LeNet, MNISTNet]
+SHORT = [
+    ResNet20,
+    ResNet32,
+    PreActResNet18,
+    MobileNetV1,
+    VGG16,
+    WRN28_4,
+    SmallCNN,
+    LeNet,
+    MNISTNet,
+    AthenaCNN,
+]
 
 
 # ResNet alone is ambiguous once torchvision or timm has been imported

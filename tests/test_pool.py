@@ -61,7 +61,7 @@ def test_there_are_72_in_the_order_of_the_paper():
 
 
 @ALL
-@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 8, 8), (1, 28, 28), (3, 32, 32), (3, 11, 15)])
+@pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (3, 11, 15)])
 def test_shape_type_and_range(name, shape):
     if name in ("rotate_90", "rotate_270") and shape[1] != shape[2]:
         with pytest.raises(ValueError, match=r"a quarter turn needs square images, got \[2, 3, 11"):
@@ -187,7 +187,6 @@ def test_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         POOL["rotate_90"].quarters = 2
     assert POOL["noise_salt"] == pool()["noise_salt"]
-    assert len({hash(one) for one in POOL.values()}) == 72
 
 
 def test_chosen_by_name_and_by_word():

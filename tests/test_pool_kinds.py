@@ -13,8 +13,9 @@ from skimage import color, filters, restoration, transform, util
 from skimage.morphology import disk
 
 from lightning_rob.data.digits import _digits
+from lightning_rob.nets.normalize import USUAL
 from lightning_rob.randomness import Streams
-from lightning_rob.transforms.pool import pool
+from lightning_rob.transforms.pool import normalise, pool
 from lightning_rob.transforms.pool.affine import ThreePoints
 from lightning_rob.transforms.pool.cartoon import Cartoon
 from lightning_rob.transforms.pool.colours import Quantise
@@ -157,6 +158,11 @@ def test_normalised_by_fixed_numbers():
     y = NormaliseFeature([0.5, 0.4, 0.3], [0.2, 0.2, 0.1])(X)
     expected = torch.stack([(X[:, 0] - 0.5) / 0.2, (X[:, 1] - 0.4) / 0.2, (X[:, 2] - 0.3) / 0.1], 1)
     assert close(y, expected.clamp(0, 1))
+    assert normalise.USUAL == USUAL
+    with pytest.raises(ValueError, match="images of 2 channels need as many in mean and std"):
+        NormaliseFeature()(X[:, :2])
+    with pytest.raises(ValueError, match=r"std must be positive, got \[0.0\]"):
+        NormaliseFeature([0.5], [0.0])
 
 
 def test_cartoon_of_a_flat_image_is_the_image():

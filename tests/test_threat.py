@@ -7,6 +7,8 @@ import pytest
 import torch
 from scipy import stats
 
+from lightning_rob.attacks import PGD
+from lightning_rob.defenses import Single
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat, norm_order, pixels
 
@@ -299,3 +301,47 @@ def test_start_of_half_precision_images_is_finite(norm, dtype):
 )
 def test_a_threat_in_words(threat, said):
     assert str(threat) == said
+
+
+def test_relative_lengths_are_shares_of_the_images_own_norm():
+    x = torch.stack([torch.full((1, 2, 2), 0.5), torch.full((1, 2, 2), 0.25)])
+    threat = Threat("l2", 0.1, relative=True)
+    assert threat.unit(x).tolist() == pytest.approx([1.0, 0.5])
+    moved = threat.project(x + 0.2, x)
+    assert threat.distance(moved, x).tolist() == pytest.approx([0.1, 0.1])
+    assert threat.size(moved - x).tolist() == pytest.approx([0.1, 0.05])
+    assert str(threat) == "l2 10 % of the image"
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_a_black_image_has_no_relative_ball(norm):
+    black, threat = torch.zeros(2, 1, 4, 4), Threat(norm, 0.3, relative=True)
+    assert torch.equal(threat.project(black + 0.5, black), black)
+    assert torch.equal(threat.start(black, torch.Generator().manual_seed(0)), black)
+    assert threat.distance(black, black).tolist() == [0, 0]
+    assert threat.distance(black + 0.1, black).isinf().all()
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_relative_starts_and_projections_stay_inside(norm):
+    chance = torch.Generator().manual_seed(0)
+    x, threat = torch.rand(20, 3, 5, 5, generator=chance), Threat(norm, 0.2, relative=True)
+    start = threat.start(x, chance)
+    wild = threat.project(torch.rand(20, 3, 5, 5, generator=chance), x)
+    for moved in (start, wild):
+        assert (threat.distance(moved, x) <= 0.2 * (1 + 1e-5)).all()
+        assert moved.min() >= 0
+        assert moved.max() <= 1
+    assert threat.distance(wild, x).max() > 0.19
+
+
+def test_pgd_climbs_as_far_as_a_relative_ball_lets_it():
+    """On a linear network the steepest l2 step is known: as far as the radius, along w."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+    x, y = 0.4 + 0.2 * torch.rand(5, 1, 4, 4), torch.zeros(5, dtype=torch.long)
+    threat = Threat("l2", 0.1, relative=True)
+    x_adv = PGD(threat, 10, 0.05, random_start=False)(Single(net), x, y)
+    w = (net[1].weight[1] - net[1].weight[0]).detach().view(1, 1, 4, 4)
+    radius = 0.1 * x.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+    assert torch.allclose(x_adv, x + radius * w / w.norm(), atol=1e-5)

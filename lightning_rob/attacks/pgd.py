@@ -100,8 +100,8 @@ class PGD(Attack):
             )
             if self.keep_best:
                 best, value = better(best, value, x_adv, climbed)
-            step = scale(move(gradient.nan_to_num(0.0, 0.0, 0.0)), reach)
-            x_adv = self.threat.project(x_adv + step, x)
+            along = scale(move(gradient.nan_to_num(0.0, 0.0, 0.0)), reach)
+            x_adv = self.threat.project(x_adv + along, x)
         if self.keep_best or self.restarts > 1:
             last = self._value(defense, x_adv, y, generator)
             return better(best, value, x_adv, last) if self.keep_best else (x_adv, last)

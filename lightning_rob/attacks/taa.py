@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.strongest import Strongest
@@ -11,6 +11,7 @@ from lightning_rob.defenses import Defense, Single, TransformEnsemble
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.threat import Threat
+from lightning_rob.transforms import Transform
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,11 @@ class TAA(Attack):
     """Attack one sub-model, the target, and hope for the others (Meng et al. 2020, "TAA").
 
     x_adv = x + undo(inner(t(x)) - t(x)): the inner attack sees the target's network and images as
-    this network sees them, and what it adds is carried back. What it adds where a shift has filled
-    in is lost, and pixels that the shift has lost keep their value, so ball and bounds are the
-    inner attack's. A transformation that cannot be undone but has a gradient is attacked through.
+    this network sees them, and what it adds is carried back. Pixels that a shift has lost keep
+    their value, so ball and bounds are the inner attack's. What it would add where a shift has
+    filled in could not be carried back, and is hidden from the network: DeepFool, which spends no
+    more than it needs, would else fool one digit in seven in place of all. A transformation that
+    cannot be undone but has a gradient is attacked through.
 
     Args:
         inner: how the target is attacked; its threat is the whole attack's.
@@ -141,8 +144,25 @@ def attacked_alone(
         return inner.perturb(ensemble.one(member), x, y, generator)
     with torch.no_grad():
         seen = transform(x)
-    x_adv = inner.perturb(Single(ensemble.members[member]), seen.clone(), y, generator)
+    target = Single(_Returning(transform, ensemble.members[member]))
+    x_adv = inner.perturb(target, seen.clone(), y, generator)
     return inner.threat.apply(transform.undo(x_adv.detach() - seen), x)
+
+
+class _Returning(nn.Module):
+    """A network that sees of images in its space what can be carried back."""
+
+    def __init__(self, transform: Transform, net: nn.Module) -> None:
+        super().__init__()
+        self.transform = transform
+        self.net = net
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Logits [B, K] of transformed images [B, C, H, W]."""
+        if self.transform.differentiable:
+            z = self.transform(self.transform.undo(z))
+        logits: Tensor = self.net(z)
+        return logits
 
 
 def counting(ensemble: TransformEnsemble) -> TransformEnsemble:

@@ -53,7 +53,8 @@ class Shown:
             kept: Tensor = torch.load(path, weights_only=True)
             return kept
         chunks = []
-        for x, index in zip(self.x.split(CHUNK), self.index.split(CHUNK), strict=True):
+        for start in range(0, len(self.x), CHUNK):
+            x, index = self.x[start : start + CHUNK], self.index[start : start + CHUNK]
             with torch.no_grad():
                 chunks.append(transformed(transform, name, x, Streams.keyed(index, seed)))
             if tell:

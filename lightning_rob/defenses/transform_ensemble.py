@@ -1,7 +1,6 @@
 """Ensembles of networks, each of which sees images through a transformation of its own."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +65,8 @@ class TransformEnsemble(Defense):
         for net in nets:
             check_network(net)
         super().__init__(sampling_probabilities(None, len(nets)), rule)
-        by_name = isinstance(transforms, Mapping)
-        self.transforms = dict(transforms) if by_name else chosen(transforms)
+        known = transforms if isinstance(transforms, Mapping) else chosen(transforms)
+        self.transforms = dict(known)
         if len(self.transforms) != len(nets):
             raise ValueError(
                 f"{len(nets)} members need as many transformations, got {len(self.transforms)}: "
@@ -144,9 +143,7 @@ class TransformEnsemble(Defense):
         return torch.stack(votes)
 
 
-def transformed(
-    transform: Transform, name: str, x: Tensor, generator: Generator = None
-) -> Tensor:
+def transformed(transform: Transform, name: str, x: Tensor, generator: Generator = None) -> Tensor:
     """Images [B, C, H, W] behind a transformation, by chance of its own where it has any."""
     if isinstance(generator, Streams):
         generator = generator.apart(fold(*name.encode()))

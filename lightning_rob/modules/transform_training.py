@@ -24,7 +24,6 @@ from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.transforms.pool import chosen
 
 
-
 @dataclass
 class Turn:
     """How the sub-model in training has done so far.
@@ -246,11 +245,12 @@ class TransformTraining(RobustModule):
 
     @torch.no_grad()
     def _validation_loss(self) -> float:
-        pairs = zip(self._seen("val").split(CHUNK), self.images["val"].y.split(CHUNK), strict=True)
-        with evaluating(self.trained()):
+        net, seen, y = self.trained(), self._seen("val"), self.images["val"].y
+        parts = [slice(start, start + CHUNK) for start in range(0, len(y), CHUNK)]
+        with evaluating(net):
             losses = [
-                cross_entropy(self.trained()(x.to(self.device)), y.to(self.device))
-                for x, y in pairs
+                cross_entropy(net(seen[part].to(self.device)), y[part].to(self.device))
+                for part in parts
             ]
         return float(torch.cat(losses).double().mean())
 
@@ -266,8 +266,9 @@ class TransformTraining(RobustModule):
         elif not stopped:
             turn.since += 1
         stopped = turn.epochs >= self.epochs or turn.since >= self.patience
-        found = self.all_gather(torch.tensor([loss, float(stopped)], device=self.device))
-        losses, ends = found.view(-1, 2)[: len(self.now)].unbind(1)
+        told = torch.tensor([loss, float(stopped)], device=self.device)
+        found = torch.as_tensor(self.all_gather(told)).view(-1, 2)[: len(self.now)]
+        losses, ends = found.unbind(1)
         for member, value in zip(self.now, losses, strict=True):
             self.log(f"val/loss/{self.names[member]}", value, sync_dist=True)
         turn.over = bool(ends.all())

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_rob.nets.normalize import Normalize
 from lightning_rob.transforms.base import Transform
 
 FLAT = 1e-6  # as Keras
+USUAL = {  # those of `lightning_rob.nets.Normalize`
+    1: ((0.1307,), (0.3081,)),
+    3: ((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
+}
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,16 @@ class NormaliseFeature(Transform):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("mean", "std"):
-            numbers = getattr(self, name)
-            object.__setattr__(self, name, numbers and tuple(numbers))
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.std is not None and min(self.std) <= 0:
+            raise ValueError(f"std must be positive, got {list(self.std)}")
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], not clipped."""
-        layer: Normalize = Normalize.usual(x.shape[1], self.mean, self.std).to(x)
-        return layer.forward(x)
+        usual = USUAL.get(x.shape[1], (None, None))
+        numbers = [own or known for own, known in zip((self.mean, self.std), usual, strict=True)]
+        if any(values is None or len(values) != x.shape[1] for values in numbers):
+            raise ValueError(f"images of {x.shape[1]} channels need as many in mean and std")
+        mean, std = (x.new_tensor(values)[:, None, None] for values in numbers)
+        return (x - mean) / std
