@@ -58,7 +58,7 @@ def top2_majority_as_released(logits: Tensor, weights: Tensor) -> Tensor:
     """`top2_majority`, ties to the earliest draw's second choice, as in Athena's released code.
 
     Draws that all agree on both classes tie, so that unanimity elects the second: the reason for
-    the low clean accuracy of T2MV in Meng et al. (2020).
+    the low clean accuracy of T2MV in Liao et al. (2020).
     """
     first, second = _two_votes(logits)
     return _plurality(torch.stack((second, first), 1).flatten(0, 1), weights.repeat_interleave(2))
@@ -81,7 +81,7 @@ def mean_logits(logits: Tensor, weights: Tensor) -> Tensor:
     return _votes(expectation(weights, logits))
 
 
-# The voting rules of transformation ensembles by their names in Meng et al. (2020).
+# The voting rules of transformation ensembles by their names in Liao et al. (2020).
 ATHENA: dict[str, Rule] = {
     "RD": random_member,
     "MV": majority,

@@ -52,7 +52,7 @@ class Threat:
         eps: radius in pixel units, images span `bounds`; "8/255" is accepted.
         bounds: smallest and largest value of a pixel.
         relative: all lengths, of steps too, are shares of the image's own norm. With l2 that is
-            the normalised l2 dissimilarity of Meng et al. (2020), eq. 1.
+            the normalised l2 dissimilarity of Liao et al. (2020), eq. 1.
 
     Raises:
         ValueError: an unknown norm, a negative radius, or empty bounds.

@@ -28,7 +28,7 @@ Aggregate = Literal["MaxP", "AvgP", "MVoteP", "WSumP"]
 
 @dataclass(frozen=True)
 class PAA(Attack):
-    """Attack all sub-models and aggregate (Meng et al. 2020, Algorithm 3, "PAA").
+    """Attack all sub-models and aggregate (Liao et al. 2020, Algorithm 3, "PAA").
 
     The candidates are the members that can be undone or have a gradient. In each round every
     candidate that is left is attacked at the iterate x_adv in its own space, as by `TAA`, and the
@@ -213,7 +213,7 @@ def _right(ensemble: TransformEnsemble, members: list[int], front: Front, turn: 
 
 
 def ranking_weights(candidates: int) -> Tensor:
-    """The weights of WSumP (Meng et al. 2020, eqs. 2-3).
+    """The weights of WSumP (Liao et al. 2020, eqs. 2-3).
 
     Args:
         candidates: N.

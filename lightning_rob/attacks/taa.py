@@ -16,7 +16,7 @@ from lightning_rob.transforms import Transform
 
 @dataclass(frozen=True)
 class TAA(Attack):
-    """Attack one sub-model, the target, and hope for the others (Meng et al. 2020, "TAA").
+    """Attack one sub-model, the target, and hope for the others (Liao et al. 2020, "TAA").
 
     x_adv = x + undo(inner(t(x)) - t(x)): the inner attack sees the target's network and images as
     this network sees them, and what it adds is carried back. Pixels that a shift has lost keep

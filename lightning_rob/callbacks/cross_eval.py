@@ -36,9 +36,9 @@ class CrossEval(Evaluation):
     Logs `{stage}/member_{i}/acc`, clean, and `{stage}/member_{i}/{attack}`, member i under attack
     itself. Draws the matrix of every attack (ARC paper, Fig. 10a) as `transfer_{attack}.png` in the
     run's folder, last evaluation only, and for TensorBoard, and as `transferability_{attack}.png`
-    which share of the images that fool one member fools another (Meng et al. 2020, Table 3).
+    which share of the images that fool one member fools another (Liao et al. 2020, Table 3).
     Prints the table of members (ARC paper, Table 4) at the end of a test, and the members by how
-    well attacks on them transfer (Meng et al. 2020, Algorithm 2). Noise is keyed by image and as in
+    well attacks on them transfer (Liao et al. 2020, Algorithm 2). Noise is keyed by image and as in
     `RobustEval`, so that member 1 gets the figure that `first_member` has there. Training is not
     touched.
 

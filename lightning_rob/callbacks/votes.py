@@ -39,7 +39,7 @@ Names = list[str] | str
 class Votes(Evaluation):
     """Attack an ensemble once, and count its members' votes by every rule.
 
-    Prints a table with the accuracy under each rule, as Tables 4 to 7 of Meng et al. (2020), at the
+    Prints a table with the accuracy under each rule, as Tables 4 to 7 of Liao et al. (2020), at the
     end of a test, and logs `{stage}/votes/{attack}/{rule}`, or `…/{ensemble}/{rule}` of the parts
     asked for. Noise is keyed by image; training is not touched.
 

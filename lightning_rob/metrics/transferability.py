@@ -21,7 +21,7 @@ class Transfer(NamedTuple):
 
 
 def transferability(answers: Tensor, y: Tensor) -> Transfer:
-    """Transferability of adversarial images (Meng et al. 2020, Table 3).
+    """Transferability of adversarial images (Liao et al. 2020, Table 3).
 
     Members that answer by chance are taken to draw independently of each other, and the figures
     are expectations then. An image that fools the source by a draw fools it by that very draw: the
@@ -40,7 +40,7 @@ def transferability(answers: Tensor, y: Tensor) -> Transfer:
 
 
 def transfer_ranking(accuracy: Tensor) -> list[int]:
-    """Members by how well attacks on them transfer (Meng et al. 2020, Algorithm 2).
+    """Members by how well attacks on them transfer (Liao et al. 2020, Algorithm 2).
 
     Ranked by the mean accuracy of the other members on images that attack a member, the lowest
     first, ties by order. Line 8 of the algorithm scores the member on its own images, which says
