@@ -1,6 +1,7 @@
 """Every YAML that is shipped runs."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,12 @@ CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.yaml") if p not in MIX_IN
 ASSEMBLED = [p for p in CONFIGS if "class_path: Assembled" in p.read_text()]
 RECIPES = [p for p in CONFIGS if p not in ASSEMBLED]
 RT_ONLY = sorted((ROOT / "callbacks").glob("rt_*.yaml"))
-CALLBACKS = sorted({*(ROOT / "callbacks").glob("*.yaml")} - {*RT_ONLY})
+VOTERS = [  # on transformation ensembles, or of many steps
+    p
+    for p in sorted((ROOT / "callbacks").glob("*.yaml"))
+    if re.search(r"TAA|PAA|callbacks\.Votes|Algorithm 2\)", p.read_text())
+]
+CALLBACKS = sorted({*(ROOT / "callbacks").glob("*.yaml")} - {*RT_ONLY, *VOTERS})
 # Data that a fresh machine lacks is replaced by embedded images of the same size.
 TINY = "{train_size: 10, test_size: 2, val_size: 2, workers: 0}"
 EMBEDDED = f"--data={{class_path: Patches10, init_args: {TINY}}}"
@@ -59,7 +65,7 @@ def test_recipe_runs(file, tmp_path, monkeypatch):
     if of(file, ["WithTarget"]):
         data = [PAIR]
     else:
-        grey = of(file, ["MNIST", "Digits5k"])
+        grey = of(file, ["MNIST", "FashionMNIST", "Digits5k"])
         data = [GREY if grey else EMBEDDED, "--data.init_args.batch_size=10"]
     run("fit", "--config", file, *data, *SMALL)
 
@@ -105,7 +111,7 @@ def test_the_game_of_a_recipe_is_played(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     content = shrunk(yaml.safe_load(file.read_text()))
     Path("recipe.yaml").write_text(yaml.safe_dump(content))
-    grey = of(file, ["MNIST", "Digits5k"])
+    grey = of(file, ["MNIST", "FashionMNIST", "Digits5k"])
     data = [GREY if grey else EMBEDDED, "--data.init_args.batch_size=10"]
     limits = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=1"]
     run("fit", "--config", "recipe.yaml", *data, *limits, *SMALL[1:], "--trainer.logger.name=run")
@@ -116,7 +122,15 @@ def test_the_game_of_a_recipe_is_played(file, tmp_path, monkeypatch):
     assert found["gmsa_min"]["n"] == 2
 
 
-NUMBERS = {"steps": 1, "rounds": 2, "neighbours": 8, "copies": 1, "untargeted": 1, "targeted": 1}
+NUMBERS = {
+    "steps": 1,
+    "rounds": 2,
+    "neighbours": 8,
+    "copies": 1,
+    "binary_steps": 1,
+    "untargeted": 1,
+    "targeted": 1,
+}
 
 
 def shrunk(content):
@@ -196,7 +210,32 @@ def test_callback_plugs_into_random_transforms(file, tmp_path, monkeypatch):
     run("fit", *base, "--trainer.callbacks+=callback.yaml")
 
 
-@pytest.mark.parametrize("file", [*CALLBACKS, *RT_ONLY], ids=lambda p: p.stem)
+@pytest.mark.parametrize("file", VOTERS, ids=lambda p: p.stem)
+def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatch):
+    """All sub-models stand, with random weights; two images, few steps."""
+    monkeypatch.chdir(tmp_path)
+    changed = shrunk(yaml.safe_load(file.read_text()))
+    Path("callback.yaml").write_text(yaml.safe_dump(changed))
+    name = "athena_pool_digits" if file.stem == "compositions" else "athena_digits"
+    plain = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
+    del plain["trainer"]["callbacks+"], plain["data"]
+    plain.pop("test_after_fit", None)
+    Path("plain.yaml").write_text(yaml.safe_dump(plain))
+    limits = [
+        "--model.net.hidden=16",
+        "--trainer.limit_test_batches=1",
+        "--trainer.logger.name=run",
+    ]
+    base = ["--config", "plain.yaml", GREY, *limits, *SMALL[1:]]
+    run("test", *base, "--trainer.callbacks+=callback.yaml")
+    (log,) = [path for path in tmp_path.rglob("*.jsonl") if path.parent.name.startswith("version")]
+    found = {record["name"] for record in map(json.loads, log.read_text().splitlines())}
+    attacks = changed["init_args"]["attacks"]
+    each = changed["init_args"].get("each_target")
+    assert len(found - {"clean", "worst"}) == (15 * len(attacks) if each else len(attacks))
+
+
+@pytest.mark.parametrize("file", [*CALLBACKS, *RT_ONLY, *VOTERS], ids=lambda p: p.stem)
 def test_callback_can_be_saved_with_a_run(file, tmp_path):
     from lightning_rob.run import Command
 

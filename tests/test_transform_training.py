@@ -25,8 +25,8 @@ SAVED = {
 }
 
 
-def recipe(folder, callbacks=(), trainer=None, **options):
-    folder.mkdir(exist_ok=True)
+def recipe(place, callbacks=(), trainer=None, **options):
+    place.mkdir(exist_ok=True)
     init = {
         "net": {"class_path": "tests.tiny.TinyNet", "init_args": {"width": 8}},
         "transforms": NAMES,
@@ -35,7 +35,7 @@ def recipe(folder, callbacks=(), trainer=None, **options):
         "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
     }
     model = {"class_path": "TransformTraining", "init_args": init | options}
-    file = bat(folder, model=model, **{"trainer__callbacks+": [SAVED, *callbacks]})
+    file = bat(place, model=model, **{"trainer__callbacks+": [SAVED, *callbacks]})
     content = yaml.safe_load(file.read_text())
     content["trainer"] |= {"max_epochs": 9} | (trainer or {})
     file.write_text(yaml.safe_dump(content, sort_keys=False))

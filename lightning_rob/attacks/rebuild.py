@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_rob.attacks.arc import ARC
 from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.paa import PAA
 from lightning_rob.attacks.pgd import PGD
 
 
@@ -49,9 +50,14 @@ def arguments(attack: Attack) -> dict[str, Any]:
 
 
 def with_eps(attack: Attack, eps: float) -> Attack:
-    """The attack in a ball of another radius; lengths of PGD and ARC keep their share of it."""
+    """The attack in a ball of another radius; lengths of PGD and ARC keep their share of it.
+
+    The radius of `PAA` is its largest dissimilarity.
+    """
 
     def change(part: Attack) -> dict[str, Any]:
+        if isinstance(part, PAA):  # its inner attack is that of one round
+            return {"inner": part.inner, "max_dissimilarity": eps}
         if "threat" not in arguments(part):
             return {}
         threat = {"threat": replace(part.threat, eps=eps)}

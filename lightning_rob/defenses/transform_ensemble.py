@@ -109,7 +109,8 @@ class TransformEnsemble(Defense):
         places = [self.names[i] for i in members]
         found = {name: self.transforms[name] for name in places}
         part = TransformEnsemble([self.members[i] for i in members], found, self.rule)
-        return part.to(self.weights.device)
+        part.weights = part.weights.to(self.weights.device)
+        return part
 
     def seen(self, member: int, x: Tensor, generator: Generator = None) -> Tensor:
         """Images as a member sees them: [B, C, H, W] -> [B, C, H, W]."""
