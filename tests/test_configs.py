@@ -30,7 +30,7 @@ CALLBACKS = sorted({*(ROOT / "callbacks").glob("*.yaml")} - {*RT_ONLY, *VOTERS})
 # Data that a fresh machine lacks is replaced by embedded images of the same size.
 TINY = "{train_size: 10, test_size: 2, val_size: 2, workers: 0}"
 EMBEDDED = f"--data={{class_path: Patches10, init_args: {TINY}}}"
-GREY = "--data={class_path: Digits5k, init_args: {limit_train: 10, eval_batch_size: 2, workers: 0}}"
+GREY = "--data={class_path: Digits5k, init_args: {limit_train: 10, val_size: 20, eval_batch_size: 2}}"
 PAIR = """--data={class_path: WithTarget, init_args: {source: {class_path: Digits5k,
 init_args: {limit_train: 10, batch_size: 10, eval_batch_size: 2, workers: 0}}}}"""
 SMALL = [

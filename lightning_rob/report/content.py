@@ -13,7 +13,7 @@ from lightning_rob.report.blocks import (
 )
 from lightning_rob.report.card import card
 from lightning_rob.report.curve import best, curve
-from lightning_rob.report.extras import gallery, matrices, sweep
+from lightning_rob.report.extras import gallery, matrices, sweep, votes
 from lightning_rob.report.outcome import outcome
 from lightning_rob.report.records import Record
 from lightning_rob.report.runs import Run, class_name, setting
@@ -43,6 +43,7 @@ def story(run: Run, name: str, level: int) -> Iterator[Block]:
         yield card(final)
     yield from sweep(run, pictures, level + 1)
     yield from matrices(run, pictures, level + 1)
+    yield from votes(run, level + 1)
     yield from gallery(run, pictures, level + 1)
     yield from provenance(run, final)
 

@@ -66,6 +66,29 @@ def _cell(fields: Fields, i: int, j: int) -> Cell:
     return Cell(percent(share), small, shade=share if math.isfinite(share) else None)
 
 
+def votes(run: Run, level: int) -> Iterator[Block]:
+    """The accuracy under each attack by every voting rule, a row for each ensemble."""
+    if not run.votes:
+        return
+    yield Heading(level, "All voting rules, from the same votes")
+    rules = list(dict.fromkeys(str(fields["rule"]) for fields in run.votes))
+    rows: dict[tuple[Any, ...], dict[str, Cell]] = {}
+    for fields in run.votes:
+        key = tuple(fields.get(key) for key in ("name", "ensemble", "members", "dissimilarity"))
+        share, (low, high) = float(fields["accuracy"]), fields["interval"]
+        cell = Cell(percent(share), f"{low:.1%} … {high:.1%}", shade=share)
+        rows.setdefault(key, {})[str(fields["rule"])] = cell
+    table = [
+        [str(name), str(ensemble), str(members), f"{distance:.3f}" if distance else ""]
+        + [cells.get(rule, Cell("")) for rule in rules]
+        for (name, ensemble, members, distance), cells in rows.items()
+    ]
+    columns = ["attack", "ensemble", "members>", "dissimilarity>", *(f"{rule}>" for rule in rules)]
+    first = run.votes[0]
+    caption = f"Accuracy on {images(first['n'])} {split_of(str(first['stage']))} images"
+    yield Table(caption, columns, table, kind="matrix")
+
+
 def gallery(run: Run, pictures: list[Path], level: int) -> Iterator[Block]:
     """All other pictures, each with what was recorded under its name."""
     if pictures:

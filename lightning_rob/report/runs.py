@@ -12,6 +12,7 @@ import yaml
 from lightning_rob.report.records import Evaluations, Fields, Record, lines, record
 
 SWEEP = "sweep"
+VOTE = ("name", "ensemble", "rule")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Run:
         label: what tells it from the other runs on the page.
         evaluations: of `RobustEval`.
         matrices: lines of `CrossEval`, the last of each stage and attack.
+        votes: lines of `Votes`, the last of each stage, attack, ensemble and rule.
         sweep: lines of a sweep.
         others: by file, the last line of another kind.
         recipe: the text of its config.yaml; empty where there is none.
@@ -34,6 +36,7 @@ class Run:
     label: str
     evaluations: Evaluations
     matrices: list[Fields] = field(default_factory=list)
+    votes: list[Fields] = field(default_factory=list)
     sweep: list[Fields] = field(default_factory=list)
     others: dict[str, Fields] = field(default_factory=dict)
     recipe: str = ""
@@ -44,7 +47,7 @@ class Run:
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
         drawn = self.pictures if self.others else []
-        return not (self.evaluations.by_stage or self.matrices or self.sweep or drawn)
+        return not (self.evaluations.by_stage or self.matrices or self.votes or self.sweep or drawn)
 
     @property
     def method(self) -> str:
@@ -104,6 +107,7 @@ def read(folder: Path) -> Run:
     """Everything in one folder; files are told apart by what is in them."""
     records: list[Record] = []
     matrices: dict[tuple[Any, ...], Fields] = {}
+    votes: dict[tuple[Any, ...], Fields] = {}
     sweep: list[Fields] = []
     others: dict[str, Fields] = {}
     for path in sorted(folder.glob("*.jsonl")):
@@ -112,6 +116,8 @@ def read(folder: Path) -> Run:
                 sweep.append(fields)
             elif is_matrix(fields.get("matrix")):
                 matrices[str(fields.get("stage")), str(fields.get("name"))] = fields
+            elif "rule" in fields:
+                votes[tuple(fields.get(key) for key in ("stage", *VOTE))] = fields
             elif found := record(fields):
                 records.append(found)
             elif "name" in fields and "stage" in fields:
@@ -123,6 +129,7 @@ def read(folder: Path) -> Run:
         label=folder.name,
         evaluations=Evaluations(records),
         matrices=_of_one_stage(matrices.values()),
+        votes=_of_one_stage(votes.values()),
         sweep=sweep,
         others=others,
         recipe=text,

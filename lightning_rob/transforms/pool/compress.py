@@ -12,7 +12,10 @@ from lightning_rob.transforms.pool.eight_bit import rounded
 
 @dataclass(frozen=True)
 class CompressJPEG(Transform):
-    """JPEG of a quality, by smooth rounding (see `lightning_rob.transforms.JPEG`).
+    """JPEG of a quality, by smooth rounding, so that it has a gradient.
+
+    On digits a pixel is on average 0.6 to 1.5 of 255 levels away from what Pillow's files give,
+    which are themselves 2 to 8 levels away from the image.
 
     Args:
         quality: from 1 to 100.
