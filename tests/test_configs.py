@@ -30,7 +30,10 @@ CALLBACKS = sorted({*(ROOT / "callbacks").glob("*.yaml")} - {*RT_ONLY, *VOTERS})
 # Data that a fresh machine lacks is replaced by embedded images of the same size.
 TINY = "{train_size: 10, test_size: 2, val_size: 2, workers: 0}"
 EMBEDDED = f"--data={{class_path: Patches10, init_args: {TINY}}}"
-GREY = "--data={class_path: Digits5k, init_args: {limit_train: 10, val_size: 20, eval_batch_size: 2}}"
+GREY = (
+    "--data={class_path: Digits5k, init_args: "
+    "{limit_train: 10, val_size: 20, eval_batch_size: 2, workers: 0}}"
+)
 PAIR = """--data={class_path: WithTarget, init_args: {source: {class_path: Digits5k,
 init_args: {limit_train: 10, batch_size: 10, eval_batch_size: 2, workers: 0}}}}"""
 SMALL = [
@@ -144,6 +147,8 @@ def shrunk(content):
         small["init_args"] |= {"version": "custom", "attacks": ["apgd-ce"]}
     if str(content.get("class_path")).rpartition(".")[2] in ("RMC", "DANN", "TADV"):
         small["init_args"]["epochs"] = 1
+    if str(content.get("class_path")).endswith(".PAA"):
+        small["init_args"]["rounds"] = 1
     if str(content.get("class_path")).endswith(".HighConfidence"):
         small["init_args"] |= {"untargeted": 1, "targeted": 1}
     if "max_images" in content:
@@ -216,8 +221,12 @@ def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     changed = shrunk(yaml.safe_load(file.read_text()))
     Path("callback.yaml").write_text(yaml.safe_dump(changed))
-    name = "athena_pool_digits" if file.stem == "compositions" else "athena_digits"
-    plain = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
+    plain = yaml.safe_load((ROOT / "configs/athena_digits.yaml").read_text())
+    if file.stem == "compositions":
+        small = {"14r": "reversible", "2i": "2i"}
+        changed["init_args"] |= {"ensembles": small, "draws": 1}
+        plain["model"]["init_args"]["transforms"] = "14r+2i"
+        Path("callback.yaml").write_text(yaml.safe_dump(changed))
     del plain["trainer"]["callbacks+"], plain["data"]
     plain.pop("test_after_fit", None)
     Path("plain.yaml").write_text(yaml.safe_dump(plain))

@@ -1,6 +1,7 @@
 """All rules from one count of votes, and ensembles that are parts of one another."""
 
 import json
+from io import StringIO
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from lightning_rob.callbacks.votes import print_votes
 from lightning_rob.defenses import Ensemble, TransformEnsemble
 from lightning_rob.rules import ATHENA, majority, random_member
 from lightning_rob.threat import Threat
-from tests.test_cross_eval import study as tested
+from tests.test_cross_eval import study as evaluated
 from tests.tiny import Blobs, TinyNet
 
 NAMES = ["clean", "rotate_90", "flip_both"]
@@ -27,7 +28,7 @@ def nets(count):
 
 def study(defense, *votes, **options):
     """Test with the callbacks: what was logged, and the callbacks."""
-    return tested(defense, *votes, **options)[0], votes
+    return evaluated(defense, *votes, **options)[0], votes
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +148,7 @@ def test_bad_arguments(options, message):
 
 def test_the_table_has_a_column_for_each_rule(ensemble):
     _, (votes,) = study(ensemble, Votes({"pgd": WEAK}, ensembles={"1": ["clean"], "3": NAMES}))
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=80, record=True, file=StringIO())
     print_votes("X", votes.results, console)
     text = console.export_text()
     assert all(rule in text for rule in ATHENA)
