@@ -230,13 +230,16 @@ def print_members(title: str, results: list[dict[str, Any]]) -> None:
     n, probs = results[0]["n"], results[0]["probs"]
     title = f"{title}: each member alone, {n} images; below, the 95 % interval"
     table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
-    table.add_column("member")
-    table.add_column("probability", justify="right")
+    table.add_column("member", no_wrap=True)
+    unequal = len({round(share, 6) for share in probs}) > 1
+    if unequal:
+        table.add_column("probability", justify="right")
     for result in results:
         table.add_column(result["name"], justify="right")
     for i, share in enumerate(probs):
         cells = [_cell(result["matrix"][i][i], *result["intervals"][i][i]) for result in results]
-        table.add_row(results[0]["names"][i], f"{share:.3g}", *cells)
+        shares = [f"{share:.3g}"] if unequal else []
+        table.add_row(results[0]["names"][i], *shares, *cells)
     console = Console()
     console.print(table)
     for result in results:
