@@ -15,6 +15,7 @@ from torch import Tensor
 from torchmetrics import SumMetric
 
 from lightning_rob.attacks import TAA, Attack, evaluating
+from lightning_rob.attacks.taa import attackable
 from lightning_rob.callbacks.evaluation import Evaluation, at_radius, told_apart, writing_folder
 from lightning_rob.callbacks.record import append_lines, describe
 from lightning_rob.callbacks.referee import play
@@ -22,6 +23,7 @@ from lightning_rob.defenses import Defense, Single, TransformEnsemble
 from lightning_rob.figures.heat_map import heat_map
 from lightning_rob.figures.page import pixels, save
 from lightning_rob.metrics import Transferability, TransferMatrix, transfer_ranking, wilson
+from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import random_member
 
@@ -94,6 +96,7 @@ class CrossEval(Evaluation):
     def begin(self, trainer: Trainer, pl_module: Any) -> None:
         """Empty matrices, of as many members as there are by now."""
         members = len(pl_module.defense.weights)
+        _check_attackable(pl_module.defense)
         names = (CLEAN, *self.attacks)
         device = pl_module.device
         self.matrices = {name: TransferMatrix(members).to(device) for name in names}
@@ -107,14 +110,14 @@ class CrossEval(Evaluation):
         """Attack the batch once for every member and attack."""
         defense, members = pl_module.defense, len(pl_module.defense.weights)
         self.images.update(len(x))
-        clean = self._ask(defense, x, index)
+        clean = self._ask(defense, x, y, index)
         self.matrices[CLEAN].update(torch.stack([clean] * members, 1), y)
         for name, attack in self.attacks.items():
             found, began = [], time.perf_counter()
             for j in range(members):
                 target, alone = _alone(defense, attack, j)
                 x_adv, _ = play(alone, target, x, y, index, self.seed, 0, *name.encode())
-                found.append(self._ask(defense, x_adv, index))
+                found.append(self._ask(defense, x_adv, y, index))
                 if self.progress:
                     self.progress.advance(f"{name} on member {j + 1}", len(x))
             answers = torch.stack(found, 1)
@@ -123,10 +126,11 @@ class CrossEval(Evaluation):
             self.seconds[name] += time.perf_counter() - began
 
     @torch.no_grad()
-    def _ask(self, defense: Defense, x: Tensor, index: Tensor) -> Tensor:
+    def _ask(self, defense: Defense, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         """The probability of each member's answers: [M, B, K]."""
         with evaluating(defense):
             logits = defense.logits(x, Streams.keyed(index, self.seed))
+        check_logits(logits, y)
         return torch.stack([random_member(one[None], torch.ones(1)) for one in logits])
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
@@ -197,6 +201,17 @@ def _alone(defense: Defense, attack: Attack, member: int) -> tuple[Defense, Atta
     if isinstance(defense, TransformEnsemble):
         return defense, TAA(attack, member)
     return Single(defense.classifiers[member]), attack
+
+
+def _check_attackable(defense: Defense) -> None:
+    """Raise TypeError, before any attack, where a sub-model cannot be attacked by itself."""
+    if isinstance(defense, TransformEnsemble):
+        known = {defense.names[i] for i in attackable(defense)}
+        if beyond := [name for name in defense.names if name not in known]:
+            raise TypeError(
+                f"{', '.join(beyond)} can neither be undone nor have a gradient: CrossEval needs "
+                "sub-models that can be attacked one by one; use Votes"
+            )
 
 
 def _names(defense: Defense) -> list[str]:

@@ -1,6 +1,7 @@
 """An ensemble under every voting rule, its parts too, from the same votes."""
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -26,6 +27,7 @@ from lightning_rob.callbacks.record import append_lines, describe
 from lightning_rob.callbacks.referee import Untouched, check_within
 from lightning_rob.defenses import Defense, TransformEnsemble
 from lightning_rob.metrics import PerImage, robust_accuracy, student, wilson
+from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import ATHENA, Rule
 from lightning_rob.threat import Threat
@@ -109,8 +111,10 @@ class Votes(Evaluation):
         return {name: (attack, *asked) for name, attack in self.attacks.items()}
 
     def due(self, trainer: Trainer) -> bool:
-        """Whether this epoch's evaluation is one of ours."""
-        return bool(self.attacks) and super().due(trainer)
+        """Whether this epoch's evaluation is one of ours: not while sub-models wait."""
+        waiting: Any = getattr(trainer.lightning_module, "waiting", ())
+        growing = trainer.state.fn == "fit" and bool(waiting)
+        return bool(self.attacks) and not growing and super().due(trainer)
 
     def rounds(self, pl_module: Any) -> int:
         """Once by each attack."""
@@ -118,43 +122,50 @@ class Votes(Evaluation):
 
     def begin(self, trainer: Trainer, pl_module: Any) -> None:
         """Forget the last evaluation, and draw the ensembles from the members there are by now."""
-        self.parts = self._parts(pl_module.defense, trainer.state.fn == "fit")
+        if pl_module.defense.transductive:
+            kind = type(pl_module.defense).__name__
+            raise TypeError(f"{kind} adapts to the test batch: play games against it by RobustEval")
+        self.parts = self._parts(pl_module.defense)
         votes = sum(map(len, self.parts.values())) * len(self.rules)
         self.playing = self._made(pl_module.defense)
         names = (CLEAN, *self.playing)
         self.tables = {name: PerImage(1 + votes).to(pl_module.device) for name in names}
         self.seconds = dict.fromkeys(self.playing, 0.0)
 
+    def _target(self, defense: Any) -> Any:
+        """What the attacker knows of the defense."""
+        if self.attacked is None:
+            return defense
+        return defense.part(_places(defense, self.attacked, self.seed))
+
     def _made(self, defense: Defense) -> dict[str, Attack]:
         """What attacks are made of those asked for."""
-        if not self.each_target or not isinstance(defense, TransformEnsemble):
+        known = self._target(defense)
+        if not self.each_target or not isinstance(known, TransformEnsemble):
             return self.attacks
-        targets = {i: defense.names[i] for i in attackable(defense)}
         return {
-            f"{name}_on_{target}": TAA(attack, target)
+            f"{name}_on_{known.names[i]}": TAA(attack, known.names[i])
             for name, attack in self.attacks.items()
-            for target in targets.values()
+            for i in attackable(known)
         }
 
-    def _parts(self, defense: Defense, growing: bool) -> dict[str, list[list[int]]]:
-        """The members of each draw of each ensemble that has any by now."""
+    def _parts(self, defense: Defense) -> dict[str, list[list[int]]]:
+        """The members of each draw of each ensemble."""
         if self.ensembles is None:
             return {ALL: [list(range(len(defense.weights)))]}
         found = {}
         for name, members in self.ensembles.items():
             seeds = range(self.seed, self.seed + self.draws)
-            drawn = [tuple(_places(defense, members, seed, growing)) for seed in seeds]
-            found[name] = [list(part) for part in dict.fromkeys(drawn) if part]
-        return {name: draws for name, draws in found.items() if draws}
+            drawn = [tuple(_places(defense, members, seed)) for seed in seeds]
+            found[name] = [list(part) for part in dict.fromkeys(drawn)]
+        return found
 
     def attack_batch(
         self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
     ) -> None:
         """Let the members vote on the batch, untouched and under every attack."""
         defense = pl_module.defense
-        growing, known = trainer.state.fn == "fit", self.attacked
-        places = [] if known is None else _places(defense, known, self.seed, growing)
-        target = defense.part(places) if places else defense
+        target = self._target(defense)
         nothing = Untouched(next(iter(self.attacks.values())).threat)
         for name, attack in {CLEAN: nothing, **self.playing}.items():
             began, keys = time.perf_counter(), (self.seed, 0, *name.encode())
@@ -174,6 +185,7 @@ class Votes(Evaluation):
         """The accuracies [B] of every draw of every ensemble under every rule, votes cast once."""
         with evaluating(defense):
             logits = defense.logits(x, noise)
+        check_logits(logits, y)
         found = []
         for draws in self.parts.values():
             for members in draws:
@@ -199,7 +211,8 @@ class Votes(Evaluation):
         for name, table in self.tables.items():
             _, scores = table.rows()
             details = shared | self._details(name) | {"n": len(scores)}
-            details["dissimilarity"] = float(scores[:, 0].mean()) if len(scores) else None
+            known = scores[:, 0][scores[:, 0].isfinite()]  # a black image has none
+            details["dissimilarity"] = float(known.mean()) if len(known) else None
             columns = iter(scores[:, 1:].unbind(1))
             for ensemble, draws in self.parts.items():
                 rows = [[float(next(columns).mean()) for _ in self.rules] for _ in draws]
@@ -219,19 +232,23 @@ class Votes(Evaluation):
         """Print the table once all callbacks are through."""
         siblings = _siblings(trainer)
         if siblings[-1:] == [self] and trainer.is_global_zero:
-            results = [result for sibling in siblings for result in sibling.results]
-            print_votes(type(pl_module).__name__, results, console_of(trainer))
+            for sibling in siblings:
+                print_votes(type(pl_module).__name__, sibling.results, console_of(trainer))
 
 
 def _figures(values: Sequence[float], n: int) -> dict[str, Any]:
-    """The mean over draws with its interval: over draws if there are several, else over images."""
+    """The mean over draws with its 95 % interval, over the images and, if several, the draws."""
     mean = sum(values) / len(values)
-    span = student(values) if len(values) > 1 else wilson(mean, n)
-    return {"accuracy": mean, "interval": span, "draws": list(values)}
+    low, high = wilson(mean, n)
+    if len(values) > 1:  # both kinds of chance, taken to be independent
+        fewer, more = student(values)
+        low = max(0.0, mean - math.hypot(mean - low, mean - fewer))
+        high = min(1.0, mean + math.hypot(high - mean, more - mean))
+    return {"accuracy": mean, "interval": (low, high), "draws": list(values)}
 
 
-def _places(defense: Defense, names: Names, seed: int, growing: bool) -> list[int]:
-    """The members behind these transformations; of an ensemble in training those begun by now.
+def _places(defense: Defense, names: Names, seed: int) -> list[int]:
+    """The members behind these transformations.
 
     Raises:
         TypeError: the members are not told apart by transformations.
@@ -239,8 +256,7 @@ def _places(defense: Defense, names: Names, seed: int, growing: bool) -> list[in
     """
     if not isinstance(defense, TransformEnsemble):
         raise TypeError(f"ensembles are parts of a TransformEnsemble, got {type(defense).__name__}")
-    wanted = chosen(names, seed)
-    return [defense.place(name) for name in wanted if not growing or name in defense.transforms]
+    return [defense.place(name) for name in chosen(names, seed)]
 
 
 def print_votes(

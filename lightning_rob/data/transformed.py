@@ -3,6 +3,8 @@
 import hashlib
 import os
 from collections.abc import Callable
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from lightning_rob.randomness import Streams
 from lightning_rob.transforms import Transform
 
 CHUNK = 256  # images at a time, so that memory stays flat
+MAKERS = ("lightning-rob", "torch", "kornia", "scikit-image", "scikit-learn")
 
 
 class Shown:
@@ -68,9 +71,17 @@ class Shown:
         """A file for these images, this transformation and this chance."""
         if self.folder is None:
             return None
-        digest = hashlib.sha256(self.x.numpy().tobytes() + self.index.numpy().tobytes())
-        digest.update(f"{transform!r} {seed}".encode())
-        return Path(self.folder) / f"{name}-{digest.hexdigest()[:16]}.pt"
+        made_by = [version(package) for package in MAKERS]
+        told = f"{self.digest} {transform!r} {seed} {made_by}"
+        return Path(self.folder) / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.pt"
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells these images, their labels and indices from others."""
+        found = hashlib.sha256(f"{self.x.dtype} {list(self.x.shape)}".encode())
+        for tensor in (self.x, self.y, self.index):
+            found.update(tensor.numpy().tobytes())
+        return found.hexdigest()[:16]
 
 
 def save_whole(content: object, path: Path) -> None:

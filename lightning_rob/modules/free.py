@@ -36,7 +36,7 @@ class FreeTraining(RobustModule):
         lr_scheduler: optimizer -> schedule by epoch.
 
     Raises:
-        ValueError: no replays.
+        ValueError: no replays, or a relative threat.
     """
 
     def __init__(
@@ -50,6 +50,8 @@ class FreeTraining(RobustModule):
         super().__init__(optimizer, lr_scheduler)
         if replays < 1:
             raise ValueError(f"replays must be at least 1, got {replays}")
+        if threat.relative:
+            raise ValueError(f"FreeTraining is for a radius in pixel units, got {threat}")
         self.defense = Single(net())
         self.threat = threat
         self.replays = replays

@@ -145,7 +145,10 @@ class TransformTraining(RobustModule):
         if not data.parts["train"].steps:
             self.images["train"] = Shown(data.parts["train"], self.cache)
         self.images["val"] = Shown(data.parts["val"], self.cache)
-        self.waiting = [i for i in range(len(self.names)) if not self._taken_over(i)]
+        there = self.trainer.strategy.broadcast(self._there())
+        for member, weights in there.items():
+            self.members[member].load_state_dict(weights)
+        self.waiting = [i for i in range(len(self.names)) if i not in there]
         self._begin()
 
     def on_train_start(self) -> None:
@@ -158,11 +161,27 @@ class TransformTraining(RobustModule):
                 f"trainer.max_epochs must be at least {self.current_epoch + needed}, {self.epochs} "
                 f"for each sub-model, or -1, got {most}; early stopping ends it earlier"
             )
-        if isinstance(self.trainer.model, DistributedDataParallel):
-            self.trainer.model.require_backward_grad_sync = False
-            self.trainer.model.require_forward_param_sync = False
+        every = self.trainer.check_val_every_n_epoch, self.trainer.val_check_interval
+        if every != (1, 1.0):
+            raise MisconfigurationException(
+                "TransformTraining stops by the validation loss of every epoch: leave "
+                "trainer.check_val_every_n_epoch and trainer.val_check_interval at 1"
+            )
+        if self.trainer.world_size > 1:
+            self._go_apart()
         if not self.now or (self.turn.over and not self.waiting):
             self.trainer.should_stop = True
+
+    def _go_apart(self) -> None:
+        """Keep DDP from averaging what is of different sub-models."""
+        mixing = any(isinstance(part, nn.SyncBatchNorm) for part in self.modules())
+        if mixing or not isinstance(self.trainer.model, DistributedDataParallel):
+            raise MisconfigurationException(
+                "each process trains a sub-model of its own: use trainer.strategy=ddp, without "
+                "sync_batchnorm"
+            )
+        self.trainer.model.require_backward_grad_sync = False
+        self.trainer.model.require_forward_param_sync = False
 
     def on_train_epoch_start(self) -> None:
         """Go on to the next sub-models when their turn has come."""
@@ -187,8 +206,8 @@ class TransformTraining(RobustModule):
         """
         if not self.turn.epochs:
             raise MisconfigurationException(
-                "TransformTraining stops by the validation loss: validate after every epoch "
-                "(trainer.check_val_every_n_epoch 1, trainer.limit_val_batches not 0)"
+                "TransformTraining stops by the validation loss: validate after every epoch, "
+                "leave trainer.limit_val_batches above 0"
             )
         if not self.turn.over:
             return
@@ -206,6 +225,7 @@ class TransformTraining(RobustModule):
             "waiting": self.waiting,
             "turn": asdict(self.turn),
             "processes": self.trainer.world_size,
+            "transforms": self._described(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -215,6 +235,11 @@ class TransformTraining(RobustModule):
         on from their weights, but with optimizers of their own and all their epochs.
         """
         state = checkpoint["turns"]
+        if state["transforms"] != self._described():
+            raise ValueError(
+                "the checkpoint's sub-models are behind other transformations: "
+                f"{', '.join(state['transforms'])}, not {', '.join(self.names)}"
+            )
         self.now, self.waiting = state["now"], state["waiting"]
         self.turn = Turn(**state["turn"])
         if self.trainer.state.fn != "fit":
@@ -266,14 +291,16 @@ class TransformTraining(RobustModule):
         elif not stopped:
             turn.since += 1
         stopped = turn.epochs >= self.epochs or turn.since >= self.patience
-        told = torch.tensor([loss, float(stopped)], device=self.device)
-        found = torch.as_tensor(self.all_gather(told)).view(-1, 2)[: len(self.now)]
-        losses, ends = found.unbind(1)
+        sick = stopped and not turn.weights
+        told = torch.tensor([loss, float(stopped), float(sick)], device=self.device)
+        found = torch.as_tensor(self.all_gather(told)).view(-1, 3)[: len(self.now)]
+        losses, ends, failures = found.unbind(1)
         for member, value in zip(self.now, losses, strict=True):
             self.log(f"val/loss/{self.names[member]}", value, sync_dist=True)
         turn.over = bool(ends.all())
-        if turn.over and not turn.weights:
-            raise ValueError(f"the validation loss of {self.names[self.mine]} is no number: {loss}")
+        if failures.any():
+            names = [self.names[i] for i, bad in zip(self.now, failures, strict=True) if bad]
+            raise ValueError(f"the validation loss is no number: {', '.join(names)}")
 
     def _exchange(self) -> None:
         """Every process takes each sub-model in training from the process that trains it."""
@@ -281,32 +308,40 @@ class TransformTraining(RobustModule):
             for tensor in self.members[member].state_dict().values():
                 torch.distributed.broadcast(tensor, owner)
 
+    def _described(self) -> dict[str, str]:
+        """The sub-models' transformations, in order."""
+        return {name: repr(transform) for name, transform in self.transforms.items()}
+
     def _about(self, member: int) -> dict[str, Any]:
-        """What a kept sub-model must have been trained on to be taken over."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        """What a kept sub-model must have been trained on, and how, to be taken over."""
+        train, trainer = self.trainer.datamodule.parts["train"], self.trainer  # type: ignore[attr-defined]
+        digests = [images.digest for images in self.images.values()]
         return {
             "transform": repr(self.transforms[self.names[member]]),
-            "data": type(data).__name__,
-            "images": len(data.parts["train"]),
-            "seed": self.seed,
+            "net": repr(self.members[member]),
+            "images": [len(train), len(train.steps), *digests],
+            "training": [self.seed, self.epochs, self.patience, str(trainer.limit_train_batches)],
         }
 
     def _keep(self, member: int) -> None:
-        if self.folder is not None:
+        if self.folder is not None and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             weights = {k: v.cpu() for k, v in self.members[member].state_dict().items()}
             content = {"state_dict": weights, "about": self._about(member)}
             save_whole(content, Path(self.folder) / f"{self.names[member]}.pt")
 
-    def _taken_over(self, member: int) -> bool:
-        """Whether a sub-model was in the folder."""
-        path = Path(self.folder or "") / f"{self.names[member]}.pt"
-        if self.folder is None or not path.exists():
-            return False
-        kept = torch.load(path, weights_only=True, map_location="cpu")
-        if kept["about"] != self._about(member):
+    def _there(self) -> dict[int, dict[str, Tensor]]:
+        """The weights of the sub-models in the folder; asked of the first process only."""
+        if self.folder is None or not self.trainer.is_global_zero:
+            return {}
+        paths = {i: Path(self.folder) / f"{name}.pt" for i, name in enumerate(self.names)}
+        return {i: self._weights(i, path) for i, path in paths.items() if path.exists()}
+
+    def _weights(self, member: int, path: Path) -> dict[str, Tensor]:
+        kept, wanted = torch.load(path, weights_only=True, map_location="cpu"), self._about(member)
+        if differ := [key for key, value in wanted.items() if kept["about"].get(key) != value]:
             raise ValueError(
-                f"{path} is of another training, {kept['about']}, not {self._about(member)}: "
-                "name another model.folder"
+                f"{path} was trained otherwise ({', '.join(differ)}): name another model.folder, "
+                "or remove it"
             )
-        self.members[member].load_state_dict(kept["state_dict"])
-        return True
+        found: dict[str, Tensor] = kept["state_dict"]
+        return found

@@ -73,7 +73,8 @@ class Transform(ABC):
             raise RuntimeError(
                 f"{self._name} has no gradient: call it under torch.no_grad or on a detached image"
             )
-        return self._guarded(x, *params) if len(x) else x
+        with torch.autocast(x.device.type, enabled=False):
+            return self._guarded(x, *params) if len(x) else x
 
     @abstractmethod
     def apply(self, x: Tensor, *params: Any) -> Tensor:
@@ -116,6 +117,11 @@ def clip(x: Tensor, low: float, high: float) -> Tensor:
     With slope 0 there, an attack would not see the black and the white pixels of an image.
     """
     return torch.where((x >= low) & (x <= high), x, x.detach().clamp(low, high))
+
+
+def pinned(x: Tensor, low: float, high: float) -> Tensor:
+    """Clamp with slope 1 everywhere, for what leaves the bounds almost everywhere."""
+    return x + (x.clamp(low, high) - x).detach()
 
 
 def raised(x: Tensor, low: float) -> Tensor:
