@@ -299,3 +299,9 @@ def test_sub_models_are_attacked_in_their_own_space():
     right = [(votes.argmax(1) == y).double().mean().item() for votes in turned.logits(x_adv)]
     assert [row[1] for row in matrix(cross, "pgd")] == pytest.approx(right)
     assert cross.results[1]["names"] == ["clean", "rotate_180"]
+
+
+def test_sub_models_that_cannot_be_attacked_alone_are_refused_at_once():
+    pair = TransformEnsemble([TinyNet().eval() for _ in range(2)], ["clean", "quantize_4_colors"])
+    with pytest.raises(TypeError, match="quantize_4_colors can neither be undone"):
+        study(pair, CrossEval({"pgd": PLAIN}))

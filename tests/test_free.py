@@ -114,3 +114,8 @@ def test_it_withstands_more_than_standard_training():
 def test_no_replays():
     with pytest.raises(ValueError, match="replays must be at least 1, got 0"):
         FreeTraining(TinyNet, Threat("linf", EPS), 0)
+
+
+def test_a_relative_radius_is_refused():
+    with pytest.raises(ValueError, match="FreeTraining is for a radius in pixel units"):
+        FreeTraining(TinyNet, Threat("l2", 0.3, relative=True))

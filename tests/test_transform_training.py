@@ -133,13 +133,30 @@ def test_what_is_in_the_folder_is_not_trained_again(tmp_path):
     assert not losses(tmp_path / "c")
 
 
-def test_a_sub_model_of_other_data_is_not_taken_over(tmp_path):
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ("--data.train_size=80", "images"),
+        ("--data.labels=3", "images"),  # as many images, of other labels
+        ("--model.epochs=2", "training"),
+        ("--trainer.limit_train_batches=1", "training"),
+        ("--model.net.width=9", "net"),
+    ],
+)
+def test_a_sub_model_of_another_training_is_not_taken_over(tmp_path, capsys, other, what):
     folder = str(tmp_path / "subs")
     options = {"transforms": ["clean"], "folder": folder}
     run("fit", "--config", recipe(tmp_path / "a", **options))
-    other = ["--data.train_size=80"]
     with pytest.raises(SystemExit):
-        run("fit", "--config", recipe(tmp_path / "b", **options), *other)
+        run("fit", "--config", recipe(tmp_path / "b", **options), other)
+    assert f"clean.pt was trained otherwise ({what})" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_other_transformations_is_refused(whole, tmp_path, capsys):
+    file = recipe(tmp_path, transforms=[*NAMES[1:], NAMES[0]])
+    with pytest.raises(SystemExit):
+        run("test", "--config", file, "--ckpt_path", whole / LAST)
+    assert "behind other transformations: clean, rotate_90" in capsys.readouterr().err
 
 
 def test_two_processes_train_two_at_a_time_and_both_have_all(tmp_path):
@@ -179,6 +196,7 @@ def test_two_processes_train_each_sub_model_on_all_images(whole, tmp_path):
         ({"transforms": ["rotate_91"]}, [], "no transformation 'rotate_91', did you mean"),
         ({}, ["--trainer.max_epochs=4"], "trainer.max_epochs must be at least 9"),
         ({}, ["--trainer.limit_val_batches=0"], "validate after every epoch"),
+        ({}, ["--trainer.val_check_interval=0.5"], "leave trainer.check_val_every_n_epoch and"),
     ],
 )
 def test_bad_arguments(tmp_path, options, args, message):

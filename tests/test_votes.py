@@ -9,8 +9,9 @@ from rich.console import Console
 
 from lightning_rob.attacks import PGD
 from lightning_rob.callbacks import Votes
+from lightning_rob.callbacks import votes as votes_module
 from lightning_rob.callbacks.votes import print_votes
-from lightning_rob.defenses import Ensemble, TransformEnsemble
+from lightning_rob.defenses import DENT, Ensemble, TransformEnsemble
 from lightning_rob.rules import ATHENA, majority, random_member
 from lightning_rob.threat import Threat
 from tests.test_cross_eval import study as evaluated
@@ -131,6 +132,34 @@ def test_what_is_there_twice_runs_once_and_equal_names_are_numbered(ensemble):
     three = [Votes({"a": WEAK}), Votes({"a": other}), Votes({"a": WEAK})]
     _, found = study(ensemble, *three)
     assert [list(votes.attacks) for votes in found] == [["a"], ["a_2"], []]
+
+
+def test_the_interval_over_draws_is_wider_than_that_over_images():
+    low, high = votes_module._figures([0.5, 0.5, 0.5, 0.5, 0.55], 20)["interval"]
+    alone = votes_module._figures([0.51], 20)["interval"]
+    assert low < alone[0]
+    assert high > alone[1]
+    low, high = votes_module._figures([0.95, 1.0], 20)["interval"]
+    assert 0 <= low < high <= 1
+
+
+class Sick(TinyNet):
+    """Its answers are no numbers."""
+
+    def forward(self, x):
+        return super().forward(x) * torch.nan
+
+
+def test_answers_that_are_no_numbers_are_no_success_of_an_attack():
+    mixed = TransformEnsemble([*nets(1), Sick().eval()], ["clean", "rotate_90"])
+    with pytest.raises(ValueError, match="logits are not numbers on 33 of 33 images"):
+        study(mixed, Votes({"pgd": WEAK}, attacked=["clean"]))
+
+
+def test_a_defense_that_adapts_is_refused():
+    net = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(192, 4))
+    with pytest.raises(TypeError, match="DENT adapts to the test batch"):
+        study(DENT(net), Votes({"pgd": WEAK}))
 
 
 @pytest.mark.parametrize(
