@@ -76,8 +76,12 @@ class PAA(Attack):
         if self.rounds is not None and self.rounds < 1:
             raise ValueError(f"rounds must be at least 1, got {self.rounds}")
         if self.ranking is not None:
-            object.__setattr__(self, "ranking", tuple(self.ranking))
-        _ = self.threat
+            ranking = [self.ranking] if isinstance(self.ranking, str) else self.ranking
+            object.__setattr__(self, "ranking", tuple(ranking))
+        if not self.max_dissimilarity >= 0:
+            raise ValueError(
+                f"max_dissimilarity must not be negative, got {self.max_dissimilarity}"
+            )
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]

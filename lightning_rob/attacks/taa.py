@@ -88,7 +88,7 @@ class OnDifferentiable(Attack):
         kinds = ensemble.transforms.values()
         chosen = [i for i, transform in enumerate(kinds) if transform.differentiable]
         if not chosen:
-            raise TypeError(f"no member has a gradient, of {', '.join(ensemble.names)}: use TAA")
+            raise TypeError(f"no member has a gradient, of {', '.join(ensemble.names)}")
         return ensemble.part(chosen)
 
 

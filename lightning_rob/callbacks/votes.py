@@ -31,7 +31,7 @@ from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import ATHENA, Rule
 from lightning_rob.threat import Threat
-from lightning_rob.transforms.pool import chosen
+from lightning_rob.transforms.pool import WORDS, chosen
 
 CLEAN, ALL = "clean", "all"
 DISSIMILARITY = Threat("l2", 1.0, relative=True)
@@ -49,7 +49,8 @@ class Votes(Evaluation):
         attacks: name -> attack.
         rules: name -> how votes become an answer; None is RD, MV, T2MV, AVEP and AVEL.
         ensembles: name -> which members of a `TransformEnsemble` vote: names or words as for
-            `lightning_rob.transforms.pool.chosen`; None is one of all members.
+            `lightning_rob.transforms.pool.chosen`, where "reversible", "irreversible" and "all" are
+            those that there are; None is one of all members.
         draws: how often an ensemble such as "14r+28i" is drawn, the figure being the mean over
             draws.
         attacked: the members that the attacker knows, in the same words; None is all.
@@ -256,7 +257,13 @@ def _places(defense: Defense, names: Names, seed: int) -> list[int]:
     """
     if not isinstance(defense, TransformEnsemble):
         raise TypeError(f"ensembles are parts of a TransformEnsemble, got {type(defense).__name__}")
-    return [defense.place(name) for name in chosen(names, seed)]
+    wanted: list[str] = []
+    for one in [names] if isinstance(names, str) else names:
+        found = chosen(one, seed)
+        wanted += [name for name in found if one not in WORDS or name in defense.transforms]
+    if not wanted:
+        raise ValueError(f"no member is behind {names}, there are {', '.join(defense.names)}")
+    return [defense.place(name) for name in dict.fromkeys(wanted)]
 
 
 def print_votes(
@@ -276,9 +283,9 @@ def print_votes(
         title_style="bold",
         show_lines=True,
     )
-    table.add_column("attack")
+    table.add_column("attack", overflow="fold")
     if several:
-        table.add_column("ensemble")
+        table.add_column("ensemble", overflow="fold")
     for heading in ("M", "dis.", *rules):
         table.add_column(heading, justify="right")
     for (name, ensemble), found in rows.items():

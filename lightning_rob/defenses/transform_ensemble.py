@@ -1,6 +1,7 @@
 """Ensembles of networks, each of which sees images through a transformation of its own."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +94,10 @@ class TransformEnsemble(Defense):
                 raise ValueError(f"member must be 0 … {len(self.members) - 1}, got {name}")
             return name
         if name not in self.transforms:
-            raise ValueError(f"no member is behind {name!r}, there are {', '.join(self.names)}")
+            close = get_close_matches(name, self.names, n=3, cutoff=0.5)
+            meant = f", did you mean {', '.join(close)}?" if close else ""
+            there = "" if close else f", there are {', '.join(self.names)}"
+            raise ValueError(f"no member is behind {name!r}{meant}{there}")
         return self.names.index(name)
 
     def transform(self, member: int) -> Transform:
@@ -115,6 +119,15 @@ class TransformEnsemble(Defense):
     def seen(self, member: int, x: Tensor, generator: Generator = None) -> Tensor:
         """Images as a member sees them: [B, C, H, W] -> [B, C, H, W]."""
         name = self.names[member]
+        if (
+            x.requires_grad
+            and torch.is_grad_enabled()
+            and not self.transform(member).differentiable
+        ):
+            raise RuntimeError(
+                f"{name} has no gradient: attack the members that have one by OnDifferentiable, or "
+                "one of them by TAA"
+            )
         return transformed(self.transforms[name], name, x, generator)
 
     @property
