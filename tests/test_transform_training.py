@@ -139,7 +139,7 @@ def test_what_is_in_the_folder_is_not_trained_again(tmp_path):
         ("--data.train_size=80", "images"),
         ("--data.labels=3", "images"),  # as many images, of other labels
         ("--model.epochs=2", "training"),
-        ("--trainer.limit_train_batches=1", "training"),
+        ("--trainer.limit_train_batches=0.5", "training"),
         ("--model.net.width=9", "net"),
     ],
 )

@@ -225,7 +225,7 @@ class TransformTraining(RobustModule):
             "waiting": self.waiting,
             "turn": asdict(self.turn),
             "processes": self.trainer.world_size,
-            "transforms": self._described(),
+            "transforms": [list(pair) for pair in self._described()],
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -235,10 +235,11 @@ class TransformTraining(RobustModule):
         on from their weights, but with optimizers of their own and all their epochs.
         """
         state = checkpoint["turns"]
-        if state["transforms"] != self._described():
+        if [tuple(pair) for pair in state["transforms"]] != self._described():
+            names = ", ".join(name for name, _ in state["transforms"])
             raise ValueError(
-                "the checkpoint's sub-models are behind other transformations: "
-                f"{', '.join(state['transforms'])}, not {', '.join(self.names)}"
+                f"the checkpoint's sub-models are behind other transformations: {names}, not "
+                f"{', '.join(self.names)}"
             )
         self.now, self.waiting = state["now"], state["waiting"]
         self.turn = Turn(**state["turn"])
@@ -308,9 +309,9 @@ class TransformTraining(RobustModule):
             for tensor in self.members[member].state_dict().values():
                 torch.distributed.broadcast(tensor, owner)
 
-    def _described(self) -> dict[str, str]:
+    def _described(self) -> list[tuple[str, str]]:
         """The sub-models' transformations, in order."""
-        return {name: repr(transform) for name, transform in self.transforms.items()}
+        return [(name, repr(transform)) for name, transform in self.transforms.items()]
 
     def _about(self, member: int) -> dict[str, Any]:
         """What a kept sub-model must have been trained on, and how, to be taken over."""
