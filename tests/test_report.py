@@ -13,8 +13,10 @@ from lightning_rob.cli import main
 from lightning_rob.figures.heat_map import heat_map
 from lightning_rob.figures.page import save
 from lightning_rob.report.arguments import call, short, split, threat_of
+from lightning_rob.report.extras import votes
 from lightning_rob.report.records import Evaluations, record
 from lightning_rob.report.runs import find
+from lightning_rob.report.runs import read as read_run
 from lightning_rob.report.table import Cell, Table
 from lightning_rob.report.words import NONE
 from tests.tiny import ROOT, recipe, records, run, shell
@@ -432,3 +434,25 @@ def test_a_sweep_shows_its_last_study(tmp_path):
     assert "91.1" in page
     assert "72.2" not in page
     assert "53.3" not in page
+
+
+def test_votes_are_a_table_by_rule_and_no_evaluations(tmp_path):
+    shared = {"stage": "test", "session": "s", "members": 2, "n": 50, "interval": [0.1, 0.9]}
+    lines = [
+        shared
+        | {"name": name, "dissimilarity": d}
+        | {"ensemble": "two", "rule": rule, "accuracy": share}
+        for name, d in (("clean", 0.0), ("pgd", 0.3))
+        for rule, share in (("RD", 0.25), ("MV", 0.5))
+    ]
+    (tmp_path / "votes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(tmp_path)
+    assert not run.evaluations.by_stage
+    *_, table = votes(run, 2)
+    assert [str(column) for column in table.columns[-2:]] == ["RD>", "MV>"]
+    assert [row[:4] for row in table.rows] == [
+        ["clean", "two", "2", ""],
+        ["pgd", "two", "2", "0.300"],
+    ]
+    assert [cell.text for cell in table.rows[1][4:]] == ["25.0%", "50.0%"]
+    assert "Accuracy on 50 test images" in table.caption
