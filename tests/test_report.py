@@ -436,6 +436,12 @@ def test_a_sweep_shows_its_last_study(tmp_path):
     assert "53.3" not in page
 
 
+def test_a_relative_radius_is_told():
+    relative = L2.replace("bounds", "relative=True, bounds")
+    assert threat_of(relative) == "l2 0.5 of the image's norm"
+    assert threat_of(relative.replace("True", "False")) == threat_of(L2) == "l2 0.5"
+
+
 def test_votes_are_a_table_by_rule_and_no_evaluations(tmp_path):
     shared = {"stage": "test", "session": "s", "members": 2, "n": 50, "interval": [0.1, 0.9]}
     lines = [

@@ -108,4 +108,5 @@ def threat_of(text: str) -> str:
     """The norm and radius of a threat, such as "linf 8/255"."""
     arguments = call(text).arguments
     known = [short(arguments[key]) for key in ("norm", "eps") if key in arguments]
-    return " ".join(known) or text
+    relative = ["of the image's norm"] if arguments.get("relative") == "True" else []
+    return " ".join(known + relative) or text
