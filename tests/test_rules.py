@@ -12,6 +12,7 @@ from lightning_rob.rules import (
     mean_probs,
     random_member,
     top2_majority,
+    top2_majority_as_released,
 )
 
 RULES = [random_member, majority, top2_majority, mean_probs, mean_logits]
@@ -234,3 +235,13 @@ def test_one_vote_in_a_thousand_decides_in_half_precision():
 def test_expectation_by_hand():
     values = torch.tensor([[[1.0, 2.0]], [[3.0, -4.0]]])
     assert expectation(torch.tensor([0.25, 0.75]), values).tolist() == [[2.5, -2.5]]
+
+
+def test_ties_of_two_votes_as_released_go_to_the_second_choice():
+    """Two draws that agree on both classes: each class has two votes."""
+    logits = torch.tensor([[[1.0, 3.0, 2.0]], [[0.0, 5.0, 4.0]]])
+    weights = torch.full((2,), 0.5)
+    assert top2_majority(logits, weights).argmax().item() == 1
+    assert top2_majority_as_released(logits, weights).argmax().item() == 2
+    clear = torch.tensor([[[1.0, 3.0, 2.0]], [[4.0, 5.0, 0.0]]])
+    assert top2_majority_as_released(clear, weights).argmax().item() == 1
