@@ -435,7 +435,7 @@ def test_what_cannot_be():
         PAA(FGSM, "SumP")
     with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
         PAA(FGSM, rounds=0)
-    with pytest.raises(ValueError, match="finite radius >= 0, got -1"):
+    with pytest.raises(ValueError, match="max_dissimilarity must not be negative, got -1"):
         PAA(FGSM, max_dissimilarity=-1)
 
 
