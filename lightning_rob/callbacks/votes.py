@@ -3,14 +3,12 @@
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from lightning_rob.attacks import TAA, Attack, evaluating
@@ -25,6 +23,7 @@ from lightning_rob.callbacks.evaluation import (
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.record import append_lines, describe
 from lightning_rob.callbacks.referee import Untouched, check_within
+from lightning_rob.callbacks.votes_table import CLEAN, print_votes
 from lightning_rob.defenses import Defense, TransformEnsemble
 from lightning_rob.metrics import PerImage, robust_accuracy, student, wilson
 from lightning_rob.objectives import check_logits
@@ -33,7 +32,7 @@ from lightning_rob.rules import ATHENA, Rule
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import WORDS, chosen
 
-CLEAN, ALL = "clean", "all"
+ALL = "all"
 DISSIMILARITY = Threat("l2", 1.0, relative=True)
 Names = list[str] | str
 
@@ -264,42 +263,6 @@ def _places(defense: Defense, names: Names, seed: int) -> list[int]:
     if not wanted:
         raise ValueError(f"no member is behind {names}, there are {', '.join(defense.names)}")
     return [defense.place(name) for name in dict.fromkeys(wanted)]
-
-
-def print_votes(
-    title: str, results: Sequence[Mapping[str, Any]], console: Console | None = None
-) -> None:
-    """A row for each attack and ensemble, a column for each rule, in per cent."""
-    rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for result in results:
-        rows.setdefault((result["name"], result["ensemble"]), []).append(result)
-    rules = list(dict.fromkeys(result["rule"] for result in results))
-    several = len({ensemble for _, ensemble in rows}) > 1
-    n = results[0]["n"] if results else 0
-    table = Table(
-        title=f"{title}: accuracy by voting rule, {n} images\nbelow, half the 95 % interval; "
-        "M: members, dis.: mean l2 of the perturbation over that of the image",
-        title_justify="left",
-        title_style="bold",
-        show_lines=True,
-    )
-    table.add_column("attack", overflow="fold")
-    if several:
-        table.add_column("ensemble", overflow="fold")
-    for heading in ("M", "dis.", *rules):
-        table.add_column(heading, justify="right")
-    for (name, ensemble), found in rows.items():
-        distance = found[0]["dissimilarity"]
-        cells = [name, *([ensemble] if several else []), str(found[0]["members"])]
-        cells.append("" if name == CLEAN or distance is None else f"{distance:.3f}")
-        by_rule = {result["rule"]: _cell(result) for result in found}
-        table.add_row(*cells, *(by_rule.get(rule, "") for rule in rules))
-    (console or Console()).print(table)
-
-
-def _cell(result: Mapping[str, Any]) -> str:
-    low, high = result["interval"]
-    return f"{result['accuracy']:.1%}\n± {50 * (high - low):.1f}"
 
 
 def _siblings(trainer: Trainer) -> list[Votes]:

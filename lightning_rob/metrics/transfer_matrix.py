@@ -19,13 +19,19 @@ def transfer_matrix(answers: Tensor, y: Tensor) -> Tensor:
         [M, M] float64: entry [i, j] is the accuracy of member i on images that attack member j, so
         the diagonal is each member's robustness and the rest how far attacks fail to transfer.
     """
-    return _right(answers, y).mean(-1)
+    return right(answers, y).mean(-1)
 
 
-def _right(answers: Tensor, y: Tensor) -> Tensor:
+def right(answers: Tensor, y: Tensor) -> Tensor:
     """The probability of being right, [..., B, K] -> [..., B]."""
     labels = y.expand(answers.shape[:-1]).unsqueeze(-1)
     return answers.gather(-1, labels).squeeze(-1).double()
+
+
+def check_members(answers: Tensor, members: int) -> None:
+    """Raise ValueError unless answers are [M, M, B, K] of so many members."""
+    if answers.shape[:2] != (members, members):
+        raise ValueError(f"answers must be [{members}, {members}, B, K], got {list(answers.shape)}")
 
 
 class TransferMatrix(Metric):
@@ -53,11 +59,8 @@ class TransferMatrix(Metric):
         Raises:
             ValueError: the answers are of another number of members.
         """
-        if answers.shape[:2] != (self.members, self.members):
-            raise ValueError(
-                f"answers must be [{self.members}, {self.members}, B, K], got {list(answers.shape)}"
-            )
-        self.right += _right(answers, y).sum(-1)
+        check_members(answers, self.members)
+        self.right += right(answers, y).sum(-1)
         self.count += len(y)
 
     def compute(self) -> Tensor:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_rob.metrics.transfer_matrix import check_members, right
+
 
 class Transfer(NamedTuple):
     """Transferability between the members of an ensemble.
@@ -65,8 +67,7 @@ def transfer_ranking(accuracy: Tensor) -> list[int]:
 
 def _both(answers: Tensor, y: Tensor) -> Tensor:
     """The probability that an image fools source and target: [M, M, B, K] -> [M, M, B]."""
-    labels = y.expand(answers.shape[:-1]).unsqueeze(-1)
-    fooled = 1 - answers.gather(-1, labels).squeeze(-1).double()
+    fooled = 1 - right(answers, y)
     source = fooled.diagonal().permute(1, 0)[:, None]
     itself = torch.eye(len(fooled), dtype=torch.bool, device=fooled.device)[..., None]
     return torch.where(itself, source, source * fooled.transpose(0, 1))
@@ -100,10 +101,7 @@ class Transferability(Metric):
         Raises:
             ValueError: the answers are of another number of members.
         """
-        if answers.shape[:2] != (self.members, self.members):
-            raise ValueError(
-                f"answers must be [{self.members}, {self.members}, B, K], got {list(answers.shape)}"
-            )
+        check_members(answers, self.members)
         self.fooled += _both(answers, y).sum(-1)
 
     def compute(self) -> Transfer:

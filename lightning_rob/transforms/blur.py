@@ -102,11 +102,7 @@ class MedianBlur(Transform):
         padded = torch.nn.functional.pad(x, [self.size // 2] * 4)
         squares = padded.detach().unfold(2, self.size, 1).unfold(3, self.size, 1)
         place = squares.flatten(-2).median(-1).indices
-        # gathered from the image itself: cheaper backwards than through all squares
-        row = place // self.size + torch.arange(x.shape[2], device=x.device)[:, None]
-        column = place % self.size + torch.arange(x.shape[3], device=x.device)
-        index = row * padded.shape[3] + column
-        return padded.flatten(2).gather(2, index.flatten(2)).view_as(x)
+        return picked(padded, place, self.size)
 
 
 @dataclass(frozen=True)
@@ -135,3 +131,21 @@ class MotionBlur(Transform):
     def apply(self, x: Tensor, angle: Tensor, direction: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
         return motion_blur(x, self.size, angle, direction, "constant", "bilinear")
+
+
+def picked(padded: Tensor, place: Tensor, size: int) -> Tensor:
+    """One pixel of the square around each, gathered: cheaper backwards than through all squares.
+
+    Args:
+        padded: [B, C, H + size - 1, W + size - 1] the image with its border.
+        place: [B, C, H, W] int64, which pixel of the square, row by row.
+        size: side of the squares in pixels.
+
+    Returns:
+        [B, C, H, W].
+    """
+    height, width = place.shape[2:]
+    row = place // size + torch.arange(height, device=place.device)[:, None]
+    column = place % size + torch.arange(width, device=place.device)
+    index = row * padded.shape[3] + column
+    return padded.flatten(2).gather(2, index.flatten(2)).view_as(place)

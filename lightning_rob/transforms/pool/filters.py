@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_rob.transforms.base import Transform
+from lightning_rob.transforms.blur import picked
 from lightning_rob.transforms.one_by_one import Picture, each
 from lightning_rob.transforms.pool.eight_bit import levels
 
@@ -98,11 +99,7 @@ class Rank(Transform):
         padded = pad(x, [self.size // 2] * 4, mode="replicate")
         squares = padded.detach().unfold(2, self.size, 1).unfold(3, self.size, 1).flatten(-2)
         place = squares.kthvalue(self.place + 1).indices
-        # gathered from the image itself: cheaper backwards than through all squares
-        row = place // self.size + torch.arange(x.shape[2], device=x.device)[:, None]
-        column = place % self.size + torch.arange(x.shape[3], device=x.device)
-        index = row * padded.shape[3] + column
-        return padded.flatten(2).gather(2, index.flatten(2)).view_as(x)
+        return picked(padded, place, self.size)
 
 
 @dataclass(frozen=True)
