@@ -1,7 +1,6 @@
 """Images as a transformation leaves them, computed once and kept."""
 
 import hashlib
-import os
 from collections.abc import Callable
 from functools import cached_property
 from importlib.metadata import version
@@ -14,6 +13,7 @@ from lightning_rob.data.samples import Part
 from lightning_rob.defenses.transform_ensemble import transformed
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms import Transform
+from lightning_rob.transforms.bpda import save_whole
 
 CHUNK = 256  # images at a time, so that memory stays flat
 MAKERS = ("lightning-rob", "torch", "kornia", "scikit-image", "scikit-learn")
@@ -82,11 +82,3 @@ class Shown:
         for tensor in (self.x, self.y, self.index):
             found.update(tensor.numpy().tobytes())
         return found.hexdigest()[:16]
-
-
-def save_whole(content: object, path: Path) -> None:
-    """Write a file that is there as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rough = path.with_suffix(f".{os.getpid()}.part")
-    torch.save(content, rough)
-    rough.replace(path)

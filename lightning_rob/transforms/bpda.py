@@ -181,15 +181,20 @@ def save_approximation(
         **about: plain values to keep beside it.
     """
     path = place_of(folder, transform, shape)
-    path.parent.mkdir(parents=True, exist_ok=True)
     about = {"transform": _told(transform), "shape": list(shape), **about}
+    save_whole({"weights": net.state_dict(), "about": about}, path)
+    return path
+
+
+def save_whole(content: object, path: Path) -> None:
+    """Write a file that is never there in part; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}.part")
     try:
-        torch.save({"weights": net.state_dict(), "about": about}, draft)
+        torch.save(content, draft)
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    return path
 
 
 def load_approximation(path: Path | str) -> tuple[BPDANet, dict[str, Any]]:
