@@ -15,9 +15,13 @@ COMMANDS = {
     "sweep": "attack a checkpoint value by value of a variable: a table and a figure",
     "tune": "search the values of a recipe's keys by Bayesian optimisation",
     "bpda": "train networks whose gradients stand in for those of random transforms",
+    "audit": "look for what makes a defense seem more robust than it is",
+    "monitor": "follow a folder of checkpoints and raise an alarm when robustness falls",
+    "compare": "two attacks or checkpoints on the same images: difference and significance",
+    "export": "write a whole defense as a program that runs without this package",
     "report": "turn the records of runs into one HTML page and a Markdown table",
 }
-OWN_OPTIONS = ("sweep", "bpda")
+OURS = ("sweep", "tune", "bpda", "audit", "monitor", "compare", "export")
 HELP = """usage: lightning-rob COMMAND [options]
 
 Train adversarially robust ensembles and tell the truth about them, every epoch.
@@ -58,12 +62,8 @@ def main(args: Sequence[str] | None = None) -> None:
         _fail(f"unknown command {args[0]!r}, choose from {', '.join(COMMANDS)}")
     elif args[0] == "report":
         _report(args[1:])
-    elif args[0] in OWN_OPTIONS and {"-h", "--help"} & set(args):
+    elif args[0] in OURS and {"-h", "--help"} & set(args):
         print(import_module(f"lightning_rob.{args[0]}.options").help_text())
-    elif args[0] == "tune" and {"-h", "--help"} & set(args):
-        from lightning_rob.tune.options import HELP as TUNE_HELP
-
-        print(TUNE_HELP)
     else:
         _run(args)
 
@@ -76,12 +76,8 @@ def _run(args: list[str]) -> None:
     from lightning_rob.run import Command, InputError
 
     start: Callable[[list[str]], Any] = Command
-    if args[0] in OWN_OPTIONS:
+    if args[0] in OURS:
         start = import_module(f"lightning_rob.{args[0]}.command").main
-        args = args[1:]
-    elif args[0] == "tune":
-        from lightning_rob.tune.command import main as start
-
         args = args[1:]
     if os.environ.get("LIGHTNING_ROB_DEBUG"):
         start(args)

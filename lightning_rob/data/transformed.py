@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_rob.data.samples import Part
 from lightning_rob.defenses.transform_ensemble import transformed
+from lightning_rob.files import save_whole
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms import Transform
-from lightning_rob.transforms.bpda import save_whole
 
 CHUNK = 256  # images at a time, so that memory stays flat
 MAKERS = ("lightning-rob", "torch", "kornia", "scikit-image", "scikit-learn")

@@ -17,11 +17,11 @@ from lightning_rob.callbacks.progress import AttackProgress
 from lightning_rob.data.image_data import ImageData, at_least
 from lightning_rob.data.transformed import CHUNK, Shown
 from lightning_rob.defenses.transform_ensemble import TransformEnsemble, transformed
+from lightning_rob.files import save_whole
 from lightning_rob.modules.robust_module import Batch, RobustModule
 from lightning_rob.objectives import classification_loss, cross_entropy
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import Rule, mean_probs
-from lightning_rob.transforms.bpda import save_whole
 from lightning_rob.transforms.pool import chosen
 
 

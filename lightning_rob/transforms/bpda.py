@@ -1,7 +1,6 @@
 """Networks whose gradient stands in for a transform's (BPDA, Athalye et al. 2018)."""
 
 import hashlib
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
+from lightning_rob.files import save_whole
 from lightning_rob.transforms.base import Transform, clip
 
 WIDTHS = (16, 22, 32, 45, 64)
@@ -184,17 +184,6 @@ def save_approximation(
     about = {"transform": _told(transform), "shape": list(shape), **about}
     save_whole({"weights": net.state_dict(), "about": about}, path)
     return path
-
-
-def save_whole(content: object, path: Path) -> None:
-    """Write a file that is never there in part; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}.part")
-    try:
-        torch.save(content, draft)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def load_approximation(path: Path | str) -> tuple[BPDANet, dict[str, Any]]:

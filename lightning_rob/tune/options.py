@@ -37,6 +37,11 @@ All other options are those of `lightning-rob fit`, see there.
 Trial 0 has the recipe's own values. The same command again goes on where it was stopped."""
 
 
+def help_text() -> str:
+    """What `--help` prints."""
+    return HELP
+
+
 @dataclass(frozen=True)
 class Budget:
     """How many trials; defaults of Sitawarin et al. 2022.
