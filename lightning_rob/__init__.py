@@ -34,6 +34,7 @@ _HOMES = {
         "AutoAttack",
         "Corrupted",
         "DeepFool",
+        "EightBit",
         "GMSA",
         "HighConfidence",
         "LinBP",
@@ -68,7 +69,17 @@ _HOMES = {
         "RobustModule",
         "TransformTraining",
     ],
-    "callbacks": ["CrossEval", "Gallery", "Game", "RobustEval", "Votes"],
+    "callbacks": [
+        "CrossEval",
+        "Gallery",
+        "Game",
+        "Guard",
+        "RobustAudit",
+        "RobustCheckpoint",
+        "RobustEarlyStopping",
+        "RobustEval",
+        "Votes",
+    ],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

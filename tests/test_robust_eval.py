@@ -196,9 +196,8 @@ def noisy_run(inferences, attacks=None, **options):
 
 def test_inferences_are_averaged_per_image_and_have_an_interval_of_their_own():
     callback = noisy_run(10)
-    _, scores = callback.table.rows()
-    _, single = callback.single.rows()
-    single = single.view(200, 2, 10)
+    _, scores = callback.book.means()
+    single = callback.book.single()
     assert torch.allclose(scores, single.mean(2), atol=1e-6)
     assert set(single.unique().tolist()) == {0.0, 1.0}
     accuracies = single.mean(0)
@@ -210,7 +209,7 @@ def test_inferences_are_averaged_per_image_and_have_an_interval_of_their_own():
 
 def test_one_inference_is_the_first_of_several_and_has_no_such_interval():
     one, ten = noisy_run(1), noisy_run(10)
-    assert torch.equal(one.table.rows()[1], ten.single.rows()[1].view(200, 2, 10)[..., 0])
+    assert torch.equal(one.book.means()[1], ten.book.single()[..., 0])
     assert all("over_inferences" not in result.details for result in one.results)
 
 

@@ -14,13 +14,14 @@ from lightning_rob.attacks import ARC, CW, PGD, OnMember, RandomMember, Stronges
 from lightning_rob.attacks.rebuild import parts, with_eps
 from lightning_rob.callbacks.robust_eval import whole
 from lightning_rob.defenses import Ensemble, first_member
+from lightning_rob.ledger import fingerprint
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.nets import SmallCNN
 from lightning_rob.run import Command
 from lightning_rob.sweep.command import load
 from lightning_rob.sweep.options import help_text, parse, parse_values
 from lightning_rob.sweep.outcome import Outcome
-from lightning_rob.sweep.points import Points, fingerprint
+from lightning_rob.sweep.points import Points
 from lightning_rob.sweep.variables import with_count, with_members, with_probability
 from lightning_rob.threat import Threat
 from tests.tiny import TinyNet, arc, pgd, recipe, robust_eval, run, shell

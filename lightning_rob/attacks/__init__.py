@@ -9,6 +9,7 @@ from lightning_rob.attacks.confidence import HighConfidence
 from lightning_rob.attacks.corrupted import Corrupted
 from lightning_rob.attacks.cw import CW
 from lightning_rob.attacks.deepfool import DeepFool
+from lightning_rob.attacks.eight_bit import EightBit
 from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.gradients import draw_gradients
 from lightning_rob.attacks.member import OnMember, RandomMember
@@ -36,6 +37,7 @@ __all__ = [
     "AutoAttack",
     "Corrupted",
     "DeepFool",
+    "EightBit",
     "HighConfidence",
     "LinBP",
     "Nesterov",

@@ -46,6 +46,7 @@ class AutoAttack(Attack):
             with one restart: "apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square".
         draws: how often a random defense is drawn for one answer; None as often as for its own.
         batch_size: how many images are attacked at a time; None takes them as they come.
+        queries: of the Square Attack, for each image.
 
     Raises:
         ValueError: another norm or other bounds, an unknown version or attack, attacks for a
@@ -58,6 +59,7 @@ class AutoAttack(Attack):
     attacks: tuple[str, ...] | None = None
     draws: int | None = None
     batch_size: int | None = None
+    queries: int = 5000
 
     def __post_init__(self) -> None:
         attacks = None if self.attacks is None else tuple(self.attacks)
@@ -79,7 +81,8 @@ class AutoAttack(Attack):
             )
         if unknown := set(attacks or ()) - set(CLASSES):
             raise ValueError(f"attacks must be of {list(CLASSES)}, got {sorted(unknown)}")
-        for name, count in {"draws": self.draws, "batch_size": self.batch_size}.items():
+        counts = {"draws": self.draws, "batch_size": self.batch_size, "queries": self.queries}
+        for name, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
 
@@ -150,6 +153,7 @@ class AutoAttack(Attack):
             part.n_target_classes = min(part.n_target_classes, classes - 1)
         if self.version == "custom":  # left alone, it would be five
             suite.apgd.n_restarts = suite.fab.n_restarts = 1
+        suite.square.n_queries = self.queries
         return suite
 
 

@@ -17,11 +17,12 @@ from torchmetrics import SumMetric
 from lightning_rob.attacks import TAA, Attack, evaluating
 from lightning_rob.attacks.taa import attackable
 from lightning_rob.callbacks.evaluation import Evaluation, at_radius, told_apart, writing_folder
-from lightning_rob.callbacks.record import append_lines, describe
+from lightning_rob.callbacks.record import append_lines
 from lightning_rob.callbacks.referee import play
 from lightning_rob.defenses import Defense, Single, TransformEnsemble
 from lightning_rob.figures.heat_map import heat_map
 from lightning_rob.figures.page import pixels, save
+from lightning_rob.ledger.identity import describe
 from lightning_rob.metrics import Transferability, TransferMatrix, transfer_ranking, wilson
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Streams

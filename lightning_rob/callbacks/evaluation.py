@@ -187,12 +187,18 @@ class Evaluation(Callback, ABC):
             self.report(trainer, pl_module, stage)
 
 
-def writing_folder(trainer: Trainer) -> Path | None:
-    """The run's folder on the process that writes to it, None elsewhere and on a trial run.
+def run_folder(trainer: Trainer) -> Path | None:
+    """The run's folder, None on a trial run and without a logger.
 
     Every process has to ask, for Lightning makes a collective of it.
     """
     folder = trainer.log_dir
-    if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+    if trainer.fast_dev_run or not trainer.logger:  # type: ignore[attr-defined]
         return None
-    return Path(folder) if folder and trainer.logger else None
+    return Path(folder) if folder else None
+
+
+def writing_folder(trainer: Trainer) -> Path | None:
+    """`run_folder` on the process that writes to it, None elsewhere."""
+    folder = run_folder(trainer)
+    return folder if trainer.is_global_zero else None

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
 from lightning_rob.callbacks.evaluation import Evaluation, at_least_one, at_radius, writing_folder
-from lightning_rob.callbacks.record import append_lines, describe
+from lightning_rob.callbacks.record import append_lines
 from lightning_rob.callbacks.referee import play
 from lightning_rob.defenses import Defense
 from lightning_rob.figures.gallery import Case, Shown, gallery
 from lightning_rob.figures.page import pixels, save
+from lightning_rob.ledger.identity import describe
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import random_member

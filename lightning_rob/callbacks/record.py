@@ -2,8 +2,7 @@
 
 import json
 import os
-import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -16,6 +15,12 @@ from torch import Tensor
 
 from lightning_rob.metrics import wilson
 
+STYLE: dict[str, Any] = {
+    "title_justify": "left",
+    "title_style": "bold",
+    "caption_justify": "left",
+    "caption_style": "dim",
+}
 # Tells the evaluations of one process from those of another in the same folder.
 SESSION = f"{datetime.now().astimezone().isoformat(timespec='seconds')} {os.getpid()}"
 
@@ -44,11 +49,6 @@ class Result:
         """The record: one line of JSON."""
         fields = asdict(self)
         return json.dumps({"name": fields.pop("name"), **fields.pop("details"), **fields})
-
-
-def describe(attack: object) -> str:
-    """The attack with all its arguments, functions by name and not by address."""
-    return re.sub(r"<function ([\w.<>]+) at 0x[0-9a-f]+>", r"\1", repr(attack))
 
 
 def measured(name: str, scores: Tensor, seconds: float, details: dict[str, Any]) -> Result:
@@ -81,18 +81,19 @@ def _span(interval: tuple[float, float] | None) -> str:
 def print_table(title: str, results: Iterable[Result], console: Console | None = None) -> None:
     """A table of accuracies for the terminal; what is the same for all has no column.
 
-    The column "chance" is half the interval over inferences: the defense's own part. In a narrow
-    terminal the time is left out.
+    The column "chance" is half the interval over inferences: the defense's own part. "against"
+    compares with the first attack image by image. A narrow terminal leaves out that and the time.
     """
     console = console or Console()
     last = {(result.name, result.details.get("target")): result for result in results}
     rows = [_cells(result) for result in last.values()]
     needless = {"on"} if len({row["on"] for row in rows}) == 1 else set()
-    table = Table(title=title, title_justify="left", title_style="bold")
     kept = [k for k in (rows[0] if rows else ()) if k not in needless and any(r[k] for r in rows)]
     widths = {k: max(len(k), *(len(row[k]) for row in rows)) for k in kept}
-    if sum(widths.values()) + 3 * len(kept) + 1 > console.width and "time" in kept:
-        kept.remove("time")
+    for spare in [name for name in ("against", "time") if name in kept]:
+        if sum(widths[k] for k in kept) + 3 * len(kept) + 1 > console.width:
+            kept.remove(spare)
+    table = Table(title=title, caption=_legend(kept), **STYLE)
     for name in kept:
         left = name in ("attack", "on", "within")
         width = max(len(row[name]) for row in rows) if name == "attack" else None
@@ -100,6 +101,22 @@ def print_table(title: str, results: Iterable[Result], console: Console | None =
     for row in rows:
         table.add_row(*(row[name] for name in kept))
     console.print(table)
+
+
+def _legend(columns: Collection[str]) -> str:
+    """By which methods the intervals and comparisons of these columns are."""
+    told = ["interval: Wilson over images"]
+    told += ["chance: t over inferences"] if "chance" in columns else []
+    told += ["against: McNemar, paired t for expected accuracies"] if "against" in columns else []
+    return "; ".join(told)
+
+
+def _against(told: dict[str, Any] | None) -> str:
+    """Another attack's name, the difference to it and whether that is chance."""
+    if not told:
+        return ""
+    p = f"p {told['p']:.3f}" if told["p"] >= 0.001 else "p < 0.001"
+    return f"{told['attack']} {100 * told['difference']:+.1f}, {p}"
 
 
 def _cells(result: Result) -> dict[str, str]:
@@ -112,6 +129,7 @@ def _cells(result: Result) -> dict[str, str]:
         "accuracy": f"{result.accuracy:.1%}",
         "95 % interval": f"{100 * low:.1f} … {100 * high:.1f}",
         "chance": _span(result.details.get("over_inferences")),
+        "against": _against(result.details.get("against")),
         "images": str(result.n),
         "time": f"{result.seconds:.1f} s" if result.seconds else "",
     }

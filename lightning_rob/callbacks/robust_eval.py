@@ -1,7 +1,9 @@
 """Robust accuracy at every validation and test, beside the clean one."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from lightning_rob.callbacks.evaluation import (
     Evaluation,
     at_least_one,
     at_radius,
+    run_folder,
     told_apart,
     writing_folder,
 )
@@ -24,16 +27,28 @@ from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.record import (
     Result,
     append_records,
-    describe,
     measured,
     print_table,
+    versions,
 )
 from lightning_rob.callbacks.referee import Match, Untouched, answers
 from lightning_rob.data.labelled import give_source
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.learning import listener
-from lightning_rob.metrics import PerImage, lowest, minimum, robust_accuracy, student
+from lightning_rob.ledger import (
+    Book,
+    Outcome,
+    card_of,
+    describe,
+    fingerprint,
+    key_of,
+    likeliest,
+    save_images,
+)
+from lightning_rob.metrics import lowest, minimum, paired, robust_accuracy, student
 from lightning_rob.randomness import Streams
+
+LONGEST_NAME = 80  # of a file, in letters, before it says how many more attacks there are
 
 
 def whole(defense: Defense) -> Defense:
@@ -68,6 +83,8 @@ class RobustEval(Evaluation):
             keep their share of it.
         game: how a defense that adapts is played against; None is `Game()` for such a defense, and
             batch by batch for any other.
+        save_images: keep the perturbed images in the run's folder, without loss: PNG of those an
+            `EightBit` attack makes, else float32 arrays.
 
     Raises:
         ValueError: no attacks, or a count below 1.
@@ -86,6 +103,7 @@ class RobustEval(Evaluation):
         eps: float | None = None,
         inferences: int = 1,
         game: Game | None = None,
+        save_images: bool = False,
     ) -> None:
         if not attacks:
             raise ValueError("attacks must name at least one attack, got an empty dict")
@@ -102,10 +120,11 @@ class RobustEval(Evaluation):
         self.panel = panel
         self.record = record
         self.game = game
+        self.save_images = save_images
         self.playing: Game | None = None
         self.matches: dict[tuple[str, int], Match] = {}
-        self.table = PerImage(1 + len(attacks))
-        self.single = PerImage((1 + len(attacks)) * inferences)
+        self.folder: Path | None = None
+        self.book = Book(("clean", *attacks), inferences)
         self.seconds = dict.fromkeys(attacks, 0.0)
         self.panels: dict[str, Tensor] = {}
         self.results: list[Result] = []
@@ -136,14 +155,53 @@ class RobustEval(Evaluation):
         return len(self.attacks)
 
     def begin(self, trainer: Trainer, pl_module: Any) -> None:
-        """Forget the last evaluation."""
-        defense, rows = self.target(pl_module.defense), 1 + len(self.attacks)
+        """Forget the last evaluation; find what is left of one that was stopped."""
+        defense = self.target(pl_module.defense)
         self.playing = self.game or (Game() if defense.transductive else None)
         self.matches = {}
-        self.table = PerImage(rows).to(pl_module.device)
-        self.single = PerImage(rows * self.inferences).to(pl_module.device)
+        self.folder = run_folder(trainer)
+        place = self._journal_place(trainer, pl_module, defense)
+        self.book = Book(("clean", *self.attacks), self.inferences, pl_module.device, place)
         self.seconds = dict.fromkeys(self.attacks, 0.0)
+        if self.book.journal:  # and something in it
+            self.seconds |= self.book.journal.taken(self.attacks)
+            if trainer.is_global_zero:
+                known = len(self.book.journal)
+                text = f"Going on with {', '.join(self.attacks)}: {known} images are known already."
+                console_of(trainer).print(text)
         self.panels = {}
+
+    def _journal_place(self, trainer: Trainer, pl_module: Any, defense: Defense) -> Path | None:
+        """Where an evaluation that is killed leaves what it found, if it could go on from there."""
+        going_on = trainer.state.fn in ("test", "validate") and not trainer.sanity_checking
+        if not going_on or self.folder is None or (self.playing and defense.stateful):
+            return None
+        told = self._told(trainer, pl_module, defense) | {"stage": trainer.state.fn}
+        logs: Any = trainer.logger and trainer.logger.save_dir
+        return Path(logs or trainer.default_root_dir) / "unfinished" / key_of(**told)
+
+    def _told(self, trainer: Trainer, pl_module: Any, defense: Defense) -> dict[str, Any]:
+        """The card: all that the rows depend on."""
+        module: Any = trainer.datamodule  # type: ignore[attr-defined]
+        return {
+            "weights": fingerprint(defense),
+            "defense": type(defense).__name__,
+            "module": type(pl_module).__name__,
+            "rule": describe(defense.rule),
+            "target": self._target_name,
+            "data": f"{type(module).__name__}, {len(self.loader.dataset)} images",
+            "max_images": self.max_images,
+            "seed": self.seed,
+            "repeats": self.repeats,
+            "inferences": self.inferences,
+            "game": self.playing and self.playing.record(defense, self.loader, trainer.world_size),
+            "attacks": {name: card_of(attack) for name, attack in self.attacks.items()},
+            "versions": versions(),
+        }
+
+    @property
+    def _target_name(self) -> str:
+        return getattr(self.target, "__name__", repr(self.target))
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Print the table of all callbacks once they are through."""
@@ -158,7 +216,7 @@ class RobustEval(Evaluation):
         self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
     ) -> None:
         """Score the batch under every attack, unless it is a game that comes later."""
-        if self.playing is None:
+        if self.playing is None and not self._recalled(x, index):
             defense = self.target(pl_module.defense)
             clean = answers(defense, x, Streams.keyed(index, self.seed), self.inferences)
             self._score_all(trainer, defense, clean, (x, y, index))
@@ -174,11 +232,21 @@ class RobustEval(Evaluation):
         token = listener.set(self.progress.tell if self.progress and self.progress.rich else None)
         try:
             for x, y, index in self.playing.rounds(trainer, self.loader, self.positions):
+                if self._recalled(x, index):
+                    continue
                 _, clean = untouched.round(x, y, index, self.inferences)
                 self._score_all(trainer, defense, clean, (x, y, index))
         finally:
             listener.reset(token)
         self.matches = {}
+
+    def _recalled(self, x: Tensor, index: Tensor) -> bool:
+        """Whether the batch was evaluated before the evaluation was stopped."""
+        known = self.book.recall(x, index)
+        if known and self.progress:
+            for name in self.attacks:
+                self.progress.advance(name, len(x))
+        return known
 
     def _score_all(
         self,
@@ -188,23 +256,26 @@ class RobustEval(Evaluation):
         batch: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         """Score the answers to the clean batch [R, B, K], and the batch under every attack."""
-        _, y, index = batch
-        scores = [torch.stack([robust_accuracy(answer, y) for answer in clean], 1)]
+        x, y, index = batch
+        before = list(self.seconds.values())
+        scores = torch.stack([robust_accuracy(answer, y) for answer in clean], 1)
+        outcomes = [Outcome(scores, likeliest(clean[0]), torch.zeros_like(scores[:, 0]))]
         for name, attack in self.attacks.items():
-            scores.append(self._score(name, attack, defense, clean[0], batch))
+            outcomes.append(self._score(trainer, name, attack, defense, clean[0], batch))
         if not trainer.sanity_checking:
-            self.table.update(index, torch.stack([part.mean(1) for part in scores], 1))
-            self.single.update(index, torch.cat(scores, 1))
+            taken = [now - then for now, then in zip(self.seconds.values(), before, strict=True)]
+            self.book.enter(x, y, index, outcomes, taken)
 
     def _score(
         self,
+        trainer: Trainer,
         name: str,
         attack: Attack,
         defense: Defense,
         clean: Tensor,
         batch: tuple[Tensor, Tensor, Tensor],
-    ) -> Tensor:
-        """Each image's accuracy by inference, averaged over repeats: [B, R]."""
+    ) -> Outcome:
+        """What became of the batch, scores averaged over repeats."""
         x, y, index = batch
         began, total = time.perf_counter(), torch.zeros(len(x), self.inferences, device=x.device)
         for repeat in range(self.repeats):
@@ -214,10 +285,14 @@ class RobustEval(Evaluation):
         if self.panel and name not in self.panels:
             part = slice(self.panel)
             self.panels[name] = draw(x[part], x_adv[part], y[part], clean[part], found[0][part])
+        if self.save_images and self.folder and not trainer.sanity_checking:
+            stage = "test" if trainer.testing else "val"
+            save_images(self.folder / "images" / self._stem(stage, trainer, [name]), index, x_adv)
         if self.progress:
             self.progress.advance(name, len(x))
         self.seconds[name] += time.perf_counter() - began
-        return total / self.repeats
+        sizes = attack.threat.distance(x_adv, x)
+        return Outcome(total / self.repeats, likeliest(found[0]), sizes)
 
     def _match(self, name: str, attack: Attack, defense: Defense, repeat: int) -> Match:
         """A new match, or in a game the one that is going on."""
@@ -232,10 +307,10 @@ class RobustEval(Evaluation):
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log what was found, and record it."""
         shared = self._circumstances(trainer, stage)
+        defense = self.target(pl_module.defense)
         if self.playing is not None:
-            defense = self.target(pl_module.defense)
             shared["game"] = self.playing.record(defense, self.loader, trainer.world_size)
-        self.results = results = self._results(shared) + self._worst(trainer, shared)
+        self.results = results = self._results(trainer, shared) + self._worst(trainer, shared)
         # What a defense that adapts makes of clean images is nowhere else in the log.
         untold = {"clean"} if self.playing is None or self.target is not whole else set()
         values = {f"{stage}/robust/{r.name}": r.accuracy for r in results if r.name not in untold}
@@ -244,30 +319,57 @@ class RobustEval(Evaluation):
         hook = getattr(pl_module, "on_robust_evaluation", None)
         if hook:
             hook(values)
+        self._keep(trainer, pl_module, stage, defense)
         self._publish(trainer, stage, results)
+
+    def _keep(self, trainer: Trainer, pl_module: Any, stage: str, defense: Defense) -> None:
+        """The record image by image."""
+        folder = writing_folder(trainer)
+        path = folder and folder / "images" / f"{self._stem(stage, trainer)}.csv"
+        card = self._told(trainer, pl_module, defense)
+        card |= {"stage": stage, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        self.book.close(path, len(defense.weights), card)
+
+    def _stem(self, stage: str, trainer: Trainer, names: Sequence[str] = ()) -> str:
+        """What a file of this evaluation is called."""
+        names = list(names or self.attacks)
+        epoch = [f"epoch{trainer.current_epoch:04d}"] if trainer.state.fn == "fit" else []
+        target = [self._target_name] if self.target is not whole else []
+        told = "+".join(names)
+        told = told if len(told) <= LONGEST_NAME else f"{names[0]}+{len(names) - 1}_more"
+        return "-".join([stage, *epoch, *target, told])
 
     def _circumstances(self, trainer: Trainer, stage: str) -> dict[str, Any]:
         told = {"repeats": self.repeats, "inferences": self.inferences}
-        target = getattr(self.target, "__name__", repr(self.target))
-        return self.circumstances(trainer, stage) | {"target": target} | told
+        return self.circumstances(trainer, stage) | {"target": self._target_name} | told
 
-    def _results(self, shared: dict[str, Any]) -> list[Result]:
-        _, scores = self.table.rows()
+    def _results(self, trainer: Trainer, shared: dict[str, Any]) -> list[Result]:
+        _, scores = self.book.means()
         spans = self._spans()
         found = [measured("clean", scores[:, 0], 0.0, shared | spans[0])]
         for i, (name, attack) in enumerate(self.attacks.items(), start=1):
             details = shared | {"attack": describe(attack), "threat": repr(attack.threat)}
             details |= {"ball": str(attack.threat)} | spans[i]
+            details |= self._against(trainer, name, scores[:, i])
             found.append(measured(name, scores[:, i], self.seconds[name], details))
         return found
 
+    def _against(self, trainer: Trainer, name: str, scores: Tensor) -> dict[str, Any]:
+        """The paired comparison with the run's first attack on the same target and images."""
+        first = next(s for s in _siblings(trainer) if s.due(trainer) and s.target == self.target)
+        reference = next(iter(first.attacks))
+        index, theirs = first.book.means()
+        alike = torch.equal(index, self.book.means()[0]) and first.playing == self.playing
+        if (first is self and name == reference) or not alike:
+            return {}
+        return {"against": {"attack": reference, **asdict(paired(theirs[:, 1], scores))}}
+
     def _spans(self) -> list[dict[str, Any]]:
         """The interval over inferences, for clean images and each attack, if there are several."""
-        _, scores = self.single.rows()
+        scores = self.book.single()
         if self.inferences == 1 or not len(scores):
             return [{} for _ in range(1 + len(self.attacks))]
-        accuracies = scores.mean(0).view(-1, self.inferences)
-        return [{"over_inferences": student(row.tolist())} for row in accuracies]
+        return [{"over_inferences": student(row.tolist())} for row in scores.mean(0)]
 
     def _worst(self, trainer: Trainer, shared: dict[str, Any]) -> list[Result]:
         """The strongest attacker over the callbacks of the run, told by the last of them.
@@ -283,7 +385,7 @@ class RobustEval(Evaluation):
             due = [s for s in due if (s.max_images, s.seed) == (self.max_images, self.seed)]
         over = [name for sibling in due for name in sibling.attacks]
         how, pick = ("strongest attack", lowest) if self.playing else ("per-image minimum", minimum)
-        scores = pick([sibling.table.rows() for sibling in due])
+        scores = pick([sibling.book.means() for sibling in due])
         balls = {str(attack.threat) for s in due for attack in s.attacks.values()}
         ball = balls.pop() if len(balls) == 1 else "several!"
         details = shared | {"attack": how, "over": over, "ball": ball}

@@ -21,10 +21,11 @@ from lightning_rob.callbacks.evaluation import (
     writing_folder,
 )
 from lightning_rob.callbacks.progress import console_of
-from lightning_rob.callbacks.record import append_lines, describe
+from lightning_rob.callbacks.record import append_lines
 from lightning_rob.callbacks.referee import Untouched, check_within
 from lightning_rob.callbacks.votes_table import CLEAN, print_votes
 from lightning_rob.defenses import Defense, TransformEnsemble
+from lightning_rob.ledger.identity import describe
 from lightning_rob.metrics import PerImage, robust_accuracy, student, wilson
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Streams

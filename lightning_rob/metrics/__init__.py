@@ -1,7 +1,14 @@
 """Metrics: a function each, and its torchmetrics twin."""
 
 from lightning_rob.metrics.gradient_spread import GradientSpread, gradient_spread
-from lightning_rob.metrics.intervals import student, wilson
+from lightning_rob.metrics.intervals import (
+    Paired,
+    clopper_pearson,
+    mcnemar,
+    paired,
+    student,
+    wilson,
+)
 from lightning_rob.metrics.per_image import PerImage, lowest, minimum
 from lightning_rob.metrics.robust_accuracy import RobustAccuracy, robust_accuracy
 from lightning_rob.metrics.selective import SelectiveError, rejection_curves, selective_error
@@ -15,15 +22,19 @@ from lightning_rob.metrics.transferability import (
 
 __all__ = [
     "GradientSpread",
+    "Paired",
     "PerImage",
     "RobustAccuracy",
     "SelectiveError",
     "Transfer",
     "TransferMatrix",
     "Transferability",
+    "clopper_pearson",
     "gradient_spread",
     "lowest",
+    "mcnemar",
     "minimum",
+    "paired",
     "rejection_curves",
     "robust_accuracy",
     "selective_error",

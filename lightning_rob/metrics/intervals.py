@@ -2,7 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
+
+import torch
+from torch import Tensor
 
 
 def wilson(mean: float, n: int, level: float = 0.95) -> tuple[float, float]:
@@ -28,6 +32,30 @@ def wilson(mean: float, n: int, level: float = 0.95) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def clopper_pearson(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
+    """The exact interval of a share: it covers the truth at least as often as it says.
+
+    Clopper and Pearson 1934; wider than `wilson`.
+
+    Args:
+        successes: how many of the n answers, each of which is right or wrong, are right.
+        n: how many images.
+        level: the probability that the interval covers the truth, at least.
+
+    Returns:
+        (low, high).
+
+    Raises:
+        ValueError: more successes than answers.
+    """
+    from scipy.stats import binomtest
+
+    if n < 1:
+        return 0.0, 1.0
+    interval = binomtest(successes, n).proportion_ci(level, method="exact")
+    return float(interval.low), float(interval.high)
+
+
 def student(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
     """The t interval of the mean of independent numbers: repeats, seeds, paired differences.
 
@@ -42,3 +70,65 @@ def student(values: Sequence[float], level: float = 0.95) -> tuple[float, float]
 
     half = float(t.ppf((1 + level) / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
     return fmean(values) - half, fmean(values) + half
+
+
+@dataclass(frozen=True)
+class Paired:
+    """How two scores of the same images differ.
+
+    Args:
+        difference: the second's mean minus the first's.
+        interval: its 95 % t interval; all there is where there are fewer than two images.
+        p: the probability of a difference so large if there were none.
+        test: what p is by.
+    """
+
+    difference: float
+    interval: tuple[float, float]
+    p: float
+    test: str
+
+
+def mcnemar(first: Tensor, second: Tensor) -> float:
+    """The exact two-sided p of two answers to the same images (McNemar 1947).
+
+    Args:
+        first: [N] scores, right from a half on.
+        second: [N] scores of the same images.
+
+    Returns:
+        The probability that the images right under one only divide as unevenly by chance.
+    """
+    from scipy.stats import binomtest
+
+    one, other = first >= 0.5, second >= 0.5
+    lost, won = int((one & ~other).sum()), int((other & ~one).sum())
+    return float(binomtest(won, won + lost).pvalue) if won + lost else 1.0
+
+
+def paired(first: Tensor, second: Tensor) -> Paired:
+    """Compare two scores of the same images: attacks or checkpoints.
+
+    By McNemar's test where every answer is right or wrong, else (the expected accuracies of a
+    randomized ensemble) by the t test of the differences.
+
+    Args:
+        first: [N] in [0, 1].
+        second: [N] of the same images.
+
+    Raises:
+        ValueError: not as many of the one as of the other.
+    """
+    from scipy.stats import ttest_rel
+
+    if first.shape != second.shape:
+        raise ValueError(f"{len(first)} scores cannot be paired with {len(second)}")
+    gaps = (second - first).double()
+    if len(gaps) < 2:
+        return Paired(float(gaps.sum()), (-1.0, 1.0), 1.0, "too few images")
+    span = student(gaps.tolist())
+    if not ((first % 1).any() or (second % 1).any()):
+        return Paired(float(gaps.mean()), span, mcnemar(first, second), "McNemar")
+    varied = bool((gaps != gaps[0]).any())
+    p = float(ttest_rel(second, first).pvalue) if varied else float(torch.all(gaps == 0))
+    return Paired(float(gaps.mean()), span, p, "paired t")

@@ -15,9 +15,9 @@ def robust_accuracy(answers: Tensor, y: Tensor) -> Tensor:
         y: [B] labels.
 
     Returns:
-        [B]: 0 or 1, or between the two for a randomized ensemble.
+        [B]: 0 or 1, or between the two for a randomized ensemble; 0 where it is not a number.
     """
-    return answers.gather(1, y[:, None])[:, 0]
+    return answers.gather(1, y[:, None])[:, 0].nan_to_num(0.0, 0.0, 0.0)
 
 
 class RobustAccuracy(Metric):

@@ -9,11 +9,11 @@ import yaml
 from lightning.pytorch import LightningDataModule
 
 from lightning_rob.callbacks.record import versions
+from lightning_rob.ledger.identity import fingerprint
 from lightning_rob.run import Command, InputError, read_checkpoint
 from lightning_rob.sweep.measure import measure
 from lightning_rob.sweep.options import Study, parse
 from lightning_rob.sweep.outcome import Outcome
-from lightning_rob.sweep.points import fingerprint
 
 CHANGES_NO_FIGURE = ("batch_size", "eval_batch_size", "workers")
 
@@ -68,34 +68,32 @@ class SweepCommand(Command):
             "versions": ", ".join(f"{name} {v}" for name, v in versions().items()),
         }
         folder = self.study.out or folder
-        table = measure(self.study, self.trainer, model, datamodule, self._settings(), folder)
+        table = measure(self.study, self.trainer, model, datamodule, settings(self), folder)
         if self.trainer.is_global_zero:
             Outcome(self.study, table, told).tell(folder)
 
-    def _settings(self) -> dict[str, Any]:
-        """What figures depend on beside the weights and the attacks."""
-        config = yaml.safe_load(self.parser.dump(self.config, skip_none=False))["test"]
-        trainer = {key: config["trainer"][key] for key in ("limit_test_batches", "precision")}
-        options = config["data"].get("init_args", {})
-        if self.trainer.limit_test_batches == 1.0:
-            for name in CHANGES_NO_FIGURE:
-                options.pop(name, None)
-        else:
-            trainer["world_size"] = self.trainer.world_size
-        parts = {"model": config["model"], "data": config["data"], "trainer": trainer}
-        return parts | {"versions": versions()}
+
+def settings(command: Command) -> dict[str, Any]:
+    """What a command's figures depend on beside the weights and the attacks."""
+    config = yaml.safe_load(command.parser.dump(command.config, skip_none=False))["test"]
+    trainer = {key: config["trainer"][key] for key in ("limit_test_batches", "precision")}
+    options = config["data"].get("init_args", {})
+    if command.trainer.limit_test_batches == 1.0:
+        for name in CHANGES_NO_FIGURE:
+            options.pop(name, None)
+    else:
+        trainer["world_size"] = command.trainer.world_size
+    parts = {"model": config["model"], "data": config["data"], "trainer": trainer}
+    return parts | {"versions": versions()}
 
 
 def load(model: Any, path: str) -> None:
     """Give the model the weights of a checkpoint.
 
     Raises:
-        InputError: there is none, or it is of another kind of model.
+        InputError: there is none.
+        ValueError: it is of another kind of model.
     """
     checkpoint = read_checkpoint(path)
-    try:
-        model.on_load_checkpoint(checkpoint)
-    except KeyError as error:
-        kind = type(model).__name__
-        raise InputError(f"{path} is not a checkpoint of {kind}: it has no {error}") from error
+    model.on_load_checkpoint(checkpoint)
     model.load_state_dict(checkpoint["state_dict"], strict=model.strict_loading)

@@ -32,6 +32,12 @@ class Silent(RobustEval):
     def _publish(self, trainer: Trainer, stage: str, results: list[Result]) -> None:
         """The sweep has a record of its own."""
 
+    def _keep(self, trainer: Trainer, pl_module: Any, stage: str, defense: Any) -> None:
+        """The same."""
+
+    def _journal_place(self, trainer: Trainer, pl_module: Any, defense: Any) -> None:
+        """The same."""
+
 
 class Unseen(ProgressBar):
     """No bar of its own: lets the attacks show theirs."""
@@ -61,7 +67,7 @@ def measure(
     Raises:
         ValueError: the study does not fit the attacks or the defense.
     """
-    with _bare(trainer) as (callbacks, others):
+    with bare(trainer) as (callbacks, others):
         for callback in callbacks:
             callback.setup(trainer, model, "test")  # numbers names that are there twice
         if model.defense.transductive:
@@ -89,7 +95,7 @@ def measure(
 
 
 @contextmanager
-def _bare(trainer: Trainer) -> Iterator[tuple[list[RobustEval], list[Callback]]]:
+def bare(trainer: Trainer) -> Iterator[tuple[list[RobustEval], list[Callback]]]:
     """The trainer without what a run tells of itself; yields its evaluations and the rest."""
     log = logging.getLogger("lightning.pytorch")
     callbacks, level = trainer.callbacks, log.level  # type: ignore[attr-defined]
@@ -134,7 +140,7 @@ def _results(games: Sequence[Game], evaluations: Sequence[Silent], points: Point
             raise ValueError(
                 "no figures came back from processes that were spawned: use strategy ddp"
             )
-        images, scores = evaluation.table.rows()
+        images, scores = evaluation.book.means()
         for i, name in enumerate([CLEAN, *evaluation.attacks]):
             column = images, scores[:, i]
             measured[name, evaluation.target] = column, evaluation.seconds.get(name, 0.0)

@@ -9,12 +9,13 @@ import torch
 from lightning_rob.attacks import Attack
 from lightning_rob.attacks.rebuild import parts
 from lightning_rob.callbacks import RobustEval
-from lightning_rob.callbacks.record import Result, describe, measured
+from lightning_rob.callbacks.record import Result, measured
 from lightning_rob.callbacks.robust_eval import whole
 from lightning_rob.defenses import Defense
+from lightning_rob.ledger.identity import describe, fingerprint, key_of
 from lightning_rob.metrics import lowest, minimum
 from lightning_rob.sweep.options import Study, Value
-from lightning_rob.sweep.points import Points, Scores, fingerprint, kept, key_of, scores_of
+from lightning_rob.sweep.points import Points, Scores, kept, scores_of
 from lightning_rob.sweep.variables import VARIABLES, Variable
 
 CLEAN, WORST = "clean", "worst"

@@ -1,7 +1,6 @@
 """The record of a sweep: figures by all that they depend on, so that none is measured twice."""
 
 import base64
-import hashlib
 import json
 import zlib
 from collections.abc import Iterator
@@ -12,28 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_rob.callbacks.record import Result, append_records, describe
-from lightning_rob.defenses import Defense
+from lightning_rob.callbacks.record import Result, append_records
 
 Scores = tuple[Tensor, Tensor]  # indices [N], rising, and scores [N]
-
-
-def fingerprint(defense: Defense) -> str:
-    """What tells a defense from all others: its networks, their weights, its probabilities."""
-    digest = hashlib.sha256(f"{describe(defense)} {describe(defense.rule)}".encode())
-    # Buffers by themselves: normalisation and probabilities are in no state dict.
-    for name, tensor in [*defense.named_parameters(), *defense.named_buffers()]:
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(
-            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        )
-    return digest.hexdigest()[:16]
-
-
-def key_of(**circumstances: Any) -> str:
-    """A name for all that a figure depends on."""
-    text = json.dumps(circumstances, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def packed(tensor: Tensor) -> str:

@@ -14,9 +14,9 @@ import jsonargparse
 import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from lightning_rob.ledger.identity import key_of
 from lightning_rob.randomness import fold
 from lightning_rob.run import Command, InputError
-from lightning_rob.sweep.points import key_of
 from lightning_rob.tune.options import Budget, Options, parse
 from lightning_rob.tune.outcome import Outcome, write_recipe
 from lightning_rob.tune.search import Search

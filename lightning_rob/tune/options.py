@@ -13,28 +13,29 @@ from lightning_rob.sweep.options import Arguments
 SEED = 2020  # of the authors' search
 HELP = """usage: lightning-rob tune --config RECIPE --space SPACE [options]
 
-Search the values of a recipe's keys that make short trainings of it score best: Bayesian
-optimisation (Gaussian process, upper confidence bound), one trial after the other.
+Search the values of a recipe's keys that make short trainings of it score best:
+Bayesian optimisation (Gaussian process, upper confidence bound), trial by trial.
 
-  --space FILE         YAML: variables, objective, trial, prune, budget (configs/tune_digits.yaml)
-  --trials N           at most so many trials (160)
-  --at_least N         before so many none is called the last (80)
-  --patience N         the last is when more than so many in a row were no improvement (40)
-  --random N           random trials before the optimiser proposes (12)
-  --diagonal N         trials before these: all variables at i/N of their range, i = 0 … N-1 (0)
-  --seed N             of the search and, with the trial's number, of each training (2020)
-  --warm_start FILE    trials.jsonl of another study of the same variables, to learn from
-  --out FOLDER         for trials.jsonl, best.yaml, convergence.png (tuning/RECIPE)
-  --then_fit           train best.yaml when the search is done
-  --ray                run the trials through Ray Tune: pip install 'lightning-rob[ray]'
-  --concurrent N       so many trials at a time, with --ray (2)
+  --space FILE       YAML: variables, objective, trial, prune, budget
+  --trials N         at most so many trials (160)
+  --at_least N       before so many none is called the last (80)
+  --patience N       the last is when more in a row were no improvement (40)
+  --random N         random trials before the optimiser proposes (12)
+  --diagonal N       trials before these: all variables at i/N, i = 0 … N-1 (0)
+  --seed N           of the search and, with the trial's number, of trainings (2020)
+  --warm_start FILE  trials.jsonl of another study of the same variables
+  --out FOLDER       for trials.jsonl, best.yaml, convergence.png (tuning/RECIPE)
+  --then_fit         train best.yaml when the search is done
+  --ray              trials through Ray Tune: pip install 'lightning-rob[ray]'
+  --concurrent N     so many trials at a time, with --ray (2)
 
 All other options are those of `lightning-rob fit`, see there.
 
   lightning-rob tune --config configs/rt_digits.yaml --space configs/tune_digits.yaml
   lightning-rob fit --config tuning/rt_digits/best.yaml
 
-Trial 0 has the recipe's own values. The same command again goes on where it was stopped."""
+Trial 0 has the recipe's own values. The same command again goes on where it was
+stopped."""
 
 
 def help_text() -> str:

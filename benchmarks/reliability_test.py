@@ -1,0 +1,311 @@
+"""What `test` promises: killed and resumed, on any number of processes, the same rows; intervals.
+
+python benchmarks/reliability_test.py
+"""
+
+import contextlib
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import yaml
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that has used several cannot be forked
+
+Row = tuple[str, str, str]
+SIZES, WORLDS = (1, 2, 7, 10, 33, 64), (1, 2, 3, 4)
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+
+
+def _attack(kind: str, **options: object) -> dict:
+    init = {"threat": {"norm": "linf", "eps": "8/255"}, "steps": 10, "step_size": "2/255"}
+    return {"class_path": f"lightning_rob.attacks.{kind}", "init_args": init | options}
+
+
+def _recipe(folder: Path, **attack: object) -> Path:
+    """Two convolutional networks with BatchNorm on photographs, boosted for an epoch each."""
+    attacks = {"apgd": _attack("PGD", **attack), "arc": _attack("ARC", step_size="8/255")}
+    logger = {
+        "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+        "init_args": {"save_dir": str(folder), "name": "run"},
+    }
+    content = {
+        "seed_everything": 0,
+        "model": {
+            "class_path": "BAT",
+            "init_args": {
+                "net": {"class_path": "SmallCNN", "init_args": {"channels": 3}},
+                "epochs": 1,
+                "probs": [0.6, 0.4],
+                "attack": _attack("PGD", steps=1, step_size="8/255"),
+            },
+        },
+        "data": {
+            "class_path": "Patches10",
+            "init_args": {
+                "batch_size": 50,
+                "eval_batch_size": 8,
+                "train_size": 500,
+                "val_size": 50,
+                "test_size": 100,
+            },
+        },
+        "trainer": {
+            "max_epochs": 2,
+            "logger": logger,
+            "callbacks+": [
+                {
+                    "class_path": "lightning_rob.callbacks.RobustEval",
+                    "init_args": {"attacks": attacks, "panel": 0},
+                }
+            ],
+            **QUIET,
+        },
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def _main(*args: object) -> None:
+    """A command line in this process, silently."""
+    from lightning_rob.cli import main
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        main([str(arg) for arg in args])
+
+
+def _forked(work: object, wait: object = None) -> int:
+    """Run in a child that has all imports already; SIGKILL it when `wait` returns."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    if wait is not None:
+        wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
+
+
+def _trained(folder: Path) -> tuple[Path, Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = _recipe(folder, restarts=2)
+    _main("fit", "--config", recipe)
+    return recipe, next(folder.glob("run/version_0/checkpoints/*.ckpt"))
+
+
+def _tested(recipe: Path, checkpoint: Path, logs: Path) -> None:
+    save = f"--trainer.logger.init_args.save_dir={logs}"
+    _main("test", "--config", recipe, "--ckpt_path", checkpoint, save)
+
+
+def _rows(logs: Path) -> bytes:
+    (found,) = logs.glob("run/version_*/images/test-*.csv")
+    return found.read_bytes()
+
+
+def _moment(logs: Path, seconds: float, anywhere: bool) -> None:
+    """Wait so long, from the start or from when the first batch is there."""
+    limit = time.monotonic() + 60
+    while not (anywhere or _batches(logs)) and time.monotonic() < limit:
+        time.sleep(0.005)
+    time.sleep(seconds)
+
+
+def _attacking(logs: Path) -> float:
+    """How many seconds the attacks of a test took."""
+    (found,) = logs.glob("run/version_*/robust.jsonl")
+    return sum(json.loads(line)["seconds"] for line in found.read_text().splitlines())
+
+
+def _batches(logs: Path) -> int:
+    """How many whole batches a test has left."""
+    return sum(path.read_bytes().count(b"whole") for path in logs.glob("unfinished/*/*.csv"))
+
+
+def killed_and_resumed(trials: int, resumes: int, seed: int = 0) -> tuple[int, int, int]:
+    """How many tests that were killed end in the same bytes, how many had begun, of how many.
+
+    Args:
+        trials: tests that are killed.
+        resumes: how often each is killed; from 2 on it is a resume that is killed.
+        seed: of the moments.
+    """
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe, checkpoint = _trained(folder)
+        assert _forked(lambda: _tested(recipe, checkpoint, folder / "whole")) == 0
+        whole, span = _rows(folder / "whole"), _attacking(folder / "whole")
+        equal = partly = 0
+        for trial in range(trials):
+            logs, part = folder / f"trial{trial}", False
+            for _ in range(resumes):
+                moment = partial(_moment, logs, chance.uniform(0, span), anywhere=trial % 5 == 0)
+                _forked(lambda at=logs: _tested(recipe, checkpoint, at), moment)
+                part |= _batches(logs) > 0
+            for path in logs.glob("run/version_*/images/test-*"):
+                path.unlink()  # a test that was through before it was to be killed
+            assert _forked(lambda at=logs: _tested(recipe, checkpoint, at)) == 0
+            equal += _rows(logs) == whole and not list(logs.glob("unfinished/*"))
+            partly += part
+    return equal, partly, trials
+
+
+def _evaluate_sizes(recipe: str, checkpoint: str, out: str) -> None:
+    """Run by every process of a world: each size of data set, one after the other."""
+    for size in SIZES:
+        _main(
+            "test",
+            *("--config", recipe, "--ckpt_path", checkpoint),
+            f"--data.init_args.test_size={max(size, 10)}",
+            f"--trainer.logger.init_args.save_dir={out}/{size}",
+            f"--trainer.callbacks.max_images={size}",
+            "--trainer.strategy=ddp",
+            f"--trainer.devices={os.environ['WORLD_SIZE']}",
+        )
+
+
+def worlds() -> tuple[int, int]:
+    """How many pairs of processes and images give the rows of one process, of how many."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe, checkpoint = _trained(folder)
+        for world in WORLDS:
+            out = folder / str(world)
+            command = ["torchrun", "--standalone", f"--nproc_per_node={world}", __file__, "--sizes"]
+            subprocess.run([*command, recipe, checkpoint, out], check=True, capture_output=True)
+        pairs = [(world, size) for world in WORLDS for size in SIZES]
+        rows = {pair: _rows(folder / str(pair[0]) / str(pair[1])) for pair in pairs}
+        exact = sum(rows[pair] == rows[1, pair[1]] for pair in pairs)
+        whole = sum(rows[pair].count(b"\n") == pair[1] + 1 for pair in pairs)
+    return min(exact, whole), len(pairs)
+
+
+def coverage(draws: int = 10_000) -> list[tuple[str, int, float, float]]:
+    """Method, n, true accuracy and how often the 95 % interval holds it, of so many simulations."""
+    import torch
+
+    from lightning_rob.metrics import clopper_pearson, wilson
+
+    chance, found = torch.Generator().manual_seed(0), []
+    for n in (50, 200, 1000):
+        for truth in (0.05, 0.4, 0.9):
+            right = torch.rand(draws, n, generator=chance).lt(truth).sum(1)
+            counts = right.unique(return_counts=True)
+            for name, interval in (
+                ("Wilson", lambda k, n=n: wilson(k / n, n)),
+                ("Clopper-Pearson", lambda k, n=n: clopper_pearson(k, n)),
+            ):
+                held = 0
+                for k, times in zip(*(part.tolist() for part in counts), strict=True):
+                    low, high = interval(k)
+                    held += times * (low <= truth <= high)
+                found.append((name, n, truth, held / draws))
+    return found
+
+
+def training_untouched() -> tuple[int, int]:
+    """How many of three ways of training end in the same bits with and without attacks watching."""
+    import torch
+
+    ways = {
+        "at": {"class_path": "AdversarialTraining", "init_args": {}},
+        "bat": {"class_path": "BAT", "init_args": {"epochs": 1, "monitor": None}},
+        "advrt": {"class_path": "AdversarialTraining", "init_args": {}},
+    }
+    equal = 0
+    with tempfile.TemporaryDirectory() as name:
+        for way, model in ways.items():
+            ends = []
+            for watched in (True, False):
+                folder = Path(name) / f"{way}{watched}"
+                folder.mkdir()
+                content = yaml.safe_load(_recipe(folder).read_text())
+                old = content["model"]["init_args"]
+                kept = {"net": old["net"], "attack": old["attack"]}
+                content["model"] = {**model, "init_args": {**kept, **model["init_args"]}}
+                if way == "advrt":
+                    content["model"]["init_args"]["defense"] = _random_transforms()
+                if not watched:
+                    content["trainer"]["callbacks+"] = []
+                (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
+                _main("fit", "--config", folder / "recipe.yaml")
+                path = next(folder.glob("run/version_0/checkpoints/*.ckpt"))
+                ends.append(torch.load(path, weights_only=True)["state_dict"])
+            equal += all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+    return equal, len(ways)
+
+
+def _random_transforms() -> dict:
+    transforms = [
+        {"class_path": "lightning_rob.transforms.GaussianNoise"},
+        {"class_path": "lightning_rob.transforms.HorizontalFlip"},
+    ]
+    return {
+        "class_path": "lightning_rob.defenses.RandomTransforms",
+        "init_args": {"transforms": transforms, "size": 2, "draws": 2},
+    }
+
+
+def figures() -> list[Row]:
+    """Each promise, what is aimed at, and what was found."""
+    once, again = killed_and_resumed(50, 1), killed_and_resumed(20, 2, seed=1)
+    exact, pairs = worlds()
+    spans = coverage()
+    least = {name: min(held for kind, _, _, held in spans if kind == name) for name, *_ in spans}
+    same, ways = training_untouched()
+    return [
+        (
+            f"`test` killed by SIGKILL at a random moment, run again: rows byte-identical "
+            f"({once[1]} had left whole batches)",
+            "50/50",
+            f"{once[0]}/{once[2]}",
+        ),
+        (
+            f"the resumed `test` killed as well, run a third time ({again[1]} had left batches)",
+            "20/20",
+            f"{again[0]}/{again[2]}",
+        ),
+        (
+            f"rows on {WORLDS} processes x {SIZES} images: those of one process",
+            f"{pairs}/{pairs}",
+            f"{exact}/{pairs}",
+        ),
+        (
+            "weights after training with and without attacks watching, bit by bit: AT, BAT, AdvRT",
+            f"{ways}/{ways}",
+            f"{same}/{ways}",
+        ),
+        *(
+            (
+                f"coverage of the 95 % interval, {name}, least of 9 settings x 10,000 simulations",
+                ">= 94.5 %" if name == "Clopper-Pearson" else ">= 93 %",
+                f"{100 * held:.1f} %",
+            )
+            for name, held in least.items()
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--sizes"]:
+        _evaluate_sizes(*sys.argv[2:])
+    else:
+        for row in figures():
+            print(*row, sep=" | ")

@@ -1,0 +1,155 @@
+"""A look for a false sense of security, beside or instead of other attacks."""
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from lightning_rob.callbacks.evaluation import Evaluation, at_least_one, writing_folder
+from lightning_rob.callbacks.game import Game
+from lightning_rob.callbacks.progress import console_of
+from lightning_rob.callbacks.robust_eval import RobustEval, whole
+from lightning_rob.data.labelled import give_source
+from lightning_rob.files import write_text_whole
+from lightning_rob.metrics import PerImage
+from lightning_rob.threat import Threat
+
+if TYPE_CHECKING:
+    from lightning_rob.audit.auditor import Report, Subject
+
+
+class RobustAudit(Evaluation):
+    """Attack the module's `defense` by what fits its kind, and say what makes figures suspicious.
+
+    It runs the usual attack on such a defense, attacks made for its kind (ARC, EoT with AggMo,
+    GMSA, PAA), one without gradients, and checks that show where gradients mislead. It looks at
+    the attacks of the `RobustEval` callbacks of the run: was the right one among them?
+
+    Logs `{stage}/audit/{attack}`, `{stage}/audit/worst` and `{stage}/audit/flags`, prints the
+    accuracies and the findings after a test, and writes them to `audit.json` in the run's folder.
+
+    Args:
+        threat: linf or l2; None is linf 8/255.
+        steps: of the usual PGD; longer attacks have a multiple of it.
+        queries: of the Square Attack, for each image.
+        every_n_epochs: audit every so many epochs of `fit`.
+        max_images: audit so many images only, a random choice by the seed; None audits all.
+        seed: of the audit's noise.
+        game: how a defense that adapts is played against; None is `Game()`.
+        record: file in the run's folder.
+
+    Raises:
+        ValueError: a count below 1, or a threat that there are no attacks for.
+    """
+
+    def __init__(
+        self,
+        threat: Threat | None = None,
+        steps: int = 20,
+        queries: int = 1000,
+        every_n_epochs: int = 1,
+        max_images: int | None = 100,
+        seed: int = 0,
+        game: Game | None = None,
+        record: str = "audit.json",
+    ) -> None:
+        super().__init__(every_n_epochs, max_images, seed)
+        at_least_one(steps=steps, queries=queries)
+        self.threat = threat or Threat()
+        self.steps = steps
+        self.queries = queries
+        self.game = game or Game()
+        self.record = record
+        self.subject: Subject | None = None
+        self.table = PerImage(1)
+        self.batches: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.found: Report | None = None
+
+    def rounds(self, pl_module: Any) -> int:
+        """Once by each attack."""
+        return len(self._subject(pl_module).suite.attacks)
+
+    def begin(self, trainer: Trainer, pl_module: Any) -> None:
+        """Forget the last audit."""
+        self.subject = self._subject(pl_module)
+        self.subject.others = {
+            name: attack
+            for other in _evaluations(trainer)
+            for name, attack in other.attacks.items()
+        }
+        self.table = PerImage(len(_auditor().columns(self.subject))).to(pl_module.device)
+        self.batches, self.found = [], None
+
+    def attack_batch(
+        self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
+    ) -> None:
+        """Keep the images for `finish`; before training only try that all of it runs."""
+        subject = self.subject
+        if subject is None or subject.transductive:
+            return
+        if trainer.sanity_checking:
+            if not self.batches:
+                _auditor().rows(subject, x, y, index)
+            self.batches = [(x, y, index)]
+        else:
+            self.batches.append((x, y, index))
+
+    def finish(self, trainer: Trainer, pl_module: Any) -> None:
+        """Audit the images that were kept, or play the rounds if the defense adapts."""
+        subject = self.subject
+        assert subject is not None
+        if self.progress:
+            subject.tell = self.progress.advance
+        if subject.transductive:
+            give_source(subject.defense, trainer)
+            for x, y, index in self.game.rounds(trainer, self.loader, self.positions):
+                self.table.update(index, _auditor().rows(subject, x, y, index))
+        elif self.batches:
+            whole_x, whole_y, places = (torch.cat(part) for part in zip(*self.batches, strict=True))
+            for i in torch.arange(len(places)).split(self.loader.batch_size or len(places)):
+                x, y, index = whole_x[i], whole_y[i], places[i]
+                self.table.update(index, _auditor().rows(subject, x, y, index))
+        self.batches = []
+
+    def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Judge what all processes have seen, log and record it."""
+        subject = self.subject
+        assert subject is not None
+        _, table = self.table.rows()
+        seen = dict(zip(_auditor().columns(subject), table.unbind(1), strict=True))
+        self.found = found = _auditor().report(subject, seen)
+        values = {r.name: r.accuracy for r in found.results} | {"flags": float(len(found.flags))}
+        for name, value in values.items():
+            pl_module.log(f"{stage}/audit/{name}", value, sync_dist=True)
+        folder = writing_folder(trainer)
+        if folder is None:
+            return
+        write_text_whole(folder / self.record, found.json(self.circumstances(trainer, stage)))
+        if isinstance(trainer.logger, TensorBoardLogger):
+            text = found.markdown()
+            trainer.logger.experiment.add_text(f"{stage}/audit", text, trainer.global_step)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the accuracies and the findings."""
+        if self.found and trainer.is_global_zero:
+            self.found.show(console_of(trainer))
+
+    def _subject(self, pl_module: Any) -> "Subject":
+        defense = pl_module.defense
+        return _auditor().Subject(defense, self.threat, self.steps, self.queries, self.seed)
+
+
+def _evaluations(trainer: Trainer) -> list[RobustEval]:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    found = [other for other in callbacks if isinstance(other, RobustEval)]
+    return [other for other in found if other.target is whole]
+
+
+def _auditor() -> ModuleType:
+    """Imported at its use: it is itself made of parts of this package."""
+    from lightning_rob.audit import auditor
+
+    return auditor

@@ -1,0 +1,148 @@
+"""Checkpoints and early stopping by a robust figure, in epochs in which it was measured."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor
+
+from lightning_rob.callbacks.robust_eval import RobustEval, whole
+
+PREFIX = "val/robust/"
+
+
+def measurers(trainer: Trainer, monitor: str) -> list[RobustEval]:
+    """The callbacks that log a robust figure, whatever the epoch."""
+    evaluations = [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
+    if monitor == f"{PREFIX}worst":
+        return [e for e in evaluations if e.target is whole and e.attacks]
+    return [e for e in evaluations if monitor.removeprefix(PREFIX) in e.attacks]
+
+
+def measured(trainer: Trainer, monitor: str) -> bool:
+    """Whether this epoch's validation measures a figure; one that is not robust it always does."""
+    if not monitor.startswith(PREFIX):
+        return True
+    return any(evaluation.due(trainer) for evaluation in measurers(trainer, monitor))
+
+
+def check_measured(trainer: Trainer, monitor: str) -> None:
+    """Refuse a robust figure that no epoch of a fit would measure.
+
+    Raises:
+        MisconfigurationException: so it is.
+    """
+    if not monitor.startswith(PREFIX) or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    found = measurers(trainer, monitor)
+    if not found:
+        name = monitor.removeprefix(PREFIX)
+        of = "on the whole defense" if name == "worst" else f"with an attack named {name!r}"
+        raise MisconfigurationException(
+            f"no RobustEval measures {monitor!r}: add one {of}, such as callbacks/pgd.yaml, or "
+            f"monitor one of {_known(trainer)}"
+        )
+    every = min(math.lcm(e.every_n_epochs, trainer.check_val_every_n_epoch or 1) for e in found)
+    epochs = trainer.max_epochs
+    if not trainer.enable_validation or (epochs not in (None, -1) and every > epochs):
+        raise MisconfigurationException(
+            f"{monitor!r} would never be measured: it is every {every} epochs, of {epochs}, with "
+            f"trainer.limit_val_batches {trainer.limit_val_batches}"
+        )
+
+
+def _known(trainer: Trainer) -> list[str]:
+    evaluations = [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
+    return [f"{PREFIX}{name}" for e in evaluations for name in e.attacks]
+
+
+class RobustCheckpoint(ModelCheckpoint):
+    """Keeps the checkpoints with the best robust figure, each of the epoch that was measured.
+
+    Lightning's own takes an old figure for that of the epoch where RobustEval has not run, and
+    writes after the epoch's end, when a member of an ensemble may have other weights again. This
+    one writes at the end of a validation that measured the figure. With `save_last` it writes
+    `last.ckpt` after every epoch, too.
+
+    Args:
+        monitor: the logged figure.
+        mode: "max" if larger is better.
+        filename: as of ModelCheckpoint; a "/" in what comes out becomes "-". None is the epoch and
+            the figure.
+        options: the others of ModelCheckpoint.
+
+    Raises:
+        ValueError: it is to be written by steps or by time, when there is no new figure.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val/robust/worst",
+        mode: str = "max",
+        filename: str | None = None,
+        **options: Any,
+    ) -> None:
+        filename = filename or f"{{epoch}}-{{{monitor}:.3f}}"
+        super().__init__(monitor=monitor, mode=mode, filename=filename, **options)
+        if self._every_n_train_steps or self._train_time_interval is not None:
+            raise ValueError(
+                "RobustCheckpoint writes when there is a new figure: set every_n_epochs, and add a "
+                "ModelCheckpoint for steps or time"
+            )
+        self._save_on_train_epoch_end = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that there will be a figure."""
+        check_measured(trainer, str(self.monitor))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write a checkpoint, if there is a new figure among the best."""
+        if measured(trainer, str(self.monitor)):
+            last, self.save_last = self.save_last, False
+            super().on_validation_end(trainer, pl_module)
+            self.save_last = last
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the last checkpoint, if asked to."""
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def format_checkpoint_name(
+        self,
+        metrics: dict[str, Tensor],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:
+        """A name, not folders in folders."""
+        folder = Path(self.dirpath or "")
+        path = super().format_checkpoint_name(metrics, filename, ver, prefix)
+        return str(folder / str(Path(path).relative_to(folder)).replace("/", "-"))
+
+
+class RobustEarlyStopping(EarlyStopping):
+    """Stops when a robust figure has not improved for `patience` epochs in which it was measured.
+
+    Args:
+        monitor: the logged figure.
+        mode: "max" if larger is better.
+        options: the others of EarlyStopping.
+    """
+
+    def __init__(
+        self, monitor: str = "val/robust/worst", mode: str = "max", **options: Any
+    ) -> None:
+        super().__init__(monitor=monitor, mode=mode, **options)
+        self._check_on_train_epoch_end = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that there will be a figure."""
+        check_measured(trainer, self.monitor)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at the figure, if it is a new one."""
+        if measured(trainer, self.monitor):
+            super().on_validation_end(trainer, pl_module)

@@ -1,0 +1,1 @@
+"""`lightning-rob compare`: records of the same images beside each other."""

@@ -1,0 +1,87 @@
+"""Records of the same images beside each other."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lightning_rob.callbacks.record import STYLE
+from lightning_rob.compare.options import Request, parse
+from lightning_rob.ledger import Ledger, read_ledger
+from lightning_rob.metrics import paired
+from lightning_rob.run import InputError
+
+Pair = tuple[str, Tensor, Tensor]
+
+
+def main(args: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        args: the command line without `compare`.
+
+    Raises:
+        InputError: what is asked for cannot be compared.
+    """
+    try:
+        request = parse(args)
+        ledgers = [read_ledger(path) for path in request.records]
+        pairs = _within(ledgers[0], request) if len(ledgers) == 1 else _between(*ledgers, request)
+        pairs = list(pairs)
+    except (ValueError, OSError) as error:
+        raise InputError(str(error)) from error
+    title = " and ".join(str(path) for path in request.records)
+    print_comparison(title, pairs)
+
+
+def _within(ledger: Ledger, request: Request) -> Iterator[Pair]:
+    """Each attack beside one of them."""
+    first = request.reference or ledger.attacks[0]
+    if first not in ledger.attacks:
+        raise ValueError(f"{ledger.path} has no attack {first!r}: {', '.join(ledger.attacks)}")
+    others = [name for name in ledger.attacks if name != first]
+    if not others:
+        raise ValueError(f"{ledger.path} has one attack, {first}: give a second record")
+    for name in others:
+        yield f"{first} → {name}", ledger.scores[first], ledger.scores[name]
+
+
+def _between(one: Ledger, other: Ledger, request: Request) -> Iterator[Pair]:
+    """Every figure that both have, on the images that both have."""
+    common = sorted(set(one.index.tolist()) & set(other.index.tolist()))
+    rows = torch.tensor(common, dtype=torch.int64)
+    first, second = (torch.searchsorted(ledger.index, rows) for ledger in (one, other))
+    if not common or not torch.equal(one.label[first], other.label[second]):
+        raise ValueError(f"{one.path} and {other.path} are not of the same images")
+    names = [name for name in one.scores if name in other.scores]
+    for name in ["worst"] if request.worst else names:
+        yield name, one.scores[name][first], other.scores[name][second]
+
+
+def print_comparison(title: str, pairs: Sequence[Pair], console: Console | None = None) -> None:
+    """A table of paired scores [N] by name."""
+    tests = dict.fromkeys(paired(one, other).test for _, one, other in pairs)
+    legend = f"interval: paired t, 95 %; p: {' or '.join(tests)}, two-sided, not corrected"
+    table = Table(title=title, caption=legend, **STYLE)
+    for name in ("figure", "first", "second", "difference", "95 % interval", "lost", "won", "p"):
+        table.add_column(name, justify="left" if name == "figure" else "right")
+    for name, one, other in pairs:
+        table.add_row(name, *_cells(one, other))
+    (console or Console()).print(table)
+
+
+def _cells(one: Tensor, other: Tensor) -> list[str]:
+    """What the table says: means, their difference, and images that are worse or better."""
+    found = paired(one, other)
+    low, high = found.interval
+    return [
+        f"{float(one.mean()):.1%}",
+        f"{float(other.mean()):.1%}",
+        f"{100 * found.difference:+.1f}",
+        f"{100 * low:+.1f} … {100 * high:+.1f}",
+        str(int((other < one).sum())),
+        str(int((other > one).sum())),
+        f"{found.p:.3g}",
+    ]

@@ -1,0 +1,83 @@
+"""The rows of one evaluation: in memory, on the way in a journal, in the end in a file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rob.ledger.columns import Columns, Outcome
+from lightning_rob.ledger.journal import Journal
+from lightning_rob.ledger.table import write_ledger
+from lightning_rob.metrics import PerImage
+
+
+class Book:
+    """What became of every image, untouched and under each attack.
+
+    Args:
+        names: "clean" and the attacks.
+        inferences: R, how often the defense answers.
+        device: where the batches are.
+        place: folder of the journal; None keeps none.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        inferences: int,
+        device: torch.device | str = "cpu",
+        place: Path | None = None,
+    ) -> None:
+        self.columns = Columns(tuple(names), inferences)
+        self.table = PerImage(len(names)).to(device)
+        self.rest = PerImage(self.columns.width).to(device)
+        width = len(names) + self.columns.width
+        self.journal = Journal(place, width) if place is not None else None
+
+    def recall(self, x: Tensor, index: Tensor) -> bool:
+        """Take a batch from the journal, if it has all of it."""
+        rows = self.journal.recall(x, index) if self.journal is not None else None
+        if rows is not None:
+            self._take(index, rows.to(x.device))
+        return rows is not None
+
+    def enter(
+        self,
+        x: Tensor,
+        y: Tensor,
+        index: Tensor,
+        outcomes: Sequence[Outcome],
+        seconds: Sequence[float],
+    ) -> None:
+        """Add a batch [B, …] and what became of it, and how long each attack took."""
+        means = torch.stack([outcome.scores.mean(1) for outcome in outcomes], 1)
+        rows = torch.cat([means, self.columns.rows(y, outcomes)], 1).float()
+        self._take(index, rows)
+        if self.journal is not None:
+            self.journal.add(x, index, rows, list(seconds))
+
+    def _take(self, index: Tensor, rows: Tensor) -> None:
+        self.table.update(index, rows[:, : len(self.columns.names)])
+        self.rest.update(index, rows[:, len(self.columns.names) :])
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """The indices [N], rising, and scores [N, names]; every process has to ask."""
+        return self.table.rows()
+
+    def single(self) -> Tensor:
+        """The scores [N, names, R] by inference; every process has to ask."""
+        return self.columns.single(self.rest.rows()[1])
+
+    def close(self, path: Path | None, draws: int, card: dict[str, Any]) -> None:
+        """Write the record on the process that has a path, and forget the journal there.
+
+        Every process has to call it. See `write_ledger`.
+        """
+        index, means = self.means()
+        _, rows = self.rest.rows()
+        if path is not None:
+            write_ledger(path, self.columns, index, means, rows, draws, card)
+            if self.journal is not None:
+                self.journal.remove()

@@ -1,0 +1,41 @@
+"""Perturbed images on the disk, without loss."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_rob.files import write_whole
+
+
+def save_images(folder: Path, index: Tensor, x: Tensor) -> None:
+    """Write each image as a file named after its index.
+
+    A PNG where every pixel is a whole 255th, as `EightBit` makes them; else the float32 array
+    [C, H, W] as it is, `.npy`, for rounding could undo the perturbation or leave the ball.
+
+    Args:
+        folder: made if it is not there.
+        index: [B].
+        x: [B, C, H, W] in [0, 1].
+    """
+    for number, image in zip(index.tolist(), x.detach().cpu().float(), strict=True):
+        whole = (image * 255).round()
+        if image.shape[0] in (1, 3) and bool((whole / 255 == image).all()):
+            write_whole(folder / f"{number}.png", partial(_png, whole))
+        else:
+            write_whole(folder / f"{number}.npy", partial(_npy, image))
+
+
+def _npy(image: Tensor, path: Path) -> None:
+    with path.open("wb") as file:
+        np.save(file, image.numpy())
+
+
+def _png(whole: Tensor, path: Path) -> None:
+    from PIL import Image
+
+    pixels = whole.to(torch.uint8).permute(1, 2, 0).numpy()
+    Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels).save(path, format="PNG")

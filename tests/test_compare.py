@@ -1,0 +1,120 @@
+"""Paired comparisons, thresholds, and the command that prints them."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_rob.compare.options import parse
+from lightning_rob.ledger import Columns, Outcome, write_ledger
+from lightning_rob.metrics import clopper_pearson, mcnemar, paired, wilson
+from lightning_rob.thresholds import fallen, thresholds
+from tests.tiny import run
+
+
+def bits(text):
+    return torch.tensor([float(c) for c in text])
+
+
+def test_mcnemar_by_hand():
+    before, after = bits("1111100000"), bits("0000010000")  # 5 lost, 1 won
+    expected = 2 * sum(math.comb(6, k) for k in (0, 1)) / 2**6
+    assert mcnemar(before, after) == pytest.approx(expected)
+    assert mcnemar(after, before) == pytest.approx(expected)
+    assert mcnemar(before, before) == 1.0
+
+
+def test_which_test_depends_on_the_answers():
+    certain = paired(bits("11110"), bits("10010"))
+    assert (certain.test, certain.difference) == ("McNemar", pytest.approx(-0.4))
+    assert certain.p == pytest.approx(0.5)
+    one, other = torch.tensor([0.5, 1.0, 0.5, 0.2]), torch.tensor([0.4, 0.8, 0.4, 0.0])
+    expected = paired(one, other)
+    assert (expected.test, expected.difference) == ("paired t", pytest.approx(-0.15))
+    assert expected.p == pytest.approx(0.0138, abs=1e-3)
+    assert paired(one, one).p == 1.0
+    assert paired(one[:1], other[:1]).p == 1.0
+
+
+def test_scores_of_other_images_are_refused():
+    with pytest.raises(ValueError, match="3 scores cannot be paired with 2"):
+        paired(torch.zeros(3), torch.zeros(2))
+
+
+def test_clopper_pearson_holds_wilson_and_known_values():
+    low, high = clopper_pearson(7, 20)
+    assert (low, high) == pytest.approx((0.1539, 0.5922), abs=1e-4)
+    assert clopper_pearson(0, 10) == pytest.approx((0.0, 0.3085), abs=1e-4)
+    assert clopper_pearson(0, 0) == (0.0, 1.0)
+    for k in range(21):
+        inner, outer = wilson(k / 20, 20), clopper_pearson(k, 20)
+        assert outer[1] - outer[0] > 0.99 * (inner[1] - inner[0])
+
+
+def test_thresholds():
+    assert thresholds("robust/worst=0.4, acc=90%") == {"robust/worst": 0.4, "acc": 0.9}
+    figures = {"test/robust/worst": 0.41, "test/acc": 0.8, "val/acc": 1.0}
+    assert fallen({"robust/worst": 0.41}, figures, "test") == []
+    assert fallen({"acc": 0.9}, figures, "test") == ["acc is 0.8000, below 0.9"]
+    assert fallen({"test/acc": 0.9}, figures, "test") != []
+    assert fallen({"acc": 0.1}, {"test/acc": math.nan}, "test") != []
+    with pytest.raises(ValueError, match="no figure robust/arc was measured, only acc, robust/w"):
+        fallen({"robust/arc": 0.1}, figures, "test")
+
+
+@pytest.mark.parametrize("text", ["worst", "=0.4", "worst=", "worst=2", "worst=nan", "worst=x%"])
+def test_what_is_no_threshold(text):
+    with pytest.raises(ValueError, match="a threshold is NAME=VALUE"):
+        thresholds(text)
+
+
+def record(path, scores, labels=None):
+    names = tuple(scores)
+    columns = Columns(names, 1)
+    count = len(scores["clean"])
+    zeros = torch.zeros(count)
+    parts = [Outcome(scores[name][:, None], zeros, zeros) for name in names]
+    rows = columns.rows(zeros if labels is None else labels, parts)
+    means = torch.stack(list(scores.values()), 1)
+    card = {"attacks": {name: {} for name in names[1:]}}
+    write_ledger(path, columns, torch.arange(count), means, rows, 1, card)
+    return path
+
+
+def test_the_command_compares_attacks_and_checkpoints(tmp_path, capsys):
+    one = record(tmp_path / "a.csv", {"clean": bits("1111"), "x": bits("1110"), "y": bits("1000")})
+    other = record(tmp_path / "b.csv", {"clean": bits("1111"), "x": bits("0000")})
+    run("compare", one)
+    out = capsys.readouterr().out
+    assert "x → y" in out
+    assert "-50.0" in out
+    assert "McNemar" in out
+    run("compare", one, other)
+    out = capsys.readouterr().out
+    assert "-75.0" in out
+    assert "y" not in [line.split("│")[1].strip() for line in out.splitlines() if "│" in line]
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ([], "one or two records, got 0"),
+        (["a.csv", "b.csv", "c.csv"], "one or two records, got 3"),
+        (["a.csv", "b.csv", "--with", "x"], "--with is for the attacks of one record"),
+    ],
+)
+def test_what_cannot_be_compared(args, reason):
+    with pytest.raises(ValueError, match=reason):
+        parse(args)
+
+
+def test_errors_are_one_line(tmp_path, capsys):
+    one = record(tmp_path / "a.csv", {"clean": bits("11"), "x": bits("10")})
+    other = record(tmp_path / "b.csv", {"clean": bits("11"), "x": bits("10")}, labels=bits("01"))
+    for args in ([one], [one, other], [tmp_path / "none.csv"], [one, "--with", "zzz"]):
+        with pytest.raises(SystemExit) as ended:
+            run("compare", *args)
+        assert ended.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("lightning-rob: error: ")
+        assert error.count("\n") == 1

@@ -1,0 +1,233 @@
+"""The record image by image: what is in it, and that nothing of it is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_rob.ledger import (
+    Columns,
+    Journal,
+    Outcome,
+    likeliest,
+    read_ledger,
+    save_images,
+    write_ledger,
+)
+from tests.tiny import ROOT, Blobs, arc, pgd, recipe, records, robust_eval, run
+
+CSV = "run/version_0/images/test-apgd+arc.csv"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    run("fit", "--config", recipe(folder))
+    return next(folder.glob("run/version_0/checkpoints/*.ckpt"))
+
+
+def evaluated(folder, checkpoint, *args, **options):
+    folder.mkdir(exist_ok=True)
+    callbacks = [robust_eval({"apgd": pgd(), "arc": arc(random_start=True)}, **options)]
+    file = recipe(folder, **{"trainer__callbacks+": callbacks})
+    run("test", "--config", file, "--ckpt_path", checkpoint, *args)
+    return read_ledger(folder / CSV)
+
+
+@pytest.fixture(scope="module")
+def ledger(trained, tmp_path_factory):
+    return evaluated(tmp_path_factory.mktemp("ledger"), trained)
+
+
+def test_it_has_every_image_and_adds_up_to_the_figures(ledger):
+    figures = {r["name"]: r["accuracy"] for r in records(ledger.path.parents[3])}
+    assert ledger.index.tolist() == list(range(33))
+    assert ledger.label.tolist() == [y for _, y in Blobs().source(False)]
+    assert {"apgd", "arc"} == set(ledger.attacks)
+    for name in ("clean", "apgd", "arc"):
+        assert float(ledger.scores[name].mean()) == pytest.approx(figures[name], abs=1e-6)
+    lows = torch.stack([ledger.scores[name] for name in ("clean", "apgd", "arc")]).amin(0)
+    assert torch.equal(ledger.scores["worst"], lows)
+    assert 0 < lows.mean() < 1
+
+
+def test_the_columns_say_who_broke_an_image_and_how_far_it_went(ledger):
+    head, *lines = [line.split(",") for line in ledger.path.read_text().splitlines()]
+    rows = [dict(zip(head, line, strict=True)) for line in lines]
+    assert {row["draws"] for row in rows} == {"2"}
+    assert all(0 <= float(row[f"{name}_size"]) < 0.0628 for row in rows for name in ("apgd", "arc"))
+    seen = set()
+    for row in rows:
+        clean, *attacked = (float(row[name]) for name in ("clean", "apgd", "arc"))
+        low = min(clean, *attacked)
+        expected = ("apgd", "arc")[attacked.index(min(attacked))] if low < clean else ""
+        assert row["broken_by"] == (expected if clean > 0 else "clean")
+        seen.add(row["broken_by"])
+    assert len(seen) > 1
+
+
+def test_the_card_says_what_the_attacker_might_do(ledger):
+    card = ledger.card
+    assert card["attacks"]["arc"]["norm"] == "linf"
+    assert card["attacks"]["arc"]["eps"] == pytest.approx(16 / 255)
+    assert card["attacks"]["apgd"]["steps"] == 3
+    assert "private chance" in card["attacks"]["arc"]["knows"]
+    assert (card["defense"], card["stage"], card["seed"]) == ("Ensemble", "test", 0)
+    assert len(card["weights"]) == 16
+
+
+def test_batches_of_any_size_give_the_same_bytes(ledger, trained, tmp_path):
+    for size in (1, 7, 64):
+        option = f"--data.init_args.eval_batch_size={size}"
+        other = evaluated(tmp_path / str(size), trained, option)
+        assert other.path.read_bytes() == ledger.path.read_bytes()
+
+
+def test_several_inferences_have_a_column_each(trained, tmp_path):
+    found = evaluated(tmp_path, trained, inferences=3)
+    head = found.path.read_text().split("\n")[0].split(",")
+    assert [name for name in head if name.startswith("arc_")] == [
+        "arc_answer",
+        "arc_size",
+        "arc_1",
+        "arc_2",
+        "arc_3",
+    ]
+
+
+class Slow(Callback):
+    """Takes its time after each batch of a test, so that there is one to be killed in."""
+
+    def on_test_batch_end(self, *_) -> None:
+        time.sleep(0.1)
+
+
+def slow_test(folder, checkpoint):
+    """A test of 33 batches that takes seconds, as another process."""
+    folder.mkdir(exist_ok=True)
+    slow = {"class_path": "tests.test_ledger.Slow"}
+    callbacks = [robust_eval({"apgd": pgd(), "arc": arc(random_start=True)}), slow]
+    file = recipe(folder, **{"trainer__callbacks+": callbacks})
+    size = "--data.init_args.eval_batch_size=1"
+    command = ["test", "--config", file, "--ckpt_path", checkpoint, size]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "lightning_rob", *map(str, command)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_test_that_was_killed_goes_on_and_ends_in_the_same_bytes(ledger, trained, tmp_path):
+    killed = slow_test(tmp_path, trained)
+    limit = time.monotonic() + 300
+    while not (left := list(tmp_path.glob("unfinished/*/*.csv"))) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert left, killed.communicate()
+    while left[0].read_text().count("whole") < 5 and time.monotonic() < limit:
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    known = left[0].read_text().count("whole")
+    assert known >= 5
+    assert not (tmp_path / CSV).exists()
+    out, error = slow_test(tmp_path, trained).communicate()
+    (found,) = tmp_path.glob("run/version_*/images/test-*.csv")
+    assert f"{known} images are known already" in out, out + error
+    assert found.read_bytes() == ledger.path.read_bytes()
+    assert not list(tmp_path.glob("unfinished/*"))
+
+
+def test_a_killed_write_counts_for_nothing(tmp_path):
+    x, index = torch.rand(4, 3, 2, 2), torch.arange(4)
+    rows = torch.rand(4, 5)
+    Journal(tmp_path, 5).add(x[:2], index[:2], rows[:2], [1.0])
+    Journal(tmp_path, 5).add(x[2:], index[2:], rows[2:], [1.0])
+    (path,) = tmp_path.glob("*.csv")
+    content = path.read_text()
+    for cut in range(len(content)):
+        path.write_text(content[:cut])
+        journal = Journal(tmp_path, 5)
+        first = content.index("whole")
+        lines = content.index("\n", first) + 1
+        assert len(journal) == (2 if cut >= lines else 0)
+        assert (journal.recall(x[:2], index[:2]) is None) == (cut < lines)
+    path.write_text(content[:-9] + content)  # torn, and then grown over by another
+    grown = Journal(tmp_path, 5)
+    assert torch.equal(grown.recall(x[:2], index[:2]), rows[:2])
+
+
+def test_rows_are_of_these_pixels_and_exact(tmp_path):
+    x, index, rows = torch.rand(3, 1, 4, 4), torch.tensor([5, 2, 9]), torch.rand(3, 4)
+    Journal(tmp_path, 4).add(x, index, rows, [0.5, 2.0])
+    journal = Journal(tmp_path, 4)
+    assert torch.equal(journal.recall(x, index), rows)
+    assert torch.equal(journal.recall(x[1:], index[1:]), rows[1:])
+    assert journal.taken(["a", "b"]) == {"a": 0.5, "b": 2.0}
+    assert journal.recall(x + 1e-6, index) is None
+    assert journal.recall(x, index + 1) is None
+    assert len(Journal(tmp_path, 5)) == 0  # of another evaluation's width
+
+
+def test_what_is_no_answer_is_no_class():
+    answers = torch.tensor([[0.0, 0.0], [torch.nan, torch.nan], [0.4, 0.6]])
+    assert likeliest(answers).tolist() == [-1, -1, 1]
+
+
+def outcome(score, answer, size):
+    return Outcome(torch.tensor([[score]]), torch.tensor([answer]), torch.tensor([size]))
+
+
+def test_a_row_by_hand(tmp_path):
+    columns = Columns(("clean", "pgd", "arc"), 1)
+    parts = [outcome(1.0, 3, 0.0), outcome(0.25, 3, 0.031), outcome(0.125, 1, 0.0314)]
+    rows, means = columns.rows(torch.tensor([3]), parts), torch.tensor([[1.0, 0.25, 0.125]])
+    card = {"attacks": {"pgd": {}, "arc": {}}}
+    write_ledger(tmp_path / "a.csv", columns, torch.tensor([7]), means, rows, 4, card)
+    assert (tmp_path / "a.csv").read_text().split("\n")[1] == (
+        "7,3,1,3,0.25,3,0.031,0.125,1,0.0314,0.125,arc,4"
+    )
+    read = read_ledger(tmp_path / "a.csv")
+    assert (read.index.tolist(), read.label.tolist()) == ([7], [3])
+    assert read.scores["arc"].tolist() == [0.125]
+
+
+@pytest.mark.parametrize(
+    ("text", "card"),
+    [("<html>", "{}"), ("index,label\n1,2\n", '{"attacks": {}}'), ("", '{"attacks": {}}')],
+)
+def test_another_file_is_no_record(tmp_path, text, card):
+    (tmp_path / "a.csv").write_text(text)
+    (tmp_path / "a.json").write_text(card)
+    with pytest.raises(ValueError, match=r"a\.csv is not a record"):
+        read_ledger(tmp_path / "a.csv")
+
+
+def test_images_are_saved_without_loss(tmp_path):
+    import numpy as np
+    from PIL import Image
+
+    x = torch.rand(2, 3, 5, 5)
+    x[1] = (x[1] * 255).round() / 255
+    save_images(tmp_path, torch.tensor([3, 8]), x)
+    assert torch.equal(torch.from_numpy(np.load(tmp_path / "3.npy")), x[0])
+    pixels = torch.from_numpy(np.array(Image.open(tmp_path / "8.png"))).permute(2, 0, 1)
+    assert torch.equal(pixels.float() / 255, x[1])
+
+
+def test_perturbed_images_can_be_kept(trained, tmp_path):
+    evaluated(tmp_path, trained, save_images=True)
+    kept = sorted(path.stem for path in (tmp_path / "run/version_0/images/test-arc").iterdir())
+    assert kept == sorted(str(number) for number in range(33))
+    assert json.loads((tmp_path / CSV).with_suffix(".json").read_text())["attacks"].keys() == {
+        "apgd",
+        "arc",
+    }
