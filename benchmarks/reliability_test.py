@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -263,6 +264,71 @@ def _random_transforms() -> dict:
     }
 
 
+def outside(cases: int, norm: str, relative: bool = False) -> int:
+    """In how many random cases an attack's images leave the ball, the box or the finite numbers."""
+    import torch
+    from hypothesis import HealthCheck, given, settings
+    from hypothesis import strategies as st
+
+    from lightning_rob import PGD, Ensemble, Threat
+
+    torch.manual_seed(0)
+    nets = [
+        torch.nn.Sequential(
+            torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 10)
+        )
+        for _ in range(2)
+    ]
+    defense = Ensemble(nets, [0.7, 0.3])
+    violations = 0
+
+    @settings(
+        max_examples=cases,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        eps=st.sampled_from([0.0, 1e-6, 1 / 255, 8 / 255, 0.3, 1.0, 100.0]),
+        steps=st.integers(1, 3),
+        share=st.sampled_from([0.01, 0.25, 1.0, 10.0]),
+        scale=st.sampled_from([0.0, 1e-3, 0.5, 1.0]),
+        options=st.fixed_dictionaries(
+            {"random_start": st.booleans(), "keep_best": st.booleans(), "restarts": st.just(1)}
+        ),
+        seed=st.integers(0, 2**32),
+    )
+    def attacked(
+        eps: float, steps: int, share: float, scale: float, options: dict, seed: int
+    ) -> None:
+        nonlocal violations
+        chance = torch.Generator().manual_seed(seed)
+        x = scale * torch.rand(3, 1, 8, 8, generator=chance)
+        threat = Threat(norm, eps, relative=relative)
+        attack = PGD(threat, steps, max(share * eps, 1e-9), **options)
+        x_adv = attack(defense, x, torch.tensor([0, 3, 7]), chance)
+        size = threat.size((x_adv - x).double())
+        allowed = eps * (threat.size(x.double()) if relative else 1) * (1 + 1e-5) + 1e-6
+        inside = bool((size <= allowed).all() and (x_adv >= 0).all() and (x_adv <= 1).all())
+        violations += not (inside and x_adv.dtype == x.dtype)
+
+    attacked()
+    return violations
+
+
+LEAVES = "leaves_nothing_behind or as_it_was"
+
+
+def leaves_nothing_behind() -> tuple[int, int]:
+    """How many tests that an attack leaves modes, gradients, buffers and the stream passed."""
+    names = ("attacks", "taa", "paa", "auto", "backward", "dent", "gmsa", "transductive")
+    files = [f"tests/test_{name}.py" for name in names]
+    command = [sys.executable, "-m", "pytest", "-q", "-k", LEAVES, *files]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
+    return counts.get("passed", 0), sum(counts.values())
+
+
 def figures() -> list[Row]:
     """Each promise, what is aimed at, and what was found."""
     once, again = killed_and_resumed(50, 1), killed_and_resumed(20, 2, seed=1)
@@ -270,6 +336,8 @@ def figures() -> list[Row]:
     spans = coverage()
     least = {name: min(held for kind, _, _, held in spans if kind == name) for name, *_ in spans}
     same, ways = training_untouched()
+    left, attacks = leaves_nothing_behind()
+    norms = {"linf": ("linf", False), "l2": ("l2", False), "l2 relative": ("l2", True)}
     return [
         (
             f"`test` killed by SIGKILL at a random moment, run again: rows byte-identical "
@@ -291,6 +359,15 @@ def figures() -> list[Row]:
             "weights after training with and without attacks watching, bit by bit: AT, BAT, AdvRT",
             f"{ways}/{ways}",
             f"{same}/{ways}",
+        ),
+        (
+            "tests that an attack leaves modes, gradients, buffers and the global stream alone",
+            f"{attacks}/{attacks}",
+            f"{left}/{attacks}",
+        ),
+        *(
+            (f"PGD's images outside ball or box, hypothesis, {name}", "0/1000", f"{found}/1000")
+            for name, found in ((name, outside(1000, *norm)) for name, norm in norms.items())
         ),
         *(
             (

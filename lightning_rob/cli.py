@@ -1,5 +1,7 @@
 """The command `lightning-rob`; answers what it can before anything heavy is imported."""
 
+import atexit
+import gc
 import os
 import re
 import sys
@@ -34,7 +36,7 @@ A run is described by recipes and by callbacks that are plugged in:
   lightning-rob fit --config configs/demo.yaml --trainer.callbacks+=callbacks/arc.yaml
   lightning-rob test --ckpt_path last.ckpt --trainer.callbacks+=callbacks/rec_suite.yaml
 
-  lightning-rob COMMAND --help              all options of a command
+  lightning-rob COMMAND --help              what matters; --help all for every option
   lightning-rob COMMAND --model.help BAT    the options of a class
   lightning-rob --version
 
@@ -64,8 +66,17 @@ def main(args: Sequence[str] | None = None) -> None:
         _report(args[1:])
     elif args[0] in OURS and {"-h", "--help"} & set(args):
         print(import_module(f"lightning_rob.{args[0]}.options").help_text())
+    elif _short_help(args):
+        from lightning_rob.help import help_text
+
+        print(help_text(args[0]))
     else:
-        _run(args)
+        _run([arg for arg in args if arg != "all" or "--help" not in args])
+
+
+def _short_help(args: list[str]) -> bool:
+    """Whether help is asked for, and not `--help all` of it."""
+    return bool({"-h", "--help"} & set(args)) and "all" not in args
 
 
 def _run(args: list[str]) -> None:
@@ -73,19 +84,24 @@ def _run(args: list[str]) -> None:
     # too, and sleeping ones a tenth on an idle one. Read when torch loads its thread pool.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _keep_freed_memory()
+    # To look for garbage among all that torch has made takes two seconds when there is no more use.
+    atexit.register(gc.freeze)
+    from lightning_rob.processes import Fault
     from lightning_rob.run import Command, InputError
+    from lightning_rob.signals import heeded
+    from lightning_rob.trust import allowing
 
     start: Callable[[list[str]], Any] = Command
     if args[0] in OURS:
         start = import_module(f"lightning_rob.{args[0]}.command").main
         args = args[1:]
-    if os.environ.get("LIGHTNING_ROB_DEBUG"):
-        start(args)
-        return
     try:
-        start(args)
-    except InputError as error:
-        _fail(str(error))
+        with heeded(), allowing(args) as rest:
+            start(rest)
+    except (InputError, Fault) as error:
+        if os.environ.get("LIGHTNING_ROB_DEBUG"):
+            raise
+        _fail(str(error), code=1 if isinstance(error, Fault) else 2)
 
 
 def _report(args: list[str]) -> None:
@@ -100,10 +116,10 @@ def _report(args: list[str]) -> None:
         _fail(str(error))
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, code: int = 2) -> NoReturn:
     line = re.sub(r"\s*\n\s*", " ", message.strip())
     print(f"lightning-rob: error: {line}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(code)
 
 
 def _keep_freed_memory() -> None:

@@ -1,5 +1,6 @@
 """Files that are never there in part, whatever kills the writer."""
 
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -24,13 +25,19 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         with draft.open("rb+") as file:
             os.fsync(file.fileno())
         draft.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say which
+        raise
     finally:
         draft.unlink(missing_ok=True)
 
 
 def save_whole(content: object, path: Path) -> None:
     """`torch.save` by `write_whole`."""
-    write_whole(path, lambda draft: torch.save(content, draft))
+    # Straight to a full disk torch says "unexpected pos 576 vs 534".
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    write_whole(path, lambda draft: draft.write_bytes(buffer.getbuffer()))
 
 
 def write_text_whole(path: Path, text: str) -> None:

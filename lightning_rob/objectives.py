@@ -17,6 +17,19 @@ from lightning_rob.rules import expectation
 Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+class NotNumbersError(ValueError):
+    """A defense's logits are not numbers, so that no attack can go by them.
+
+    Args:
+        images: [B] of which images.
+    """
+
+    def __init__(self, images: Tensor) -> None:
+        told = f"the defense's logits are not numbers on {int(images.sum())} of {len(images)}"
+        super().__init__(f"{told} images")
+        self.images = images
+
+
 def check_labels(y: Tensor, classes: int) -> None:
     """Raise ValueError if a label is not one of 0 … classes - 1."""
     if len(y) and not (int(y.min()) >= 0 and int(y.max()) < classes):
@@ -30,12 +43,12 @@ def check_logits(logits: Tensor, y: Tensor) -> None:
     """Raise ValueError for labels out of range, and for logits that are not numbers.
 
     One draw without numbers, of logits [S, B, K], leaves the objective of all without a gradient:
-    the others would look robust.
+    the others would look robust. So does one whose largest logit is infinite.
     """
     check_labels(y, logits.shape[-1])
-    if logits.isnan().any():
-        sick = int(logits.isnan().any(-1).any(0).sum())
-        raise ValueError(f"the defense's logits are not numbers on {sick} of {len(y)} images")
+    sick = ~logits.amax(-1).isfinite().all(0)
+    if sick.any():
+        raise NotNumbersError(sick)
 
 
 def _split(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,12 +21,19 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & (2**33 - 1))
 
 
+def _mix_one(z: int) -> int:
+    """`_mix` of a number; no tensor, so that `torch.export` takes the result for a constant."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
 def fold(*keys: int) -> int:
     """Mix integers (a seed, an epoch, an image's index …) into one seed of 63 bits."""
-    state = torch.zeros((), dtype=torch.int64)
+    state = 0
     for key in keys:
-        state = _mix(state + _signed(GOLDEN)) ^ _mix(torch.tensor(_signed(key), dtype=torch.int64))
-    return int(_mix(state)) & (2**63 - 1)
+        state = _mix_one((state + GOLDEN) % 2**64) ^ _mix_one(int(key) % 2**64)
+    return _mix_one(state) % 2**63
 
 
 class Streams:

@@ -1,7 +1,8 @@
 """How the draws of a defense become its answer.
 
 Each rule maps logits [S, B, K] and weights [S] to [B, K]: the probability that the system answers
-k. A row of zeros is a refusal to answer; a draw whose logits are not numbers never votes.
+k. A row of zeros is a refusal to answer; a draw whose logits are not numbers never votes, nor does
+one whose largest logit is infinite.
 """
 
 from collections.abc import Callable
@@ -22,9 +23,9 @@ def expectation(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _votes(scores: Tensor) -> Tensor:
-    """One-hot of the largest score [..., K]; zeros where a score is not a number."""
+    """One-hot of the largest score [..., K]; zeros where it is not finite, or one is no number."""
     votes = one_hot(scores.argmax(-1), scores.shape[-1]).to(scores)
-    return votes * ~scores.isnan().any(-1, keepdim=True)
+    return votes * scores.amax(-1, keepdim=True).isfinite()
 
 
 def _plurality(votes: Tensor, weights: Tensor) -> Tensor:

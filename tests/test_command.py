@@ -184,7 +184,7 @@ def test_a_checkpoint_of_another_architecture(trained, capsys):
 @pytest.mark.parametrize("content", ["", "<html>no</html>", "PK"])
 def test_what_is_no_checkpoint(tmp_path, content, capsys):
     (tmp_path / "x.ckpt").write_text(content)
-    assert "not a checkpoint that can be loaded" in fails(
+    assert "is not a PyTorch checkpoint" in fails(
         capsys, "test", "--ckpt_path", tmp_path / "x.ckpt"
     )
 

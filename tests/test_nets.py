@@ -674,11 +674,11 @@ def test_drops_what_is_no_part_of_the_network(tmp_path):
     saved = WideResNet(10, 1)
     dead = under("sub_block1.", WideResNet(10, 1).block1.state_dict())
     torch.save({"state_dict": under("module.", saved.state_dict() | dead)}, tmp_path / "net.pt")
-    with pytest.raises(ValueError, match=r"12 unexpected \(sub_block1"):
+    with pytest.raises(ValueError, match=r"12 unexpected \(\s+sub_block1"):
         load_weights(WideResNet(10, 1), tmp_path / "net.pt")
     loaded = load_weights(WideResNet(10, 1), tmp_path / "net.pt", drop=["sub_block1."])
     assert same(loaded, saved)
-    with pytest.raises(ValueError, match=r"unexpected \(sub_block1"):
+    with pytest.raises(ValueError, match=r"unexpected \(\s*sub_block1"):
         load_weights(WideResNet(10, 1), tmp_path / "net.pt", drop=["block1.layer.9", "lock1."])
 
 
@@ -832,16 +832,16 @@ def test_a_zoo_network_takes_the_zoos_own_weights(tmp_path):
         (
             {"depth": 14, "widths": (4, 8, 16)},
             TINY,
-            r"36 unexpected \(layer1.1.conv1.weight, layer1.1.bn1.weight, layer1.1.bn1.bias, …\)$",
+            r"36 unexpected \(\s+layer1.1.conv1.weight, (.|\n)*layer3.1.bn2.num_batches_tracked\)$",
         ),
-        (TINY, {"depth": 14, "widths": (4, 8, 16)}, r"30 missing \(layer1.1.conv1.weight, .*…\)$"),
+        (TINY, {"depth": 14, "widths": (4, 8, 16)}, r"30 missing \(\s+layer1.1.conv1.weight, "),
         (
             TINY | {"classes": 100},
             TINY,
             r"2 of another shape \(linear.weight \[100, 16\] instead of \[10, 16\], linear.bias",
         ),
-        (TINY | {"shortcut": "B"}, TINY, r"12 unexpected \(layer2.0.shortcut.0.weight"),
-        (TINY, TINY | {"shortcut": "B"}, r"10 missing \(layer2.0.shortcut.0.weight"),
+        (TINY | {"shortcut": "B"}, TINY, r"12 unexpected \(\s+layer2.0.shortcut.0.weight"),
+        (TINY, TINY | {"shortcut": "B"}, r"10 missing \(\s+layer2.0.shortcut.0.weight"),
     ],
     ids=["deeper", "shallower", "classes", "option-b", "option-a"],
 )
@@ -853,7 +853,8 @@ def test_another_architecture(saved, net, message, tmp_path):
         load_weights(net, tmp_path / "net.pt")
     text = str(caught.value)
     assert text.startswith(f"{tmp_path / 'net.pt'} (under 'model') does not fit ResNet: ")
-    assert "\n" not in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines()[1:]), default=0) <= 100
     assert all(torch.equal(entry, before[name]) for name, entry in net.state_dict().items())
 
 

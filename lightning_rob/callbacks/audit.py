@@ -18,7 +18,8 @@ from lightning_rob.metrics import PerImage
 from lightning_rob.threat import Threat
 
 if TYPE_CHECKING:
-    from lightning_rob.audit.auditor import Report, Subject
+    from lightning_rob.audit.case import Subject
+    from lightning_rob.audit.page import Report
 
 
 class RobustAudit(Evaluation):
@@ -109,7 +110,9 @@ class RobustAudit(Evaluation):
                 self.table.update(index, _auditor().rows(subject, x, y, index))
         elif self.batches:
             whole_x, whole_y, places = (torch.cat(part) for part in zip(*self.batches, strict=True))
-            for i in torch.arange(len(places)).split(self.loader.batch_size or len(places)):
+            size = self.loader.batch_size or len(places)
+            for start in range(0, len(places), size):
+                i = slice(start, start + size)
                 x, y, index = whole_x[i], whole_y[i], places[i]
                 self.table.update(index, _auditor().rows(subject, x, y, index))
         self.batches = []
@@ -139,7 +142,10 @@ class RobustAudit(Evaluation):
 
     def _subject(self, pl_module: Any) -> "Subject":
         defense = pl_module.defense
-        return _auditor().Subject(defense, self.threat, self.steps, self.queries, self.seed)
+        subject: Subject = _auditor().Subject(
+            defense, self.threat, self.steps, self.queries, self.seed
+        )
+        return subject
 
 
 def _evaluations(trainer: Trainer) -> list[RobustEval]:

@@ -116,9 +116,30 @@ class ImageData(LightningDataModule, ABC):
             steps = augment or self.fixed_steps()
             self.parts["train"] = Part(source, train[: self.limit_train], steps, self.seed)
             self.parts["val"] = Part(source, val, self.fixed_steps())
+            self._check_first(source, train)
         if stage in ("test", "predict", None) and "test" not in self.parts:
             source = self.source(train=False)
-            self.parts["test"] = Part(source, self.test_order(len(source)), self.fixed_steps())
+            order = self.test_order(len(source))
+            self.parts["test"] = Part(source, order, self.fixed_steps())
+            self._check_first(source, order)
+
+    def _check_first(self, source: Source, indices: Tensor) -> None:
+        """That there are images, and the first is what a network here is made for.
+
+        Raises:
+            ValueError: it is not.
+        """
+        kind, wanted = type(self).__name__, [self.channels, self.size, self.size]
+        if not len(indices):
+            raise ValueError(f"{kind} has none of the images that are asked for")
+        x = Part(source, indices[:1], self.fixed_steps())[0][0]
+        if not (isinstance(x, Tensor) and x.is_floating_point()):
+            told = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"images of {kind} must be floating point in [0, 1], got {told}: divide by 255"
+            )
+        if list(x.shape) != wanted:
+            raise ValueError(f"images of {kind} must be {wanted}, got {list(x.shape)}")
 
     def labelled(self) -> Part:
         """The training images, not augmented: what a transductive defense learns from."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_rob.data.samples import Part
 from lightning_rob.defenses.transform_ensemble import transformed
 from lightning_rob.files import save_whole
+from lightning_rob.nets.contents import read_file
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms import Transform
 
@@ -53,7 +54,7 @@ class Shown:
         """
         path = self._path(transform, name, seed)
         if path and path.exists():
-            kept: Tensor = torch.load(path, weights_only=True)
+            kept: Tensor = read_file(path)
             return kept
         chunks = []
         for start in range(0, len(self.x), CHUNK):

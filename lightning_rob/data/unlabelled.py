@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from lightning_rob.data.image_data import ImageData
 from lightning_rob.data.samples import Augment, Part, Source
 from lightning_rob.data.sampling import EpochSampler, ResumableLoader, resumption
+from lightning_rob.nets.contents import read_file
 from lightning_rob.randomness import fold
 
 NO_LABEL = -1  # no loss takes it for a class
@@ -50,7 +51,7 @@ def read_images(path: str) -> Tensor:
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file of images {path}")
-    held = torch.load(path, weights_only=True) if path.endswith(".pt") else _arrays(path)
+    held = read_file(path) if path.endswith(".pt") else _arrays(path)
     if not isinstance(held, Tensor):
         if not (isinstance(held, dict) and isinstance(held.get("x"), Tensor)):
             raise ValueError(f"{path} must hold a tensor, or one called x among others")

@@ -101,9 +101,11 @@ class RandomTransforms(Defense):
         self._check_gradients(wanted=x.requires_grad and torch.is_grad_enabled())
         copies = x.repeat(draws, 1, 1, 1)
         generator = generator.split(draws) if isinstance(generator, Streams) else generator
-        order = self._orders(copies, len(x), generator).cpu()
+        order = self._orders(copies, len(x), generator)
+        if torch.compiler.is_exporting():
+            return self._masked(copies, order, generator).view(draws, *x.shape)
         images = list(copies.unbind())
-        for kind, chosen in _schedule(order, len(self.transforms)):
+        for kind, chosen in _schedule(order.cpu(), len(self.transforms)):
             batch = torch.stack([images[i] for i in chosen])
             noise = generator
             if isinstance(generator, Streams):
@@ -111,6 +113,19 @@ class RandomTransforms(Defense):
             for i, image in zip(chosen, self._apply_one(kind, batch, noise).unbind(), strict=True):
                 images[i] = image
         return torch.stack(images).view(draws, *x.shape) if images else copies[None]
+
+    def _masked(self, images: Tensor, order: Tensor, generator: Generator) -> Tensor:
+        """Copies [N, C, H, W] through their transforms with no list whose length hangs on values.
+
+        Each transform is applied to every copy in every place: more work, for programs alone.
+        """
+        for place in order.unbind(1):
+            before = images
+            for kind in range(len(self.transforms)):
+                noise = generator.apart(1 + kind) if isinstance(generator, Streams) else generator
+                chosen = (place == kind)[:, None, None, None]
+                images = torch.where(chosen, self._apply_one(kind, before, noise), images)
+        return images
 
     def _orders(self, copies: Tensor, images: int, generator: Generator) -> Tensor:
         """[N, S]: the transforms of each copy, as numbers, in order; -1 is one left out."""
@@ -129,7 +144,8 @@ class RandomTransforms(Defense):
         name, transform = list(self.transforms.items())[kind]
         params = transform.sample(x.detach(), generator)
         mixed = self.gradients in ("straight_through", "combo")
-        if self.gradients == "exact" or (mixed and transform.differentiable):
+        exact = self.gradients == "exact" or (mixed and transform.differentiable)
+        if exact or torch.compiler.is_exporting():
             return transform(x, *params)
         by_network = self.gradients in ("bpda", "combo")
         net = self.approximations[name].to(x.device) if by_network else None

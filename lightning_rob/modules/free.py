@@ -88,4 +88,4 @@ class FreeTraining(RobustModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` stored."""
-        self.delta = checkpoint["free"]["delta"]
+        self.delta = self.kept_in(checkpoint, "free")["delta"]

@@ -95,6 +95,17 @@ class RobustModule(LightningModule, ABC):
     def on_robust_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Called after each robust evaluation with what it logged, never with stale values."""
 
+    def kept_in(self, checkpoint: Mapping[str, Any], name: str) -> Any:
+        """What `on_save_checkpoint` put into a checkpoint under a name.
+
+        Raises:
+            ValueError: the checkpoint is of another kind of module.
+        """
+        if name not in checkpoint:
+            kind = type(self).__name__
+            raise ValueError(f"the checkpoint is not one of {kind}: it has no {name!r}")
+        return checkpoint[name]
+
     def trained(self) -> nn.Module:
         """The part whose weights are trained."""
         return self.defense

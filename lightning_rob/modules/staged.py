@@ -136,7 +136,8 @@ class StagedTraining(RobustModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` stored, before the optimizer is made."""
-        self.stage, self.best = checkpoint["staged"]["stage"], checkpoint["staged"]["best"]
+        kept = self.kept_in(checkpoint, "staged")
+        self.stage, self.best = kept["stage"], kept["best"]
 
 
 def _is_trial(trainer: Trainer) -> bool:

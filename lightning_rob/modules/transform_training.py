@@ -19,6 +19,7 @@ from lightning_rob.data.transformed import CHUNK, Shown
 from lightning_rob.defenses.transform_ensemble import TransformEnsemble, transformed
 from lightning_rob.files import save_whole
 from lightning_rob.modules.robust_module import Batch, RobustModule
+from lightning_rob.nets.contents import read_file
 from lightning_rob.objectives import classification_loss, cross_entropy
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import Rule, mean_probs
@@ -235,7 +236,7 @@ class TransformTraining(RobustModule):
         Of several processes only the first one's optimizer is in a checkpoint: their sub-models go
         on from their weights, but with optimizers of their own and all their epochs.
         """
-        state = checkpoint["turns"]
+        state = self.kept_in(checkpoint, "turns")
         if [tuple(pair) for pair in state["transforms"]] != self._described():
             names = ", ".join(name for name, _ in state["transforms"])
             raise ValueError(
@@ -339,7 +340,7 @@ class TransformTraining(RobustModule):
         return {i: self._weights(i, path) for i, path in paths.items() if path.exists()}
 
     def _weights(self, member: int, path: Path) -> dict[str, Tensor]:
-        kept, wanted = torch.load(path, weights_only=True, map_location="cpu"), self._about(member)
+        kept, wanted = read_file(path), self._about(member)
         if differ := [key for key, value in wanted.items() if kept["about"].get(key) != value]:
             raise ValueError(
                 f"{path} was trained otherwise ({', '.join(differ)}): name another model.folder, "

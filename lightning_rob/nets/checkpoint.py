@@ -1,6 +1,7 @@
 """Weights from a file into a network, wherever in the file they are."""
 
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -9,6 +10,8 @@ from torch import nn
 from lightning_rob.nets.contents import State, renamed, tensors_in, without
 from lightning_rob.nets.normalize import Normalize
 from lightning_rob.nets.statistics import check_statistics, take_statistics, without_statistics
+
+LINE = 96
 
 
 def _entries(net: nn.Module) -> State:
@@ -35,6 +38,15 @@ def _some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
+def _all(names: Sequence[str]) -> str:
+    """Every name, over lines of their own where they are many."""
+    text = ", ".join(names)
+    if len(text) <= LINE:
+        return text
+    wrapped = textwrap.wrap(text, LINE, break_long_words=False, break_on_hyphens=False)
+    return "\n" + textwrap.indent("\n".join(wrapped), "    ")
+
+
 def _differences(net: nn.Module, state: State) -> str:
     """What keeps a state dict from fitting a network, in words; empty if it fits."""
     own = net.state_dict()
@@ -47,7 +59,7 @@ def _differences(net: nn.Module, state: State) -> str:
             if name in state and state[name].shape != entry.shape
         ],
     }
-    return "; ".join(f"{len(n)} {kind} ({_some(n)})" for kind, n in kinds.items() if n)
+    return "; ".join(f"{len(n)} {kind} ({_all(n)})" for kind, n in kinds.items() if n)
 
 
 def fitting(net: nn.Module, tensors: State, path: object, prefix: str | None) -> list[str]:

@@ -4,20 +4,29 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_rob.manifest import check_file
+
 State = dict[str, Tensor]
 
 
-def _read(path: str | os.PathLike[str]) -> Any:
+def read_file(path: str | os.PathLike[str]) -> Any:
+    """What `torch.save` has put into a file, on the CPU; nothing in it is run.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no checkpoint, has changed since it was written, or holds code.
+    """
+    check_file(Path(path))
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    # The unpickler meets arbitrary bytes here, so there is no list of what it may raise.
+    # The unpickler meets arbitrary bytes here, so there is no list of what it may raise: of a file
+    # that is cut short even OSError, for it has opened before.
     except Exception as error:
         refused = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
         if refused is None:
@@ -44,12 +53,12 @@ def tensors_in(path: str | os.PathLike[str]) -> State:
         FileNotFoundError: there is no such file.
         ValueError: it is not a checkpoint, or holds more than weights.
     """
-    return dict(_tensors(_read(path)))
+    return dict(_tensors(read_file(path)))
 
 
 def members_begun(path: str | os.PathLike[str]) -> int | None:
     """How many members a checkpoint of staged training (BAT, IAT) has begun; None for others."""
-    staged = content.get("staged") if isinstance(content := _read(path), Mapping) else None
+    staged = content.get("staged") if isinstance(content := read_file(path), Mapping) else None
     return staged["stage"] + 1 if isinstance(staged, Mapping) and "stage" in staged else None
 
 

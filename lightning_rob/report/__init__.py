@@ -11,14 +11,14 @@ from lightning_rob.report.runs import Run, find
 
 __all__ = ["main", "report"]
 
-HELP = """Turn the records of runs into one HTML page, complete in itself, and the same as Markdown.
+HELP = """Turn the records of runs into one HTML page, complete in itself, and into Markdown.
 
-A page shows the last evaluation of each run, its robust accuracy epoch by epoch, what
-exactly each attack was, sweeps, matrices and pictures where a run has them, and the recipe.
-Several runs are compared in one table."""
+A page shows the last evaluation of each run, its robust accuracy epoch by epoch,
+what exactly each attack was, sweeps, matrices and pictures where a run has them, and
+the recipe. Several runs are compared in one table."""
 EXAMPLES = """examples:
-  lightning-rob report logs/version_0                      logs/version_0/report.html and .md
-  lightning-rob report logs                                all runs below logs, compared
+  lightning-rob report logs/version_0     logs/version_0/report.html and .md
+  lightning-rob report logs               all runs below logs, compared
   lightning-rob report logs/version_0 logs/version_1 --out compared.html"""
 
 

@@ -14,6 +14,7 @@ from lightning_rob.report.blocks import (
 from lightning_rob.report.card import card
 from lightning_rob.report.curve import best, curve
 from lightning_rob.report.extras import gallery, matrices, sweep, votes
+from lightning_rob.report.monitored import monitored
 from lightning_rob.report.outcome import outcome
 from lightning_rob.report.records import Record
 from lightning_rob.report.runs import Run, class_name, setting
@@ -38,6 +39,7 @@ def story(run: Run, name: str, level: int) -> Iterator[Block]:
     if final:
         yield from outcome(final)
     yield from history(run, name, level + 1)
+    yield from monitored(run.monitor, f"{name}-monitor", level + 1)
     if any(record.an_attack for record in final):
         yield Heading(level + 1, "What the attacks were")
         yield card(final)

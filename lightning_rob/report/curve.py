@@ -30,24 +30,26 @@ def shown(series: Series) -> Series:
     return {k: records for k, records in series.items() if k[1] == WHOLE or k[0] != "clean"}
 
 
-def curve(series: Series, prefix: str) -> str:
+def curve(series: Series, prefix: str, by: str = "epoch", of: str = "validation") -> str:
     """The figure with its legend.
 
     Args:
         series: (attack, target) -> records by epoch.
         prefix: of every `id`, which have to differ from those of other figures on the page.
+        by: what `Record.epoch` counts here.
+        of: which images they are of.
     """
     lines, peak = shown(series), best(series)
     says = [f"{line_name(key)} {percent(records[-1].accuracy)}" for key, records in lines.items()]
-    alt = f"Accuracy on the validation images by epoch, at the last epoch: {', '.join(says)}."
+    alt = f"Accuracy on the {of} images by {by}, at the last {by}: {', '.join(says)}."
     if peak:
-        alt += f" {peak.name} was best at epoch {peak.epoch}: {percent(peak.accuracy)}."
-    svg = _themed(_svg(lines, peak), prefix)
+        alt += f" {peak.name} was best at {by} {peak.epoch}: {percent(peak.accuracy)}."
+    svg = _themed(_svg(lines, peak, by), prefix)
     svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(alt)}"', 1)
-    return f'<figure class="curve">{svg}{_legend(lines, peak)}</figure>'
+    return f'<figure class="curve">{svg}{_legend(lines, peak, by, of)}</figure>'
 
 
-def _svg(lines: Series, peak: Record | None) -> str:
+def _svg(lines: Series, peak: Record | None, by: str) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -65,7 +67,9 @@ def _svg(lines: Series, peak: Record | None) -> str:
     }
     with rc_context(style):
         figure = Figure(figsize=(7, 3), layout="constrained")
-        _draw(figure.add_subplot(), lines, peak)
+        axes = figure.add_subplot()
+        _draw(axes, lines, peak)
+        axes.set_xlabel(by)
         text = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=nothing)
@@ -97,7 +101,6 @@ def _draw(axes: Any, lines: Series, peak: Record | None) -> None:
         axes.axvline(peak.epoch, color=GREY, linewidth=0.8, linestyle=(0, (3, 3)), zorder=1)
         place = {"marker": "o", "markersize": 10, "markerfacecolor": "none"}
         axes.plot(peak.epoch, 100 * peak.accuracy, color=INK, zorder=5, **place)
-    axes.set_xlabel("epoch")
     axes.set_ylabel("accuracy in %")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", linewidth=0.6)
@@ -130,17 +133,17 @@ def variable(color: str) -> str:
     return f"--{names[color] if color in names else f'line-{COLORS.index(color)}'}"
 
 
-def _legend(lines: Series, peak: Record | None) -> str:
+def _legend(lines: Series, peak: Record | None, by: str, of: str) -> str:
     """Names and last values, in HTML: a name is nothing for matplotlib to interpret."""
     items = [_item(i, key, records[-1]) for i, (key, records) in enumerate(lines.items())]
     says = []
     if ("worst", WHOLE) in lines:
         says.append("The band is the 95 % interval of worst.")
     if peak:
-        at = f"at epoch {peak.epoch}: {percent(peak.accuracy)}"
+        at = f"at {by} {peak.epoch}: {percent(peak.accuracy)}"
         says.append(f"The circle marks where {peak.name} was best, {at}.")
     n = extent([record.n for records in lines.values() for record in records])
-    says.append(f"The numbers are those of the last epoch; {n} validation images.")
+    says.append(f"The numbers are those of the last {by}; {n} {of} images.")
     caption = f"<figcaption>{escape(' '.join(says))}</figcaption>"
     return f'<ul class="legend">{"".join(items)}</ul>{caption}'
 

@@ -11,7 +11,7 @@ import yaml
 
 from lightning_rob.report.records import Evaluations, Fields, Record, lines, record
 
-SWEEP = "sweep"
+SWEEP, MONITOR = "sweep", "monitor.jsonl"
 VOTE = ("name", "ensemble", "rule")
 
 
@@ -26,6 +26,7 @@ class Run:
         matrices: lines of `CrossEval`, the last of each stage and attack.
         votes: lines of `Votes`, the last of each stage, attack, ensemble and rule.
         sweep: lines of a sweep.
+        monitor: lines of `lightning-rob monitor`.
         others: by file, the last line of another kind.
         recipe: the text of its config.yaml; empty where there is none.
         config: the same, parsed.
@@ -38,6 +39,7 @@ class Run:
     matrices: list[Fields] = field(default_factory=list)
     votes: list[Fields] = field(default_factory=list)
     sweep: list[Fields] = field(default_factory=list)
+    monitor: list[Fields] = field(default_factory=list)
     others: dict[str, Fields] = field(default_factory=dict)
     recipe: str = ""
     config: Fields = field(default_factory=dict)
@@ -47,7 +49,8 @@ class Run:
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
         drawn = self.pictures if self.others else []
-        return not (self.evaluations.by_stage or self.matrices or self.votes or self.sweep or drawn)
+        tables = self.matrices or self.votes or self.sweep or self.monitor
+        return not (self.evaluations.by_stage or tables or drawn)
 
     @property
     def method(self) -> str:
@@ -111,6 +114,8 @@ def read(folder: Path) -> Run:
     sweep: list[Fields] = []
     others: dict[str, Fields] = {}
     for path in sorted(folder.glob("*.jsonl")):
+        if path.name == MONITOR:
+            continue
         for fields in current(lines(path)):
             if path.stem.startswith(SWEEP):
                 sweep.append(fields)
@@ -131,6 +136,7 @@ def read(folder: Path) -> Run:
         matrices=_of_one_stage(matrices.values()),
         votes=_of_one_stage(votes.values()),
         sweep=sweep,
+        monitor=list(lines(watched)) if (watched := folder / MONITOR).is_file() else [],
         others=others,
         recipe=text,
         config=_parsed(text),

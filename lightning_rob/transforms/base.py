@@ -97,6 +97,8 @@ class Transform(ABC):
     def _guarded(self, x: Tensor, *params: Tensor) -> Tensor:
         y = self.apply(x, *params)
         failed = y.detach().flatten(1).amax(1).isnan()[:, None, None, None]
+        if torch.compiler.is_exporting():  # without choices by value, and without a gradient
+            return torch.where(failed, x, y).clamp(0, 1)
         if failed.any():  # transformed again, since 0 * nan would spoil the gradient of x
             y = self.apply(torch.where(failed, x.detach(), x), *params)
             y = torch.where(failed, x, y)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from kornia.geometry.transform import remap
 from torch import Tensor
-from torch.nn.functional import affine_grid, grid_sample
+from torch.nn.functional import affine_grid, grid_sample, pad
 
 from lightning_rob.randomness import Generator, uniform
 from lightning_rob.transforms.base import EPS, Transform, between
@@ -30,8 +30,11 @@ class Affine(Transform):
 
     def apply(self, x: Tensor, matrix: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
-        grid = affine_grid(matrix, list(x.shape), align_corners=False)
-        return grid_sample(x, grid, align_corners=False)
+        # affine_grid of B matrices is the same, but binds an exported program to B of 4 or more
+        unmoved = torch.eye(2, 3, dtype=x.dtype, device=x.device)[None]
+        places = affine_grid(unmoved, [1, 1, *x.shape[2:]], align_corners=False)
+        grid = pad(places, (0, 1), value=1.0).flatten(1, 2) @ matrix.mT
+        return grid_sample(x, grid.view(-1, *x.shape[2:], 2), align_corners=False)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,10 @@ class ColorJitter(Transform):
         x = raised(x, EPS)
         for turn in order.unbind(1):
             for kind, step in enumerate(STEPS):
+                if torch.compiler.is_exporting():  # where no length may hang on values
+                    changed = raised(clip(step(x, amount[:, kind]), 0, 1), EPS)
+                    x = torch.where(over_pixels(turn == kind), changed, x)
+                    continue
                 (chosen,) = torch.where(turn == kind)
                 if len(chosen):
                     changed = step(x[chosen], amount[chosen, kind])

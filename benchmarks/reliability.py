@@ -1,0 +1,66 @@
+"""Measure every promise of docs/reliability.md again and write its tables.
+
+python benchmarks/reliability.py                  # all, an hour or two on two cores
+python benchmarks/reliability.py --only audit     # one part; the others' tables stay as they are
+"""
+
+import argparse
+import importlib
+import os
+import platform
+import re
+import sys
+from datetime import date
+from multiprocessing import get_context
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+PAGE = Path(__file__).parent.parent / "docs" / "reliability.md"
+PARTS = ("test", "faults", "trust", "monitor", "audit", "scale")
+
+
+def measured(part: str) -> list[tuple[str, str, str]]:
+    """What, aim and finding, row by row."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    rows: list[tuple[str, str, str]] = importlib.import_module(f"reliability_{part}").figures()
+    return rows
+
+
+def table(part: str, rows: list[tuple[str, str, str]]) -> str:
+    """The rows in Markdown, with when and where they were measured."""
+    import torch
+
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
+    command = f"`python benchmarks/reliability.py --only {part}`, {date.today()}, {machine}"
+    cells = [
+        f"| {' | '.join(text.replace('|', '/') for text in row)} |"
+        for row in [("what", "aim", "found"), ("---", "---", "---"), *rows]
+    ]
+    return "\n".join([f"Measured by {command}.", "", *cells])
+
+
+def written(page: str, part: str, text: str) -> str:
+    """The page with the part's table in its place."""
+    begin, end = f"<!-- {part} -->", f"<!-- end of {part} -->"
+    if begin not in page or end not in page:
+        raise ValueError(f"{PAGE} has no place for {part}: write {begin} and {end}")
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.S)
+    return pattern.sub(lambda _: f"{begin}\n{text}\n{end}", page)
+
+
+def main() -> None:
+    """Measure the parts one after the other; each has a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=PARTS, action="append")
+    for part in parser.parse_args().only or PARTS:
+        with get_context("spawn").Pool(1) as pool:
+            rows = pool.apply(measured, (part,))
+        PAGE.write_text(written(PAGE.read_text(), part, table(part, rows)))
+        for row in rows:
+            print(*row, sep=" | ", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""What `fit`, `validate`, `test` and `predict` answer to `--help`; nothing heavy is imported."""
+
+WHAT = {
+    "fit": "Train a recipe, evaluating the configured attacks at every validation.",
+    "validate": "Evaluate a checkpoint, clean and under attacks, on the validation split.",
+    "test": "Evaluate a checkpoint, clean and under attacks, on the test set: a table.",
+    "predict": "Write the probability of each answer, image by image: predictions.csv.",
+}
+RUNS = {"fit": "--config RECIPE"}
+SHARED = """\
+  --config FILE               a recipe or mix-in; several lie over each other
+  --ckpt_path FILE            {checkpoint}
+  --model.NAME=V              change the recipe, as in --model.attack.steps=20
+  --data.NAME=V               the same for the data: --data.eval_batch_size=200"""
+ATTACKS = """\
+  --trainer.callbacks+=FILE   plug in attacks and others: callbacks/arc.yaml"""
+TRAINER = """\
+  --trainer.accelerator=NAME  cpu, gpu, auto; and .devices=N .num_nodes=N
+  --seed_everything=N         of the module's chance, in training and answers (0)"""
+OWN = {
+    "fit": """\
+  --trainer.max_epochs=N      and .precision=bf16-mixed .accumulate_grad_batches=N
+  --test_after_fit=true       test the trained model, and print the table
+""",
+    "validate": """\
+  --fail-under NAME=VALUE     exit code 1 if below it: robust/worst=0.40
+""",
+    "test": """\
+  --fail-under NAME=VALUE     exit code 1 if below it: robust/worst=0.40
+""",
+    "predict": "",
+}
+SAFETY = """\
+  --rank_timeout=SECONDS      give up when another process is silent for so long
+  --allow-import PREFIX       let class_path name classes of another package"""
+EXAMPLES = {
+    "fit": """\
+  lightning-rob fit --config configs/demo.yaml
+  lightning-rob fit --config configs/bat_cifar10_resnet20_linf.yaml \\
+      --trainer.callbacks+=callbacks/arc.yaml --model.attack.threat.eps=4/255""",
+    "validate": """\
+  lightning-rob validate --ckpt_path last.ckpt \\
+      --trainer.callbacks+=callbacks/pgd.yaml""",
+    "test": """\
+  lightning-rob test --ckpt_path last.ckpt \\
+      --trainer.callbacks+=callbacks/rec_suite.yaml
+  lightning-rob test --ckpt_path last.ckpt --fail-under robust/worst=0.40 \\
+      --trainer.callbacks+=callbacks/arc.yaml --data.eval_batch_size=200""",
+    "predict": """\
+  lightning-rob predict --ckpt_path last.ckpt --data.eval_batch_size=200""",
+}
+MORE = """\
+  --help all                  every option
+  --model.help BAT            the arguments of a class; --data.help CIFAR10
+  --print_config              the whole configuration that would be run"""
+
+
+def help_text(command: str) -> str:
+    """What `lightning-rob COMMAND --help` prints, for the four commands that run a recipe."""
+    resumed = "go on where this one stopped" if command == "fit" else "its recipe is in it"
+    parts = [SHARED.format(checkpoint=resumed), ATTACKS * (command != "predict"), TRAINER]
+    options = "\n".join(filter(None, [*parts, OWN[command].rstrip("\n"), SAFETY]))
+    usage = f"lightning-rob {command} {RUNS.get(command, '--ckpt_path CHECKPOINT')} [options]"
+    paragraphs = [f"usage: {usage}", WHAT[command], options, MORE, EXAMPLES[command]]
+    return "\n\n".join(paragraphs)

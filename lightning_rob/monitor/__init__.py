@@ -1,0 +1,1 @@
+"""The command `lightning-rob monitor`: robustness of the checkpoints of a run as they appear."""

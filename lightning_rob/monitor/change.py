@@ -1,0 +1,150 @@
+"""What became of the images since another checkpoint, and what of it is an alarm."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_rob.callbacks.record import Result
+from lightning_rob.metrics import mcnemar, paired
+from lightning_rob.monitor.history import Fields, History, tag
+from lightning_rob.monitor.options import Watch
+from lightning_rob.sweep.points import Scores, scores_of, unpacked
+from lightning_rob.thresholds import fallen
+
+WORST = "worst"
+ROBUST = 0.5  # the score from which an image counts as robust: more often right than not
+
+
+@dataclass(frozen=True)
+class Past:
+    """An evaluation that the history has.
+
+    Args:
+        checkpoint: its name.
+        step: of training.
+        figures: name -> accuracy.
+        scores: (indices [N], scores [N]) under the worst attack.
+    """
+
+    checkpoint: str
+    step: int
+    figures: dict[str, float]
+    scores: Scores
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a checkpoint differs from an earlier one on the same images.
+
+    Args:
+        since: the earlier checkpoint.
+        before: its accuracy under the worst attack.
+        after: that of the later one.
+        lost: indices of images that were robust and are no longer.
+        won: indices of those that are robust now and were not.
+        p: exact two-sided p of McNemar's test of lost against won.
+        drop: p of the difference in accuracy: the same where answers are right or wrong, else of
+            the paired t test.
+    """
+
+    since: str
+    before: float
+    after: float
+    lost: list[int]
+    won: list[int]
+    p: float
+    drop: float
+
+    def fields(self) -> Fields:
+        """For a line of the history."""
+        told = {"since": self.since, "newly_vulnerable": self.lost, "won_back": self.won}
+        return told | {"p": self.p}
+
+
+def pasts(history: History, suite: str) -> list[Past]:
+    """What this suite evaluated, the oldest first."""
+    found, group = [], dict[str, Fields]()
+    for line in history.lines:
+        if "event" not in line:
+            group[line["name"]] = line
+            continue
+        if line["event"] == "evaluated" and line["suite"] == suite and WORST in group:
+            figures = {name: fields["accuracy"] for name, fields in group.items()}
+            scores = _scores(group[WORST]["reuse"])
+            found.append(Past(line["checkpoint"], line["step"], figures, scores))
+        group = {}
+    return found
+
+
+def _scores(reuse: dict[str, Any]) -> Scores:
+    images = unpacked(reuse["images"], np.int64).cumsum(0)
+    return images, unpacked(reuse["scores"], np.float32).double()
+
+
+def present(checkpoint: str, step: int, results: Sequence[Result]) -> Past:
+    """An evaluation that has just been made."""
+    figures = {result.name: result.accuracy for result in results}
+    worst = next(result for result in results if result.name == WORST)
+    return Past(checkpoint, step, figures, scores_of(worst))
+
+
+def change(before: Past, after: Past) -> Change:
+    """Compare two evaluations, on the images that both have."""
+    index = _common(before.scores[0], after.scores[0])
+    old, new = (_at(index, past.scores) for past in (before, after))
+    lost = index[(old >= ROBUST) & ~(new >= ROBUST)].tolist()
+    won = index[~(old >= ROBUST) & (new >= ROBUST)].tolist()
+    figures = [past.figures[WORST] for past in (before, after)]
+    drop = paired(old, new).p
+    return Change(before.checkpoint, figures[0], figures[1], lost, won, mcnemar(old, new), drop)
+
+
+def _common(one: Tensor, other: Tensor) -> Tensor:
+    return one[torch.isin(one, other)]
+
+
+def _at(index: Tensor, scores: Scores) -> Tensor:
+    return scores[1][torch.searchsorted(scores[0], index)]
+
+
+def last_before(past: Sequence[Past], step: int) -> Past | None:
+    """The latest evaluation that is not of a later step."""
+    earlier = [(other.step, i) for i, other in enumerate(past) if other.step <= step]
+    return past[max(earlier)[1]] if earlier else None
+
+
+def alarms(watch: Watch, now: Past, past: Sequence[Past]) -> list[str]:
+    """What is wrong with a checkpoint, seen beside those before it.
+
+    The best of k earlier ones is the best by chance too: its p counts k times (Bonferroni).
+    """
+    found = below(watch, now)
+    earlier = [other for other in past if other.step <= now.step]
+    if watch.level is None or not earlier:
+        return found
+    last = last_before(earlier, now.step)
+    best = max(earlier, key=lambda other: other.figures[WORST])
+    for word, other, times in (("last", last, 1), ("best", best, len(earlier))):
+        if other is None or (word == "best" and other is last):
+            continue
+        seen = change(other, now)
+        p = min(1.0, times * seen.drop)
+        if seen.after < seen.before and p < watch.level:
+            found.append(
+                f"robust/worst fell from {seen.before:.1%} ({word}: {other.checkpoint}) to "
+                f"{seen.after:.1%}, p = {p:.2g}"
+            )
+    return found
+
+
+def below(watch: Watch, now: Past) -> list[str]:
+    """Which figures are below what they have to be at least.
+
+    Raises:
+        ValueError: one of them was not measured.
+    """
+    return fallen(watch.floors, {tag(k): v for k, v in now.figures.items()}, "monitor")

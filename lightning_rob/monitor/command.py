@@ -1,0 +1,245 @@
+"""`lightning-rob monitor`: what `test` would evaluate, for each checkpoint as it appears."""
+
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from lightning_rob.callbacks.record import SESSION, Result
+from lightning_rob.monitor.board import Board
+from lightning_rob.monitor.change import alarms, below, change, last_before, pasts, present
+from lightning_rob.monitor.folder import Folder, Sighting, broken, stamp_of
+from lightning_rob.monitor.history import RECORD, Fields, History, now, tag
+from lightning_rob.monitor.options import Watch, parse
+from lightning_rob.monitor.screen import Screen
+from lightning_rob.monitor.suite import Meanwhile, Suite
+from lightning_rob.processes import Fault
+from lightning_rob.run import Command, InputError
+from lightning_rob.sweep.command import load, settings
+from lightning_rob.sweep.measure import bare
+from lightning_rob.thresholds import fallen
+
+NICE = 10
+LOADING_ERRORS = (InputError, RuntimeError, ValueError, KeyError, TypeError)
+
+
+def main(args: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        args: the command line without `monitor`.
+
+    Raises:
+        InputError: what is asked for cannot be run.
+        SystemExit: with code 1 after an alarm.
+    """
+    _give_way()
+    try:
+        watch, rest = parse(args)
+        with History(watch.out / RECORD) as history:
+            code = _follow(Watcher(watch, history), rest)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    except OSError as error:
+        raise InputError(f"the history cannot be written: {error}; see --out") from error
+    if code:
+        raise SystemExit(code)
+
+
+def _give_way() -> None:
+    """Take what time the training leaves."""
+    if hasattr(os, "setpriority"):  # not on Windows
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, 0, max(own, NICE))
+
+
+def _follow(watcher: "Watcher", rest: Sequence[str]) -> int:
+    """Evaluate all that comes, and return the exit code."""
+    try:
+        while (first := watcher.next(())) is not None:
+            try:
+                MonitorCommand(watcher, first, rest)
+                break
+            except InputError:
+                if watcher.suite or first.path.exists():
+                    raise  # else it went before it was read: the next one will do
+        if not watcher.history.lines:
+            raise ValueError(f"there is no checkpoint in {watcher.watch.folder}")
+        return watcher.end()
+    finally:
+        watcher.board.close()
+
+
+class Unfit(Exception):
+    """A checkpoint that cannot be evaluated, while others can."""
+
+
+class MonitorCommand(Command):
+    """Builds what `test` would run, and runs it for every checkpoint.
+
+    Args:
+        watcher: knows the checkpoints.
+        first: that of which model and data are built.
+        rest: a command line of `test`, without the subcommand.
+    """
+
+    def __init__(self, watcher: "Watcher", first: Sighting, rest: Sequence[str]) -> None:
+        self.watcher = watcher
+        self.changes = _changes(rest)
+        given = ["--ckpt_path", str(first.path), "--trainer.devices=1", "--trainer.logger=false"]
+        super().__init__(["test", *given, *rest])
+
+    def test(self, model: Any, datamodule: LightningDataModule, **_: Any) -> None:
+        """Follow the folder where `test` would be run."""
+        told = settings(self)
+        # Each line has the versions: others are no reason to begin anew, nor is another way of
+        # training in the checkpoint that happens to be the first.
+        del told["versions"]
+        told["model"] = [type(model).__name__, *self.changes]
+        if model.defense.transductive:
+            told["round"] = getattr(datamodule, "eval_batch_size", None)
+        with bare(self.trainer) as (evaluations, others):
+            suite = Suite(self.trainer, model, datamodule, evaluations, others, told)
+            self.watcher.follow(suite)
+
+
+class Watcher:
+    """Takes the checkpoints of a folder one by one.
+
+    Args:
+        watch: what is asked for.
+        history: what is known of them.
+    """
+
+    def __init__(self, watch: Watch, history: History) -> None:
+        self.watch = watch
+        self.history = history
+        self.screen = Screen()
+        self.board = Board(watch.out / "monitor", history.lines)
+        self.folder = Folder(watch.folder, history, self.tell)
+        self.began = time.monotonic()
+        self.suite = ""
+
+    def tell(self, *lines: Fields) -> None:
+        """Record lines, the last of which is an event, and show them."""
+        self.history.append(*lines)
+        self.board.show(lines)
+        self.screen.show(lines)
+
+    def next(self, done: Sequence[str]) -> Sighting | None:
+        """The next checkpoint whose weights are not done, when it is there; None at the end."""
+        while not (self.watch.stop_at_alarm and self.history.unreported()):
+            left, over = self._time_left(), self.watch.until and self.watch.until.exists()
+            self.folder.look()
+            if left <= 0:
+                return None
+            if waiting := self.folder.waiting(done):
+                return waiting[0]
+            if (self.watch.once or over) and not self.folder.unsettled:
+                return None
+            soon = 1.0 if self.folder.unsettled else self.watch.every
+            time.sleep(min(soon, left, self.watch.every))
+        return None
+
+    def _time_left(self) -> float:
+        if self.watch.seconds is None:
+            return float("inf")
+        return self.began + self.watch.seconds - time.monotonic()
+
+    def follow(self, suite: Suite) -> None:
+        """Put each checkpoint to the suite.
+
+        Raises:
+            ValueError: an alarm on a figure that the suite has not.
+        """
+        fallen(self.watch.floors, {tag(name): 1.0 for name in suite.names}, "monitor")
+        self.suite = suite.key
+        while (sighting := self.next(self._done())) is not None:
+            self.folder.busy = sighting.weights
+            try:
+                self._take(sighting, suite)
+            finally:
+                self.folder.busy = ""
+
+    def _done(self) -> list[str]:
+        """The weights that need no evaluation by this suite."""
+        events = self.history.events("evaluated", "broken")
+        return [line["weights"] for line in events if line.get("suite") == self.suite]
+
+    def _take(self, sighting: Sighting, suite: Suite) -> None:
+        """Evaluate a checkpoint, unless it is gone or cannot be."""
+        facts = self.folder.facts(sighting) | {"suite": suite.key}
+        try:
+            results = self._results(sighting, suite)
+        except Unfit as error:
+            self.tell(facts | broken(facts["checkpoint"], str(error)))
+            return
+        if results:
+            self.tell(*(_line(result, facts) for result in results), self._event(facts, results))
+
+    def _results(self, sighting: Sighting, suite: Suite) -> list[Result]:
+        """A checkpoint's figures; none if it is no longer what was seen.
+
+        Raises:
+            Unfit: its weights are not those of the model, or not finite.
+        """
+        try:
+            load(suite.module, str(sighting.path))
+        except LOADING_ERRORS as error:
+            if stamp_of(sighting.path) == sighting.stamp:
+                raise Unfit(_reason(error)) from error
+        if stamp_of(sighting.path) != sighting.stamp:
+            return []
+        try:
+            return suite(Meanwhile(self.folder.look, self.watch.every))
+        except Fault as error:
+            raise Unfit(str(error)) from error
+
+    def _event(self, facts: Fields, results: Sequence[Result]) -> Fields:
+        """What there is to say of an evaluation beside its figures."""
+        past = pasts(self.history, self.suite)
+        current = present(facts["checkpoint"], facts["step"], results)
+        before = last_before(past, current.step)
+        changed = {"change": change(before, current).fields()} if before else {}
+        told = {"date": now(), "session": SESSION, "alarm": alarms(self.watch, current, past)}
+        return facts | {"event": "evaluated"} | changed | told
+
+    def end(self) -> int:
+        """Say by the exit code whether there was an alarm since the last end.
+
+        The last checkpoint is judged by the limits of today, whenever it was evaluated.
+        """
+        alarmed = bool(self.history.unreported())
+        past = pasts(self.history, self.suite)
+        if past and not alarmed:
+            for text in below(self.watch, max(past, key=lambda other: other.step)):
+                self.screen.warn(f"alarm: {text}")
+                alarmed = True
+        self.tell({"event": "ended", "date": now(), "code": int(alarmed)})
+        return int(alarmed)
+
+
+def _changes(args: Sequence[str]) -> list[str]:
+    """What a command line changes in the model of a checkpoint."""
+    following = [*args[1:], ""]
+    return [
+        arg if "=" in arg else f"{arg}={value}"
+        for arg, value in zip(args, following, strict=True)
+        if re.match(r"--(model|config)\b|-c\b", arg)
+    ]
+
+
+def _line(result: Result, facts: Fields) -> Fields:
+    """The line of a figure."""
+    line: Fields = json.loads(result.line())
+    return line | facts | {"stage": "monitor"}
+
+
+def _reason(error: Exception) -> str:
+    """An error's first line; of the many of `load_state_dict`, what they mean."""
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return "it is of another architecture than the model" if "state_dict" in first else first

@@ -1,0 +1,175 @@
+"""The attacks that every checkpoint is put to."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+
+from lightning_rob.attacks import ARC, PGD, Attack
+from lightning_rob.callbacks import RobustEval
+from lightning_rob.callbacks.record import Result
+from lightning_rob.callbacks.robust_eval import whole
+from lightning_rob.defenses import Ensemble, RandomTransforms
+from lightning_rob.ledger.identity import describe, key_of
+from lightning_rob.metrics import lowest, minimum
+from lightning_rob.objectives import ce_of_mean_logits
+from lightning_rob.sweep.measure import Silent
+from lightning_rob.sweep.points import Scores, kept
+from lightning_rob.threat import Threat
+
+STEPS, DRAWS, RESTARTS = 20, 10, 5
+ADVICE = "name the attacks: --suite callbacks/rec_suite.yaml"
+
+
+def usual(module: Any) -> RobustEval:
+    """Attacks for who names none, in the ball of the training, or else linf 8/255.
+
+    Adaptive PGD on the expected loss, on expected logits and with restarts; ARC where members
+    answer by chance.
+
+    Raises:
+        ValueError: the defense adapts, and no attack is usual for all of those.
+    """
+    if module.defense.transductive:
+        raise ValueError(
+            f"a {type(module.defense).__name__} adapts to its attacker: {ADVICE.split(':')[0]} "
+            "that rehearse it, such as --suite callbacks/gmsa_avg.yaml"
+        )
+    trained = getattr(module, "attack", None)
+    threat = trained.threat if isinstance(trained, Attack) else Threat("linf", 8 / 255)
+    draws = DRAWS if isinstance(module.defense, RandomTransforms) else None
+    pgd = PGD(threat, STEPS, threat.eps / 4, draws=draws, random_start=False)
+    attacks: dict[str, Attack] = {
+        "apgd": pgd,
+        "apgd_logits": replace(pgd, objective=ce_of_mean_logits),
+        "apgd_restarts": replace(pgd, restarts=RESTARTS, random_start=True),
+    }
+    if isinstance(module.defense, Ensemble) and not threat.relative:
+        attacks["arc"] = ARC(threat, STEPS, threat.eps / 4, drop_fooled=True)
+    return RobustEval(attacks, panel=0)
+
+
+class Meanwhile(Callback):
+    """Does something between two batches of an evaluation, every so many seconds.
+
+    Args:
+        act: what is done.
+        every: seconds.
+    """
+
+    def __init__(self, act: Callable[[], None], every: float) -> None:
+        self.act = act
+        self.every = every
+        self.last = time.monotonic()
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        """Do it if it is time."""
+        if time.monotonic() - self.last >= self.every:
+            self.act()
+            self.last = time.monotonic()
+
+
+class Suite:
+    """Evaluates the weights that the module has, without a word.
+
+    Args:
+        trainer: one process on one device.
+        module: a `RobustModule`.
+        datamodule: the images.
+        evaluations: the attacks and their targets; none takes the usual ones.
+        others: other callbacks of the trainer.
+        settings: what figures depend on beside weights and attacks.
+
+    Raises:
+        ValueError: no attack on the whole defense, or several devices.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: Any,
+        datamodule: LightningDataModule,
+        evaluations: Sequence[RobustEval],
+        others: Sequence[Callback],
+        settings: dict[str, Any],
+    ) -> None:
+        if trainer.world_size > 1:
+            raise ValueError(f"monitor runs on one device, got {trainer.world_size}")
+        self.trainer, self.module, self.datamodule = trainer, module, datamodule
+        self.others = list(others)
+        evaluations = list(evaluations) or [usual(module)]
+        trainer.callbacks = [*others, *evaluations]  # type: ignore[attr-defined]
+        for evaluation in evaluations:
+            evaluation.setup(trainer, module, "test")  # numbers names that are there twice
+        self.evaluations = [_silent(evaluation) for evaluation in evaluations]
+        if not any(evaluation.target is whole for evaluation in evaluations):
+            raise ValueError(f"none of the attacks is on the whole defense; {ADVICE}")
+        told = [_told(evaluation) for evaluation in self.evaluations]
+        self.key = key_of(evaluations=told, **settings)
+
+    @property
+    def names(self) -> list[str]:
+        """The figures that there will be."""
+        attacks = [name for evaluation in self.evaluations for name in evaluation.attacks]
+        return ["clean", *attacks, "worst"]
+
+    def __call__(self, meanwhile: Callback) -> list[Result]:
+        """The figures of the module as it is, with each image's score."""
+        self.trainer.callbacks = [  # type: ignore[attr-defined]
+            *self.others,
+            *self.evaluations,
+            meanwhile,
+        ]
+        self.trainer.test(self.module, datamodule=self.datamodule, verbose=False)
+        scores = self._scores()
+        found = {
+            result.name: result
+            for evaluation in sorted(self.evaluations, key=lambda e: e.target is whole)
+            for result in evaluation.results
+        }
+        return [self._kept(found[name], *scores[name]) for name in self.names]
+
+    def _kept(self, result: Result, images: torch.Tensor, scores: torch.Tensor) -> Result:
+        """A figure with the scores that it is the mean of."""
+        return replace(result, details=result.details | kept(self.key, images, scores))
+
+    def _scores(self) -> dict[str, Scores]:
+        """Each figure's scores, image by image."""
+        tables, scores = [], dict[str, Scores]()
+        for evaluation in self.evaluations:
+            images, table = evaluation.book.means()
+            columns = dict(zip(evaluation.attacks, table.unbind(1)[1:], strict=True))
+            if evaluation.target is whole:
+                tables.append((images, table))
+                columns["clean"] = table[:, 0]
+            scores |= {name: (images, column) for name, column in columns.items()}
+        common = tables[0][0]
+        for images, _ in tables[1:]:
+            common = common[torch.isin(common, images)]
+        adapts = any(evaluation.playing for evaluation in self.evaluations)
+        return scores | {"worst": (common, (lowest if adapts else minimum)(tables))}
+
+
+def _silent(evaluation: RobustEval) -> Silent:
+    return Silent(
+        evaluation.attacks,
+        evaluation.target,
+        max_images=evaluation.max_images,
+        repeats=evaluation.repeats,
+        inferences=evaluation.inferences,
+        seed=evaluation.seed,
+        panel=0,
+        game=evaluation.game,
+    )
+
+
+def _told(evaluation: RobustEval) -> dict[str, Any]:
+    """All that the figures of an evaluation depend on."""
+    counts = ("max_images", "repeats", "inferences", "seed")
+    attacks = {name: describe(attack) for name, attack in evaluation.attacks.items()}
+    target = describe(evaluation.target)
+    told = {"attacks": attacks, "target": target, "game": repr(evaluation.game)}
+    return told | {name: getattr(evaluation, name) for name in counts}

@@ -1,0 +1,119 @@
+"""Defenses that are broken on purpose, each with the check that has to find it, and honest ones."""
+
+import torch
+from torch import nn
+
+from lightning_rob.attacks import PGD
+from lightning_rob.defenses import Defense, Ensemble, RandomTransforms, Single
+from lightning_rob.objectives import classification_loss
+from lightning_rob.randomness import normal
+from lightning_rob.rules import mean_probs
+from tests.tiny import TinyNet
+
+
+class Through(nn.Module):
+    """A network between a function of its input and one of its output."""
+
+    def __init__(self, net, before=lambda x: x, after=lambda z: z):
+        super().__init__()
+        self.net, self.before, self.after = net, before, after
+
+    def forward(self, x):
+        return self.after(self.net(self.before(x)))
+
+
+class AlwaysDropping(nn.Dropout):
+    """Dropout that eval() does not reach."""
+
+    def train(self, mode=True):
+        return super().train(True)
+
+
+class Rounding(TinyNet):
+    """Of the same weights, on quantised images."""
+
+    def forward(self, x):
+        return super().forward((8 * x).round() / 8)
+
+
+class Noisy(Defense):
+    """Noise by the generator, so that figures can be repeated, but posing as one network."""
+
+    def __init__(self, net, size=0.2):
+        super().__init__(torch.ones(1), mean_probs)
+        self.net, self.size = net, size
+
+    @property
+    def classifiers(self):
+        return [self.net]
+
+    def logits(self, x, generator=None):
+        return self.net(x + self.size * normal(x, *x.shape[1:], generator=generator))[None]
+
+
+def _rooted(x):
+    """The same images; the gradient is 0 times infinity."""
+    return x + 0 * (x - x.detach()).abs().sqrt()
+
+
+def _astray(x):
+    """The same images, but half of the gradient has the wrong sign."""
+    sign = 2.0 * torch.randint(2, x.shape[1:], generator=torch.Generator().manual_seed(0)) - 1
+    return x.detach() + sign * (x - x.detach())
+
+
+def _sick(x):
+    """No numbers out of half of all images, as the sum of their pixels will have it."""
+    odd = (10 * x.sum((1, 2, 3), keepdim=True)).floor() % 2 == 1
+    return torch.where(odd, torch.nan, x)
+
+
+def _stair(z):
+    return (20 * z).floor() / 20
+
+
+PLANTED = {
+    "zero_gradient": (lambda net: Single(Through(net, after=_stair)), "zero_gradients"),
+    "softmax": (lambda net: Single(Through(net, after=lambda z: z.softmax(1))), "outputs"),
+    "quantised": (lambda net: Single(Through(net, lambda x: (8 * x).round() / 8)), "steps_inside"),
+    "saturated": (lambda net: Single(Through(net, after=lambda z: 1e4 * z)), "saturation"),
+    "dropout": (lambda net: Single(nn.Sequential(AlwaysDropping(0.2), net)), "modes"),
+    "randomised": (
+        lambda net: Single(Through(net, lambda x: x + 0.2 * torch.randn_like(x))),
+        "randomness",
+    ),
+    "noise_of_generator": (Noisy, "randomness"),
+    "dynamic": (lambda net: Single(Through(net, lambda x: x - x.mean(0) + 0.5)), "batches"),
+    "detached": (lambda net: Single(Through(net, lambda x: x.detach())), "gradient"),
+    "no_number_gradient": (lambda net: Single(Through(net, _rooted)), "infinite_gradients"),
+    "no_number_answers": (lambda net: Single(Through(net, _sick)), "numbers"),
+    "misleading": (lambda net: Single(Through(net, _astray)), "black_box"),
+}
+
+
+def trained(net, x, y, threat=None, steps=150, batch=None, lr=0.01):
+    """The network after some steps of Adam, adversarial ones if there is a threat; in eval mode."""
+    optimizer = torch.optim.Adam(net.parameters(), lr)
+    chance = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        chosen = torch.randperm(len(x), generator=chance)[: batch or len(x)]
+        images, labels = x[chosen], y[chosen]
+        if threat:
+            attack = PGD(threat, 4, threat.eps / 3)
+            images = attack(Single(net), images, labels, chance)
+        optimizer.zero_grad()
+        classification_loss(net.train()(images), labels).backward()
+        optimizer.step()
+    return net.eval()
+
+
+def honest(plain, robust, other):
+    """What has to pass without a flag, of a standard net and two adversarially trained ones."""
+    transforms = {"GaussianNoise": {"alpha": 0.1}, "Gamma": {"alpha": 0.1}, "UniformNoise": {}}
+    return {
+        "standard": Single(plain),
+        "adversarially_trained": Single(robust),
+        "randomized_ensemble": Ensemble([robust, other], [0.6, 0.4]),
+        "ensemble_of_means": Ensemble([robust, other], rule=mean_probs),
+        "random_transforms": RandomTransforms(robust, transforms, size=2, draws=5),
+    }

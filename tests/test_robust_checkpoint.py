@@ -1,0 +1,120 @@
+"""Robust figures choose checkpoints and stop training in the epochs in which they are new."""
+
+import pytest
+import torch
+
+from tests.tiny import pgd, recipe, records, robust_eval, run, same_weights, weights
+
+CHECKPOINTS = "run/version_0/checkpoints"
+EVERY_OTHER = robust_eval({"apgd": pgd()}, every_n_epochs=2)
+PLAIN_MODEL = {
+    "class_path": "AdversarialTraining",
+    "init_args": {
+        "net": {"class_path": "tests.tiny.TinyNet"},
+        "attack": pgd(random_start=True),
+        "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+    },
+}
+
+
+def callback(name, **options):
+    return {"class_path": name, "init_args": options}
+
+
+def fit(folder, *callbacks, resume=None, evaluation=EVERY_OTHER, **overrides):
+    """Six epochs of four steps, the robust figure measured in epochs 1, 3 and 5."""
+    folder.mkdir(exist_ok=True)
+    watched = {"trainer__callbacks+": [evaluation, *callbacks], "trainer__max_epochs": 6}
+    file = recipe(folder, model=PLAIN_MODEL, **watched | overrides)
+    run("fit", "--config", file, *(["--ckpt_path", resume] if resume else []))
+    return folder / CHECKPOINTS
+
+
+def worst(folder):
+    lines = [r for r in records(folder) if r["name"] == "worst"]
+    return {r["epoch"]: r["accuracy"] for r in lines}
+
+
+def state(path, name):
+    callbacks = torch.load(path, weights_only=True)["callbacks"]
+    return next(value for key, value in callbacks.items() if key.startswith(name))
+
+
+WATCHED = [
+    callback("RobustCheckpoint", save_top_k=-1, save_last=True),
+    callback("RobustEarlyStopping", patience=4, min_delta=0.001),
+]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kept")
+    fit(folder, *WATCHED)
+    return folder
+
+
+def test_a_checkpoint_is_of_an_epoch_that_was_measured(kept):
+    figures = worst(kept)
+    assert list(figures) == [1, 3, 5]
+    names = {path.name for path in (kept / CHECKPOINTS).glob("epoch*.ckpt")}
+    assert names == {f"epoch={e}-val-robust-worst={v:.3f}.ckpt" for e, v in figures.items()}
+    best = state(kept / CHECKPOINTS / "last.ckpt", "RobustCheckpoint")["best_model_path"]
+    assert f"epoch={max(figures, key=figures.get)}-" in best
+
+
+def test_lightnings_own_takes_an_old_figure_and_makes_folders(tmp_path):
+    monitored = {"monitor": "val/robust/worst", "mode": "max", "every_n_epochs": 3}
+    plain = callback("ModelCheckpoint", **monitored, filename="{epoch}-{val/robust/worst:.3f}")
+    folder = fit(tmp_path, plain, trainer__max_epochs=3)
+    # Epoch 2 was not measured: it is kept for the figure of epoch 1.
+    assert (folder / f"epoch=2-val/robust/worst={worst(tmp_path)[1]:.3f}.ckpt").is_file()
+
+
+def test_the_last_checkpoint_is_of_the_last_epoch(tmp_path):
+    robust = callback("RobustCheckpoint", save_last=True)
+    folder = fit(tmp_path, robust, trainer__max_epochs=3)
+    assert torch.load(folder / "last.ckpt", weights_only=True)["epoch"] == 2
+
+
+def patience_over_in(folder, name, **options):
+    stopping = callback(name, patience=2, min_delta=2.0, **options)
+    fit(folder, stopping, callback("ModelCheckpoint", save_last=True), trainer__max_epochs=9)
+    return torch.load(folder / CHECKPOINTS / "last.ckpt", weights_only=True)["epoch"]
+
+
+def test_patience_counts_epochs_that_were_measured(tmp_path):
+    assert patience_over_in(tmp_path / "robust", "RobustEarlyStopping") == 5
+    trap = {"monitor": "val/robust/worst", "mode": "max", "strict": False}
+    assert patience_over_in(tmp_path / "plain", "EarlyStopping", **trap) == 3
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_resuming_from_its_checkpoints_is_exact(kept, tmp_path, epoch):
+    start = next((kept / CHECKPOINTS).glob(f"epoch={epoch}-*.ckpt"))
+    resumed = fit(tmp_path, *WATCHED, resume=start) / "last.ckpt"
+    expected = kept / CHECKPOINTS / "last.ckpt"
+    assert same_weights(weights(expected), weights(resumed))
+    a, b = (state(path, "RobustEarlyStopping") for path in (expected, resumed))
+    assert a["wait_count"] == b["wait_count"]
+    assert torch.equal(a["best_score"], b["best_score"])
+
+
+BAD = {
+    "none": ({"monitor": "val/robust/square"}, EVERY_OTHER, "with an attack named 'square'"),
+    "never": ({}, robust_eval({"apgd": pgd()}, every_n_epochs=9), "would never be measured"),
+    "steps": ({"every_n_train_steps": 2}, EVERY_OTHER, "set every_n_epochs"),
+    "partial": (
+        {},
+        robust_eval({"apgd": pgd()}, target="lightning_rob.defenses.ensemble.first_member"),
+        "on the whole defense",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_figure_that_never_comes(case, tmp_path, capsys):
+    options, evaluation, message = BAD[case]
+    with pytest.raises(SystemExit) as exit_:
+        fit(tmp_path, callback("RobustCheckpoint", **options), evaluation=evaluation)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,155 @@
+"""What strangers send is read, and not run."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import yaml
+
+from lightning_rob import trust
+from lightning_rob.plain import check_plain
+from tests.hostile import CANARY, FILES, MODULE, outcome
+from tests.test_command import fails
+from tests.tiny import recipe, run, shell
+
+SAMPLE = [
+    "checkpoint with code",
+    "checkpoint to resume from",
+    "recipe in a checkpoint, a module beside it",
+    "recipe in a checkpoint, a tag",
+    "hyper-parameters with a class",
+    "class of another kind",
+    "callback that is a process",
+    "a function by way of a trusted module",
+    "the hub",
+    "a loader",
+    "an allowance in a recipe",
+    "weights_only",
+    "images with code",
+    "help on a class",
+    "data for bpda",
+]
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_nothing_of_a_stranger_is_run(name, tmp_path):
+    ran, code, told = outcome(name, tmp_path)
+    assert not ran
+    assert code == 2
+    assert len([line for line in told.splitlines() if "error:" in line]) == 1
+
+
+def test_there_are_enough_of_them():
+    assert len(FILES) >= 20
+    assert set(SAMPLE) <= set(FILES)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A recipe that names a module of the user's own."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return recipe(tmp_path, model__init_args__net={"class_path": "mine.Net"})
+
+
+def test_ones_own_code_needs_to_be_allowed_each_time(mine, tmp_path, capsys):
+    wanted = "mine.Net was not imported: .* runs only with --allow-import mine, if you trust it$"
+    fast = "--trainer.fast_dev_run=true"
+    assert re.search(wanted, fails(capsys, "fit", "--config", mine, fast))
+    assert not (tmp_path / CANARY).exists()
+    run("fit", "--config", mine, fast, "--allow-import", "other,mine")
+    assert (tmp_path / CANARY).exists()
+    assert re.search(wanted, fails(capsys, "fit", "--config", mine, fast))
+    run("fit", "--allow-import=mine", "--config", mine, fast)
+
+
+def test_the_environment_allows_too(mine, tmp_path):
+    env = {"PYTHONPATH": str(tmp_path), trust.VARIABLE: "tests,mine"}
+    told = shell("fit", "--config", mine, "--print_config", **env)
+    assert "mine.Net" in told.stdout, told.stderr
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("os.system", "builtins.exec", "subprocess.Popen", "functools.partial", "torch.load"),
+        *("torch.hub.load", "torch.fx.GraphModule", "torch.utils.cpp_extension.load"),
+        *("torchvision.datasets.CIFAR10", "timm.create_model", "torchmetrics.text.BERTScore"),
+        *("lightning_rob.run.Command", "lightning_rob.files.write_whole", "jsonargparse.CLI"),
+        *("lightning.pytorch.cli.LightningCLI", "lightning_robber.Net", "torch.nnx.Net"),
+        *("torch.nn.modules.module.torch.load", "lightning_rob.nets.contents.os.system"),
+    ],
+)
+def test_what_loads_starts_or_writes_is_not_trusted(name):
+    from jsonargparse import ArgumentParser
+
+    trust.restrict()
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--x", type=type | Callable)
+    with pytest.raises(Exception, match=r"is not allowed|No module named"):
+        parser.parse_args([f"--x={name}"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("lightning_rob.PGD", "lightning_rob.attacks.PGD", "lightning_rob.objectives.linear"),
+        *("torch.optim.SGD", "torch.nn.Linear", "torch.nn.functional.cross_entropy"),
+        *("torchvision.models.resnet18", "torchvision.transforms.v2.RandomCrop"),
+        *("lightning.pytorch.callbacks.ModelCheckpoint", "lightning.pytorch.loggers.CSVLogger"),
+        *("lightning.pytorch.strategies.DDPStrategy", "kornia.filters.gaussian_blur2d"),
+        *("lightning.pytorch.plugins.TorchCheckpointIO", "timm.optim.Lion"),
+    ],
+)
+def test_what_recipes_need_is_trusted(name):
+    from jsonargparse import ArgumentParser
+
+    trust.restrict()
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--x", type=type | Callable)
+    assert parser.parse_args([f"--x={name}"]).x is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "line 3: the key 'a' is given twice"),
+        ("a: {b: 1, c: 2, b: 3}", "line 1: the key 'b' is given twice"),
+        ("- {a: 1}\n- {a: 1, a: 1}\n", "line 2: the key 'a'"),
+        ("a: &x [*x]", "a cycle"),
+        ("a: !!python/name:os.system ''", "asks for Python objects"),
+        ("[" * 70 + "]" * 70, "more than 60 levels"),
+        ("a: " + 2_000_000 * "b", "at most 2,000,000 are read"),
+        (
+            "a: &a [1, 2]\n"
+            + "".join(
+                f"b{i}: &b{i} [{9 * x}]\n"
+                for i, x in enumerate(["*a, "] + [f"*b{i}, " for i in range(6)])
+            ),
+            "more than 200,000 values",
+        ),
+    ],
+)
+def test_yaml_that_is_not_plain(text, message):
+    with pytest.raises(ValueError, match=message):
+        check_plain(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &x {b: 1}\nc: {<<: *x, d: 2}\ne: [*x, *x]\n",
+        "a: {b: 1}\nb: {b: 1}\nc: [a, a, b, b]\n",
+        "",
+        "3",
+        "? [a, b]\n: 1\n? [a, b]\n: 2\n",
+    ],
+)
+def test_yaml_that_is_plain(text):
+    check_plain(text)
+
+
+def test_what_is_no_yaml_is_left_to_the_reader():
+    with pytest.raises(yaml.YAMLError):
+        check_plain("a: {b")
