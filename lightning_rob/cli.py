@@ -1,7 +1,5 @@
 """The command `lightning-rob`; answers what it can before anything heavy is imported."""
 
-import atexit
-import gc
 import os
 import re
 import sys
@@ -84,9 +82,7 @@ def _run(args: list[str]) -> None:
     # too, and sleeping ones a tenth on an idle one. Read when torch loads its thread pool.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _keep_freed_memory()
-    # To look for garbage among all that torch has made takes two seconds when there is no more use.
-    atexit.register(gc.freeze)
-    from lightning_rob.processes import Fault
+    from lightning_rob.processes import Fault, severed
     from lightning_rob.run import Command, InputError
     from lightning_rob.signals import heeded
     from lightning_rob.trust import allowing
@@ -101,7 +97,7 @@ def _run(args: list[str]) -> None:
     except (InputError, Fault) as error:
         if os.environ.get("LIGHTNING_ROB_DEBUG"):
             raise
-        _fail(str(error), code=1 if isinstance(error, Fault) else 2)
+        _fail(str(error), code=2 if isinstance(error, InputError) else 1, at_once=severed(error))
 
 
 def _report(args: list[str]) -> None:
@@ -116,9 +112,12 @@ def _report(args: list[str]) -> None:
         _fail(str(error))
 
 
-def _fail(message: str, code: int = 2) -> NoReturn:
+def _fail(message: str, code: int = 2, at_once: bool = False) -> NoReturn:
     line = re.sub(r"\s*\n\s*", " ", message.strip())
-    print(f"lightning-rob: error: {line}", file=sys.stderr)
+    print(f"lightning-rob: error: {line}", file=sys.stderr, flush=True)
+    if at_once:
+        sys.stdout.flush()
+        os._exit(code)
     raise SystemExit(code)
 
 

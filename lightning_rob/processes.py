@@ -80,7 +80,7 @@ def together(
             raise Fault(f"process {rank} of the run ended with exit code {code}")
 
 
-def severed(error: RuntimeError) -> Fault | None:
+def lost(error: RuntimeError) -> Fault | None:
     """What it means if torch says that another process is gone or late; None if it does not."""
     if not isinstance(error, torch.distributed.DistError) and not re.search(SEVERED, str(error)):
         return None
@@ -88,3 +88,8 @@ def severed(error: RuntimeError) -> Fault | None:
         "another process of the run has ended or hangs, which this one found out by waiting for "
         f"it: {str(error).splitlines()[0]}"
     )
+
+
+def severed(error: Exception) -> bool:
+    """Whether this process must not wait for others any more, not even to take leave of them."""
+    return isinstance(error, Fault) and isinstance(error.__cause__, RuntimeError)

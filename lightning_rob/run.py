@@ -24,12 +24,12 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rob.callbacks.guard import Guard
 from lightning_rob.data import ImageData
-from lightning_rob.files import save_whole
+from lightning_rob.files import save_whole, write_text_whole
 from lightning_rob.manifest import SUFFIX, write_manifest
 from lightning_rob.modules import RobustModule
 from lightning_rob.nets.contents import read_file
 from lightning_rob.plain import check_plain
-from lightning_rob.processes import severed, together
+from lightning_rob.processes import lost, together
 from lightning_rob.thresholds import fallen, thresholds
 from lightning_rob.trust import refusal, restrict
 
@@ -161,9 +161,9 @@ class SaveRecipe(SaveConfigCallback):
 
 def numbers(arg: str) -> str:
     """An argument whose value is a fraction, such as `--eps=8/255`, with the number instead."""
-    option, value = re.fullmatch(r"((?:--[^=]+=)?-?)(.*)", arg, flags=re.S).groups()
+    option, sign, value = re.findall(r"^((?:--[^=]+=)?)(-?)(.*)", arg, flags=re.S)[0]
     match = FRACTION.fullmatch(value)
-    return f"{option}{float(Fraction(match[1]) / Fraction(match[2]))}" if match else arg
+    return f"{option}{sign}{float(Fraction(match[1]) / Fraction(match[2]))}" if match else arg
 
 
 def check_configs(args: Sequence[str]) -> None:
@@ -359,15 +359,13 @@ class Command(LightningCLI):
         batches: Any = self.trainer.predict(**options)
         folder = Path(self.trainer.log_dir or ".")
         rank = f"-{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
-        folder.mkdir(parents=True, exist_ok=True)
         print(f"Writing {folder}/predictions{rank}.csv")
-        with (folder / f"predictions{rank}.csv").open("w") as file:
-            classes = range(batches[0][1].shape[1])
-            file.write(",".join(["index", "answer", *(f"p{k}" for k in classes)]) + "\n")
-            for index, answers in batches:
-                for i, row in zip(index.tolist(), answers.tolist(), strict=True):
-                    cells = [str(i), str(row.index(max(row))), *(f"{p:.6g}" for p in row)]
-                    file.write(",".join(cells) + "\n")
+        rows = [["index", "answer", *(f"p{k}" for k in range(batches[0][1].shape[1]))]]
+        for index, answers in batches:
+            for i, row in zip(index.tolist(), answers.tolist(), strict=True):
+                rows.append([str(i), str(row.index(max(row))), *(f"{p:.6g}" for p in row)])
+        text = "".join(",".join(cells) + "\n" for cells in rows)
+        write_text_whole(folder / f"predictions{rank}.csv", text)
 
     def _children(self) -> Any:
         """The other processes of the run that this one has started."""
@@ -378,8 +376,9 @@ class Command(LightningCLI):
         """What an error says, and of a disk that takes no more, which folder."""
         if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
             return str(error)
-        folders = [getattr(logger, "log_dir", None) for logger in self.trainer.loggers]
-        place = error.filename or next(filter(None, folders), self.trainer.default_root_dir)
+        loggers = getattr(getattr(self, "trainer", None), "loggers", ())
+        folders = [getattr(logger, "log_dir", None) for logger in loggers]
+        place = error.filename or next(filter(None, folders), "the run's folder")
         return f"{place} cannot be written: {error.strerror}; what was there before is whole"
 
     def before_instantiate_classes(self) -> None:
@@ -429,7 +428,7 @@ def _check_loading(options: Any) -> None:
 def _readable(error: RuntimeError) -> Exception:
     """A checkpoint of another architecture in one line; any other error as it is."""
     message = str(error)
-    if fault := severed(error):
+    if fault := lost(error):
         return fault
     if "Error(s) in loading state_dict" not in message:
         return error

@@ -77,10 +77,10 @@ with signals.heeded():
     print("stuck", flush=True)
     system.pthread_mutex_lock(lock)
 """
-    process = python(stuck)
-    assert process.stdout.readline() == "stuck\n"
-    process.terminate()
-    assert process.wait(30) == 143
+    with python(stuck) as process:
+        assert process.stdout.readline() == "stuck\n"
+        process.terminate()
+        assert process.wait(30) == 143
 
 
 def test_a_process_dies_with_the_one_that_started_it():
@@ -98,11 +98,10 @@ join_the_run()
 subprocess.run([sys.executable, "-c", {child!r}], env=os.environ | {{"LOCAL_RANK": "1"}})
 """
     mark = f"test-{time.time_ns()}"
-    process = python(parent, LIGHTNING_ROB_TEST=mark)
-    assert process.stdout.readline() == "joined\n"
-    assert len(marked(mark)) == 2
-    process.kill()
-    process.wait()
+    with python(parent, LIGHTNING_ROB_TEST=mark) as process:
+        assert process.stdout.readline() == "joined\n"
+        assert len(marked(mark)) == 2
+        process.kill()
     while marked(mark):  # the kernel takes a moment
         time.sleep(0.05)
 

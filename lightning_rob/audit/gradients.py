@@ -5,6 +5,7 @@ from lightning_rob.audit.finding import (
     Columns,
     Finding,
     Severity,
+    beyond_chance,
     many,
     not_run,
     of_images,
@@ -78,7 +79,7 @@ def saturation(subject: Subject, seen: Columns) -> Finding:
         "double": share(double),
         "largest_output": float(seen["largest_output"].max()),
     }
-    weaker = many(usual - double)
+    weaker = beyond_chance(usual - double) and not seen["unrepeatable"].any()
     if not (many(flat) or weaker):
         text = "Double precision makes the attack no stronger, and the loss has a slope."
         if double.isnan().all():

@@ -37,9 +37,10 @@ def steps(subject: Subject, seen: Columns) -> Finding:
         return not_run("steps", "no gradient attack could run")
     figures = {"one": share(once), "usual": share(usual), "longer": share(longer)}
     told = f"One step leaves {percent(once)}, PGD {percent(usual)}, more steps {percent(longer)}"
-    if _gains(subject, usual - once) or _gains(subject, longer - usual):
+    # Which images a last step leaves right is chance, even on a network that has none.
+    if beyond_chance(usual - once) or beyond_chance(longer - usual):
         return Finding("steps", "severe", f"{told}: more steps are weaker.", MASKED, figures)
-    if _gains(subject, usual - longer):
+    if beyond_chance(usual - longer):
         advice = "Report an attack of more steps: this one had not arrived."
         return Finding("steps", "note", f"{told}.", advice, figures)
     return Finding("steps", "fine", f"{told}.", figures=figures)

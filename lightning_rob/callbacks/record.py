@@ -1,5 +1,6 @@
 """What an evaluation found, as a line of JSON and as a table."""
 
+import errno
 import json
 import os
 from collections.abc import Collection, Iterable
@@ -68,10 +69,18 @@ def append_records(path: Path, results: Iterable[Result]) -> None:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append lines to a file that need not be there yet."""
+    """Append lines to a file that need not be there yet: all of them or none.
+
+    Raises:
+        OSError: there is no space for them.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write("".join(line + "\n" for line in lines))
+    content = "".join(line + "\n" for line in lines).encode()
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        if file.write(content) < len(content):
+            file.truncate(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def _span(interval: tuple[float, float] | None) -> str:

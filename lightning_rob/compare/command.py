@@ -28,8 +28,12 @@ def main(args: Sequence[str]) -> None:
     try:
         request = parse(args)
         ledgers = [read_ledger(path) for path in request.records]
-        pairs = _within(ledgers[0], request) if len(ledgers) == 1 else _between(*ledgers, request)
-        pairs = list(pairs)
+        found = (
+            _within(ledgers[0], request)
+            if len(ledgers) == 1
+            else _between(ledgers[0], ledgers[1], request)
+        )
+        pairs = list(found)
     except (ValueError, OSError) as error:
         raise InputError(str(error)) from error
     title = " and ".join(str(path) for path in request.records)
