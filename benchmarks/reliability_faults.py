@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -155,30 +156,48 @@ def disk(folder, count):
     checkpoints, _ = whole_run(folder / "whole")
     disk_, chance = folder / "disk", random.Random(0)
     disk_.mkdir()
+    extra = {"fit": [], "test": ["--ckpt_path", checkpoints / "last.ckpt"]}
+    needed = {command: kilobytes(folder, disk_, command, extra[command]) for command in extra}
     rows = []
     for what in ("a full disk", "a read-only disk"):
         good = 0
         for number in range(count):
             command = ("fit", "test")[number % 2]
-            most = 200 if command == "fit" else 16
-            size = chance.randrange(4, most, 4) if what == "a full disk" else 1024
+            size = chance.randrange(4, needed[command], 4) if "full" in what else 1024
             place = folder / f"{what.split()[1]}-{number}"
             file = plan(place, trainer__logger=logger(disk_))
-            extra = ["--ckpt_path", checkpoints / "last.ckpt"] if command == "test" else []
-            mount("-t", "tmpfs", "-o", f"size={size}k", "tmpfs", disk_)
-            if what == "a read-only disk":
-                mount("-o", "remount,ro", disk_)
-            code, told = finished(place / "log", command, "--config", file, *extra)
-            errors = [line for line in told.splitlines() if "error:" in line]
-            named = len(errors) == 1 and str(disk_) in errors[0] and "Traceback" not in told
-            fine = code == 2 and named and intact(disk_) and not litter()
+            with mounted(disk_, size, read_only="read" in what):
+                code, told = finished(place / "log", command, "--config", file, *extra[command])
+                errors = [line for line in told.splitlines() if "error:" in line]
+                named = len(errors) == 1 and str(disk_) in errors[0] and "Traceback" not in told
+                fine = code == 2 and named and intact(disk_) and not litter()
             print(f"{what}, {size} kB, in {command}: exit code {code}, {errors}", flush=True)
-            print("" if fine else told[-1500:], flush=True)
+            print("" if fine else told[-3000:], flush=True)
             good += fine
-            subprocess.run(["umount", str(disk_)], check=True)
-        text = f"{what} in fit and test: one line that names it, exit code 2, what is written whole"
+        text = f"{what} in fit and test: one line that names it, exit code 2, files whole"
         rows.append((text, f"{count}/{count}", f"{good}/{count}"))
     return rows
+
+
+@contextmanager
+def mounted(place, size, read_only=False):
+    """A disk of so many kB at a place."""
+    mount("-t", "tmpfs", "-o", f"size={size}k", "tmpfs", place)
+    try:
+        if read_only:
+            mount("-o", "remount,ro", place)
+        yield
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def kilobytes(folder, disk_, command, extra):
+    """How much an uninterrupted run takes of a disk: with less the disk is full for certain."""
+    file = plan(folder / f"roomy-{command}", trainer__logger=logger(disk_))
+    with mounted(disk_, 1 << 16):
+        code, told = finished(folder / "log", command, "--config", file, *extra)
+        assert code == 0, told
+        return shutil.disk_usage(disk_).used // 1024
 
 
 def litter():

@@ -1,11 +1,17 @@
 """Files that are never there in part, whatever kills the writer."""
 
+import errno
 import io
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -30,6 +36,30 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         raise
     finally:
         draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def threads_may_fail() -> Iterator[None]:
+    """Raise here what a thread cannot write, such as TensorBoard's, instead of a traceback there.
+
+    Raises:
+        OSError: so it was.
+    """
+    before, failed = threading.excepthook, list[OSError]()
+
+    def note(told: Any) -> None:
+        if isinstance(told.exc_value, OSError) and told.exc_value.errno in UNWRITABLE:
+            failed.append(told.exc_value)
+        else:
+            before(told)
+
+    threading.excepthook = note
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+    if failed:
+        raise failed[0]
 
 
 def save_whole(content: object, path: Path) -> None:

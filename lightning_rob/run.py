@@ -1,6 +1,5 @@
 """The command line over Lightning's, imported only when there is something to run."""
 
-import errno
 import re
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rob.callbacks.guard import Guard
 from lightning_rob.data import ImageData
-from lightning_rob.files import save_whole, write_text_whole
+from lightning_rob.files import UNWRITABLE, save_whole, threads_may_fail, write_text_whole
 from lightning_rob.manifest import SUFFIX, write_manifest
 from lightning_rob.modules import RobustModule
 from lightning_rob.nets.contents import read_file
@@ -41,7 +40,6 @@ USER_ERRORS = (
     MisconfigurationException,
     yaml.YAMLError,
 )
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 RECIPE = "lightning_rob_recipe"
 FRACTION = re.compile(r"(\d+(?:\.\d+)?)\s*/\s*(?!0+(?:\.0+)?$)(\d+(?:\.\d+)?)")  # not by zero
 NAMED = ("best", "last", "hpc")  # checkpoints that Lightning finds
@@ -78,7 +76,7 @@ def load_plain(text: str) -> Any:
     return fractions(_load_yaml(text))
 
 
-jsonargparse.set_loader("yaml", load_plain)
+jsonargparse.set_loader("yaml", load_plain, exceptions=(yaml.YAMLError,))
 
 
 class Parser(LightningArgumentParser):
@@ -285,7 +283,7 @@ class Command(LightningCLI):
     def __init__(self, args: Sequence[str], run: bool = True) -> None:
         check_configs(args)
         try:
-            with together(self._children, lambda: self._get(self.config, "rank_timeout")):
+            with threads_may_fail(), together(self._children, self._rank_timeout):
                 super().__init__(
                     RobustModule,
                     ImageData,
@@ -348,7 +346,7 @@ class Command(LightningCLI):
     def instantiate_trainer(self, **options: Any) -> Trainer:
         """The trainer under guard, with checkpoints of our own unless a plugin brings others."""
         trainer = super().instantiate_trainer(**options)
-        guard = Guard(self._get(self.config, "rank_timeout"))
+        guard = Guard(self._rank_timeout())
         trainer.callbacks.insert(0, guard)  # type: ignore[attr-defined]
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = Checkpoints()
@@ -366,6 +364,10 @@ class Command(LightningCLI):
                 rows.append([str(i), str(row.index(max(row))), *(f"{p:.6g}" for p in row)])
         text = "".join(",".join(cells) + "\n" for cells in rows)
         write_text_whole(folder / f"predictions{rank}.csv", text)
+
+    def _rank_timeout(self) -> float | None:
+        seconds: float | None = self._get(self.config, "rank_timeout")
+        return seconds
 
     def _children(self) -> Any:
         """The other processes of the run that this one has started."""

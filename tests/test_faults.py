@@ -1,14 +1,17 @@
 """Whatever ends a run, all of it ends, says so, and what was written is whole."""
 
+import errno
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from lightning_rob.files import threads_may_fail
 from lightning_rob.processes import Fault, together
 from tests.faulty import SMALL, intact, marked, plan, rank_fault, slow
 from tests.tiny import ROOT, run, same_weights, shell, weights
@@ -145,6 +148,17 @@ def test_a_disk_that_takes_no_more(whole, tmp_path, capsys):
     assert "cannot be written: File too large" in line
     assert intact(tmp_path)
     assert same_weights(before, weights(tmp_path / LAST))
+
+
+def test_what_a_thread_cannot_write_ends_the_run(capsys):
+    def write():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"), threads_may_fail():
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["fit", "test"])
