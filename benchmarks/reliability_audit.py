@@ -1,4 +1,4 @@
-"""What the audit flags: twelve defenses broken on purpose, and honest ones of five kinds.
+"""What the audit flags: eighteen defenses broken on purpose, and honest ones of six kinds.
 
 OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/reliability_audit.py
 """

@@ -1,6 +1,7 @@
 """SHA-256 manifests beside checkpoints, and what is plainly no checkpoint."""
 
 import hashlib
+import zipfile
 from pathlib import Path
 
 from lightning_rob.files import write_text_whole
@@ -76,3 +77,20 @@ def check_file(path: Path) -> None:
             f"{path} is not a PyTorch checkpoint: it is a pointer of Git LFS; run git lfs pull"
         )
     check_manifest(path)
+    if not manifest_of(path).exists() and zipfile.is_zipfile(path):
+        check_archive(path)
+
+
+def check_archive(path: Path) -> None:
+    """Compare what is in a file of `torch.save` with its checksums, which torch does not.
+
+    Raises:
+        ValueError: a part of it has changed.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except zipfile.BadZipFile as error:
+        broken = str(error)
+    if broken:
+        raise ValueError(f"{path} is damaged ({broken}): fetch it again or take another")

@@ -227,12 +227,17 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise InputError(str(error)) from error
     if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get("state_dict"), dict)):
-        raise InputError(f"{path} is not a Lightning checkpoint: it has no state_dict")
+        raise InputError(
+            f"{path} is not a Lightning checkpoint: it has no state_dict; weights alone go into "
+            "a recipe of Assembled (configs/assembled.yaml)"
+        )
     return checkpoint
 
 
 class Checkpoints(TorchCheckpointIO):
     """Writes whole checkpoints, each with a manifest, and reads weights only."""
+
+    loaded: dict[str, Any] | None = None  # when the last one that was read was written
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
@@ -247,7 +252,10 @@ class Checkpoints(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, *_: Any, **options: Any) -> dict[str, Any]:
         """The content, on the CPU; code in it is refused whoever asks for it."""
-        return read_checkpoint(str(path))
+        content = read_checkpoint(str(path))
+        known = {"epoch": "epoch", "step": "global_step"}
+        self.loaded = {name: content[key] for name, key in known.items() if key in content}
+        return content
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove it with its manifest."""
@@ -386,6 +394,16 @@ class Command(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Read the thresholds before hours of attacks."""
         thresholds(self._get(self.config, "fail_under") or "any=0")
+
+    def before_test(self) -> None:
+        """Refuse a threshold for an attack that there is not."""
+        least = thresholds(self._get(self.config, "fail_under") or "any=0")
+        callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
+        attacks = [name for part in callbacks for name in getattr(part, "attacks", ())]
+        for name in least if attacks else ():
+            stem, _, attack = name.removeprefix("test/").rpartition("robust/")
+            if not stem and attack != name and attack not in (*attacks, "worst", "clean"):
+                raise InputError(f"no attack is called {attack!r}: {', '.join(attacks)}, worst")
 
     def after_test(self) -> None:
         """Judge the figures."""

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn.functional import avg_pool2d
 
 from lightning_rob.attacks import PGD
 from lightning_rob.defenses import Defense, Ensemble, RandomTransforms, Single
@@ -62,6 +63,54 @@ def _astray(x):
     return x.detach() + sign * (x - x.detach())
 
 
+class Decoy(nn.Module):
+    """The answers of one network with the gradient of another."""
+
+    def __init__(self, net, decoy):
+        super().__init__()
+        self.net, self.decoy = net, decoy
+
+    def forward(self, x):
+        shown = self.decoy(x)
+        return self.net(x).detach() + shown - shown.detach()
+
+
+def _half(x):
+    """The same images; a fixed random half of the pixels has no gradient."""
+    kept = torch.randint(2, x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x)
+    return x * kept + (x * (1 - kept)).detach()
+
+
+def _third(x):
+    """Only the last third of the values has a gradient: of an RGB image the last channel."""
+    values = x.flatten(1)
+    cut = values.shape[1] * 2 // 3
+    return torch.cat([values[:, :cut].detach(), values[:, cut:]], 1).view_as(x)
+
+
+def _last_rows(x):
+    """Only the last quarter of the rows has a gradient."""
+    cut = x.shape[2] * 3 // 4
+    return torch.cat([x[:, :, :cut].detach(), x[:, :, cut:]], 2)
+
+
+def _scaled(x):
+    """The same images; the gradient is multiplied by fixed random numbers."""
+    factors = 1 + 3 * torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x)
+    return x.detach() + factors * (x - x.detach())
+
+
+def _blurred(x):
+    """The same images; the gradient is blurred."""
+    blurred = avg_pool2d(x, 3, 1, 1)
+    return x.detach() + (blurred - blurred.detach())
+
+
+def straight_through(x):
+    """Images of 256 grey levels, and the gradient as if they were not."""
+    return x + ((255 * x).round() / 255 - x).detach()
+
+
 def _sick(x):
     """No numbers out of half of all images, as the sum of their pixels will have it."""
     odd = (10 * x.sum((1, 2, 3), keepdim=True)).floor() % 2 == 1
@@ -88,6 +137,12 @@ PLANTED = {
     "no_number_gradient": (lambda net: Single(Through(net, _rooted)), "infinite_gradients"),
     "no_number_answers": (lambda net: Single(Through(net, _sick)), "numbers"),
     "misleading": (lambda net: Single(Through(net, _astray)), "black_box"),
+    "half_detached": (lambda net: Single(Through(net, _half)), "slope"),
+    "two_thirds_detached": (lambda net: Single(Through(net, _third)), "slope"),
+    "rows_detached": (lambda net: Single(Through(net, _last_rows)), "slope"),
+    "scaled_gradient": (lambda net: Single(Through(net, _scaled)), "slope"),
+    "blurred_gradient": (lambda net: Single(Through(net, _blurred)), "slope"),
+    "decoy": (lambda net: Single(Decoy(net, Through(net, lambda x: x.flip(3)))), "slope"),
 }
 
 
@@ -116,4 +171,5 @@ def honest(plain, robust, other):
         "randomized_ensemble": Ensemble([robust, other], [0.6, 0.4]),
         "ensemble_of_means": Ensemble([robust, other], rule=mean_probs),
         "random_transforms": RandomTransforms(robust, transforms, size=2, draws=5),
+        "eight_bit_straight_through": Single(Through(robust, straight_through)),
     }

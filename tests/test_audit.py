@@ -13,6 +13,7 @@ from lightning_rob.audit.auditor import CHECKS, audit
 from lightning_rob.audit.case import Case, Subject
 from lightning_rob.audit.finding import beyond_chance, many
 from lightning_rob.audit.measures import MEASURES, Seen
+from lightning_rob.audit.slope import DIRECTIONS, slope
 from lightning_rob.audit.strength import black_box, steps
 from lightning_rob.audit.suite import kind_of, suite_for
 from lightning_rob.defenses import (
@@ -24,16 +25,22 @@ from lightning_rob.defenses import (
 )
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.nets import SmallCNN
-from lightning_rob.objectives import NotNumbersError, check_logits
-from lightning_rob.rules import ATHENA, mean_logits, random_member
+from lightning_rob.objectives import (
+    NotNumbersError,
+    ce_of_mean_logits,
+    ce_of_mean_probs,
+    check_logits,
+    expected_ce,
+)
+from lightning_rob.rules import ATHENA, majority, mean_logits, mean_probs, random_member
 from lightning_rob.threat import Threat
-from tests.planted import PLANTED, Through, honest, trained
+from tests.planted import PLANTED, Decoy, Through, honest, straight_through, trained
 from tests.tiny import ROOT, Blobs, TinyNet
 
 THREAT, LARGE = Threat("linf", 0.15), Threat("linf", 0.3)
 IMAGES = 50
 HONEST = ["standard", "adversarially_trained", "randomized_ensemble", "ensemble_of_means"]
-HONEST += ["random_transforms"]
+HONEST += ["random_transforms", "eight_bit_straight_through"]
 
 
 def images(train, count):
@@ -98,6 +105,54 @@ def test_the_same_audit_twice_says_the_same(nets, blobs):
     one, other = (audit(defense, *blobs, THREAT, queries=10) for _ in range(2))
     assert one.findings == other.findings
     assert audit(defense, *blobs, THREAT, queries=10, seed=1).findings != one.findings
+
+
+def by_slope(defense, x, y, **options):
+    (found,) = audit(defense, x, y, THREAT, checks=[slope], **options).findings
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, (_, check) in PLANTED.items() if check == "slope"])
+def test_a_gradient_that_is_not_the_slope_is_severe(name, nets, blobs):
+    found = by_slope(PLANTED[name][0](nets[0]), *blobs)
+    assert found.severity == "severe" and "BPDA" in found.advice
+    assert max(found.figures["near"], found.figures["far"]) < 0.75
+    assert found.figures["pairs"] == DIRECTIONS * IMAGES
+
+
+def test_the_gradient_of_another_network_is_not_the_slope(nets, blobs):
+    assert by_slope(Single(Decoy(nets[0], nets[1])), *blobs).severity == "severe"
+    same = by_slope(Single(Decoy(nets[1], nets[1])), *blobs)
+    assert same.severity == "fine" and same.figures["near"] > 0.95
+
+
+def test_an_honest_gradient_is_the_slope(nets, blobs):
+    plain = nets[0]
+    moved = TransformEnsemble(nets[:2], ["flip_horizontal", "quantize_4_colors"])
+    defenses = honest(*nets) | {
+        "eight_bit": Single(Through(plain, straight_through)),
+        "large_logits": Single(Through(plain, after=lambda z: 5 * z)),
+        "means": Ensemble(nets, rule=mean_logits),
+        "one_member_without_a_gradient": moved,
+    }
+    for name, defense in defenses.items():
+        found = by_slope(defense, *blobs)
+        assert found.severity == "fine", name
+        assert max(found.figures["near"], found.figures["far"]) > 0.95, name
+    rounded = by_slope(defenses["eight_bit"], *blobs).figures
+    assert rounded["near"] < rounded["far"]
+
+
+def test_single_precision_will_do(nets, blobs):
+    only = Through(nets[0], lambda x: x @ torch.eye(8))  # float32: refuses double precision
+    assert by_slope(Single(only), *blobs).severity == "fine"
+
+
+def test_the_slope_is_not_checked_without_saying_so(nets, blobs):
+    few = by_slope(Single(nets[0]), *(part[:12] for part in blobs))
+    assert few.severity == "note" and "48 pairs" in few.text
+    adapts = by_slope(DENT(SmallCNN(4, 3, 4), steps=1), *blobs)
+    assert adapts.severity == "note" and "adapts" in adapts.text
 
 
 def test_a_check_alone_runs_what_it_needs(nets, blobs):
@@ -181,7 +236,7 @@ def test_the_adaptive_attack_was_not_run(nets, blobs):
     """The user's own evaluation runs PGD on a randomized ensemble, for which ARC was made."""
     ensemble = Ensemble([nets[0], nets[1]], [0.5, 0.5])
     pgd = PGD(THREAT, 3, 0.05)
-    arc = Strongest((ARC(THREAT, 3, 0.15),))
+    arc = Strongest((ARC(THREAT, 5, 0.15),))
     found = {}
     for name, others in {
         "pgd": {"mine": pgd},
@@ -194,6 +249,40 @@ def test_the_adaptive_attack_was_not_run(nets, blobs):
     assert "callbacks/arc.yaml" in found["pgd"].advice
     figures = found["pgd"].figures
     assert figures["gap"] == pytest.approx(figures["usual"] - figures["adaptive"])
+
+
+@pytest.mark.parametrize(
+    ("attack", "words"),
+    [
+        (ARC(THREAT, 5, 0.15), ""),
+        (ARC(Threat("linf", 1e-4), 5, 0.15), "too weakly"),
+        (ARC(Threat("l2", 0.15), 5, 0.15), "too weakly"),
+        (ARC(THREAT, 1, 0.15), "too weakly"),
+        (ARC(THREAT, 5, 0.001), "too weakly"),
+        (PGD(THREAT, 20, 0.05), "not ARC"),
+    ],
+)
+def test_an_adaptive_attack_may_be_too_weak(attack, words):
+    subject = Subject(Ensemble([TinyNet(), TinyNet()]), THREAT, others={"mine": attack})
+    found = adaptive(subject, {"pgd": part(31), "arc": part(31)})
+    assert found.flagged == bool(words)
+    assert words in found.text
+
+
+@pytest.mark.parametrize(
+    ("rule", "loss"),
+    [(mean_probs, ce_of_mean_probs), (mean_logits, ce_of_mean_logits), (majority, expected_ce)],
+)
+def test_an_ensemble_with_one_answer_needs_the_loss_of_its_rule(rule, loss):
+    defense = Ensemble([TinyNet(), TinyNet()], rule=rule)
+    for objective in (ce_of_mean_probs, ce_of_mean_logits, expected_ce):
+        attack = PGD(THREAT, 10, 0.05, objective)
+        found = adaptive(Subject(defense, THREAT, others={"mine": attack}), {})
+        assert found.flagged == (objective is not loss)
+        assert found.severity != "warning" or loss.__name__ in found.advice
+    short = adaptive(Subject(defense, THREAT, others={"mine": PGD(THREAT, 10, 1e-4, loss)}), {})
+    assert short.severity == "warning" and "too weakly" in short.text
+    assert not adaptive(Subject(defense, THREAT), {}).flagged
 
 
 def test_the_gap_is_told_in_words():

@@ -30,10 +30,16 @@ def test_which_test_depends_on_the_answers():
     assert certain.p == pytest.approx(0.5)
     one, other = torch.tensor([0.5, 1.0, 0.5, 0.2]), torch.tensor([0.4, 0.8, 0.4, 0.0])
     expected = paired(one, other)
-    assert (expected.test, expected.difference) == ("paired t", pytest.approx(-0.15))
-    assert expected.p == pytest.approx(0.0138, abs=1e-3)
+    assert (expected.test, expected.difference) == ("sign flips", pytest.approx(-0.15))
+    many = paired(one.repeat(5), other.repeat(5))
+    assert (many.test, many.difference) == ("paired t", pytest.approx(-0.15))
+    assert many.p < 1e-6
+    assert expected.p == pytest.approx(2 / 2**4)
     assert paired(one, one).p == 1.0
     assert paired(one[:1], other[:1]).p == 1.0
+    assert paired(bits("11"), torch.tensor([0.5, 0.5])).p == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="not numbers"):
+        paired(one, other * math.nan)
 
 
 def test_scores_of_other_images_are_refused():
@@ -68,13 +74,14 @@ def test_what_is_no_threshold(text):
         thresholds(text)
 
 
-def record(path, scores, labels=None):
+def record(path, scores, labels=None, brightness=0.0):
     names = tuple(scores)
     columns = Columns(names, 1)
     count = len(scores["clean"])
     zeros = torch.zeros(count)
     parts = [Outcome(scores[name][:, None], zeros, zeros) for name in names]
-    rows = columns.rows(zeros if labels is None else labels, parts)
+    images = torch.arange(count).float().view(-1, 1, 1, 1) + brightness
+    rows = columns.rows(images, zeros if labels is None else labels, parts)
     means = torch.stack(list(scores.values()), 1)
     card = {"attacks": {name: {} for name in names[1:]}}
     write_ledger(path, columns, torch.arange(count), means, rows, 1, card)
@@ -111,7 +118,14 @@ def test_what_cannot_be_compared(args, reason):
 def test_errors_are_one_line(tmp_path, capsys):
     one = record(tmp_path / "a.csv", {"clean": bits("11"), "x": bits("10")})
     other = record(tmp_path / "b.csv", {"clean": bits("11"), "x": bits("10")}, labels=bits("01"))
-    for args in ([one], [one, other], [tmp_path / "none.csv"], [one, "--with", "zzz"]):
+    foggy = record(tmp_path / "c.csv", {"clean": bits("11"), "x": bits("10")}, brightness=0.5)
+    for args in (
+        [one],
+        [one, other],
+        [one, foggy],
+        [tmp_path / "none.csv"],
+        [one, "--with", "zzz"],
+    ):
         with pytest.raises(SystemExit) as ended:
             run("compare", *args)
         assert ended.value.code == 2

@@ -6,21 +6,27 @@ import signal
 import subprocess
 import sys
 import time
+from zlib import crc32
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 
+from lightning_rob import Ensemble, Mixture, RandomTransforms, Single, TransformEnsemble
 from lightning_rob.ledger import (
     Columns,
     Journal,
     Outcome,
+    fingerprint,
     likeliest,
     read_ledger,
     save_images,
     write_ledger,
 )
-from tests.tiny import ROOT, Blobs, arc, pgd, recipe, records, robust_eval, run
+from lightning_rob.ledger.identity import HERE, told
+from lightning_rob.rules import majority
+from lightning_rob.transforms import GaussianNoise, HorizontalFlip
+from tests.tiny import ROOT, Blobs, TinyNet, arc, pgd, recipe, records, robust_eval, run
 
 CSV = "run/version_0/images/test-apgd+arc.csv"
 
@@ -148,33 +154,94 @@ def test_a_test_that_was_killed_goes_on_and_ends_in_the_same_bytes(ledger, train
 
 def test_a_killed_write_counts_for_nothing(tmp_path):
     x, index = torch.rand(4, 3, 2, 2), torch.arange(4)
-    rows = torch.rand(4, 5)
-    Journal(tmp_path, 5).add(x[:2], index[:2], rows[:2], [1.0])
-    Journal(tmp_path, 5).add(x[2:], index[2:], rows[2:], [1.0])
+    rows, y = torch.rand(4, 5), torch.zeros(4, dtype=torch.int64)
+    Journal(tmp_path, 2, 3).add(x[:2], y[:2], index[:2], rows[:2], [1.0])
+    Journal(tmp_path, 2, 3).add(x[2:], y[2:], index[2:], rows[2:], [1.0])
     (path,) = tmp_path.glob("*.csv")
     content = path.read_text()
     for cut in range(len(content)):
         path.write_text(content[:cut])
-        journal = Journal(tmp_path, 5)
+        journal = Journal(tmp_path, 2, 3)
         first = content.index("whole")
         lines = content.index("\n", first) + 1
         assert len(journal) == (2 if cut >= lines else 0)
-        assert (journal.recall(x[:2], index[:2]) is None) == (cut < lines)
+        assert (journal.recall(x[:2], y[:2], index[:2]) is None) == (cut < lines)
     path.write_text(content[:-9] + content)  # torn, and then grown over by another
-    grown = Journal(tmp_path, 5)
-    assert torch.equal(grown.recall(x[:2], index[:2]), rows[:2])
+    grown = Journal(tmp_path, 2, 3)
+    assert torch.equal(grown.recall(x[:2], y[:2], index[:2]), rows[:2])
 
 
 def test_rows_are_of_these_pixels_and_exact(tmp_path):
     x, index, rows = torch.rand(3, 1, 4, 4), torch.tensor([5, 2, 9]), torch.rand(3, 4)
-    Journal(tmp_path, 4).add(x, index, rows, [0.5, 2.0])
-    journal = Journal(tmp_path, 4)
-    assert torch.equal(journal.recall(x, index), rows)
-    assert torch.equal(journal.recall(x[1:], index[1:]), rows[1:])
+    y = torch.tensor([1, 0, 1])
+    Journal(tmp_path, 3, 1).add(x, y, index, rows, [0.5, 2.0])
+    journal = Journal(tmp_path, 3, 1)
+    assert torch.equal(journal.recall(x, y, index), rows)
+    assert torch.equal(journal.recall(x[1:], y[1:], index[1:]), rows[1:])
     assert journal.taken(["a", "b"]) == {"a": 0.5, "b": 2.0}
-    assert journal.recall(x + 1e-6, index) is None
-    assert journal.recall(x, index + 1) is None
-    assert len(Journal(tmp_path, 5)) == 0  # of another evaluation's width
+    assert journal.recall(x + 1e-6, y, index) is None
+    assert journal.recall(x, 1 - y, index) is None
+    assert journal.recall(x, y, index + 1) is None
+    assert len(Journal(tmp_path, 3, 2)) == 0  # of another evaluation's width
+
+
+@pytest.mark.parametrize("cell", ["nan", "1e30", "-5", "x", "inf"])
+def test_rows_that_cannot_be_are_not_believed(tmp_path, cell):
+    x, y, index = torch.rand(1, 1, 4, 4), torch.zeros(1, dtype=torch.int64), torch.tensor([0])
+    Journal(tmp_path, 2, 1).add(x, y, index, torch.tensor([[1.0, 0.5, 3.0]]), [1.0])
+    (path,) = tmp_path.glob("*.csv")
+    (tmp_path / "folder.csv").mkdir()
+    assert len(Journal(tmp_path, 2, 1)) == 1
+    path.write_text(path.read_text().replace("0.5,3", f"{cell},3"))
+    assert len(Journal(tmp_path, 2, 1)) == 0
+
+
+def test_what_another_process_is_writing_stays(tmp_path):
+    x, y, index = torch.rand(1, 1, 4, 4), torch.zeros(1, dtype=torch.int64), torch.tensor([0])
+    mine = Journal(tmp_path, 2, 1)
+    mine.add(x, y, index, torch.ones(1, 3), [1.0])
+    other = tmp_path / "elsewhere-1.csv"
+    other.write_text("begun")
+    mine.remove()
+    assert other.exists()
+    assert not mine.path.exists()
+
+
+DEFENSES = {
+    "net": lambda net: Single(net),
+    "ensemble": lambda net: Ensemble([net, net]),
+    "majority": lambda net: Ensemble([net, net], rule=majority),
+    "noise": lambda net: RandomTransforms(net, [GaussianNoise(alpha=0.1)], 1, 2),
+    "more": lambda net: RandomTransforms(net, [GaussianNoise(alpha=0.9)], 1, 2),
+    "flip": lambda net: RandomTransforms(net, [HorizontalFlip()], 1, 2),
+    "identity": lambda net: RandomTransforms(
+        net, [GaussianNoise(alpha=0.1)], 1, 2, gradients="identity"
+    ),
+    "draws": lambda net: RandomTransforms(net, [GaussianNoise(alpha=0.1)], 1, 3),
+    "flips": lambda net: TransformEnsemble([net, net], ["flip_both", "clean"]),
+    "turns": lambda net: TransformEnsemble([net, net], ["rotate_180", "clean"]),
+    "mixture": lambda net: Mixture([Single(net), Ensemble([net, net])]),
+    "mixture of majority": lambda net: Mixture([Single(net), Ensemble([net, net], rule=majority)]),
+}
+
+
+def test_a_fingerprint_tells_defenses_of_the_same_weights_apart():
+    net = TinyNet()
+    prints = {name: fingerprint(make(net)) for name, make in DEFENSES.items()}
+    assert len(set(prints.values())) == len(prints)
+    assert prints == {name: fingerprint(make(net)) for name, make in DEFENSES.items()}
+    net.strength = 2.0
+    assert fingerprint(Single(net)) != prints["net"]
+
+
+def test_what_cannot_be_described_is_equal_to_nothing_elsewhere():
+    class Opaque:
+        __slots__ = ()
+
+    assert HERE in str(told(Opaque()))
+    assert told(lambda x: x + 1) == told(lambda x: x + 1)
+    assert told(lambda x: x + 1) != told(lambda x: x + 2)
+    assert told({"a": 1, "b": (2, None)}) == told({"b": (2, None), "a": 1})
 
 
 def test_what_is_no_answer_is_no_class():
@@ -189,11 +256,12 @@ def outcome(score, answer, size):
 def test_a_row_by_hand(tmp_path):
     columns = Columns(("clean", "pgd", "arc"), 1)
     parts = [outcome(1.0, 3, 0.0), outcome(0.25, 3, 0.031), outcome(0.125, 1, 0.0314)]
-    rows, means = columns.rows(torch.tensor([3]), parts), torch.tensor([[1.0, 0.25, 0.125]])
+    rows = columns.rows(torch.zeros(1, 1, 2, 2), torch.tensor([3]), parts)
+    means = torch.tensor([[1.0, 0.25, 0.125]])
     card = {"attacks": {"pgd": {}, "arc": {}}}
     write_ledger(tmp_path / "a.csv", columns, torch.tensor([7]), means, rows, 4, card)
     assert (tmp_path / "a.csv").read_text().split("\n")[1] == (
-        "7,3,1,3,0.25,3,0.031,0.125,1,0.0314,0.125,arc,4"
+        f"7,3,1,3,0.25,3,0.031,0.125,1,0.0314,0.125,arc,4,{crc32(bytes(16)):08x}"
     )
     read = read_ledger(tmp_path / "a.csv")
     assert (read.index.tolist(), read.label.tolist()) == ([7], [3])

@@ -179,6 +179,171 @@ def test_another_way_of_training_or_batch_size_is_no_reason_to_begin_anew(traine
     assert evaluated(watched) == [EPOCHS[1], EPOCHS[0], EPOCHS[0], EPOCHS[1]]
 
 
+def rewritten(source: Path, target: Path, change) -> None:
+    """A copy of a checkpoint with the same weights and another recipe."""
+    content = torch.load(source, weights_only=True)
+    told = yaml.safe_load(content["lightning_rob_recipe"])
+    change(told["model"]["init_args"])
+    content["lightning_rob_recipe"] = yaml.safe_dump(told)
+    torch.save(content, target)
+
+
+def noisy(alpha):
+    """Puts uniform noise before the net of a recipe."""
+    transforms = {"UniformNoise": {"alpha": alpha}}
+    init = {"size": 1, "draws": 3, "transforms": transforms}
+    defense = "lightning_rob.defenses.RandomTransforms"
+
+    def change(model):
+        model["defense"] = {"class_path": defense, "init_args": init}
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def randomized(trained, tmp_path_factory):
+    """A checkpoint whose defense is of random transforms."""
+    top = tmp_path_factory.mktemp("randomized")
+    net = {"class_path": "tests.tiny.TinyNet", "init_args": {"width": 16}}
+    init = {"net": net, "attack": pgd(random_start=False)}
+    noisy(0.01)(init)
+    module = {"class_path": "lightning_rob.modules.AdversarialTraining", "init_args": init}
+    run("fit", "--config", recipe(top, model=module, trainer__max_epochs=2))
+    return top / "run/version_0/checkpoints/last.ckpt"
+
+
+@pytest.fixture
+def of_test(trained, tmp_path, monkeypatch):
+    """What `test --ckpt_path` says of a checkpoint with the watched suite, by figure."""
+    monkeypatch.chdir(tmp_path)
+
+    def figures(path):
+        shutil.rmtree("logs", ignore_errors=True)
+        suite = [f"--trainer.callbacks+={trained}/suite0.yaml"]
+        run("test", "--ckpt_path", path, *suite, "--trainer.accelerator=cpu")
+        found = map(json.loads, Path("logs/version_0/robust.jsonl").read_text().splitlines())
+        return {line["name"]: line["accuracy"] for line in found}
+
+    return figures
+
+
+def watch(trained, watched, *args) -> int:
+    """The exit code with only the attack that any defense takes."""
+    try:
+        suite = ("--suite", trained / "suite0.yaml", "--trainer.accelerator=cpu", "--once")
+        run("monitor", watched, *suite, *args)
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def test_each_checkpoint_is_evaluated_by_the_model_of_its_own_recipe(
+    trained, watched, randomized, of_test
+):
+    place = watched / "checkpoints"
+    strengths = {"a.ckpt": 0.01, "b.ckpt": 1.0}
+    for step, (name, alpha) in enumerate(strengths.items()):
+        rewritten(randomized, place / name, noisy(alpha))
+        scale = 1 - step / 1000  # other weights, too
+        changed(place / name, place / name, lambda _, v, s=scale: v * s, step=20 + step)
+    assert watch(trained, watched) == 0
+    found = [line for line in lines(watched) if line.get("name") in ("clean", "apgd")]
+    for i, name in enumerate(strengths):
+        wanted = of_test(place / name)
+        told = {line["name"]: line["accuracy"] for line in found[2 * i : 2 * i + 2]}
+        assert told == pytest.approx({key: wanted[key] for key in told}, abs=1e-6)
+    assert found[0]["accuracy"] != found[2]["accuracy"]  # else nothing is told apart
+    # They are compared all the same: the attacks and the images are equal.
+    assert events(watched, "evaluated")[1]["change"]["since"] == "checkpoints/a.ckpt"
+
+
+def test_the_same_weights_with_another_recipe_are_another_checkpoint(trained, watched, randomized):
+    path = watched / "checkpoints/last.ckpt"
+    shutil.copy(randomized, path)
+    assert watch(trained, watched) == 0
+    (worst,) = (line["accuracy"] for line in lines(watched) if line.get("name") == "worst")
+    limit = f"--alarm=robust/worst={worst - 1e-4}"
+    assert watch(trained, watched, limit) == 0
+    rewritten(randomized, path, noisy(1.0))
+    assert watch(trained, watched, limit) == 1
+    after = [line["accuracy"] for line in lines(watched) if line.get("name") == "worst"]
+    assert len(after) == 2
+    assert after[1] < worst
+    assert watch(trained, watched, limit) == 1  # judged by the later of two of the same step
+    assert len(events(watched, "evaluated")) == 2
+
+
+def test_a_recipe_that_cannot_be_built_or_attacked_is_broken(trained, watched, put, capsys):
+    put(EPOCHS[0])
+    source = trained / "run/version_0/checkpoints" / EPOCHS[1]
+    changes = {
+        "unknown.ckpt": lambda model: model["net"].update(class_path="tests.tiny.NoSuchNet"),
+        "wide.ckpt": lambda model: model["net"]["init_args"].update(width=17),
+    }
+    for name, change in changes.items():
+        rewritten(source, watched / "checkpoints" / name, change)
+    put(EPOCHS[2])
+    assert monitor(trained, watched, "--once") == 1
+    assert evaluated(watched) == [EPOCHS[0], EPOCHS[2]]
+    reasons = {Path(e["checkpoint"]).name: e["alarm"][0] for e in events(watched, "broken")}
+    assert set(reasons) == set(changes)
+    assert "NoSuchNet" in reasons["unknown.ckpt"]
+    assert "another architecture" in reasons["wide.ckpt"]
+    assert capsys.readouterr().err.count("lightning-rob: alarm:") == 2
+
+
+def test_a_file_of_options_counts_by_what_it_says(trained, watched, put, tmp_path):
+    put(EPOCHS[0])
+    options = tmp_path / "m.yaml"
+    seen = []
+    for probs in ([0.9, 0.1], [0.5, 0.5], [0.5, 0.5]):
+        options.write_text(yaml.safe_dump({"model": {"init_args": {"probs": probs}}}))
+        assert watch(trained, watched, "--config", options) == 0
+        seen.append(len(evaluated(watched)))
+    assert seen == [1, 2, 2]
+    options.rename(tmp_path / "renamed.yaml")
+    assert watch(trained, watched, f"--config={tmp_path / 'renamed.yaml'}") == 0
+    assert len(evaluated(watched)) == 2
+
+
+def test_a_limit_on_what_is_no_longer_there_is_not_kept(trained, watched, put, capsys):
+    put(EPOCHS[0])
+    assert watch(trained, watched, "--alarm=robust/worst=0.01") == 0
+    assert watch(trained, watched, "--alarm=robust/worst=0.999") == 1
+    shutil.rmtree(watched / "checkpoints")
+    for asked in ("--alarm=robust/worst=0.999", "--alarm=robust/worst=0.01", "--drop=0.01"):
+        capsys.readouterr()
+        assert watch(trained, watched, asked) == 1
+        told = "no checkpoint was evaluated: no figure for "
+        assert told + asked.removeprefix("--alarm=").partition("=")[0] in capsys.readouterr().err
+    assert watch(trained, watched) == 0
+
+
+def test_a_limit_on_what_was_only_seen_is_not_kept(trained, watched, put, capsys):
+    put(EPOCHS[0])
+    watch(trained, watched)
+    record = watched / "monitor.jsonl"
+    seen = [line for line in record.read_text().splitlines() if '"seen"' in line]
+    record.write_text("\n".join(seen) + "\n")
+    shutil.rmtree(watched / "checkpoints")
+    assert watch(trained, watched, "--alarm=robust/nosuch=0.99") == 1
+    told = capsys.readouterr().err
+    assert f"missed: checkpoints/{EPOCHS[0]}" in told
+    assert "no figure for robust/nosuch" in told
+
+
+@pytest.mark.parametrize(("images", "code"), [(9, 1), (10, 0)])
+def test_a_drop_on_few_images_is_not_judged(trained, watched, put, capsys, images, code):
+    for name in EPOCHS[:2]:
+        put(name)
+    few = f"--data.test_size={images}"
+    for _ in range(2):
+        assert watch(trained, watched, few, "--drop=1e-9") == code
+        told = capsys.readouterr().err
+        assert (f"needs at least 10 images, there are {images}" in told) == bool(code)
+    assert evaluated(watched) == EPOCHS[:2]
+
+
 def test_following_it_finds_what_comes_and_what_is_overwritten(trained, watched, put, monkeypatch):
     """Between two looks something happens; at the end a file says that no more will come."""
     last = watched / "checkpoints/last.ckpt"

@@ -1,16 +1,17 @@
 """An attack whose images can be saved: every pixel a whole 255th, and still in the ball."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lightning_rob.attacks.base import Attack
 from lightning_rob.defenses import Defense
-from lightning_rob.randomness import Generator
+from lightning_rob.randomness import Generator, Streams
 from lightning_rob.threat import Threat, scale
 
 HALVINGS = 12
+OUTWARD = 0.499 / 255
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,29 @@ class EightBit(Attack):
         """That of the attack."""
         return self.attack.threat
 
+    def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
+        """Those of the attack, each rounded."""
+        return [(p, replace(self, attack=part)) for p, part in self.attack.strategies(defense)]
+
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] of multiples of 1/255 where x is of such, within the threat."""
-        return rounded(self.attack(defense, x, y, generator), x, self.threat)
+        x_adv = self.attack(defense, x, y, generator)
+        near = rounded(x_adv, x, self.threat)
+        if defense.transductive:  # whose answers to part of a round mean nothing
+            return near
+        # An attack that goes no further than it must may be undone by rounding to the nearest.
+        far = rounded(x_adv + (x_adv - x).sign() * OUTWARD, x, self.threat)
+        with torch.no_grad():
+            keys = (
+                [generator[torch.arange(len(x), device=x.device)] for _ in "ab"]
+                if isinstance(generator, Streams)
+                else [generator] * 2
+            )
+            right = [
+                defense(images, key).gather(1, y[:, None])[:, 0]
+                for images, key in zip((near, far), keys, strict=True)
+            ]
+        return torch.where(_wide(right[1] < right[0], x), far, near)
 
 
 def rounded(x_adv: Tensor, x: Tensor, threat: Threat) -> Tensor:

@@ -13,6 +13,7 @@ from lightning_rob.audit.finding import SEVERITIES, Check, Columns, known
 from lightning_rob.audit.gradients import gradient, infinite_gradients, saturation, zero_gradients
 from lightning_rob.audit.measures import MEASURES, Seen
 from lightning_rob.audit.page import Report
+from lightning_rob.audit.slope import slope
 from lightning_rob.audit.strength import black_box, noise, radius, restarts, steps
 from lightning_rob.callbacks.record import Result, measured
 from lightning_rob.defenses import Defense
@@ -30,6 +31,7 @@ CHECKS: tuple[Check, ...] = (
     zero_gradients,
     infinite_gradients,
     saturation,
+    slope,
     steps,
     radius,
     noise,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, attacking, evaluating
-from lightning_rob.attacks.rebuild import parts
 from lightning_rob.audit.suite import Suite, seen, suite_for
 from lightning_rob.callbacks.referee import Match, Untouched
 from lightning_rob.defenses import Defense, TransformEnsemble
@@ -74,11 +73,6 @@ class Subject:
         kinds = self.defense.transforms.values()
         chosen = [i for i, transform in enumerate(kinds) if transform.differentiable]
         return self.defense.part(chosen) if chosen else None
-
-    def runs(self, *kinds: type[Attack]) -> bool:
-        """Whether one of the others is, or is made of, an attack of such a kind."""
-        made_of = (part for attack in self.others.values() for part in parts(attack))
-        return any(isinstance(part, kinds) for part in made_of)
 
     def match(self, attack: Attack, name: str) -> Match:
         """A match of an attack against the defense; a game goes on where it was."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_rob.attacks import PGD
 from lightning_rob.audit.case import Case, no_numbers
+from lightning_rob.audit.slope import slope_far, slope_near
 from lightning_rob.audit.suite import InDouble
 from lightning_rob.callbacks.referee import answers
 from lightning_rob.randomness import borrowed_global, fold
@@ -151,6 +152,8 @@ MEASURES: dict[str, Callable[[Case], Tensor]] = {
         zero_gradient,
         infinite_gradient,
         vanished,
+        slope_near,
+        slope_far,
         largest_output,
         double,
         eot,

@@ -143,7 +143,7 @@ def suite_for(defense: Defense, threat: Threat, steps: int = 20, queries: int = 
     if kind == "transductive":
         return _transductive(threat, steps)
     usual = PGD(threat, steps, _step(threat.eps, steps, 4))
-    usual = replace(usual, objective=_climbed(defense), backward=seen(defense))
+    usual = replace(usual, objective=climbed(defense), backward=seen(defense))
     attacks = _gradient_attacks(defense, usual)
     adaptive = _adaptive(defense, kind, usual)
     attacks["huge"] = _wrapped(defense, _huge(usual))
@@ -167,7 +167,7 @@ def _step(eps: float, steps: int, part: int) -> float:
     return max(eps / part, 2.5 * eps / steps)
 
 
-def _climbed(defense: Defense) -> Objective:
+def climbed(defense: Defense) -> Objective:
     """The loss of what the defense answers by."""
     by_rule: dict[Rule, Objective] = {mean_logits: ce_of_mean_logits, mean_probs: ce_of_mean_probs}
     return by_rule.get(defense.rule, expected_ce) if len(defense.weights) > 1 else expected_ce

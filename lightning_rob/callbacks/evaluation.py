@@ -129,8 +129,7 @@ class Evaluation(Callback, ABC):
         """When it was, and what is needed to repeat it."""
         return {
             "stage": stage,
-            "epoch": trainer.current_epoch,
-            "step": trainer.global_step,
+            **moment(trainer),
             "seed": self.seed,
             "session": SESSION,
             "versions": versions(),
@@ -185,6 +184,15 @@ class Evaluation(Callback, ABC):
             self.progress = None
         if concluding:
             self.report(trainer, pl_module, stage)
+
+
+def moment(trainer: Trainer) -> dict[str, Any]:
+    """Epoch and step of the training, or those of the checkpoint that is tested, and its file."""
+    now: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+    if trainer.state.fn == "fit" or not trainer.ckpt_path:
+        return now
+    loaded = getattr(trainer.strategy.checkpoint_io, "loaded", None) or {}
+    return now | loaded | {"checkpoint": str(trainer.ckpt_path)}
 
 
 def run_folder(trainer: Trainer) -> Path | None:

@@ -17,6 +17,7 @@ from lightning_rob.callbacks.evaluation import (
     Evaluation,
     at_least_one,
     at_radius,
+    moment,
     run_folder,
     told_apart,
     writing_folder,
@@ -140,7 +141,9 @@ class RobustEval(Evaluation):
                 part.require_package()
         earlier: dict[str, Any] = {}
         for other in _siblings(trainer):
-            games = {k: (attack, other.target, other.game) for k, attack in other.attacks.items()}
+            images = (other.max_images, other.seed, other.repeats, other.inferences)
+            how = (other.target, other.game, *images)
+            games = {k: (attack, *how) for k, attack in other.attacks.items()}
             if other is self:
                 self.attacks = {k: game[0] for k, game in told_apart(games, earlier).items()}
                 return
@@ -194,6 +197,7 @@ class RobustEval(Evaluation):
             "seed": self.seed,
             "repeats": self.repeats,
             "inferences": self.inferences,
+            "save_images": self.save_images,
             "game": self.playing and self.playing.record(defense, self.loader, trainer.world_size),
             "attacks": {name: card_of(attack) for name, attack in self.attacks.items()},
             "versions": versions(),
@@ -216,7 +220,7 @@ class RobustEval(Evaluation):
         self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
     ) -> None:
         """Score the batch under every attack, unless it is a game that comes later."""
-        if self.playing is None and not self._recalled(x, index):
+        if self.playing is None and not self._recalled(x, y, index):
             defense = self.target(pl_module.defense)
             clean = answers(defense, x, Streams.keyed(index, self.seed), self.inferences)
             self._score_all(trainer, defense, clean, (x, y, index))
@@ -232,7 +236,7 @@ class RobustEval(Evaluation):
         token = listener.set(self.progress.tell if self.progress and self.progress.rich else None)
         try:
             for x, y, index in self.playing.rounds(trainer, self.loader, self.positions):
-                if self._recalled(x, index):
+                if self._recalled(x, y, index):
                     continue
                 _, clean = untouched.round(x, y, index, self.inferences)
                 self._score_all(trainer, defense, clean, (x, y, index))
@@ -240,9 +244,9 @@ class RobustEval(Evaluation):
             listener.reset(token)
         self.matches = {}
 
-    def _recalled(self, x: Tensor, index: Tensor) -> bool:
+    def _recalled(self, x: Tensor, y: Tensor, index: Tensor) -> bool:
         """Whether the batch was evaluated before the evaluation was stopped."""
-        known = self.book.recall(x, index)
+        known = self.book.recall(x, y, index)
         if known and self.progress:
             for name in self.attacks:
                 self.progress.advance(name, len(x))
@@ -287,7 +291,8 @@ class RobustEval(Evaluation):
             self.panels[name] = draw(x[part], x_adv[part], y[part], clean[part], found[0][part])
         if self.save_images and self.folder and not trainer.sanity_checking:
             stage = "test" if trainer.testing else "val"
-            save_images(self.folder / "images" / self._stem(stage, trainer, [name]), index, x_adv)
+            place = self.book.place or self.folder / "images"
+            save_images(place / self._stem(stage, trainer, [name]), index, x_adv)
         if self.progress:
             self.progress.advance(name, len(x))
         self.seconds[name] += time.perf_counter() - began
@@ -327,8 +332,10 @@ class RobustEval(Evaluation):
         folder = writing_folder(trainer)
         path = folder and folder / "images" / f"{self._stem(stage, trainer)}.csv"
         card = self._told(trainer, pl_module, defense)
-        card |= {"stage": stage, "epoch": trainer.current_epoch, "step": trainer.global_step}
-        self.book.close(path, len(defense.weights), card)
+        card |= {"stage": stage, **moment(trainer)}
+        self.book.write(path, len(defense.weights), card)
+        trainer.strategy.barrier("the record is written")
+        self.book.forget()
 
     def _stem(self, stage: str, trainer: Trainer, names: Sequence[str] = ()) -> str:
         """What a file of this evaluation is called."""

@@ -38,6 +38,24 @@ def main(args: Sequence[str]) -> None:
         raise InputError(str(error)) from error
     title = " and ".join(str(path) for path in request.records)
     print_comparison(title, pairs)
+    for line in _otherwise(ledgers):
+        Console().print(line, style="yellow")
+
+
+def _otherwise(ledgers: Sequence[Ledger]) -> Iterator[str]:
+    """What else tells two records apart than their checkpoints, so that it might be the cause."""
+    cards = [ledger.card for ledger in ledgers]
+    for name in ("target", "seed", "repeats", "inferences", "game", "versions"):
+        values = [card.get(name) for card in cards]
+        if any(value != values[0] for value in values):
+            yield f"They differ in {name}: {values[0]} and {values[1]}"
+    over = [", ".join(ledger.attacks) for ledger in ledgers]
+    if over[0] != over[-1]:
+        yield f"worst is over other attacks: {over[0]} and {over[-1]}"
+    for name in ledgers[0].attacks:
+        told = [card["attacks"].get(name, {}).get("attack") for card in cards]
+        if None not in told and any(text != told[0] for text in told):
+            yield f"They differ in the attack {name}: {told[0]} and {told[1]}"
 
 
 def _within(ledger: Ledger, request: Request) -> Iterator[Pair]:
@@ -57,7 +75,11 @@ def _between(one: Ledger, other: Ledger, request: Request) -> Iterator[Pair]:
     common = sorted(set(one.index.tolist()) & set(other.index.tolist()))
     rows = torch.tensor(common, dtype=torch.int64)
     first, second = (torch.searchsorted(ledger.index, rows) for ledger in (one, other))
-    if not common or not torch.equal(one.label[first], other.label[second]):
+    alike = [
+        [(int(ledger.label[i]), ledger.pixels[i]) for i in chosen.tolist()]
+        for ledger, chosen in ((one, first), (other, second))
+    ]
+    if not common or alike[0] != alike[1]:
         raise ValueError(f"{one.path} and {other.path} are not of the same images")
     names = [name for name in one.scores if name in other.scores]
     for name in ["worst"] if request.worst else names:

@@ -67,10 +67,10 @@ def export(
     return card | {"largest_difference": found[0]}
 
 
-def read_card(path: Path) -> dict[str, Any]:
+def read_card(path: Path | str) -> dict[str, Any]:
     """What an exported program says of itself."""
     found: dict[str, Any] = {CARD: ""}
-    with path.open("rb") as file:
+    with Path(path).open("rb") as file:
         load_program(file, extra_files=found)
     card: dict[str, Any] = json.loads(found[CARD])
     return card

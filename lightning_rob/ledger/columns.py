@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -28,6 +29,12 @@ def likeliest(answers: Tensor) -> Tensor:
     return torch.where(given, answers.nan_to_num().argmax(1), -1)
 
 
+def checksums(x: Tensor) -> list[int]:
+    """The CRC-32 of each image [B, …], as float32."""
+    images = x.detach().cpu().float().contiguous()
+    return [crc32(image.numpy().tobytes()) for image in images]
+
+
 @dataclass(frozen=True)
 class Columns:
     """What is kept of each image beside its mean scores.
@@ -43,14 +50,16 @@ class Columns:
     @property
     def width(self) -> int:
         """How many numbers there are in a row."""
-        return len(self.names) * (self.inferences + 2) + 1
+        return len(self.names) * (self.inferences + 2) + 3
 
-    def rows(self, y: Tensor, outcomes: Sequence[Outcome]) -> Tensor:
-        """The rows [B, width] of a batch with labels [B]."""
+    def rows(self, x: Tensor, y: Tensor, outcomes: Sequence[Outcome]) -> Tensor:
+        """The rows [B, width] of a batch [B, …] with labels [B]."""
         single = torch.cat([outcome.scores for outcome in outcomes], 1)
         answers = torch.stack([outcome.answers for outcome in outcomes], 1)
         sizes = torch.stack([outcome.sizes for outcome in outcomes], 1)
-        return torch.cat([single, answers.to(single), sizes.to(single), y[:, None].to(single)], 1)
+        halves = [divmod(number, 2**16) for number in checksums(x)]  # which float32 can hold
+        about = torch.cat([y[:, None].to(single), torch.tensor(halves).to(single)], 1)
+        return torch.cat([single, answers.to(single), sizes.to(single), about], 1)
 
     def single(self, rows: Tensor) -> Tensor:
         """The scores [N, names, R] by inference."""
@@ -59,12 +68,16 @@ class Columns:
 
     def answers(self, rows: Tensor) -> Tensor:
         """The answers [N, names]."""
-        return rows[:, -1 - 2 * len(self.names) : -1 - len(self.names)].long()
+        return rows[:, -3 - 2 * len(self.names) : -3 - len(self.names)].long()
 
     def sizes(self, rows: Tensor) -> Tensor:
         """The sizes [N, names] of the perturbations."""
-        return rows[:, -1 - len(self.names) : -1]
+        return rows[:, -3 - len(self.names) : -3]
 
     def labels(self, rows: Tensor) -> Tensor:
         """The labels [N]."""
-        return rows[:, -1].long()
+        return rows[:, -3].long()
+
+    def pixels(self, rows: Tensor) -> list[str]:
+        """The images' checksums, N of 8 hexadecimal digits."""
+        return [f"{high << 16 | low:08x}" for high, low in rows[:, -2:].long().tolist()]

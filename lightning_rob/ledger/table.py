@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_rob.files import write_text_whole
 from lightning_rob.ledger.columns import Columns
 
-FIRST, LAST = ("index", "label"), ("worst", "broken_by", "draws")
+FIRST, LAST = ("index", "label"), ("worst", "broken_by", "draws", "pixels")
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Ledger:
         index: [N] the images' indices, rising.
         label: [N].
         scores: name -> [N] in [0, 1]; "clean", each attack, and "worst", the least of them.
+        pixels: N checksums of the images.
     """
 
     path: Path
@@ -32,6 +33,7 @@ class Ledger:
     index: Tensor
     label: Tensor
     scores: dict[str, Tensor]
+    pixels: list[str]
 
     @property
     def attacks(self) -> list[str]:
@@ -61,6 +63,7 @@ def write_ledger(
     """
     answers, sizes = columns.answers(rows).tolist(), columns.sizes(rows).tolist()
     labels, single = columns.labels(rows).tolist(), columns.single(rows).tolist()
+    pixels = columns.pixels(rows)
     lines = [",".join(_head(columns))]
     for i, (place, scores) in enumerate(zip(index.tolist(), means.tolist(), strict=True)):
         cells = [str(place), str(labels[i])]
@@ -70,7 +73,7 @@ def write_ledger(
             cells += [_number(one) for one in single[i][j]] if columns.inferences > 1 else []
         low = min(scores)
         broken = columns.names[scores.index(low)] if low < scores[0] else ""
-        cells += [_number(low), broken if scores[0] > 0 else "clean", str(draws)]
+        cells += [_number(low), broken if scores[0] > 0 else "clean", str(draws), pixels[i]]
         lines.append(",".join(cells))
     write_text_whole(path.with_suffix(".json"), json.dumps(card, indent=1) + "\n")
     write_text_whole(path, "\n".join(lines) + "\n")
@@ -97,6 +100,8 @@ def read_ledger(path: Path | str) -> Ledger:
         ValueError: the file is of another kind, or has no card.
     """
     path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no record {path}")
     try:
         card = json.loads(path.with_suffix(".json").read_text())
         with path.open(newline="") as file:
@@ -104,10 +109,12 @@ def read_ledger(path: Path | str) -> Ledger:
         names = ["clean", *card["attacks"], "worst"]
         places = [head.index(name) for name in (*FIRST, *names)]
         table = [[float(line[place]) for place in places] for line in lines]
-    except FileNotFoundError:
-        raise
+        pixels = [line[head.index("pixels")] for line in lines]
+    except FileNotFoundError as error:
+        card_path = path.with_suffix(".json")
+        raise ValueError(f"{path} is not a record: it has no card {card_path.name}") from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"{path} is not a record of an evaluation: {error}") from error
     values = torch.tensor(table, dtype=torch.float64).reshape(-1, 2 + len(names))
     scores = dict(zip(names, values[:, 2:].unbind(1), strict=True))
-    return Ledger(path, card, values[:, 0].long(), values[:, 1].long(), scores)
+    return Ledger(path, card, values[:, 0].long(), values[:, 1].long(), scores, pixels)

@@ -72,6 +72,9 @@ def student(values: Sequence[float], level: float = 0.95) -> tuple[float, float]
     return fmean(values) - half, fmean(values) + half
 
 
+FEW = 12  # images of which all patterns of signs can be tried
+
+
 @dataclass(frozen=True)
 class Paired:
     """How two scores of the same images differ.
@@ -110,25 +113,36 @@ def paired(first: Tensor, second: Tensor) -> Paired:
     """Compare two scores of the same images: attacks or checkpoints.
 
     By McNemar's test where every answer is right or wrong, else (the expected accuracies of a
-    randomized ensemble) by the t test of the differences.
+    randomized ensemble) by the t test of the differences, or of few images by flipping their signs.
 
     Args:
         first: [N] in [0, 1].
         second: [N] of the same images.
 
     Raises:
-        ValueError: not as many of the one as of the other.
+        ValueError: not as many of the one as of the other, or one is not a number.
     """
-    from scipy.stats import ttest_rel
+    from scipy.stats import permutation_test, ttest_rel
 
     if first.shape != second.shape:
         raise ValueError(f"{len(first)} scores cannot be paired with {len(second)}")
     gaps = (second - first).double()
+    if gaps.isnan().any():
+        raise ValueError("scores that are not numbers cannot be compared")
     if len(gaps) < 2:
         return Paired(float(gaps.sum()), (-1.0, 1.0), 1.0, "too few images")
     span = student(gaps.tolist())
     if not ((first % 1).any() or (second % 1).any()):
         return Paired(float(gaps.mean()), span, mcnemar(first, second), "McNemar")
+    if len(gaps) <= FEW:
+        flips = permutation_test(
+            (gaps.numpy(),),
+            lambda g, axis: g.mean(axis),
+            vectorized=True,
+            permutation_type="samples",
+            n_resamples=2**FEW + 1,
+        )
+        return Paired(float(gaps.mean()), span, float(flips.pvalue), "sign flips")
     varied = bool((gaps != gaps[0]).any())
     p = float(ttest_rel(second, first).pvalue) if varied else float(torch.all(gaps == 0))
     return Paired(float(gaps.mean()), span, p, "paired t")

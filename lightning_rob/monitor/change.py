@@ -16,6 +16,7 @@ from lightning_rob.sweep.points import Scores, scores_of, unpacked
 from lightning_rob.thresholds import fallen
 
 WORST = "worst"
+FEWEST = 10  # images on which a drop is judged
 ROBUST = 0.5  # the score from which an image counts as robust: more often right than not
 
 
@@ -124,7 +125,7 @@ def alarms(watch: Watch, now: Past, past: Sequence[Past]) -> list[str]:
     """
     found = below(watch, now)
     earlier = [other for other in past if other.step <= now.step]
-    if watch.level is None or not earlier:
+    if watch.level is None or not earlier or len(now.scores[0]) < FEWEST:
         return found
     last = last_before(earlier, now.step)
     best = max(earlier, key=lambda other: other.figures[WORST])
@@ -142,9 +143,21 @@ def alarms(watch: Watch, now: Past, past: Sequence[Past]) -> list[str]:
 
 
 def below(watch: Watch, now: Past) -> list[str]:
-    """Which figures are below what they have to be at least.
+    """Which figures are below what they have to be at least, or too few for a verdict.
 
     Raises:
         ValueError: one of them was not measured.
     """
-    return fallen(watch.floors, {tag(k): v for k, v in now.figures.items()}, "monitor")
+    found = fallen(watch.floors, {tag(k): v for k, v in now.figures.items()}, "monitor")
+    images = len(now.scores[0])
+    if watch.level is not None and images < FEWEST:
+        found.append(f"--drop needs at least {FEWEST} images, there are {images}: none was judged")
+    return found
+
+
+def today(watch: Watch, past: Sequence[Past]) -> list[str]:
+    """What is wrong with the last checkpoint by what is asked for now, or that there is none."""
+    if past:
+        return below(watch, past[max((other.step, i) for i, other in enumerate(past))[1]])
+    asked = [*watch.floors, *([] if watch.level is None else ["--drop"])]
+    return [f"no checkpoint was evaluated: no figure for {', '.join(asked)}"] if asked else []

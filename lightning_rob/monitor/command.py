@@ -4,16 +4,18 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.pytorch import LightningDataModule
 
 from lightning_rob.callbacks.record import SESSION, Result
 from lightning_rob.monitor.board import Board
-from lightning_rob.monitor.change import alarms, below, change, last_before, pasts, present
+from lightning_rob.monitor.change import alarms, change, last_before, pasts, present, today
 from lightning_rob.monitor.folder import Folder, Sighting, broken, stamp_of
-from lightning_rob.monitor.history import RECORD, Fields, History, now, tag
+from lightning_rob.monitor.history import RECORD, Fields, History, identity, now, tag
 from lightning_rob.monitor.options import Watch, parse
 from lightning_rob.monitor.screen import Screen
 from lightning_rob.monitor.suite import Meanwhile, Suite
@@ -88,23 +90,46 @@ class MonitorCommand(Command):
     """
 
     def __init__(self, watcher: "Watcher", first: Sighting, rest: Sequence[str]) -> None:
-        self.watcher = watcher
-        self.changes = _changes(rest)
-        given = ["--ckpt_path", str(first.path), "--trainer.devices=1", "--trainer.logger=false"]
-        super().__init__(["test", *given, *rest])
+        self.watcher, self.first, self.rest = watcher, first, rest
+        super().__init__(_test_of(first.path, rest))
 
     def test(self, model: Any, datamodule: LightningDataModule, **_: Any) -> None:
         """Follow the folder where `test` would be run."""
         told = settings(self)
-        # Each line has the versions: others are no reason to begin anew, nor is another way of
-        # training in the checkpoint that happens to be the first.
+        # Each line has the versions: others are no reason to begin anew, nor is another recipe in
+        # the checkpoint that happens to be the first, unless the command line changes recipes.
         del told["versions"]
-        told["model"] = [type(model).__name__, *self.changes]
+        changes = _changes(self.rest)
+        told["model"] = [type(model).__name__, changes, told["model"] if changes else None]
         if model.defense.transductive:
             told["round"] = getattr(datamodule, "eval_batch_size", None)
         with bare(self.trainer) as (evaluations, others):
             suite = Suite(self.trainer, model, datamodule, evaluations, others, told)
-            self.watcher.follow(suite)
+            self.watcher.follow(suite, self.first, self.rebuilt)
+
+    def rebuilt(self, path: Path) -> Any:
+        """The model of another checkpoint, by its own recipe.
+
+        Raises:
+            InputError: it cannot be built.
+        """
+        return ModelOf(_test_of(path, self.rest)).model
+
+
+class ModelOf(Command):
+    """Builds what `test` would run, and does not run it."""
+
+    def test(self, **_: Any) -> None:
+        """Nothing."""
+
+    def after_test(self) -> None:
+        """Nothing: there are no figures."""
+
+
+def _test_of(path: Path, rest: Sequence[str]) -> list[str]:
+    """The command line of `test` for a checkpoint."""
+    own = ["--ckpt_path", str(path), "--trainer.devices=1", "--trainer.logger=false"]
+    return ["test", *own, *rest]
 
 
 class Watcher:
@@ -123,6 +148,7 @@ class Watcher:
         self.folder = Folder(watch.folder, history, self.tell)
         self.began = time.monotonic()
         self.suite = ""
+        self.recipe: str | None = None  # that the suite's model was built by
 
     def tell(self, *lines: Fields) -> None:
         """Record lines, the last of which is an event, and show them."""
@@ -130,8 +156,8 @@ class Watcher:
         self.board.show(lines)
         self.screen.show(lines)
 
-    def next(self, done: Sequence[str]) -> Sighting | None:
-        """The next checkpoint whose weights are not done, when it is there; None at the end."""
+    def next(self, done: Collection[tuple[str | None, str | None]]) -> Sighting | None:
+        """The next checkpoint whose identity is not done, when it is there; None at the end."""
         while not (self.watch.stop_at_alarm and self.history.unreported()):
             left, over = self._time_left(), self.watch.until and self.watch.until.exists()
             self.folder.look()
@@ -150,25 +176,31 @@ class Watcher:
             return float("inf")
         return self.began + self.watch.seconds - time.monotonic()
 
-    def follow(self, suite: Suite) -> None:
+    def follow(self, suite: Suite, first: Sighting, build: Callable[[Path], Any]) -> None:
         """Put each checkpoint to the suite.
+
+        Args:
+            suite: with the model of the first checkpoint.
+            first: that checkpoint.
+            build: makes the model of another one.
 
         Raises:
             ValueError: an alarm on a figure that the suite has not.
         """
         fallen(self.watch.floors, {tag(name): 1.0 for name in suite.names}, "monitor")
-        self.suite = suite.key
+        self.suite, self.build, self.first = suite.key, build, first.recipe
+        self.recipe = first.recipe if stamp_of(first.path) == first.stamp else None
         while (sighting := self.next(self._done())) is not None:
-            self.folder.busy = sighting.weights
+            self.folder.busy = sighting.identity
             try:
                 self._take(sighting, suite)
             finally:
-                self.folder.busy = ""
+                self.folder.busy = None
 
-    def _done(self) -> list[str]:
-        """The weights that need no evaluation by this suite."""
+    def _done(self) -> set[tuple[str | None, str | None]]:
+        """What needs no evaluation by this suite."""
         events = self.history.events("evaluated", "broken")
-        return [line["weights"] for line in events if line.get("suite") == self.suite]
+        return {identity(line) for line in events if line.get("suite") == self.suite}
 
     def _take(self, sighting: Sighting, suite: Suite) -> None:
         """Evaluate a checkpoint, unless it is gone or cannot be."""
@@ -185,19 +217,32 @@ class Watcher:
         """A checkpoint's figures; none if it is no longer what was seen.
 
         Raises:
-            Unfit: its weights are not those of the model, or not finite.
+            Unfit: its weights are not those of the model, or not finite, or its recipe is of a
+                model that cannot be built or attacked.
         """
         try:
+            self._equip(sighting, suite)
             load(suite.module, str(sighting.path))
         except LOADING_ERRORS as error:
             if stamp_of(sighting.path) == sighting.stamp:
                 raise Unfit(_reason(error)) from error
         if stamp_of(sighting.path) != sighting.stamp:
+            self.recipe = None  # the model may be that of the file that has come
             return []
         try:
             return suite(Meanwhile(self.folder.look, self.watch.every))
         except Fault as error:
             raise Unfit(str(error)) from error
+        except ValueError as error:
+            if sighting.recipe == self.first:
+                raise  # the attacks are wrong, not the checkpoint
+            raise Unfit(f"the model of its recipe: {error}") from error
+
+    def _equip(self, sighting: Sighting, suite: Suite) -> None:
+        """Give the suite the model of a checkpoint's own recipe."""
+        if sighting.recipe != self.recipe:
+            suite.take(self.build(sighting.path))
+            self.recipe = sighting.recipe
 
     def _event(self, facts: Fields, results: Sequence[Result]) -> Fields:
         """What there is to say of an evaluation beside its figures."""
@@ -214,23 +259,31 @@ class Watcher:
         The last checkpoint is judged by the limits of today, whenever it was evaluated.
         """
         alarmed = bool(self.history.unreported())
-        past = pasts(self.history, self.suite)
-        if past and not alarmed:
-            for text in below(self.watch, max(past, key=lambda other: other.step)):
-                self.screen.warn(f"alarm: {text}")
-                alarmed = True
+        for text in () if alarmed else today(self.watch, pasts(self.history, self.suite)):
+            self.screen.warn(f"alarm: {text}")
+            alarmed = True
         self.tell({"event": "ended", "date": now(), "code": int(alarmed)})
         return int(alarmed)
 
 
-def _changes(args: Sequence[str]) -> list[str]:
-    """What a command line changes in the model of a checkpoint."""
-    following = [*args[1:], ""]
-    return [
-        arg if "=" in arg else f"{arg}={value}"
-        for arg, value in zip(args, following, strict=True)
-        if re.match(r"--(model|config)\b|-c\b", arg)
-    ]
+def _changes(args: Sequence[str]) -> list[tuple[str, Any]]:
+    """What a command line changes in the model of a checkpoint: of a file its content."""
+    found = []
+    for arg, following in zip(args, [*args[1:], ""], strict=True):
+        name, sign, value = arg.partition("=")
+        if re.match(r"--(model|config)\b|-c\b", name):
+            content = _content(value if sign else following)
+            whole = not name.startswith("--model") and isinstance(content, dict)
+            if not whole or "model" in content:
+                found.append((name, content["model"] if whole else content))
+    return found
+
+
+def _content(value: str) -> Any:
+    """What a value says, or the file that it names."""
+    if os.path.isfile(value) and value.endswith((".yaml", ".yml", ".json")):
+        return yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+    return value
 
 
 def _line(result: Result, facts: Fields) -> Fields:

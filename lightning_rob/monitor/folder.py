@@ -1,6 +1,7 @@
 """The checkpoints in a run's folder, as they come, change and go."""
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -8,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
-from lightning_rob.monitor.history import Fields, History, now
-from lightning_rob.run import InputError, read_checkpoint
+from lightning_rob.monitor.history import Fields, History, identity, now
+from lightning_rob.run import InputError, read_checkpoint, recipe_in
 
 SETTLE = 10.0  # seconds after which a file that cannot be read and does not change is broken
 Stamp = tuple[int, int, int]  # inode, bytes, time of change
@@ -24,6 +26,7 @@ class Sighting:
         path: where it is.
         file: SHA-256 of its bytes.
         weights: SHA-256 of its weights.
+        recipe: SHA-256 of its recipe's model.
         epoch: counted from 0.
         step: of training.
         stamp: of the file, which changes when it is overwritten.
@@ -32,9 +35,15 @@ class Sighting:
     path: Path
     file: str
     weights: str
+    recipe: str
     epoch: int
     step: int
     stamp: Stamp
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """What is evaluated once: the weights in the model of their recipe."""
+        return self.weights, self.recipe
 
     @property
     def order(self) -> tuple[int, bool, int, str]:
@@ -58,7 +67,7 @@ class Folder:
         self.tell = tell
         self.there: dict[Path, Sighting] = {}
         self.doubtful: dict[Path, tuple[Stamp, float]] = {}
-        self.busy = ""  # the weights that are being evaluated
+        self.busy: tuple[str, str] | None = None  # identity of what is being evaluated
 
     def look(self) -> None:
         """See what has come, changed and gone."""
@@ -76,10 +85,10 @@ class Folder:
         """Whether a file may still be being written."""
         return bool(self.doubtful)
 
-    def waiting(self, done: Collection[str]) -> list[Sighting]:
-        """Those whose weights are not done, each once, in the order of training."""
-        new = [sighting for sighting in self.there.values() if sighting.weights not in done]
-        first = {s.weights: s for s in sorted(new, key=lambda s: s.order, reverse=True)}
+    def waiting(self, done: Collection[tuple[str | None, str | None]]) -> list[Sighting]:
+        """Those whose identity is not done, each once, in the order of training."""
+        new = [sighting for sighting in self.there.values() if sighting.identity not in done]
+        first = {s.identity: s for s in sorted(new, key=lambda s: s.order, reverse=True)}
         return sorted(first.values(), key=lambda s: s.order)
 
     def name(self, path: Path) -> str:
@@ -97,19 +106,23 @@ class Folder:
         if stamp_of(path) == stamp:
             self.doubtful.pop(path, None)
             self.there[path] = sighting
-            if not any(line["file"] == sighting.file for line in self.history.events("seen")):
+            if self._seen(sighting.file) is None:
                 self.tell({"event": "seen"} | self.facts(sighting))
 
     def _sighting(self, path: Path, stamp: Stamp) -> Sighting:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        for line in self.history.events("seen"):
-            if line["file"] == digest:
-                known = {name: line[name] for name in ("weights", "epoch", "step")}
-                return Sighting(path, digest, **known, stamp=stamp)
-        checkpoint = read_checkpoint(str(path))
+        if line := self._seen(digest):
+            known = {name: line[name] for name in ("weights", "recipe", "epoch", "step")}
+            return Sighting(path, digest, **known, stamp=stamp)
+        checkpoint, recipe = read_checkpoint(str(path)), recipe_of(path)
         epoch, step = (int(checkpoint.get(name, 0)) for name in ("epoch", "global_step"))
-        return Sighting(path, digest, weights_of(checkpoint), epoch, step, stamp)
+        return Sighting(path, digest, weights_of(checkpoint), recipe, epoch, step, stamp)
+
+    def _seen(self, digest: str) -> Fields | None:
+        """The line of a file's bytes; one that does not say the recipe is of an older version."""
+        lines = self.history.events("seen")
+        return next((x for x in lines if x["file"] == digest and "recipe" in x), None)
 
     def _doubt(self, path: Path, stamp: Stamp, reason: str) -> None:
         """Wait for a file to become whole; call it broken when it no longer changes."""
@@ -126,20 +139,21 @@ class Folder:
 
     def _name_the_lost(self) -> None:
         """Weights that were there and went before they could be evaluated."""
-        here = {sighting.weights for sighting in self.there.values()}
+        here = {sighting.identity for sighting in self.there.values()}
         kinds = ("evaluated", "missed", "broken")
-        known = {self.busy, *(line.get("weights") for line in self.history.events(*kinds))}
+        known = {self.busy, *map(identity, self.history.events(*kinds))}
         lost = {
-            line["weights"]: line
+            identity(line): line
             for line in self.history.events("seen")
-            if line["weights"] not in here | known
+            if "recipe" in line and identity(line) not in here | known
         }
         for line in lost.values():
             self.tell(line | {"event": "missed", "date": now()})
 
     def facts(self, sighting: Sighting) -> Fields:
         """A checkpoint, for a line."""
-        told = {name: getattr(sighting, name) for name in ("file", "weights", "epoch", "step")}
+        names = ("file", "weights", "recipe", "epoch", "step")
+        told = {name: getattr(sighting, name) for name in names}
         return {"checkpoint": self.name(sighting.path), **told, "date": now()}
 
 
@@ -156,6 +170,16 @@ def broken(name: str, reason: str) -> Fields:
     """The event of a checkpoint that cannot be evaluated."""
     alarm = [f"{name} cannot be evaluated: {reason}"]
     return {"event": "broken", "checkpoint": name, "date": now(), "alarm": alarm}
+
+
+def recipe_of(path: Path) -> str:
+    """SHA-256 of the model in a checkpoint's recipe.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    model = (yaml.safe_load(recipe_in(str(path)) or "") or {}).get("model")
+    return hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def weights_of(checkpoint: dict[str, Any]) -> str:

@@ -22,6 +22,11 @@ def tag(name: str) -> str:
     return "monitor/acc" if name == "clean" else f"monitor/robust/{name}"
 
 
+def identity(line: Fields) -> tuple[str | None, str | None]:
+    """What a line's checkpoint is evaluated once for: its weights, in the model of its recipe."""
+    return line.get("weights"), line.get("recipe")
+
+
 class History:
     """The lines of `monitor.jsonl`, which only one process at a time adds to.
 

@@ -110,6 +110,21 @@ class Suite:
         told = [_told(evaluation) for evaluation in self.evaluations]
         self.key = key_of(evaluations=told, **settings)
 
+    def take(self, module: Any) -> None:
+        """Evaluate another module from now on, by the same attacks on the same images.
+
+        Raises:
+            ValueError: these attacks are none for it.
+        """
+        before, after = (m.defense.transductive for m in (self.module, module))
+        if before != after:
+            raise ValueError(
+                "by its recipe its defense "
+                f"{'adapts to its attacker' if after else 'does not adapt'}, unlike that of the "
+                "first checkpoint: the same attacks cannot judge both; watch it in its own folder"
+            )
+        self.module = module
+
     @property
     def names(self) -> list[str]:
         """The figures that there will be."""
