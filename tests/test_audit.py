@@ -143,6 +143,14 @@ def test_an_honest_gradient_is_the_slope(nets, blobs):
     assert rounded["near"] < rounded["far"]
 
 
+def test_the_gradient_of_a_transform_may_be_an_estimate(nets, blobs):
+    """But not that of the network behind it."""
+    cut = PLANTED["half_detached"][0](nets[0]).net
+    found = [by_slope(RandomTransforms(net, {"JPEG": {}}, 1, 2), *blobs) for net in (nets[0], cut)]
+    assert [finding.severity for finding in found] == ["note", "severe"]
+    assert found[0].figures["far"] < 0.8
+
+
 def test_single_precision_will_do(nets, blobs):
     only = Through(nets[0], lambda x: x @ torch.eye(8))  # float32: refuses double precision
     assert by_slope(Single(only), *blobs).severity == "fine"

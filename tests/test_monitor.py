@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_rob.attacks import ARC, PGD
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.monitor import command, folder
+from lightning_rob.monitor.command import _changes
 from lightning_rob.monitor.history import History
 from lightning_rob.monitor.options import help_text, parse
 from lightning_rob.monitor.suite import Suite
@@ -201,14 +202,16 @@ def noisy(alpha):
 
 
 @pytest.fixture(scope="module")
-def randomized(trained, tmp_path_factory):
+def randomized(tmp_path_factory):
     """A checkpoint whose defense is of random transforms."""
     top = tmp_path_factory.mktemp("randomized")
     net = {"class_path": "tests.tiny.TinyNet", "init_args": {"width": 16}}
     init = {"net": net, "attack": pgd(random_start=False)}
     noisy(0.01)(init)
     module = {"class_path": "lightning_rob.modules.AdversarialTraining", "init_args": init}
-    run("fit", "--config", recipe(top, model=module, trainer__max_epochs=2))
+    kept = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
+    options = {"trainer__max_epochs": 2, "trainer__callbacks+": [kept]}
+    run("fit", "--config", recipe(top, model=module, **options))
     return top / "run/version_0/checkpoints/last.ckpt"
 
 
@@ -261,14 +264,14 @@ def test_the_same_weights_with_another_recipe_are_another_checkpoint(trained, wa
     path = watched / "checkpoints/last.ckpt"
     shutil.copy(randomized, path)
     assert watch(trained, watched) == 0
-    (worst,) = (line["accuracy"] for line in lines(watched) if line.get("name") == "worst")
-    limit = f"--alarm=robust/worst={worst - 1e-4}"
+    (clean,) = (line["accuracy"] for line in lines(watched) if line.get("name") == "clean")
+    limit = f"--alarm=acc={clean - 1e-4}"
     assert watch(trained, watched, limit) == 0
     rewritten(randomized, path, noisy(1.0))
     assert watch(trained, watched, limit) == 1
-    after = [line["accuracy"] for line in lines(watched) if line.get("name") == "worst"]
+    after = [line["accuracy"] for line in lines(watched) if line.get("name") == "clean"]
     assert len(after) == 2
-    assert after[1] < worst
+    assert after[1] < clean
     assert watch(trained, watched, limit) == 1  # judged by the later of two of the same step
     assert len(events(watched, "evaluated")) == 2
 
@@ -617,3 +620,8 @@ def test_an_alarm_on_a_figure_that_is_not_measured(trained, watched, put, capsys
     assert "no figure robust/pgd" in capsys.readouterr().err
     assert parse([str(watched), "--drop=significant"])[0].level == 0.05
     assert parse([str(watched / "checkpoints")])[0].folder == watched
+
+
+def test_options_of_its_own_alone_are_enough():
+    assert _changes([]) == []
+    assert _changes(["--model.draws=3"]) == [("--model.draws", "3")]

@@ -219,3 +219,15 @@ def test_the_table_tells_the_defenses_own_chance(capsys):
     noisy_run(1)
     assert "±" in several
     assert "±" not in capsys.readouterr().out
+
+
+def test_the_same_attack_on_other_images_is_another_figure():
+    """A callback that asks for all images is not dropped for one that takes two."""
+    few = RobustEval({"pgd": ATTACK}, max_images=2, record="r.jsonl")
+    every = RobustEval({"pgd": ATTACK}, record="r.jsonl")
+    again = RobustEval({"pgd": ATTACK}, record="r.jsonl")
+    trainer = Trainer(callbacks=[few, every, again], **QUIET)
+    trainer.test(AdversarialTraining(TinyNet), Blobs(test_size=20), verbose=False)
+    found = {r.name: r.n for part in (few, every, again) for r in part.results}
+    assert (found["pgd"], found["pgd_2"]) == (2, 20)
+    assert not again.results

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_rob.attacks import PGD
 from lightning_rob.audit.case import Case, no_numbers
-from lightning_rob.audit.slope import slope_far, slope_near
+from lightning_rob.audit.slope import slope_far, slope_near, slope_networks
 from lightning_rob.audit.suite import InDouble
 from lightning_rob.callbacks.referee import answers
 from lightning_rob.randomness import borrowed_global, fold
@@ -154,6 +154,7 @@ MEASURES: dict[str, Callable[[Case], Tensor]] = {
         vanished,
         slope_near,
         slope_far,
+        slope_networks,
         largest_output,
         double,
         eot,

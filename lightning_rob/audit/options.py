@@ -75,16 +75,23 @@ def parse(args: Sequence[str]) -> tuple[Wish, list[str]]:
     if own.norm not in ("linf", "l2"):
         raise ValueError(f"--norm must be linf or l2, got {own.norm}")
     seed = _count("seed", own.seed, least=0)
-    return Wish(_radius(own.eps), own.norm, seed=seed, strict=own.strict, **counts), rest
+    return Wish(_radius(own.eps, own.norm), own.norm, seed=seed, strict=own.strict, **counts), rest
 
 
-def _radius(text: str) -> float:
+MOST = 0.5  # a gray image is in the linf ball of every other
+
+
+def _radius(text: str, norm: str) -> float:
     try:
         radius = float(Fraction(text))
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"--eps must be a number or a fraction as 8/255, got {text!r}") from None
     if not radius > 0:
         raise ValueError(f"--eps must be above 0, got {text}")
+    if norm == "linf" and radius >= MOST:
+        raise ValueError(
+            f"--eps {text} holds every image, for images span [0, 1]: did you mean {text}/255?"
+        )
     return radius
 
 

@@ -13,7 +13,7 @@ from lightning_rob.attacks.base import slope as climbed
 from lightning_rob.audit.case import Case, Subject
 from lightning_rob.audit.finding import Columns, Finding, Severity, known, many, not_run, share
 from lightning_rob.audit.suite import seen as view_of
-from lightning_rob.defenses import Defense
+from lightning_rob.defenses import Defense, Mixture, RandomTransforms, Single, TransformEnsemble
 from lightning_rob.objectives import expected_margin
 from lightning_rob.randomness import uniform
 
@@ -33,9 +33,18 @@ def slope_far(case: Case) -> Tensor:
     return _in_double(case, FAR)
 
 
-def _in_double(case: Case, width: float) -> Tensor:
+def slope_networks(case: Case) -> Tensor:
+    """That of the networks without the defense's transforms, the better [B] of the two widths."""
+    defense = case.subject.defense.now
+    if not isinstance(defense, RandomTransforms | TransformEnsemble):
+        return case.unknown()
+    bare = Mixture([Single(net) for net in defense.networks])
+    return torch.maximum(*(_in_double(case, width, bare) for width in (NEAR, FAR)))
+
+
+def _in_double(case: Case, width: float, bare: Defense | None = None) -> Tensor:
     """The agreement [B] in double precision, where the network does not insist on single."""
-    target = case.subject.target
+    target = bare or case.subject.target
     if case.subject.transductive or target is None or not case.differentiable:
         return case.unknown()
     target = copy.deepcopy(target)
@@ -53,7 +62,7 @@ def _agreement(case: Case, target: Defense, x: Tensor, width: float) -> Tensor:
     low, high = case.subject.threat.bounds
     side = high - low
     inside = x.detach().clamp(low + FAR * side, high - FAR * side)  # room on both sides
-    view = view_of(case.subject.defense)
+    view = view_of(target)
     with attacking(target):
         with view(target) if view else nullcontext():
             gradient = climbed(expected_margin, None, target, inside, case.y, case.noise())[1]
@@ -116,7 +125,7 @@ def slope(subject: Subject, seen: Columns) -> Finding:
 
 
 def _severity(subject: Subject, seen: Columns) -> Severity:
-    """Severe, unless rounding inside, passed straight through, may explain it."""
-    if view_of(subject.defense):  # the audit's own estimate, for transforms without a gradient
+    """Severe, unless transforms whose gradient is an estimate explain it, or rounding may."""
+    if share(seen["slope_networks"]) >= LEAST_CORRELATION:
         return "note"
     return "warning" if many(seen["constant"]) else "severe"

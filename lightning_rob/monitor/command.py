@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +163,13 @@ class Watcher:
         while not (self.watch.stop_at_alarm and self.history.unreported()):
             left, over = self._time_left(), self.watch.until and self.watch.until.exists()
             self.folder.look()
+            waiting = self.folder.waiting(done)
             if left <= 0:
+                if waiting:
+                    text = f"time is up, {len(waiting)} checkpoints were not evaluated"
+                    print(f"lightning-rob: {text}: run it again", file=sys.stderr)
                 return None
-            if waiting := self.folder.waiting(done):
+            if waiting:
                 return waiting[0]
             if (self.watch.once or over) and not self.folder.unsettled:
                 return None
@@ -269,7 +275,7 @@ class Watcher:
 def _changes(args: Sequence[str]) -> list[tuple[str, Any]]:
     """What a command line changes in the model of a checkpoint: of a file its content."""
     found = []
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
+    for arg, following in zip_longest(args, args[1:], fillvalue=""):
         name, sign, value = arg.partition("=")
         if re.match(r"--(model|config)\b|-c\b", name):
             content = _content(value if sign else following)
