@@ -39,7 +39,7 @@ def told_apart(mine: Mapping[str, Game], others: Mapping[str, Game]) -> dict[str
     for name, game in mine.items():
         if name not in others:
             kept[name] = game
-        elif game != others[name]:
+        elif all(game != others[k] for k in others if k == name or k.startswith(f"{name}_")):
             numbered = (f"{name}_{i}" for i in count(2))
             kept[next(key for key in numbered if key not in {*others, *mine})] = game
     return kept
