@@ -13,6 +13,7 @@ from lightning_rob.cli import main
 from lightning_rob.figures.heat_map import heat_map
 from lightning_rob.figures.page import save
 from lightning_rob.report.arguments import call, short, split, threat_of
+from lightning_rob.report.content import story
 from lightning_rob.report.extras import votes
 from lightning_rob.report.records import Evaluations, record
 from lightning_rob.report.runs import find
@@ -462,3 +463,18 @@ def test_votes_are_a_table_by_rule_and_no_evaluations(tmp_path):
     ]
     assert [cell.text for cell in table.rows[1][4:]] == ["25.0%", "50.0%"]
     assert "Accuracy on 50 test images" in table.caption
+
+
+def test_an_audit_is_told_with_its_warnings_first(tmp_path):
+    finding = {"name": "gradients", "severity": "severe", "text": "Zero.", "advice": "Use BPDA."}
+    fine = {"name": "numbers", "severity": "fine", "text": "All are numbers.", "advice": ""}
+    pgd = {"name": "pgd", "accuracy": 0.75, "interval": [0.5, 0.9], "n": 20, "details": {}}
+    audit = {"title": "Single", "findings": [fine, finding], "attacks": [pgd]}
+    (tmp_path / "audit.json").write_text(json.dumps(audit, indent=1))
+    (run,) = find([tmp_path])
+    page = "".join(block.html() for block in story(run, "run", 1))
+    assert page.index("Zero. Use BPDA.") < page.index("75.0%") < page.index("All are numbers.")
+    assert "Nothing suspicious" not in page
+    (tmp_path / "audit.json").write_text(json.dumps(audit | {"findings": [fine]}))
+    (run,) = find([tmp_path])
+    assert "Nothing suspicious" in "".join(block.html() for block in story(run, "run", 1))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from lightning_rob.report.arguments import short
+from lightning_rob.report.audited import audited
 from lightning_rob.report.blocks import (
     Block,
     Code,
@@ -40,6 +41,7 @@ def story(run: Run, name: str, level: int) -> Iterator[Block]:
         yield from outcome(final)
     yield from history(run, name, level + 1)
     yield from monitored(run.monitor, f"{name}-monitor", level + 1)
+    yield from audited(run.audit, level + 1)
     if any(record.an_attack for record in final):
         yield Heading(level + 1, "What the attacks were")
         yield card(final)

@@ -1,5 +1,6 @@
 """The folders that hold records, and what is in them."""
 
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ import yaml
 
 from lightning_rob.report.records import Evaluations, Fields, Record, lines, record
 
-SWEEP, MONITOR = "sweep", "monitor.jsonl"
+SWEEP, MONITOR, AUDIT = "sweep", "monitor.jsonl", "audit.json"
 VOTE = ("name", "ensemble", "rule")
 
 
@@ -27,6 +28,7 @@ class Run:
         votes: lines of `Votes`, the last of each stage, attack, ensemble and rule.
         sweep: lines of a sweep.
         monitor: lines of `lightning-rob monitor`.
+        audit: of `RobustAudit`; empty where there is none.
         others: by file, the last line of another kind.
         recipe: the text of its config.yaml; empty where there is none.
         config: the same, parsed.
@@ -40,6 +42,7 @@ class Run:
     votes: list[Fields] = field(default_factory=list)
     sweep: list[Fields] = field(default_factory=list)
     monitor: list[Fields] = field(default_factory=list)
+    audit: Fields = field(default_factory=dict)
     others: dict[str, Fields] = field(default_factory=dict)
     recipe: str = ""
     config: Fields = field(default_factory=dict)
@@ -49,7 +52,7 @@ class Run:
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
         drawn = self.pictures if self.others else []
-        tables = self.matrices or self.votes or self.sweep or self.monitor
+        tables = self.matrices or self.votes or self.sweep or self.monitor or self.audit
         return not (self.evaluations.by_stage or tables or drawn)
 
     @property
@@ -94,7 +97,8 @@ def find(paths: Sequence[str | Path]) -> list[Run]:
             raise FileNotFoundError(f"there is no folder {path}")
         if not path.is_dir():
             raise ValueError(f"{path} is a file; give the folder of a run, such as {path.parent}")
-        folders |= dict.fromkeys(sorted({f.parent for f in path.rglob("*.jsonl")}, key=_natural))
+        files = [*path.rglob("*.jsonl"), *path.rglob(AUDIT)]
+        folders |= dict.fromkeys(sorted({f.parent for f in files}, key=_natural))
     unique = {folder.resolve(): folder for folder in reversed(folders)}
     found = [read(folder) for folder in reversed(unique.values())]
     runs = [run for run in found if not run.empty]
@@ -137,11 +141,21 @@ def read(folder: Path) -> Run:
         votes=_of_one_stage(votes.values()),
         sweep=sweep,
         monitor=list(lines(watched)) if (watched := folder / MONITOR).is_file() else [],
+        audit=_audit(folder / AUDIT),
         others=others,
         recipe=text,
         config=_parsed(text),
         pictures=sorted(folder.glob("*.png")),
     )
+
+
+def _audit(path: Path) -> Fields:
+    """What the audit found; nothing where there was none, or the file is of another kind."""
+    try:
+        found = json.loads(path.read_text(errors="replace"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and isinstance(found.get("findings"), list) else {}
 
 
 def current(found: Iterable[Fields]) -> list[Fields]:
