@@ -70,6 +70,9 @@ def together(
         for child in children():
             child.kill()  # a hung one heeds nothing else
         raise
+    finally:
+        if os.environ.get(PARENT) == str(os.getpid()):  # what is started later is another run
+            del os.environ[PARENT]
     for rank, child in enumerate(children(), start=1):
         try:
             code = child.wait(limit())

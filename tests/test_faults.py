@@ -12,7 +12,7 @@ import time
 import pytest
 
 from lightning_rob.files import threads_may_fail
-from lightning_rob.processes import Fault, together
+from lightning_rob.processes import PARENT, Fault, together
 from tests.faulty import SMALL, intact, marked, plan, rank_fault, slow
 from tests.tiny import ROOT, run, same_weights, shell, weights
 
@@ -173,3 +173,11 @@ def test_a_folder_that_cannot_be_made(whole, tmp_path, capsys, command):
 def test_the_time_out_must_be_one(whole, tmp_path, capsys):
     line = said(capsys, 2, "fit", "--config", plan(tmp_path), "--rank_timeout=-1")
     assert "rank_timeout" in line
+
+
+def test_what_is_started_after_a_run_is_no_part_of_it(monkeypatch):
+    """A script may call `main` and then torchrun, whose processes have another parent."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with together(list, lambda: None):
+        assert os.environ[PARENT] == str(os.getpid())
+    assert PARENT not in os.environ
