@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rob import PGD, EightBit, Single, Threat
@@ -15,6 +15,7 @@ def eight_bit(*shape, seed=0):
     return torch.randint(0, 256, shape, generator=chance) / 255
 
 
+@settings(deadline=None, derandomize=True)
 @given(
     st.sampled_from(["linf", "l2"]),
     st.sampled_from([1 / 255, 4 / 255, 8 / 255, 0.5, 2.0]),

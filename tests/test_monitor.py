@@ -34,6 +34,12 @@ ATTACKS = (PGD(THREAT, 3, 8 / 255, random_start=False), ARC(THREAT, 3, 16 / 255)
 EPOCHS = [f"epoch={i}-step={4 * (i + 1)}.ckpt" for i in range(4)]
 
 
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    """A monitor gives way to others for the rest of its process; the tests after it need not."""
+    monkeypatch.setattr(os, "setpriority", lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Four epochs, a checkpoint of each, and last.ckpt, which has the weights of the fourth."""
