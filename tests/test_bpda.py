@@ -348,8 +348,8 @@ def test_a_broken_off_write_leaves_what_was_there(tmp_path, monkeypatch):
     _, place = saved(tmp_path, Gamma())
     before = place.read_bytes()
 
-    def breaks(content, path):
-        path.write_bytes(b"half")
+    def breaks(content, file):
+        file.write(b"half")
         raise OSError("disk full")
 
     monkeypatch.setattr(torch, "save", breaks)
