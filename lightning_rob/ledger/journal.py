@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -72,8 +73,9 @@ class Journal:
         """Forget it: the evaluation is through. What another process is writing stays."""
         for path in {*self.read, self.path}:
             path.unlink(missing_ok=True)
-        if self.folder.exists() and not list(self.folder.glob("*.csv")):
-            shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(FileNotFoundError):  # where another process of the run was faster
+            if not list(self.folder.glob("*.csv")):
+                shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self, path: Path) -> None:
         """The batches of a file that are whole."""
