@@ -62,9 +62,10 @@ def check_plain(text: str) -> None:
         raise ValueError(f"{len(text):,} characters of YAML, at most {MOST_CHARACTERS:,} are read")
     reading = Reading()
     for event, line in _events(text):
-        if "python" in (getattr(event, "tag", None) or ""):
+        tag = getattr(event, "tag", None) or ""
+        if "python" in tag:
             raise ValueError(
-                f"line {line}: the tag {event.tag.replace('tag:yaml.org,2002:', '!!')} asks for "
+                f"line {line}: the tag {tag.replace('tag:yaml.org,2002:', '!!')} asks for "
                 "Python objects: a recipe is plain data"
             )
         _take(reading, event, line)
@@ -72,12 +73,12 @@ def check_plain(text: str) -> None:
 
 def _events(text: str) -> Iterator[tuple[yaml.Event, int]]:
     for event in yaml.parse(text, Loader=Loader):
-        yield event, event.start_mark.line + 1
+        yield event, event.start_mark.line + 1 if event.start_mark else 0
 
 
 def _take(reading: Reading, event: yaml.Event, line: int) -> None:
     if isinstance(event, yaml.AliasEvent):
-        size = reading.sizes.get(event.anchor, 1)
+        size = reading.sizes.get(event.anchor or "", 1)
         if size is None:
             raise ValueError(f"line {line}: *{event.anchor} is inside what it stands for: a cycle")
         reading.add(size, line)
