@@ -244,6 +244,7 @@ def training_untouched() -> tuple[int, int]:
                 content["model"] = {**model, "init_args": {**kept, **model["init_args"]}}
                 if way == "advrt":
                     content["model"]["init_args"]["defense"] = _random_transforms()
+                    del content["trainer"]["callbacks+"][0]["init_args"]["attacks"]["arc"]
                 if not watched:
                     content["trainer"]["callbacks+"] = []
                 (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
