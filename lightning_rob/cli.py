@@ -83,7 +83,8 @@ def _run(args: list[str]) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _keep_freed_memory()
     from lightning_rob.processes import Fault, severed
-    from lightning_rob.run import Command, InputError
+    from lightning_rob.reasons import InputError
+    from lightning_rob.run import Command
     from lightning_rob.signals import heeded
     from lightning_rob.trust import allowing
 

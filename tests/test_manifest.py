@@ -128,16 +128,16 @@ def test_an_importer_reads_no_changed_weights(tmp_path):
 
 
 def test_a_kill_between_checkpoint_and_manifest_is_no_false_alarm(tmp_path, monkeypatch):
-    from lightning_rob import run as running
+    from lightning_rob import checkpoints
 
     path = tmp_path / "last.ckpt"
-    running.Checkpoints().save_checkpoint({"state_dict": {"x": torch.zeros(3)}}, path)
+    checkpoints.Checkpoints().save_checkpoint({"state_dict": {"x": torch.zeros(3)}}, path)
     for name in ("save_whole", "write_manifest"):
         with monkeypatch.context() as patched:
-            patched.setattr(running, name, killed)
+            patched.setattr(checkpoints, name, killed)
             with pytest.raises(KeyboardInterrupt):
-                running.Checkpoints().save_checkpoint({"state_dict": {}}, path)
-        assert isinstance(running.read_checkpoint(str(path))["state_dict"], dict)
+                checkpoints.Checkpoints().save_checkpoint({"state_dict": {}}, path)
+        assert isinstance(checkpoints.read_checkpoint(str(path))["state_dict"], dict)
 
 
 def killed(*_):

@@ -12,7 +12,7 @@ import yaml
 from lightning_rob.data.samples import Part, Pixels
 from lightning_rob.data.transformed import Shown
 from lightning_rob.modules import TransformTraining
-from lightning_rob.run import InputError
+from lightning_rob.reasons import InputError
 from lightning_rob.transforms.pool import pool
 from tests.tiny import TinyNet, pgd, run, same_weights, shell, weights
 from tests.tiny import recipe as bat

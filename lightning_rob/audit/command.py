@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from lightning_rob.audit.options import Wish, parse
 from lightning_rob.callbacks.audit import RobustAudit
-from lightning_rob.run import Command, InputError
+from lightning_rob.reasons import asked
+from lightning_rob.run import Command
 from lightning_rob.threat import Threat
 
 
@@ -18,10 +19,7 @@ def main(args: Sequence[str]) -> None:
         InputError: what is asked for cannot be run.
         SystemExit: with code 1 if something severe was found and that is to be an error.
     """
-    try:
-        wish, rest = parse(args)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    wish, rest = asked(parse, args)
     found = AuditCommand(wish, rest).callback.found
     if wish.strict and found and found.severe:
         raise SystemExit(1)
@@ -44,3 +42,4 @@ class AuditCommand(Command):
     def before_test(self) -> None:
         """Plug it in."""
         self.trainer.callbacks.append(self.callback)  # type: ignore[attr-defined]
+        super().before_test()

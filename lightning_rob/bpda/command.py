@@ -16,7 +16,9 @@ from lightning_rob.bpda.options import ALL, Request, parse
 from lightning_rob.data import ImageData
 from lightning_rob.data.samples import Part
 from lightning_rob.randomness import fold
-from lightning_rob.run import USER_ERRORS, InputError, Parser, fractions, numbers
+from lightning_rob.reasons import InputError
+from lightning_rob.recipes import fractions, numbers
+from lightning_rob.run import USER_ERRORS, Parser
 from lightning_rob.transforms import Transform, catalogue, named
 from lightning_rob.transforms.bpda import load_approximation, place_of, save_approximation
 from lightning_rob.transforms.bpda_training import held_out, train_bpda

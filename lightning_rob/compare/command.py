@@ -11,7 +11,7 @@ from lightning_rob.callbacks.record import STYLE
 from lightning_rob.compare.options import Request, parse
 from lightning_rob.ledger import Ledger, read_ledger
 from lightning_rob.metrics import paired
-from lightning_rob.run import InputError
+from lightning_rob.reasons import InputError
 
 Pair = tuple[str, Tensor, Tensor]
 

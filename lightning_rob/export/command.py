@@ -9,7 +9,8 @@ from torch import Tensor
 from lightning_rob.data import ImageData
 from lightning_rob.export.options import Request, parse
 from lightning_rob.export.program import export
-from lightning_rob.run import Command, InputError
+from lightning_rob.reasons import InputError, asked
+from lightning_rob.run import Command
 from lightning_rob.sweep.command import load
 
 
@@ -22,11 +23,7 @@ def main(args: Sequence[str]) -> None:
     Raises:
         InputError: what is asked for cannot be run.
     """
-    try:
-        request, rest = parse(args)
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    ExportCommand(request, rest)
+    ExportCommand(*asked(parse, args))
 
 
 class ExportCommand(Command):

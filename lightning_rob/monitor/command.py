@@ -10,7 +10,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.pytorch import LightningDataModule
 
 from lightning_rob.callbacks.record import SESSION, Result
@@ -22,7 +21,9 @@ from lightning_rob.monitor.options import Watch, parse
 from lightning_rob.monitor.screen import Screen
 from lightning_rob.monitor.suite import Meanwhile, Suite
 from lightning_rob.processes import Fault
-from lightning_rob.run import Command, InputError
+from lightning_rob.reasons import InputError
+from lightning_rob.recipes import read_config
+from lightning_rob.run import Command
 from lightning_rob.sweep.command import load, settings
 from lightning_rob.sweep.measure import bare
 from lightning_rob.thresholds import fallen
@@ -287,9 +288,8 @@ def _changes(args: Sequence[str]) -> list[tuple[str, Any]]:
 
 def _content(value: str) -> Any:
     """What a value says, or the file that it names."""
-    if os.path.isfile(value) and value.endswith((".yaml", ".yml", ".json")):
-        return yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-    return value
+    names_one = value.endswith((".yaml", ".yml", ".json")) and os.path.isfile(value)
+    return read_config(value) if names_one else value
 
 
 def _line(result: Result, facts: Fields) -> Fields:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import yaml
 
+from lightning_rob.checkpoints import read_checkpoint
 from lightning_rob.monitor.history import Fields, History, identity, now
-from lightning_rob.run import InputError, read_checkpoint, recipe_in
+from lightning_rob.reasons import InputError
+from lightning_rob.recipes import recipe_in
 
 SETTLE = 10.0  # seconds after which a file that cannot be read and does not change is broken
 Stamp = tuple[int, int, int]  # inode, bytes, time of change

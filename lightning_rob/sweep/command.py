@@ -9,8 +9,10 @@ import yaml
 from lightning.pytorch import LightningDataModule
 
 from lightning_rob.callbacks.record import versions
+from lightning_rob.checkpoints import read_checkpoint
 from lightning_rob.ledger.identity import fingerprint
-from lightning_rob.run import Command, InputError, read_checkpoint
+from lightning_rob.reasons import asked
+from lightning_rob.run import Command
 from lightning_rob.sweep.measure import measure
 from lightning_rob.sweep.options import Study, parse
 from lightning_rob.sweep.outcome import Outcome
@@ -27,11 +29,7 @@ def main(args: Sequence[str]) -> None:
     Raises:
         InputError: what is asked for cannot be run.
     """
-    try:
-        study, rest = parse(args)
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    SweepCommand(study, rest)
+    SweepCommand(*asked(parse, args))
 
 
 class SweepCommand(Command):

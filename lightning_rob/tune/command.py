@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_rob.ledger.identity import key_of
 from lightning_rob.randomness import fold
-from lightning_rob.run import Command, InputError
+from lightning_rob.reasons import InputError
+from lightning_rob.run import Command
 from lightning_rob.tune.options import Budget, Options, parse
 from lightning_rob.tune.outcome import Outcome, write_recipe
 from lightning_rob.tune.search import Search
