@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
@@ -55,8 +56,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=PARTS, action="append")
     for part in parser.parse_args().only or PARTS:
-        with get_context("spawn").Pool(1) as pool:
-            rows = pool.apply(measured, (part,))
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            rows = pool.submit(measured, part).result()
         PAGE.write_text(written(PAGE.read_text(), part, table(part, rows)))
         for row in rows:
             print(*row, sep=" | ", flush=True)

@@ -78,11 +78,16 @@ def _recipe(folder: Path, **attack: object) -> Path:
 
 
 def _main(*args: object) -> None:
-    """A command line in this process, silently."""
+    """A command line in this process, silently, unless it fails."""
     from lightning_rob.cli import main
 
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        main([str(arg) for arg in args])
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
+            main([str(arg) for arg in args])
+    except SystemExit as stop:
+        if stop.code:
+            raise RuntimeError(f"exit code {stop.code}: {told.getvalue()}") from stop
 
 
 def _forked(work: object, wait: object = None) -> int:
