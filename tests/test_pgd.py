@@ -317,65 +317,6 @@ def test_more_steps_climb_higher(threat):
     assert means[0] < means[1] < means[2]
 
 
-# how much it costs
-
-
-class Counting(nn.Module):
-    """A network that counts its calls, its images and the gradients asked of it."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-        self.calls, self.backwards = [], 0
-
-    def forward(self, x):
-        self.calls.append((len(x), torch.is_grad_enabled() and x.requires_grad))
-        out = self.inner(x)
-        if out.requires_grad:
-            out.register_hook(self._count)
-        return out
-
-    def _count(self, gradient):
-        self.backwards += 1
-
-
-@pytest.mark.parametrize(
-    ("options", "evaluations"),
-    [
-        ({}, 0),
-        ({"random_start": False}, 0),
-        ({"dampings": (0.0, 0.9)}, 0),
-        ({"keep_best": True, "random_start": False}, 1),
-        ({"keep_best": True}, 2),
-    ],
-)
-def test_passes(options, evaluations):
-    """K gradients cost K calls; evaluations are paid for by those who ask."""
-    x, y = batch(7)
-    net = Counting(mlp(1))
-    PGD(LINF, 5, 0.03, **options)(Single(net), x, y, seeded())
-    assert net.backwards == 5
-    assert [images for images, _ in net.calls] == [7] * (5 + evaluations)
-    assert sum(grad for _, grad in net.calls) == 5
-
-
-@pytest.mark.parametrize(("options", "evaluations"), [({}, 1), ({"keep_best": True}, 2)])
-def test_passes_of_restarts(options, evaluations):
-    x, y = batch(7)
-    net = Counting(mlp(1))
-    PGD(LINF, 5, 0.03, restarts=3, **options)(Single(net), x, y, seeded())
-    assert net.backwards == 15
-    assert len(net.calls) <= 3 * (5 + evaluations)
-    assert sum(grad for _, grad in net.calls) == 15
-
-
-def test_passes_of_an_ensemble():
-    x, y = batch(7)
-    nets = [Counting(mlp(1)), Counting(mlp(2))]
-    PGD(LINF, 4, 0.03)(Ensemble(nets), x, y, seeded())
-    assert [(len(net.calls), net.backwards) for net in nets] == [(4, 4), (4, 4)]
-
-
 # random defenses
 
 

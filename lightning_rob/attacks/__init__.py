@@ -1,10 +1,12 @@
 """Attacks: frozen dataclasses called as x_adv = attack(defense, x, y, generator)."""
 
+from lightning_rob.attacks.accelerated import Accelerated
 from lightning_rob.attacks.arc import ARC, arc_linear
 from lightning_rob.attacks.ascent import Adam, AggMo, Ascent, Nesterov, aggmo
 from lightning_rob.attacks.auto import AutoAttack
 from lightning_rob.attacks.backward import SGM, LinBP
 from lightning_rob.attacks.base import Attack, attacking, evaluating
+from lightning_rob.attacks.chunked import Chunked
 from lightning_rob.attacks.confidence import HighConfidence
 from lightning_rob.attacks.corrupted import Corrupted
 from lightning_rob.attacks.cw import CW
@@ -30,11 +32,13 @@ __all__ = [
     "PGD",
     "SGM",
     "TAA",
+    "Accelerated",
     "Adam",
     "AggMo",
     "Ascent",
     "Attack",
     "AutoAttack",
+    "Chunked",
     "Corrupted",
     "DeepFool",
     "EightBit",

@@ -3,11 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.folding import folded
+from lightning_rob.attacks.memory import in_halves
 from lightning_rob.defenses import Defense, Mixture
 from lightning_rob.objectives import Objective, check_logits, over_draws
 from lightning_rob.randomness import Generator
@@ -94,14 +97,18 @@ def height(
     y: Tensor,
     generator: Generator,
     check: bool = False,
+    right: list[Tensor] | None = None,
 ) -> Tensor:
     """The objective [B] of images [B, C, H, W] with labels [B], over so many draws of the defense.
 
-    With `check` labels out of range and logits that are not numbers raise a ValueError.
+    With `check` labels out of range and logits that are not numbers raise a ValueError. To `right`
+    is added how probable the right answer is: [B].
     """
     logits, weights = defense.drawn(x, generator, draws)
     if check:
         check_logits(logits, y)
+    if right is not None:
+        right.append(defense.rule(logits.detach(), weights).gather(1, y[:, None])[:, 0])
     return objective(logits.float() if logits.itemsize < 4 else logits, weights, y)
 
 
@@ -113,6 +120,7 @@ def slope(
     y: Tensor,
     generator: Generator,
     check: bool = False,
+    right: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The objective [B] and its gradient by the images [B, C, H, W]; see `height`.
 
@@ -120,9 +128,9 @@ def slope(
     the least of them: memory does not grow with the number of parts.
     """
     if isinstance(defense, Mixture) and over_draws(objective):
-        return _part_by_part(objective, draws, defense, x, y, generator, check)
+        return _part_by_part(objective, draws, defense, x, y, generator, check, right)
     leaf = x.detach().requires_grad_()
-    climbed = height(objective, draws, defense, leaf, y, generator, check)
+    climbed = height(objective, draws, defense, leaf, y, generator, check, right)
     (gradient,) = torch.autograd.grad(climbed.sum(), leaf)
     return climbed.detach(), gradient
 
@@ -135,6 +143,7 @@ def _part_by_part(
     y: Tensor,
     generator: Generator,
     check: bool,
+    right: list[Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """`slope`, the sum of the parts' by their shares, or for each image that of the least part."""
     least = over_draws(objective) == "least"
@@ -143,7 +152,7 @@ def _part_by_part(
     for share, part in zip(defense.shares, defense.defenses, strict=True):
         if share == 0:
             continue
-        height_of_part, slope_of_part = slope(objective, draws, part, x, y, generator, check)
+        height_of_part, slope_of_part = slope(objective, draws, part, x, y, generator, check, right)
         if least:
             wins = height_of_part < value
             value = torch.where(wins, height_of_part, value)
@@ -153,6 +162,13 @@ def _part_by_part(
             value = value + share * height_of_part
             gradient = gradient + share * slope_of_part
     return value, gradient
+
+
+def image_by_image(attack: "Attack", defense: Defense) -> bool:
+    """Whether a batch may be attacked in parts: neither goes by the whole of it."""
+    from lightning_rob.attacks.rebuild import parts
+
+    return not defense.transductive and not any(part.together for part in parts(attack))
 
 
 class Backward(ABC):
@@ -167,6 +183,7 @@ class Attack(ABC):
     """A search for images that a defense gets wrong. Subclasses are frozen dataclasses."""
 
     threat: Threat
+    together: ClassVar[bool] = False  # whether what it does to an image depends on the others
 
     def __call__(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator = None
@@ -194,7 +211,12 @@ class Attack(ABC):
             raise ValueError(f"{len(x)} images need labels [{len(x)}], got {list(y.shape)}")
         with attacking(defense):
             x, y = x.detach().clone(), y.clone()
-            return self.perturb(defense, x, y, generator).detach() if len(x) else x
+            if not len(x):
+                return x
+            work = partial(self.perturb, defense)
+            if image_by_image(self, defense):
+                return in_halves(work, x, y, generator).detach()
+            return work(x, y, generator).detach()
 
     def strategies(self, defense: Defense) -> "list[tuple[float, Attack]]":
         """What the attacker may do against this defense, each with its probability; mostly one.

@@ -1,7 +1,7 @@
 """Attacks on defenses that adapt: rehearse the defense, attack what it became, and again."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class GMSA(Attack):
         ValueError: no rounds.
     """
 
+    together: ClassVar[bool] = True
     inner: Attack
     rounds: int = 10
     memory: bool = True

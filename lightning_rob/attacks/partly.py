@@ -1,6 +1,7 @@
 """Rounds of which a share is not attacked."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Partly(Attack):
         TypeError: an attack that rehearses the whole round.
     """
 
+    together: ClassVar[bool] = True
     attack: Attack
     clean: float = 0.5
     natural: Attack | None = None

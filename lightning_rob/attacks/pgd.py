@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,8 +39,12 @@ class PGD(Attack):
             mean of their steepest directions: short for `AggMo(dampings)`.
         backward: a context such as SGM or LinBP, or several, entered in turn with the defense.
         ascent: any other optimiser of `lightning_rob.attacks.ascent`, instead of dampings.
+        drop_fooled: an image that the defense certainly gets wrong is handed in as it is then, and
+            costs nothing any more, nor does it start again. No accuracy rises; on a GPU each step
+            waits for the last one.
 
     Raises:
+        TypeError: when called, fooled images are to be dropped and there is chance in the answers.
         ValueError: a count below 1, a step size that is not positive, a damping outside [0, 1),
             both dampings and another optimiser.
     """
@@ -55,6 +60,7 @@ class PGD(Attack):
     dampings: tuple[float, ...] = (0.0,)
     backward: Backward | Sequence[Backward] | None = None
     ascent: Ascent | None = None
+    drop_fooled: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "step_size", pixels(self.step_size))
@@ -74,38 +80,72 @@ class PGD(Attack):
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        if self.drop_fooled:
+            _check_certain(defense)
         with ExitStack() as stack:
             chosen = self.backward or ()
             for backward in chosen if isinstance(chosen, Sequence) else (chosen,):
                 stack.enter_context(backward(defense))
-            best, value = self._run(defense, x, y, generator)
+            value = x.new_full((len(x),), -torch.inf)
+            best, value = self._run(defense, x, y, generator, value)
             for _ in range(self.restarts - 1):
-                again, other = self._run(defense, x, y, generator)
+                again, other = self._run(defense, x, y, generator, value)
                 best, value = better(best, value, again, other)
         return best
 
     def _run(
-        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, before: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The images of one run [B, …] and their objective [B], where anybody asks for it."""
+        """The images of one run [B, …] and their objective [B], where anybody asks for it.
+
+        The objective counts as infinite where `drop_fooled` found an image fooled; so it does in
+        `before` [B], of earlier runs.
+        """
         x_adv = self.threat.start(x, generator) if self.random_start else x
         best, value = x, x.new_full((len(x),), -torch.inf)
         if self.keep_best and self.random_start:
             value = self._value(defense, x, y, generator, check=True)
         reach = self.step_size * self.threat.unit(x)
         move = (self.ascent or AggMo(self.dampings)).begin(self.threat)
+        live = (before < torch.inf).nonzero()[:, 0] if self.drop_fooled else None
         for step in range(self.steps):
-            climbed, gradient = slope(
-                self.objective, self.draws, defense, x_adv, y, generator, check=step == 0
-            )
-            if self.keep_best:
+            climbed, gradient, live = self._slope(defense, x_adv, y, generator, live, step == 0)
+            if self.keep_best or self.drop_fooled:
                 best, value = better(best, value, x_adv, climbed)
+            if live is not None and not len(live):
+                break
             along = scale(move(gradient.nan_to_num(0.0, 0.0, 0.0)), reach)
             x_adv = self.threat.project(x_adv + along, x)
         if self.keep_best or self.restarts > 1:
             last = self._value(defense, x_adv, y, generator)
-            return better(best, value, x_adv, last) if self.keep_best else (x_adv, last)
-        return x_adv, value
+        else:
+            last = torch.zeros_like(value)
+        kept = self.keep_best or self.drop_fooled
+        return better(best, value, x_adv, last) if kept else (x_adv, last)
+
+    def _slope(
+        self,
+        defense: Defense,
+        x: Tensor,
+        y: Tensor,
+        generator: Generator,
+        live: Tensor | None,
+        check: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The objective [B], its gradient [B, …], and the indices of the images still attacked."""
+        see = partial(slope, self.objective, self.draws, defense)
+        if live is None:
+            return *see(x, y, generator, check), None
+        seen: list[Tensor] = []
+        climbed, gradient = x.new_full((len(x),), -torch.inf), torch.zeros_like(x)
+        if not len(live):
+            return climbed, gradient, live
+        height_, gradient[live] = see(x[live], y[live], None, check, seen)
+        fooled = torch.stack(seen).amax(0) <= 0
+        if self.keep_best:
+            climbed[live] = height_
+        climbed[live] = climbed[live].masked_fill(fooled, torch.inf)
+        return climbed, gradient, live[~fooled]
 
     @torch.no_grad()
     def _value(
@@ -120,3 +160,14 @@ def better(a: Tensor, value_a: Tensor, b: Tensor, value_b: Tensor) -> tuple[Tens
     return torch.where(wins.view(-1, *[1] * (a.dim() - 1)), b, a), torch.where(
         wins, value_b, value_a
     )
+
+
+def _check_certain(defense: Defense) -> None:
+    """Raise TypeError where there is chance in a defense's classifiers."""
+    try:
+        _ = defense.classifiers
+    except TypeError as error:
+        raise TypeError(
+            f"drop_fooled is for a fixed set of classifiers: {type(defense).__name__} draws its "
+            "own, and one wrong answer is no proof"
+        ) from error

@@ -1,6 +1,7 @@
 """How attackers of a defense that adapts may look at it."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ class ThroughAdaptation(Attack):
         attack: what the adapting defense is attacked by.
     """
 
+    together: ClassVar[bool] = True
     attack: Attack
 
     @property
@@ -59,6 +61,11 @@ class _Adapting(Defense):
     def __init__(self, defense: Defense) -> None:
         super().__init__(torch.ones(1), defense.rule)
         self.defense = defense
+
+    @property
+    def transductive(self) -> bool:
+        """It adapts to every batch that it is asked."""
+        return True
 
     @property
     def networks(self) -> list[nn.Module]:

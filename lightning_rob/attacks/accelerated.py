@@ -1,0 +1,83 @@
+"""An attack on networks that run faster, compiled or in half precision."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rob.attacks.base import Attack
+from lightning_rob.defenses import Defense
+from lightning_rob.randomness import Generator
+from lightning_rob.threat import Threat
+
+Precision = Literal["bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Accelerated(Attack):
+    """Another attack, by networks that are compiled, or whose gradients are in half precision.
+
+    Compiling costs tens of seconds for each network and size of image, and may cost more than it
+    saves. Gradients in half precision are not exact, so that **the attack may be weaker**: compare
+    (docs/performance.md). What it decides without gradients stays in full precision, and so does
+    the evaluation.
+
+    Args:
+        attack: the attack.
+        compile: run networks by `torch.compile`.
+        autocast: the precision of the networks' gradients; None leaves it.
+
+    Raises:
+        ValueError: neither is wanted, or another precision.
+        TypeError: when called on a defense that names no networks.
+    """
+
+    attack: Attack
+    compile: bool = False
+    autocast: Precision | None = None
+
+    def __post_init__(self) -> None:
+        if not self.compile and self.autocast is None:
+            raise ValueError("nothing to accelerate by: give compile=True or autocast")
+        if self.autocast is not None and self.autocast not in get_args(Precision):
+            raise ValueError(f"autocast must be of {get_args(Precision)}, got {self.autocast!r}")
+
+    @property
+    def threat(self) -> Threat:  # type: ignore[override]
+        """That of the attack."""
+        return self.attack.threat
+
+    def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
+        """Those of the attack, each accelerated."""
+        return [(p, replace(self, attack=part)) for p, part in self.attack.strategies(defense)]
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        with self._faster(defense.networks):
+            return self.attack.perturb(defense, x, y, generator)
+
+    @contextmanager
+    def _faster(self, nets: list[nn.Module]) -> Iterator[None]:
+        """Give networks another forward, for this context only."""
+        changed = [net for net in dict.fromkeys(nets) if "forward" not in net.__dict__]
+        try:
+            for net in changed:
+                net.__dict__["forward"] = self._forward(net.forward)
+            yield
+        finally:
+            for net in changed:
+                net.__dict__.pop("forward", None)
+
+    def _forward(self, plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        quick: Callable[[Tensor], Tensor] = torch.compile(plain) if self.compile else plain
+
+        def forward(x: Tensor) -> Tensor:
+            if self.autocast is None or not (torch.is_grad_enabled() and x.requires_grad):
+                return quick(x)
+            with torch.autocast(x.device.type, getattr(torch, self.autocast)):
+                return quick(x).to(x)
+
+        return forward

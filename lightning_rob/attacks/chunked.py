@@ -1,0 +1,73 @@
+"""An attack whose memory does not grow with the batch."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks.base import Attack, image_by_image
+from lightning_rob.attacks.memory import in_parts, kept_for_gradients
+from lightning_rob.defenses import Defense
+from lightning_rob.randomness import Generator
+from lightning_rob.threat import Threat
+
+GRADIENTS = 2.0  # beside what autograd keeps: the gradients themselves, and what kernels work in
+
+
+@dataclass(frozen=True)
+class Chunked(Attack):
+    """Another attack, on a few images at a time: the same images, in less memory.
+
+    Args:
+        attack: which attacks each image by itself.
+        images: how many at a time.
+        memory: in GiB, in place of `images`: as many at a time as will do with about so much,
+            estimated anew for each batch by a forward pass of one image and one of two.
+
+    Raises:
+        ValueError: neither or both of images and memory, or one that is not positive.
+        TypeError: when called, what is attacked or the attack goes by whole batches.
+    """
+
+    attack: Attack
+    images: int | None = None
+    memory: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.images is None) == (self.memory is None):
+            raise ValueError(
+                f"give images or memory, got images={self.images} and memory={self.memory}"
+            )
+        for name in ("images", "memory"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+    @property
+    def threat(self) -> Threat:  # type: ignore[override]
+        """That of the attack."""
+        return self.attack.threat
+
+    def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
+        """Those of the attack, each on a few images at a time."""
+        return [(p, replace(self, attack=part)) for p, part in self.attack.strategies(defense)]
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        if not image_by_image(self.attack, defense):
+            kind = type(defense).__name__
+            raise TypeError(f"{self.attack} on {kind} goes by whole batches: it cannot be chunked")
+        count = self.images or self._fitting(defense, x, y)
+        return in_parts(partial(self.attack, defense), count, x, y, generator)
+
+    def _fitting(self, defense: Defense, x: Tensor, y: Tensor) -> int:
+        """How many images the memory is enough for; at least one."""
+        one, two = (
+            kept_for_gradients(
+                partial(self.attack.perturb, defense, x[:n].clone(), y[:n], torch.Generator())
+            )
+            for n in (1, 2)
+        )
+        each = GRADIENTS * max(two - one, 1)  # what both keep is there anyway: weights
+        return min(max(int((self.memory or 0) * 2**30 / each), 1), len(x))

@@ -1,0 +1,93 @@
+"""Batches that are attacked in parts, because memory does not suffice for the whole."""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_rob.randomness import Generator, Streams
+
+Work = Callable[[Tensor, Tensor, Generator], Tensor]
+
+
+def in_halves(work: Work, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+    """Work on a batch, and on its halves where that runs out of memory, with a warning.
+
+    The device's memory is meant: what the processor lacks is found by the system, which kills.
+
+    Args:
+        work: images [B, …], labels [B] and their noise -> [B, …].
+        x: [B, …] images.
+        y: [B] labels.
+        generator: where noise comes from; `Streams` give each image the same one in any part.
+
+    Returns:
+        [B, …].
+    """
+    drawn = generator.drawn if isinstance(generator, Streams) else 0
+    try:
+        return work(x, y, generator)
+    except torch.OutOfMemoryError:
+        if len(x) < 2:
+            raise
+    # beyond the handler, whose traceback holds on to what the attempt has allocated
+    half = (len(x) + 1) // 2
+    warnings.warn(
+        f"an attack on {len(x)} images at once ran out of memory and goes on with {half}: save "
+        "the attempt by Chunked(images=…) or a smaller eval_batch_size",
+        stacklevel=2,
+    )
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if isinstance(generator, Streams):
+        generator.drawn = drawn
+    return in_parts(lambda *part: in_halves(work, *part), half, x, y, generator)
+
+
+def in_parts(work: Work, count: int, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+    """Work on a batch part by part; see `in_halves`.
+
+    Args:
+        work: images [b, …], labels [b] and their noise -> [b, …].
+        count: b, how many images a part has at most.
+        x: [B, …] images.
+        y: [B] labels.
+        generator: where noise comes from.
+
+    Returns:
+        [B, …].
+    """
+    done, drawn = [], 0
+    for first in range(0, len(x), count):
+        some = torch.arange(first, min(first + count, len(x)), device=x.device)
+        part = generator[some] if isinstance(generator, Streams) else generator
+        done.append(work(x[some], y[some], part))
+        drawn = max(drawn, part.drawn) if isinstance(part, Streams) else 0
+    if isinstance(generator, Streams):
+        generator.drawn = drawn
+    return torch.cat(done)
+
+
+def kept_for_gradients(work: Callable[[], object]) -> int:
+    """How many bytes autograd keeps at the moment at which work takes its first gradient."""
+    storages: dict[int, int] = {}
+
+    def keep(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    def use(value: Tensor) -> Tensor:
+        raise _FirstGradientError
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, use):
+            work()
+    except _FirstGradientError:
+        pass
+    return sum(storages.values())
+
+
+class _FirstGradientError(Exception):
+    """Enough is known."""

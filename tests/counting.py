@@ -1,0 +1,66 @@
+"""What attacks ask of a network and of the host, counted."""
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Tap(torch.autograd.Function):
+    """The identity; tells of every gradient that passes, and of how many images."""
+
+    @staticmethod
+    def forward(ctx, x, log):
+        ctx.log = log
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.log.append(len(gradient))
+        return gradient, None
+
+
+class Counting(nn.Module):
+    """A network that counts, in images: what it evaluates, linearises, and gradients asked for.
+
+    Only what an attack asks: passes in train mode are `trained`. Gradients of weights during an
+    attack are an error.
+    """
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.clear()
+
+    def clear(self):
+        self.evaluated, self.linearised, self.backwards, self.trained = [], [], [], []
+
+    def counts(self):
+        """Calls to evaluate, calls to linearise, gradients."""
+        return len(self.evaluated), len(self.linearised), len(self.backwards)
+
+    def images(self):
+        """Images of all the calls that are not training."""
+        return sum(self.evaluated) + sum(self.linearised)
+
+    def forward(self, x):
+        if self.training:
+            self.trained.append(len(x))
+        elif torch.is_grad_enabled() and x.requires_grad:
+            assert not any(weight.requires_grad for weight in self.parameters())
+            self.linearised.append(len(x))
+            x = Tap.apply(x, self.backwards)
+        else:
+            self.evaluated.append(len(x))
+        return self.inner(x)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for its device: a number or a length read from a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal")
+        return func(*args, **(kwargs or {}))

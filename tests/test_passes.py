@@ -1,0 +1,289 @@
+"""How many passes each attack costs, exactly; benchmarks/attacks.py tells what these take."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.attacks import (
+    ARC,
+    CW,
+    GMSA,
+    PAA,
+    PGD,
+    TAA,
+    AggMo,
+    DeepFool,
+    SeenAs,
+)
+from lightning_rob.defenses import Ensemble, RandomTransforms, Single, TransformEnsemble
+from lightning_rob.modules import BAT, DVERGE, IAT, AdversarialTraining
+from lightning_rob.objectives import worst_ce
+from lightning_rob.randomness import Streams
+from lightning_rob.threat import Threat
+from lightning_rob.transforms import GaussianNoise, HorizontalFlip
+from tests.counting import Counting, Waits
+
+LINF, L2 = Threat("linf", 0.1), Threat("l2", 100.0)
+B = 7
+
+
+def mlp(seed, classes=5):
+    torch.manual_seed(seed)
+    layers = nn.Flatten(), nn.Linear(3 * 8 * 8, 32), nn.Tanh(), nn.Linear(32, classes)
+    return Counting(nn.Sequential(*layers)).eval()
+
+
+def mlps(count):
+    return [mlp(seed) for seed in range(count)]
+
+
+def batch(*nets, count=B):
+    """Images, and labels that the first network gives them."""
+    x = torch.rand(count, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+    y = nets[0](x).argmax(1) if nets else torch.arange(count) % 5
+    for net in nets:
+        net.clear()
+    return x, y
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+# projected gradient ascent: K forwards, K backwards
+
+
+@pytest.mark.parametrize(
+    ("options", "evaluations"),
+    [
+        ({}, 0),
+        ({"random_start": False}, 0),
+        ({"ascent": AggMo()}, 0),
+        ({"keep_best": True, "random_start": False}, 1),
+        ({"keep_best": True}, 2),
+    ],
+)
+def test_pgd(options, evaluations):
+    """Evaluations are paid for by those who ask."""
+    net = mlp(1)
+    x, y = batch(net)
+    PGD(LINF, 5, 0.03, **options)(Single(net), x, y, seeded())
+    assert net.counts() == (evaluations, 5, 5)
+    assert {*net.linearised, *net.evaluated, *net.backwards} == {B}
+
+
+@pytest.mark.parametrize(("options", "evaluations"), [({}, 1), ({"keep_best": True}, 2)])
+def test_restarts(options, evaluations):
+    net = mlp(1)
+    x, y = batch(net)
+    PGD(LINF, 5, 0.03, restarts=3, **options)(Single(net), x, y, seeded())
+    assert net.counts() == (3 * evaluations, 15, 15)
+
+
+def test_adaptive_pgd():
+    """Each member once a step, whatever the number of members."""
+    nets = mlps(3)
+    x, y = batch(*nets)
+    PGD(LINF, 4, 0.03)(Ensemble(nets), x, y, seeded())
+    assert [net.counts() for net in nets] == [(0, 4, 4)] * 3
+
+
+def test_eot():
+    """All draws of a step in one call."""
+    net = mlp(1)
+    x, y = batch(net)
+    defense = RandomTransforms(net, [GaussianNoise(), HorizontalFlip()], 2, draws=3)
+    PGD(LINF, 4, 0.03, draws=6, backward=SeenAs())(defense, x, y, seeded())
+    assert net.counts() == (0, 4, 4)
+    assert {*net.linearised, *net.backwards} == {6 * B}
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+def test_fooled_images_leave(restarts):
+    """Each image costs what it costs alone, until it is fooled; then it never starts again."""
+    net = mlp(1)
+    x, y = batch(net, count=16)
+    attack = PGD(Threat("linf", 0.03), 6, 0.01, restarts=restarts, drop_fooled=True)
+    attack(Single(net), x, y, Streams.keyed(torch.arange(16), 0))
+    together, sizes = sum(net.linearised), net.linearised[:6]
+    net.clear()
+    for i in range(16):
+        attack(Single(net), x[i : i + 1], y[i : i + 1], Streams.keyed(torch.tensor([i]), 0))
+    assert together == sum(net.linearised) < 16 * 6 * restarts
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_best": True}, {"ascent": AggMo()}])
+def test_steps_do_not_wait_for_the_device(options):
+    net, counts = mlp(1), []
+    x, y = batch(net)
+    for steps in (2, 9):
+        with Waits() as waits:
+            PGD(LINF, steps, 0.03, **options)(Single(net), x, y, seeded())
+        counts.append(waits.count)
+    assert counts[0] == counts[1] > 0
+
+
+# ARC: G gradients a member and iteration
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(("neighbours", "backwards"), [(None, 4), (1, 1), (3, 3), (9, 4)])
+@pytest.mark.parametrize("random_start", [False, True])
+def test_arc(count, neighbours, backwards, random_start):
+    """Each iteration linearises every member once, with G gradients, and scores M candidates."""
+    nets = mlps(count)
+    x, y = batch(*nets)
+    ARC(LINF, 4, 0.1, neighbours, random_start)(Ensemble(nets), x, y, seeded())
+    for net in nets:
+        assert net.counts() == (1 + random_start + 4 * count, 4, 4 * backwards)
+        assert {*net.linearised, *net.evaluated, *net.backwards} == {B}
+
+
+def test_arc_drops_the_fooled():
+    nets, images = mlps(2), {}
+    x, y = batch(*nets, count=32)
+    for drop in (False, True):
+        ARC(Threat("linf", 0.2), 6, 0.05, drop_fooled=drop)(Ensemble(nets), x, y)
+        images[drop] = sum(net.images() for net in nets)
+        for net in nets:
+            net.clear()
+    assert images[False] == 2 * 32 * (1 + 6 * 3)
+    assert images[True] < 0.8 * images[False]
+
+
+def test_arc_stops_when_all_are_fooled():
+    net = mlp(1)
+    x, y = batch(net)
+    x_adv = ARC(LINF, 5, 0.1, drop_fooled=True)(Single(net), x, (y + 1) % 5)
+    assert torch.equal(x_adv, x)
+    assert net.counts() == (1, 0, 0)
+
+
+# minimal perturbations
+
+
+def test_carlini_wagner():
+    """One forward and one backward a step; images whose cost settles leave, and none comes back."""
+    net = mlp(1)
+    x, y = batch(net)
+    CW(L2, steps=20, binary_steps=3, initial_const=1.0)(Single(net), x, y)
+    evaluations, steps, gradients = net.counts()
+    assert evaluations == 1
+    assert steps == gradients <= 3 * 20
+    assert net.linearised == net.backwards
+    assert max(net.linearised) == B
+    rises = [b > a for a, b in zip(net.linearised, net.linearised[1:], strict=False)]
+    assert sum(rises) <= 2  # each c begins with all images
+
+
+def test_carlini_wagner_leaves_what_is_wrong_alone():
+    net = mlp(1)
+    x, y = batch(net)
+    CW(L2)(Single(net), x, (y + 1) % 5)
+    assert net.counts() == (1, 0, 0)
+
+
+@pytest.mark.parametrize(("candidates", "backwards"), [(None, 4), (2, 2), (9, 4)])
+def test_deepfool(candidates, backwards):
+    """Each step looks who is fooled and linearises the others, with a gradient per candidate."""
+    net = mlp(1)
+    x, y = batch(net, count=24)
+    DeepFool(L2, steps=5, candidates=candidates)(Single(net), x, y)
+    evaluations, steps, gradients = net.counts()
+    assert evaluations in (steps, steps + 1)
+    assert gradients == steps * backwards
+    assert net.linearised == net.evaluated[1:] + [net.linearised[-1]] * (evaluations == steps)
+    assert net.linearised == sorted(net.linearised, reverse=True)
+
+
+# transductive defenses
+
+
+@pytest.mark.parametrize("objective", [None, worst_ce])
+@pytest.mark.parametrize("memory", [True, False])
+def test_gmsa(objective, memory):
+    """Round i costs K passes through i models; a rehearsal answers once, and adapts."""
+    net, adapted = mlp(1), []
+    x, y = batch(net)
+
+    class Adapting(Single):
+        def adapt(self, x, generator=None):
+            model = Single(mlp(1))
+            adapted.append(model.net)
+            return model
+
+    options = {} if objective is None else {"objective": objective}
+    inner = PGD(Threat("linf", 1e-6), 4, 1e-6, **options)
+    GMSA(inner, rounds=3, memory=memory)(Adapting(net), x, y, seeded())
+    models, longer = [net, *adapted[1:]], [1, 2, 3] if objective and memory else [1, 1, 1]
+    for age, model in enumerate(models):
+        attacked = longer[age:] if memory else longer[age : age + 1]
+        steps = 4 * sum(attacked)
+        assert model.counts() == (0 if model is net else 1, steps, steps)
+    assert adapted[0].counts() == (1, 0, 0)
+
+
+# transformation ensembles
+
+
+def test_targets_of_an_ensemble():
+    """One member alone is attacked; in turn, what all of them say of each candidate."""
+    nets = mlps(3)
+    x, y = batch(*nets)
+    defense = TransformEnsemble(nets, ["clean", "flip_horizontal", "flip_vertical"])
+    TAA(PGD(LINF, 4, 0.03), target="clean")(defense, x, y, seeded())
+    assert [net.counts()[1:] for net in nets] == [(4, 4), (0, 0), (0, 0)]
+
+
+def test_aggregated_attacks():
+    """A round attacks each candidate that is left, on the images that it still gets right."""
+    nets = mlps(3)
+    x, y = batch(*nets)
+    defense = TransformEnsemble(nets, ["clean", "flip_horizontal", "flip_vertical"])
+    PAA(PGD(LINF, 4, 0.03), rounds=2, max_dissimilarity=10)(defense, x, y, seeded())
+    for net in nets:
+        evaluations, steps, gradients = net.counts()
+        assert steps == gradients == 4 * evaluations
+        assert evaluations <= 2
+        assert net.linearised[::4] == net.linearised[3::4]
+
+
+# training
+
+
+def test_boosted_training():
+    """Fixed members are attacked, once for a batch, and only the member in training is trained."""
+    nets = mlps(3)
+    module = BAT(lambda: nets.pop(), PGD(LINF, 4, 0.03), members=3, epochs=1)
+    module.stage = 2
+    members = list(module.members)
+    for net in members:
+        net.clear()
+    members[2].train()
+    x, y = batch()
+    module.loss(x, y)
+    assert [net.counts() for net in members] == [(0, 4, 4), (0, 4, 4), (0, 0, 0)]
+    assert [net.trained for net in members] == [[], [], [B]]
+
+
+@pytest.mark.parametrize("kind", [AdversarialTraining, IAT])
+def test_adversarial_training(kind):
+    net = mlp(1)
+    options = {"members": 1, "epochs": 1} if kind is IAT else {}
+    module = kind(lambda: net, attack=PGD(LINF, 4, 0.03), **options).train()
+    net.clear()
+    module.loss(*batch())
+    assert net.counts() == (0, 4, 4)
+    assert net.trained == [B]
+
+
+def test_distillation():
+    """DVERGE distils from each member once, and the others share what it gives."""
+    module = DVERGE(lambda: mlp(1), members=3, steps=4, layers=[""]).train()
+    for net in module.members:
+        net.clear()
+    module.loss(*batch())
+    for net in module.members:
+        assert net.counts() == (1, 4, 4)
+        assert net.trained == [B, B]
