@@ -7,11 +7,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_rob.attacks import PGD
-from lightning_rob.defenses import Defense, Ensemble, Single
+from lightning_rob.defenses import Defense, Ensemble, RandomTransforms, Single
 from lightning_rob.objectives import ce_of_mean_logits, expected_ce, linear, worst_ce
-from lightning_rob.randomness import normal
+from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
+from lightning_rob.transforms import GaussianNoise
 
 LINF, L2 = Threat("linf", 0.1), Threat("l2", 0.3)
 STEPS = {"linf": 0.03, "l2": 0.1}
@@ -397,3 +398,51 @@ def test_backward_context_is_entered_with_the_defense():
     x_adv = attack(defense, x, y, seeded())
     assert log == [("in", defense), ("out", defense)]
     assert torch.equal(x_adv, replace(attack, backward=None)(defense, x, y, seeded()))
+
+
+# fooled images leave
+
+
+def attacked(attack, defense, x, y):
+    """Its images, and how probable the right answer to each is."""
+    x_adv = attack(defense, x, y, Streams.keyed(torch.arange(len(x)), 1))
+    return x_adv, defense(x_adv).gather(1, y[:, None])[:, 0]
+
+
+def test_dropped_images_are_fooled_and_the_others_as_ever():
+    x, defense = batch(64)[0], Single(mlp(1, gain=3.0))
+    y = defense(x).argmax(1)
+    attack = PGD(LINF, 8, 0.03)
+    plain, right = attacked(attack, defense, x, y)
+    fast, still = attacked(replace(attack, drop_fooled=True), defense, x, y)
+    assert 0 < right.sum() < 64
+    assert torch.equal(right, still)
+    torch.testing.assert_close(fast[still > 0], plain[still > 0])
+    assert not torch.equal(fast, plain)
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_best": True}, {"restarts": 3}])
+@pytest.mark.parametrize("objective", [expected_ce, linear])
+@both_norms
+def test_dropping_raises_no_expected_accuracy(options, objective, threat):
+    """What is fooled once stays so; whoever climbs on may lose it again."""
+    x, defense = batch(64)[0], ensemble()
+    y = defense(x).argmax(1)
+    attack = PGD(threat, 6, STEPS[threat.norm], objective=objective, **options)
+    _, plain = attacked(attack, defense, x, y)
+    fast, right = attacked(replace(attack, drop_fooled=True), defense, x, y)
+    assert 0 < right.mean() <= plain.mean() < 1
+    assert (threat.size(fast - x) <= threat.eps + 1e-6).all()
+
+
+def test_dropping_needs_answers_without_chance():
+    defense = RandomTransforms(mlp(1), [GaussianNoise()], 1, 2)
+    with pytest.raises(TypeError, match="no proof"):
+        PGD(LINF, 2, 0.03, drop_fooled=True)(defense, *batch(3))
+
+
+def test_images_that_are_wrong_already_stay():
+    x, net = batch(5)[0], mlp(1)
+    wrong = (net(x).argmax(1) + 1) % 4
+    attack = PGD(LINF, 5, 0.03, random_start=False, drop_fooled=True)
+    assert torch.equal(attack(Single(net), x, wrong), x)
