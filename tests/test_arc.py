@@ -11,6 +11,7 @@ from lightning_rob.defenses import Ensemble, Single
 from lightning_rob.objectives import ce_of_mean_logits, linear
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
+from tests import plain
 
 
 class MLP(nn.Module):
@@ -437,3 +438,21 @@ def test_small_probabilities_count_in_half_precision(place):
         one = expected_accuracy([Constant(True), Constant(False)], weights, x, y)
     assert both.float().tolist() == pytest.approx([1.0, 1.0], abs=1e-6)
     assert one.float().tolist() == pytest.approx([0.999, 0.999], abs=1e-6)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("neighbours", [1, 3])
+@pytest.mark.parametrize("drop", [False, True])
+def test_as_strong_as_the_plain_batched_algorithm(norm, neighbours, drop):
+    """Which `benchmarks/attacks.py` measures the time against."""
+    members, weights = mlps(3, seed=5), torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    x, y = batch(members, 24)
+    threat = Threat(norm, 0.15 if norm == "linf" else 0.3)
+    slow = plain.arc(members, weights, x, y, threat, 5, threat.eps, neighbours)
+    attack = ARC(threat, 5, threat.eps, neighbours, drop_fooled=drop)
+    fast = attack(Ensemble(members, weights), x, y)
+    if not drop:
+        torch.testing.assert_close(fast, slow, rtol=0, atol=1e-9)
+    left = [expected_accuracy(members, weights, images, y) for images in (slow, fast)]
+    assert torch.equal(*left)
+    assert 0 < left[0].mean() < 1
