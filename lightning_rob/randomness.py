@@ -16,9 +16,9 @@ def _signed(value: int) -> int:
 
 def _mix(z: Tensor) -> Tensor:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), on int64 as if unsigned."""
-    z = (z ^ ((z >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ ((z >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
-    return z ^ ((z >> 31) & (2**33 - 1))
+    z = ((z >> 30).bitwise_and_(2**34 - 1)).bitwise_xor_(z).mul_(_signed(0xBF58476D1CE4E5B9))
+    z = ((z >> 27).bitwise_and_(2**37 - 1)).bitwise_xor_(z).mul_(_signed(0x94D049BB133111EB))
+    return ((z >> 31).bitwise_and_(2**33 - 1)).bitwise_xor_(z)
 
 
 def _mix_one(z: int) -> int:
@@ -86,7 +86,7 @@ class Streams:
         steps = torch.arange(self.drawn + 1, self.drawn + count + 1, device=self.keys.device)
         self.drawn += count
         bits = _mix(self.keys[:, None] + steps * _signed(GOLDEN))
-        unit = ((bits >> 40) & (2**24 - 1)).to(torch.float32) * 2.0**-24
+        unit = (bits >> 40).bitwise_and_(2**24 - 1).to(torch.float32).mul_(2.0**-24)
         return unit.reshape(len(self), *shape)
 
 

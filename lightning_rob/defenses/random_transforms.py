@@ -104,15 +104,27 @@ class RandomTransforms(Defense):
         order = self._orders(copies, len(x), generator)
         if torch.compiler.is_exporting():
             return self._masked(copies, order, generator).view(draws, *x.shape)
-        images = list(copies.unbind())
-        for kind, chosen in _schedule(order.cpu(), len(self.transforms)):
-            batch = torch.stack([images[i] for i in chosen])
-            noise = generator
+        if not len(copies):
+            return copies.view(draws, *x.shape)
+        return self._grouped(copies, order.cpu(), generator).view(draws, *x.shape)
+
+    def _grouped(self, copies: Tensor, order: Tensor, generator: Generator) -> Tensor:
+        """Copies [N, C, H, W] through their transforms, those next in line for one together."""
+        alike: dict[tuple[int, ...], list[int]] = {}  # copies of one order stay side by side
+        for copy, row in enumerate(order.tolist()):
+            alike.setdefault(tuple(row), []).append(copy)
+        units = list(alike.values())
+        rows = torch.tensor([copy for unit in units for copy in unit], device=copies.device)
+        parts = list(torch.split(copies.index_select(0, rows), [len(unit) for unit in units]))
+        for kind, chosen in _schedule(list(alike), len(self.transforms)):
+            batch, noise = torch.cat([parts[i] for i in chosen]), generator
             if isinstance(generator, Streams):
-                noise = generator[torch.tensor(chosen)].apart(1 + kind)
-            for i, image in zip(chosen, self._apply_one(kind, batch, noise).unbind(), strict=True):
-                images[i] = image
-        return torch.stack(images).view(draws, *x.shape) if images else copies[None]
+                some = torch.tensor([copy for i in chosen for copy in units[i]])
+                noise = generator[some].apart(1 + kind)
+            done = torch.split(self._apply_one(kind, batch, noise), [len(units[i]) for i in chosen])
+            for i, part in zip(chosen, done, strict=True):
+                parts[i] = part
+        return torch.cat(parts).index_select(0, rows.argsort())
 
     def _masked(self, images: Tensor, order: Tensor, generator: Generator) -> Tensor:
         """Copies [N, C, H, W] through their transforms with no list whose length hangs on values.
@@ -187,22 +199,21 @@ def _in_folder(folder: str, transforms: Mapping[str, Transform]) -> dict[str, nn
     return found
 
 
-def _schedule(order: Tensor, count: int) -> Iterator[tuple[int, list[int]]]:
+def _schedule(orders: Sequence[Sequence[int]], count: int) -> Iterator[tuple[int, list[int]]]:
     """Which transform to run next on which copies, so that few calls do for all of them.
 
     Always the one that is next for the most copies, as the authors do; ties to the first.
 
     Args:
-        order: [N, S] numbers of transforms, -1 for none.
+        orders: [N, S] numbers of transforms, -1 for none.
         count: how many transforms there are.
 
     Yields:
         (transform, copies).
     """
     waiting: list[list[int]] = [[] for _ in range(count)]
-    rows = [[kind for kind in row if kind >= 0] for row in order.tolist()]
+    rows = [[kind for kind in reversed(row) if kind >= 0] for row in orders]
     for copy, row in enumerate(rows):
-        row.reverse()
         if row:
             waiting[row.pop()].append(copy)
     while any(waiting):

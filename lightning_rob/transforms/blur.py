@@ -100,9 +100,10 @@ class MedianBlur(Transform):
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]; the gradient goes to the pixel that is the median."""
         padded = torch.nn.functional.pad(x, [self.size // 2] * 4)
+        if self.size == 3:
+            return picked(padded, _place_of_nine(padded.detach()), 3)
         squares = padded.detach().unfold(2, self.size, 1).unfold(3, self.size, 1)
-        place = squares.flatten(-2).median(-1).indices
-        return picked(padded, place, self.size)
+        return picked(padded, squares.flatten(-2).median(-1).indices, self.size)
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,34 @@ class MotionBlur(Transform):
     def apply(self, x: Tensor, angle: Tensor, direction: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
         return motion_blur(x, self.size, angle, direction, "constant", "bilinear")
+
+
+def _place_of_nine(padded: Tensor) -> Tensor:
+    """Which pixel of each 3x3 square is its median, the first of equals: [B, C, H, W] int64.
+
+    Of columns sorted once for all three squares that share them the median is that of the largest
+    of the lowest, the middle of the middle and the lowest of the largest: minima and maxima of
+    whole images, in a fifth of the time that sorting each square takes.
+    """
+    top, middle, bottom = padded[:, :, :-2], padded[:, :, 1:-1], padded[:, :, 2:]
+    low, high = torch.minimum(top, middle), torch.maximum(top, middle)
+    low, mid, high = torch.minimum(low, bottom), _middle(low, high, bottom), high.maximum(bottom)
+    a, b, c = ((..., slice(first, first + padded.shape[3] - 2)) for first in range(3))
+    lows = torch.maximum(torch.maximum(low[a], low[b]), low[c])
+    highs = torch.minimum(torch.minimum(high[a], high[b]), high[c])
+    mids = _middle(torch.minimum(mid[a], mid[b]), torch.maximum(mid[a], mid[b]), mid[c])
+    median = _middle(torch.minimum(lows, mids), torch.maximum(lows, mids), highs)
+    place = torch.full_like(median, 4, dtype=torch.uint8)  # the centre, where there is no number
+    for k in reversed(range(9)):
+        row, column = divmod(k, 3)
+        pixel = padded[:, :, row : row + median.shape[2], column : column + median.shape[3]]
+        place.masked_fill_(pixel == median, k)
+    return place.long()
+
+
+def _middle(low: Tensor, high: Tensor, other: Tensor) -> Tensor:
+    """The middle one of three, of which two are sorted."""
+    return torch.maximum(low, torch.minimum(high, other))
 
 
 def picked(padded: Tensor, place: Tensor, size: int) -> Tensor:

@@ -5,10 +5,12 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_rob.transforms.base import EPS, clip, over_pixels
+from lightning_rob.transforms.base import EPS, clip
 from lightning_rob.transforms.smooth import smooth_modulo
 
 TURN = 2 * math.pi
+# Which of value, falling, low and rising is red, green and blue in each of the six sectors.
+PLANES = ((0, 1, 2, 2, 3, 0), (3, 0, 0, 1, 2, 2), (2, 2, 3, 0, 0, 1))
 
 
 def rgb_to_hsv(x: Tensor) -> Tensor:
@@ -38,22 +40,35 @@ def hsv_to_rgb(x: Tensor) -> Tensor:
     low = value * (1 - saturation)
     falling = value * (1 - place * saturation)
     rising = value * (1 - (1 - place) * saturation)
-    reds = torch.stack([value, falling, low, low, rising, value])
-    greens = torch.stack([rising, value, value, falling, low, low])
-    blues = torch.stack([low, low, rising, value, value, falling])
-    choice = sector.long()[None]
-    return torch.stack([color.gather(0, choice)[0] for color in (reds, greens, blues)], 1)
+    planes = torch.stack([value, falling, low, rising], 1)
+    choice = torch.tensor(PLANES, device=x.device)[:, sector.long()].transpose(0, 1)
+    return planes.gather(1, choice)
+
+
+def jittered(x: Tensor, factor: Tensor, shift: Tensor, turned: Tensor) -> Tensor:
+    """RGB [B, 3, H, W] with saturations multiplied and hues turned, by one way there and back.
+
+    Args:
+        x: [B, 3, H, W].
+        factor: [B] of the saturations, which end at 1.
+        shift: [B] radians.
+        turned: [B] whose hues are turned at all: through the smooth modulo, even by 0.
+
+    Returns:
+        [B, 3, H, W].
+    """
+    hue, saturation, value = rgb_to_hsv(x).unbind(1)
+    shift, turned, factor = (each[:, None, None] for each in (shift, turned, factor))
+    hue = torch.where(turned, TURN * smooth_modulo((hue + shift) / TURN), hue)
+    return hsv_to_rgb(torch.stack([hue, clip(saturation * factor, 0, 1), value], 1))
 
 
 def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     """RGB [B, 3, H, W] with hues turned by [B] radians."""
-    hue, saturation, value = rgb_to_hsv(x).unbind(1)
-    hue = TURN * smooth_modulo((hue + shift[:, None, None]) / TURN)
-    return hsv_to_rgb(torch.stack([hue, saturation, value], 1))
+    return jittered(x, torch.ones_like(shift), shift, torch.ones_like(shift, dtype=torch.bool))
 
 
 def scale_saturation(x: Tensor, factor: Tensor) -> Tensor:
     """RGB [B, 3, H, W] with saturations multiplied by [B], at most 1."""
-    hsv = rgb_to_hsv(x)
-    saturation = clip(hsv[:, 1:2] * over_pixels(factor), 0, 1)
-    return hsv_to_rgb(torch.cat([hsv[:, :1], saturation, hsv[:, 2:]], 1))
+    none = torch.zeros_like(factor)
+    return jittered(x, factor, none, torch.zeros_like(factor, dtype=torch.bool))

@@ -1,6 +1,5 @@
 """Tone: jitter of colours, gamma, sharpness and solarization."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,25 +9,9 @@ from torch.nn.functional import avg_pool2d, pad
 
 from lightning_rob.randomness import Generator, uniform
 from lightning_rob.transforms.base import EPS, Transform, between, clip, over_pixels, raised
-from lightning_rob.transforms.hsv import scale_saturation, shift_hue
-
-
-def _brighten(x: Tensor, shift: Tensor) -> Tensor:
-    return x + over_pixels(shift)
-
-
-def _contrast(x: Tensor, factor: Tensor) -> Tensor:
-    return x * over_pixels(factor)
-
+from lightning_rob.transforms.hsv import jittered
 
 DARKEST = 1 / 255
-
-STEPS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
-    _brighten,
-    _contrast,
-    scale_saturation,
-    shift_hue,
-)
 
 
 @dataclass(frozen=True)
@@ -55,17 +38,43 @@ class ColorJitter(Transform):
         """[B, 3, H, W] -> [B, 3, H, W]."""
         self._need_rgb(x)
         x = raised(x, EPS)
-        for turn in order.unbind(1):
-            for kind, step in enumerate(STEPS):
-                if torch.compiler.is_exporting():  # where no length may hang on values
-                    changed = raised(clip(step(x, amount[:, kind]), 0, 1), EPS)
-                    x = torch.where(over_pixels(turn == kind), changed, x)
-                    continue
-                (chosen,) = torch.where(turn == kind)
-                if len(chosen):
-                    changed = step(x[chosen], amount[chosen, kind])
-                    x = x.index_copy(0, chosen, raised(clip(changed, 0, 1), EPS))
+        if torch.compiler.is_exporting():  # where no length may hang on values
+            return self._masked(x, amount, order)
+        rows = torch.arange(len(x), device=x.device)  # x lies as the last turn has sorted it
+        for kind in order.unbind(1):
+            in_hsv, resorted = (kind[rows] >= 2).sort(stable=True)
+            x, rows = x.index_select(0, resorted), rows[resorted]
+            first = len(rows) - int(in_hsv.sum())
+            own, turn = amount[rows], kind[rows]
+            parts = (
+                _affine(x[:first], own[:first], turn[:first]),
+                _in_hsv(x[first:], own[first:], turn[first:]),
+            )
+            x = raised(clip(torch.cat(parts), 0, 1), EPS)
+        return x.index_select(0, rows.argsort())
+
+    @staticmethod
+    def _masked(x: Tensor, amount: Tensor, order: Tensor) -> Tensor:
+        for kind in order.unbind(1):
+            affine, in_hsv = _affine(x, amount, kind), _in_hsv(x, amount, kind)
+            x = raised(clip(torch.where(over_pixels(kind < 2), affine, in_hsv), 0, 1), EPS)
         return x
+
+
+def _only(amount: Tensor, kind: Tensor, wanted: int, neutral: float) -> Tensor:
+    """One of the amounts [B, 4], where it is what kind [B] wants; else what changes nothing."""
+    return torch.where(kind == wanted, amount[:, wanted], neutral)
+
+
+def _affine(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:
+    """With brightness (kind 0) or contrast (kind 1) changed."""
+    contrast, brightness = _only(amount, kind, 1, 1), _only(amount, kind, 0, 0)
+    return x * over_pixels(contrast) + over_pixels(brightness)
+
+
+def _in_hsv(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:
+    """With saturation (kind 2) or hue (kind 3) changed."""
+    return jittered(x, _only(amount, kind, 2, 1), amount[:, 3], kind == 3)
 
 
 @dataclass(frozen=True)
