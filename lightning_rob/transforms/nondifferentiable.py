@@ -10,8 +10,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 from kornia.filters import bilateral_blur
-from skimage.exposure import equalize_adapthist, equalize_hist
-from skimage.restoration import denoise_tv_chambolle
+from skimage import exposure, restoration
 from torch import Tensor
 
 from lightning_rob.randomness import Generator
@@ -43,7 +42,7 @@ class AdaptiveHistogram(Transform):
         sides = [max(side // self.regions, 1) for side in x.shape[2:]]
 
         def equalised(image: Picture, limit: float) -> Picture:
-            return np.stack([equalize_adapthist(plane, sides, limit) for plane in image])
+            return np.stack([exposure.equalize_adapthist(plane, sides, limit) for plane in image])
 
         return each(x.clamp(0, 1), equalised, clip)
 
@@ -68,7 +67,7 @@ class EqualizeHistogram(Transform):
         """[B, C, H, W] -> [B, C, H, W]."""
 
         def equalised(image: Picture, count: float) -> Picture:
-            planes = [equalize_hist(plane, int(count)) for plane in image]  # type: ignore[no-untyped-call]
+            planes = [exposure.equalize_hist(plane, int(count)) for plane in image]  # type: ignore[no-untyped-call]
             return np.stack(planes)
 
         return each(x, equalised, bins)
@@ -121,7 +120,7 @@ class ChambolleDenoise(Transform):
         """[B, C, H, W] -> [B, C, H, W]."""
 
         def denoised(image: Picture, strength: float) -> Picture:
-            smooth: Picture = denoise_tv_chambolle(image, strength, channel_axis=0)  # type: ignore[no-untyped-call]
+            smooth: Picture = restoration.denoise_tv_chambolle(image, strength, channel_axis=0)  # type: ignore[no-untyped-call]
             return smooth
 
         return each(x, denoised, weight)

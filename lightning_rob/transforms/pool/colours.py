@@ -6,7 +6,6 @@ from typing import ClassVar
 import numpy as np
 import torch
 from kornia.color import lab_to_rgb, rgb_to_lab
-from sklearn.cluster import KMeans
 from torch import Tensor
 
 from lightning_rob.randomness import Generator
@@ -45,6 +44,8 @@ class Quantise(Transform):
         return each(x, self._quantised, seed)
 
     def _quantised(self, image: Picture, seed: float) -> Picture:
+        from sklearn.cluster import KMeans  # more than a second to import
+
         pixels = image.reshape(len(image), -1).T
         found, place, counts = np.unique(pixels, return_inverse=True, return_counts=True, axis=0)
         count = min(self.colours, len(found))

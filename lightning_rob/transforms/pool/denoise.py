@@ -6,21 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skimage.restoration import (
-    denoise_nl_means,
-    denoise_tv_bregman,
-    denoise_tv_chambolle,
-    denoise_wavelet,
-    estimate_sigma,
-)
+from skimage import restoration  # which loads its functions as they are called
 from torch import Tensor
 
 from lightning_rob.transforms.base import Transform
 from lightning_rob.transforms.one_by_one import Picture, each
 
-METHODS: dict[str, tuple[Callable[..., Picture], dict[str, float]]] = {
-    "chambolle": (denoise_tv_chambolle, {}),
-    "bregman": (denoise_tv_bregman, {"max_num_iter": 50, "eps": 1e-6}),  # as Athena
+METHODS: dict[str, tuple[str, dict[str, float]]] = {
+    "chambolle": ("denoise_tv_chambolle", {}),
+    "bregman": ("denoise_tv_bregman", {"max_num_iter": 50, "eps": 1e-6}),  # as Athena
 }
 
 
@@ -48,8 +42,8 @@ class DenoiseVariation(Transform):
         return each(x, self._denoised)
 
     def _denoised(self, image: Picture) -> Picture:
-        denoise, options = METHODS[self.method]
-        return called(denoise, image, weight=self.weight, **options)
+        name, options = METHODS[self.method]
+        return called(getattr(restoration, name), image, weight=self.weight, **options)
 
 
 @dataclass(frozen=True)
@@ -90,14 +84,16 @@ class DenoiseMeans(Transform):
         if not (sigma := noise_of(image)):
             return image
         options: dict[str, Any] = {"patch_size": 5, "patch_distance": 6, "fast_mode": self.fast}
-        return called(denoise_nl_means, image, h=self.strength * sigma, sigma=sigma, **options)
+        return called(
+            restoration.denoise_nl_means, image, h=self.strength * sigma, sigma=sigma, **options
+        )
 
 
 def _shrunk(image: Picture) -> Picture:
     if not (sigma := noise_of(image)):
         return image
     options: dict[str, Any] = {"method": "VisuShrink", "mode": "soft", "wavelet": "db1"}
-    return called(denoise_wavelet, image, sigma=sigma, **options)
+    return called(restoration.denoise_wavelet, image, sigma=sigma, **options)
 
 
 def called(denoise: Callable[..., Picture], image: Picture, **options: Any) -> Picture:
@@ -117,6 +113,6 @@ def noise_of(image: Picture) -> float:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mean of empty slice|invalid value", RuntimeWarning)
-        sigmas = estimate_sigma(image, channel_axis=0)  # type: ignore[no-untyped-call]
+        sigmas = restoration.estimate_sigma(image, channel_axis=0)  # type: ignore[no-untyped-call]
     known = [0.0 if math.isnan(sigma) else sigma for sigma in sigmas]
     return sum(known) / len(known)

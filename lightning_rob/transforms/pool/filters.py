@@ -6,8 +6,7 @@ from typing import ClassVar, Literal
 
 import torch
 from kornia.filters import filter2d, gaussian_blur2d
-from skimage.filters import rank
-from skimage.morphology import disk
+from skimage import filters, morphology
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -119,11 +118,11 @@ class Entropy(Transform):
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
-        window = disk(self.radius)[None]  # type: ignore[no-untyped-call]
+        window = morphology.disk(self.radius)[None]  # type: ignore[no-untyped-call]
 
         def entropy(image: Picture) -> Picture:
             eight_bit = image.astype("uint8")
-            bits: Picture = rank.entropy(eight_bit, window)  # type: ignore[no-untyped-call]
+            bits: Picture = filters.rank.entropy(eight_bit, window)  # type: ignore[no-untyped-call]
             return bits / math.log2(window.sum())
 
         return each(levels(x), entropy)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from skimage.transform import iradon, iradon_sart, radon
+from skimage import transform
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -76,6 +76,6 @@ class Projections(Transform):
         middle = image.shape[-1] // 2
         place = (np.arange(image.shape[-1]) - middle) ** 2
         inside = place[:, None] + place <= middle**2
-        shadows = [radon(plane * inside, angles) for plane in image]  # type: ignore[no-untyped-call]
-        back: Callable[..., Picture] = iradon_sart if self.algebraic else iradon
+        shadows = [transform.radon(plane * inside, angles) for plane in image]  # type: ignore[no-untyped-call]
+        back: Callable[..., Picture] = transform.iradon_sart if self.algebraic else transform.iradon
         return np.stack([back(shadow, angles) for shadow in shadows])

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from skimage.filters import rank
-from skimage.morphology import disk
+from skimage import filters, morphology
 from torch import Tensor
 
 from lightning_rob.transforms.base import Transform
@@ -34,7 +33,8 @@ class Borders(Transform):
         return each(levels(x), self._borders) / WHITE
 
     def _borders(self, image: Picture) -> Picture:
-        large, small = ((disk(radius) > 0)[None] for radius in (self.median, self.gradient))  # type: ignore[no-untyped-call]
-        calm = rank.median(image.astype("uint8"), large)  # type: ignore[no-untyped-call]
-        borders: Picture = rank.gradient(calm, small)  # type: ignore[no-untyped-call]
+        sides = self.median, self.gradient
+        large, small = ((morphology.disk(side) > 0)[None] for side in sides)  # type: ignore[no-untyped-call]
+        calm = filters.rank.median(image.astype("uint8"), large)  # type: ignore[no-untyped-call]
+        borders: Picture = filters.rank.gradient(calm, small)  # type: ignore[no-untyped-call]
         return borders
