@@ -1,6 +1,6 @@
 """Measure every promise of docs/reliability.md again and write its tables.
 
-python benchmarks/reliability.py                  # all, an hour or two on two cores
+python benchmarks/reliability.py                  # all, half an hour on two cores
 python benchmarks/reliability.py --only audit     # one part; the others' tables stay as they are
 """
 

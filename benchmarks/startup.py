@@ -1,6 +1,6 @@
 """What starting costs: whole processes, in turn, medians of CPU and wall time.
 
-    python benchmarks/startup.py
+python benchmarks/startup.py
 """
 
 import argparse
