@@ -172,3 +172,13 @@ def test_a_convolution_before_batch_norm_is_distilled_as_it_is():
         (features(net, "0", z) - features(net, "0", target)).norm() for z in (source, found)
     )
     assert near < 0.2 * far
+
+
+@pytest.mark.parametrize("layer", ["", "relu1", "layer2.0.relu2", "layer1.0.conv1", "bn1"])
+def test_folding_leaves_what_is_distilled_alone(layer, monkeypatch):
+    torch.manual_seed(0)
+    net = ResNet20().double().eval()
+    x, target = torch.rand(2, 3, 3, 32, 32, dtype=torch.float64)
+    fast = distil(net, layer, x, target, steps=3)
+    monkeypatch.setattr("lightning_rob.modules.dverge._Features.networks", [])
+    torch.testing.assert_close(distil(net, layer, x, target, steps=3), fast, rtol=0, atol=1e-9)

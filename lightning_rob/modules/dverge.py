@@ -53,14 +53,17 @@ def features(net: nn.Module, layer: str, x: Tensor) -> Tensor:
 
 
 class _Features(Defense):
-    """A network as PGD sees it here: its "logits" are a layer's features.
-
-    It tells no `classifiers`, so that BatchNorm is not folded into the layer before it.
-    """
+    """A network as PGD sees it here: its "logits" are a layer's features."""
 
     def __init__(self, net: nn.Module, layer: str) -> None:
         super().__init__(torch.ones(1), mean_probs)
         self.net, self.layer = net, layer
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The network, where folding BatchNorm into the layer before leaves the features alone."""
+        whole = not self.layer or isinstance(self.net.get_submodule(self.layer), ACTIVATIONS)
+        return [self.net] if whole else []
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         return features(self.net, self.layer, x).unsqueeze(0)
