@@ -290,7 +290,7 @@ def half_radius(nets, x, y):
     """The radius of a list at which ARC leaves nearest to half of the expected accuracy."""
     defense, best = Ensemble(nets), (1.0, 0.0)
     for eps in (k / 255 for k in (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8)):
-        x_adv = ARC(Threat("linf", eps), STEPS, eps, 4, drop_fooled=True)(defense, x, y)
+        x_adv = ARC(Threat("linf", eps), 10, eps, 4, drop_fooled=True)(defense, x, y)
         left = float(expected_accuracy(nets, defense.weights, x_adv, y).mean())
         best = min(best, (abs(left - 0.5), eps))
         if left < 0.4:

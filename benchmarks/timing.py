@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from lightning_rob.cli import _keep_freed_memory
@@ -42,11 +43,15 @@ def seconds(work):
 def in_turn(contenders, rounds):
     """Each contender's last result and its seconds of every round, after one to warm up."""
     times, results = {name: [] for name in contenders}, {}
-    for again in range(rounds + 1):
-        for name, work in contenders.items():
-            results[name], took = seconds(work)
-            if again:
-                times[name].append(took)
+    with Progress(*Progress.get_default_columns(), transient=True) as bar:
+        told = bar.add_task("", total=(rounds + 1) * len(contenders))
+        for again in range(rounds + 1):
+            for name, work in contenders.items():
+                bar.update(told, description=str(name))
+                results[name], took = seconds(work)
+                if again:
+                    times[name].append(took)
+                bar.advance(told)
     return results, times
 
 
@@ -95,3 +100,4 @@ def printed(title, columns, rows):
     for row in rows:
         table.add_row(*row)
     Console(width=120).print(table)
+    sys.stdout.flush()
