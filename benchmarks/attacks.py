@@ -243,10 +243,12 @@ def eot(nets, x, y, options):
     defense = RandomTransforms(nets[0], kinds, 14, 10)
     own = PGD(Threat("linf", EPS), 4, STEP)
     shared = PGD(Threat("linf", EPS), 4, STEP, backward=SeenAs())
+    batch = PGD(Threat("linf", EPS), 4, STEP, backward=SeenAs(shared_order="batch"))
     noise = Streams.keyed(torch.arange(len(x), device=x.device), 0)
     copies, labels = x.repeat(10, 1, 1, 1), y.repeat(10)
     found = {
         "floor": lambda: floor(nets[:1], copies, labels, 4)[: len(x)],
+        "lightning-rob, an order for each batch": lambda: batch(defense, x, y, noise),
         "lightning-rob, an order for each image": lambda: shared(defense, x, y, noise),
         "lightning-rob, an order for each draw": lambda: own(defense, x, y, noise),
     }
@@ -289,7 +291,7 @@ def transformation(nets, x, y, options):
 def half_radius(nets, x, y):
     """The radius of a list at which ARC leaves nearest to half of the expected accuracy."""
     defense, best = Ensemble(nets), (1.0, 0.0)
-    for eps in (k / 255 for k in (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8)):
+    for eps in (k / 255 for k in (0.5, 1, 1.5, 2, 3, 4, 5, 6, 6.5, 7, 7.5, 8)):
         x_adv = ARC(Threat("linf", eps), 10, eps, 4, drop_fooled=True)(defense, x, y)
         left = float(expected_accuracy(nets, defense.weights, x_adv, y).mean())
         best = min(best, (abs(left - 0.5), eps))

@@ -41,10 +41,12 @@ class Streams:
 
     Args:
         keys: [B] int64, one key per image.
+        world: a key of what all images share, in whichever batch they come.
     """
 
-    def __init__(self, keys: Tensor) -> None:
+    def __init__(self, keys: Tensor, world: int = 0) -> None:
         self.keys = keys
+        self.world = world
         self.drawn = 0
 
     @classmethod
@@ -55,7 +57,8 @@ class Streams:
             index: [B] the images' indices in their data set.
             *keys: whatever else tells this noise from other noise: a seed, an epoch, a repeat.
         """
-        return cls(_mix(_mix(index.to(torch.int64)) ^ fold(*keys)))
+        world = fold(*keys)
+        return cls(_mix(_mix(index.to(torch.int64)) ^ world), world)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -66,19 +69,26 @@ class Streams:
         Args:
             chosen: [B] mask, or indices into the batch.
         """
-        part = Streams(self.keys[chosen])
+        part = Streams(self.keys[chosen], self.world)
         part.drawn = self.drawn
         return part
 
     def apart(self, key: int) -> "Streams":
         """Other streams for the same images, told from these by a key."""
-        return Streams(_mix(self.keys ^ fold(key, self.drawn)))
+        told = fold(key, self.drawn)
+        return Streams(_mix(self.keys ^ told), fold(self.world, told))
 
     def split(self, count: int) -> "Streams":
         """[count * B] streams, so many new ones for each image; another call gives others."""
-        parts = [self.apart(key).keys for key in range(count)]
+        parts = [self.apart(key) for key in range(count)]
         self.drawn += 1
-        return Streams(torch.cat(parts))
+        return Streams(torch.cat([part.keys for part in parts]), parts[0].world)
+
+    def together(self) -> "Streams":
+        """The same stream for all images, as it stands now: the same one in any other batch."""
+        part = Streams(torch.full_like(self.keys, self.world), self.world)
+        part.drawn = self.drawn
+        return part
 
     def uniform(self, shape: Sequence[int]) -> Tensor:
         """[B, *shape] float32 in [0, 1)."""

@@ -115,6 +115,38 @@ def test_shared_order_is_shared_by_the_copies_of_an_image_and_not_by_images():
     assert not (order == order[0]).all()
 
 
+@pytest.mark.parametrize("chance", [torch.Generator(), Streams.keyed(torch.arange(60) % 20, 3)])
+def test_an_order_for_the_batch_is_that_of_any_other_batch(chance):
+    rt = defense([*FLIPS, Sobel(), Affine()], size=2, shared_order="batch")
+    order = rt._orders(torch.rand(60, 1), 20, chance)
+    assert (order == order[0]).all()
+    again = rt._orders(torch.rand(60, 1), 20, chance)
+    assert (again == again[0]).all()
+    found = {tuple(rt._orders(torch.rand(60, 1), 20, chance)[0].tolist()) for _ in range(30)}
+    assert len(found) > 5
+
+
+def test_an_order_for_the_batch_leaves_each_image_what_it_gets_alone():
+    rt = defense([*FLIPS, GaussianNoise(0.1), Affine()], size=3, shared_order="batch")
+    x, keys = images(), torch.arange(len(images()))
+    whole = rt.transformed(x, Streams.keyed(keys, 1, 2), 4)
+    for i in range(len(x)):
+        alone = rt.transformed(x[i : i + 1], Streams.keyed(keys[i : i + 1], 1, 2), 4)
+        torch.testing.assert_close(alone[:, 0], whole[:, i])
+
+
+def test_an_order_for_the_batch_is_as_likely_as_any():
+    """Each of six orders of three transforms, over many worlds, within four deviations."""
+    rt = defense([*FLIPS, Sobel()], size=3, shared_order="batch")
+    orders = [
+        tuple(rt._orders(torch.rand(1, 1), 1, Streams.keyed(torch.zeros(1), k))[0].tolist())
+        for k in range(1200)
+    ]
+    counts = [orders.count(order) for order in set(orders)]
+    assert len(counts) == 6
+    assert all(abs(count - 200) < 4 * (1200 * 5 / 36) ** 0.5 for count in counts)
+
+
 def test_copies_with_a_shared_order_have_parameters_of_their_own():
     rt = defense([GaussianNoise(0.1)], shared_order=True)
     a, b = rt.transformed(images(), streams(), 2)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_rob.attacks.base import Backward
 from lightning_rob.defenses import Defense, RandomTransforms
-from lightning_rob.defenses.random_transforms import Gradients
+from lightning_rob.defenses.random_transforms import Gradients, Shared
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class SeenAs(Backward):
     Args:
         shared_order: all copies of an image have the same transforms in the same order, drawn anew
             at every step, each still by its p and parameters: gradients of less variance (RT
-            paper, section 6.1).
+            paper, section 6.1). "batch": all images have them too, as good for each and faster.
         gradients: of the transforms, see `RandomTransforms`; None leaves the defense's own.
 
     Raises:
         TypeError: when entered, the defense has no random transforms.
     """
 
-    shared_order: bool = True
+    shared_order: Shared = True
     gradients: Gradients | None = None
 
     def __call__(self, defense: Defense) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.transforms import Transform, named
 from lightning_rob.transforms.bpda import approximated, load_approximations
 
+Shared = bool | Literal["batch"]
 Gradients = Literal["exact", "straight_through", "identity", "bpda", "combo"]
 
 
@@ -31,7 +32,8 @@ class RandomTransforms(Defense):
         draws: n, how many copies are drawn for an answer; attacks and training may draw others.
         rule: how the copies' logits become an answer: `mean_probs`, `majority`, `mean_logits`.
         shared_order: all copies of an image go through the same transforms in the same order, with
-            parameters of their own: an attacker's variance reduction, see `SeenAs`.
+            parameters of their own: an attacker's variance reduction, see `SeenAs`. "batch" shares
+            them among all images too: the same for each image, and fewer calls for all.
         gradients: what the transforms' gradient is: "exact"; "identity"; "straight_through", exact
             where there is one, else the identity; "bpda", that of the networks in `approximations`;
             or "combo", exact where there is one, else by network. The images are the same.
@@ -53,7 +55,7 @@ class RandomTransforms(Defense):
         size: int,
         draws: int,
         rule: Rule = mean_probs,
-        shared_order: bool = False,
+        shared_order: Shared = False,
         gradients: Gradients = "exact",
         approximations: Mapping[str, nn.Module] | str | None = None,
         released_code: bool = False,
@@ -68,7 +70,9 @@ class RandomTransforms(Defense):
             raise ValueError(f"size must be 1 … {len(self.transforms)} transforms, got {size}")
         self.size = size
         self.draws = draws
-        self.shared_order = shared_order
+        if shared_order not in (True, False, "batch"):
+            raise ValueError(f"shared_order must be True, False or 'batch', got {shared_order!r}")
+        self.shared_order: Shared = shared_order
         self.released_code = released_code
         self.folder = approximations if isinstance(approximations, str) else None
         if isinstance(approximations, str):
@@ -142,14 +146,24 @@ class RandomTransforms(Defense):
     def _orders(self, copies: Tensor, images: int, generator: Generator) -> Tensor:
         """[N, S]: the transforms of each copy, as numbers, in order; -1 is one left out."""
         count = len(self.transforms)
-        keys = uniform(copies, count, generator=generator)
-        if self.shared_order:
-            keys = keys[:images].repeat(len(copies) // max(images, 1), 1)
+        keys = self._ranks(copies, images, generator)
         order = keys.argsort(1)[:, : self.size]
         chances = [t.p if not self.released_code or t.p in (0, 1) else 0.5 for t in self._kinds]
         toss = uniform(copies, count, generator=generator)
         applied = toss < torch.tensor(chances, device=toss.device, dtype=toss.dtype)
         return order.where(applied.gather(1, order), -1)
+
+    def _ranks(self, copies: Tensor, images: int, generator: Generator) -> Tensor:
+        """[N, K] numbers by which each copy's transforms are sorted."""
+        if self.shared_order == "batch" and isinstance(generator, Streams):
+            ranks = uniform(copies, len(self.transforms), generator=generator.together())
+            generator.drawn += len(self.transforms)
+            return ranks
+        ranks = uniform(copies, len(self.transforms), generator=generator)
+        if not self.shared_order:
+            return ranks
+        rows = 1 if self.shared_order == "batch" else images
+        return ranks[:rows].repeat(len(copies) // max(rows, 1), 1)
 
     def _apply_one(self, kind: int, x: Tensor, generator: Generator) -> Tensor:
         """Transform number `kind` of [b, C, H, W], with the gradient that is asked for."""

@@ -135,13 +135,16 @@ class _Clip(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
-        x, ctx.low, ctx.high = inputs
+        x, low, high = inputs
+        tiny, eps = torch.finfo(x.dtype).tiny, torch.finfo(x.dtype).eps
+        ctx.low, ctx.high = low - max(tiny, eps * abs(low)), high + max(tiny, eps * abs(high))
         ctx.save_for_backward(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        return torch.where((x >= ctx.low) & (x <= ctx.high), gradient, 0), None, None
+        # of slope 0 at its bounds, which therefore lie just beyond ours
+        return torch.ops.aten.hardtanh_backward(gradient, x, ctx.low, ctx.high), None, None
 
 
 def pinned(x: Tensor, low: float, high: float) -> Tensor:
