@@ -10,6 +10,7 @@ from lightning_rob.defenses import Ensemble, RandomTransforms, Single
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
+from tests.tiny import pgd, recipe, records, robust_eval, run
 
 LINF = Threat("linf", 0.1)
 
@@ -139,3 +140,24 @@ def test_rounds_whose_inner_attack_runs_out_of_memory():
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         Chunked(PGD(LINF, 1, 0.1), **options)
+
+
+def test_from_a_recipe(tmp_path):
+    """Wrapped in the file, the attack finds what it finds alone."""
+    wrapped = {
+        "plain": pgd(drop_fooled=True),
+        "chunked": {
+            "class_path": "lightning_rob.attacks.Chunked",
+            "init_args": {"attack": pgd(drop_fooled=True), "images": 5},
+        },
+        "fast": {
+            "class_path": "lightning_rob.attacks.Accelerated",
+            "init_args": {"attack": pgd(), "autocast": "bfloat16"},
+        },
+    }
+    callbacks = [robust_eval(wrapped)]
+    options = {"trainer__callbacks+": callbacks, "model__init_args__monitor": None}
+    run("fit", "--config", recipe(tmp_path, **options))
+    found = {record["name"]: record["accuracy"] for record in records(tmp_path)}
+    assert found["plain"] == found["chunked"] < found["clean"]
+    assert found["fast"] < found["clean"]
