@@ -145,10 +145,10 @@ def test_bad_arguments(options, message):
 def test_from_a_recipe(tmp_path):
     """Wrapped in the file, the attack finds what it finds alone."""
     wrapped = {
-        "plain": pgd(drop_fooled=True),
+        "plain": pgd(drop_fooled=True, random_start=False),
         "chunked": {
             "class_path": "lightning_rob.attacks.Chunked",
-            "init_args": {"attack": pgd(drop_fooled=True), "images": 5},
+            "init_args": {"attack": pgd(drop_fooled=True, random_start=False), "images": 5},
         },
         "fast": {
             "class_path": "lightning_rob.attacks.Accelerated",
