@@ -15,6 +15,7 @@ from lightning_rob.attacks import (
     DeepFool,
     SeenAs,
 )
+from lightning_rob.attacks.memory import kept_for_gradients
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single, TransformEnsemble
 from lightning_rob.modules import BAT, DVERGE, IAT, AdversarialTraining
 from lightning_rob.objectives import worst_ce
@@ -150,6 +151,19 @@ def test_arc_drops_the_fooled():
             net.clear()
     assert images[False] == 2 * 32 * (1 + 6 * 3)
     assert images[True] < 0.8 * images[False]
+
+
+def test_the_memory_of_arc_grows_with_neither_classes_nor_members():
+    x, kept = batch(mlp(1))[0], {}
+    for members, neighbours in ((1, 1), (1, 4), (3, 4)):
+        attack, nets = ARC(LINF, 1, 0.1, neighbours), mlps(members)
+        y = nets[0](x).argmax(1)
+        kept[members, neighbours] = kept_for_gradients(
+            lambda attack=attack, nets=nets, y=y: attack(Ensemble(nets), x, y)
+        )
+    few = 4 * B * 5 * 8  # what tells which classes they are
+    assert kept[1, 1] <= kept[1, 4] <= kept[1, 1] + few
+    assert kept[3, 4] == kept[1, 4]
 
 
 def test_arc_stops_when_all_are_fooled():
