@@ -81,3 +81,11 @@ def test_networks_are_put_back_after_an_error():
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         Accelerated(PGD(LINF, 1, 0.1), **options)
+
+
+@pytest.mark.parametrize("inner", [PGD(LINF, 1, 0.1, drop_fooled=True), "twice"])
+def test_what_cannot_be_accelerated(inner):
+    plain = PGD(LINF, 1, 0.1)
+    inner = Accelerated(plain, autocast="float16") if inner == "twice" else inner
+    with pytest.raises(ValueError, match=r"accelerated twice|drop_fooled goes by"):
+        Accelerated(inner, autocast="bfloat16")

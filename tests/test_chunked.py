@@ -4,7 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rob.attacks import ARC, GMSA, PGD, Chunked, EightBit, Partly, ThroughAdaptation
+from lightning_rob.attacks import (
+    ARC,
+    CW,
+    GMSA,
+    PGD,
+    Chunked,
+    DeepFool,
+    EightBit,
+    Partly,
+    ThroughAdaptation,
+)
 from lightning_rob.attacks.memory import kept_for_gradients
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single
 from lightning_rob.randomness import Streams
@@ -78,6 +88,17 @@ def test_memory_bounds_what_is_kept():
     Chunked(PGD(LINF, 1, 0.03), memory=20 * each / 2**30)(Single(net), x, y)
     assert net.sizes[:2] == [1, 2]
     assert net.sizes[2] == 10
+
+
+@pytest.mark.parametrize("wrong", [[], [0], [1]])
+@pytest.mark.parametrize("attack", [CW(Threat("l2", 9.0), 5), DeepFool(LINF), CASES["arc"][0]])
+def test_memory_does_not_hang_on_who_is_wrong(attack, wrong):
+    net, x = Net(), batch(40)[0]
+    y = net(x).argmax(1)
+    y[wrong] = (y[wrong] + 1) % 4
+    net.sizes.clear()
+    Chunked(attack, memory=20 * 352 / 2**30)(Single(net), x, y)
+    assert max(net.sizes[2:]) <= 12
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,10 +1,12 @@
 """Folding BatchNorm changes nothing but the time."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_rob.attacks import PGD
+from lightning_rob.attacks import PGD, attacking
 from lightning_rob.attacks.folding import folded
 from lightning_rob.defenses import Single
 from lightning_rob.nets import PreActResNet18, ResNet, ResNet20, SmallCNN
@@ -83,15 +85,89 @@ def test_logits_and_gradients_are_the_same(name):
     assert all(torch.equal(v, state[k]) for k, v in net.state_dict().items())
 
 
-def test_a_network_in_training_mode_or_with_hooks_is_left_alone():
+def test_layers_in_training_mode_are_left_alone():
     net = settled(SmallCNN(channels=3))
     net.layer1.train()
-    handle = net.layer2[1].register_forward_hook(lambda *_: None)
     with folded([net]):
-        assert norms(net) == 2
-    handle.remove()
+        assert norms(net) == 1
     with folded([net.eval()]):
         assert norms(net) == 0
+
+
+def test_a_network_that_somebody_listens_to_is_left_alone():
+    net, seen = settled(SmallCNN(channels=3)), []
+    handle = net.layer2.register_forward_hook(lambda *_: seen.append("call"))
+    with folded([net]):
+        assert norms(net) == 3
+    assert not seen
+    handle.remove()
+    with folded([net]):
+        assert norms(net) == 0
+
+
+class Switching(nn.Module):
+    """Asks a buffer, and a function that it was given, which way to go."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.register_buffer("raw", torch.zeros(()))
+        self.join = lambda a, b: a
+
+    def forward(self, x):
+        y = self.conv(x)
+        return self.join(y if self.raw else self.norm(y), y).mean((2, 3))
+
+
+def both_ways(x, y):
+    return x + y
+
+
+def same_inside(net):
+    x = torch.rand(2, 3, 8, 8)
+    before = net(x)
+    with folded([net]):
+        torch.testing.assert_close(net(x), before, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_forward_asks_is_asked_again():
+    net = settled(Switching())
+    same_inside(net)
+    net.raw.fill_(1)
+    same_inside(net)
+    net.raw, net.join = torch.zeros(()), both_ways
+    same_inside(net)
+
+
+def test_a_forward_of_the_instance_is_its_forward():
+    net = settled(Switching())
+    net.forward = lambda x: (net.norm(net.conv(x)) + net.conv(x)).mean((2, 3))
+    same_inside(net)
+
+
+class Viewing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.norm(self.conv(x)).view_as(x).mean((2, 3))
+
+
+def test_networks_that_view_their_features():
+    same_inside(settled(Viewing()))
+
+
+def test_a_defense_that_copies_its_network_copies_it_whole():
+    class Copying(Single):
+        def adapt(self, x, generator=None):
+            return Single(copy.deepcopy(self.net))
+
+    defense = Copying(settled(SmallCNN(channels=3)))
+    with attacking(defense):
+        copied = defense.adapt(torch.rand(2, 3, 32, 32)).net
+    assert norms(copied) == 3
+    assert copied.state_dict().keys() == defense.net.state_dict().keys()
 
 
 def test_weights_that_change_between_attacks_are_seen():

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rob.attacks import PGD
-from lightning_rob.defenses import Defense, Ensemble, RandomTransforms, Single
+from lightning_rob.attacks import PGD, Targeted
+from lightning_rob.defenses import Defense, Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.objectives import ce_of_mean_logits, expected_ce, linear, worst_ce
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import mean_probs
@@ -439,6 +439,55 @@ def test_dropping_needs_answers_without_chance():
     defense = RandomTransforms(mlp(1), [GaussianNoise()], 1, 2)
     with pytest.raises(TypeError, match="no proof"):
         PGD(LINF, 2, 0.03, drop_fooled=True)(defense, *batch(3))
+
+
+class Saying(nn.Module):
+    """The same logits for every image, and a gradient."""
+
+    def __init__(self, *logits):
+        super().__init__()
+        self.logits = torch.tensor(logits, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.logits + 0 * x.flatten(1).sum(1, keepdim=True)
+
+
+def counted(forward, calls):
+    def counting(net, x):
+        calls.append(len(x))
+        return forward(net, x)
+
+    return counting
+
+
+def test_who_of_a_mixture_is_right_is_for_its_rule_to_say():
+    """Each part is wrong, towards another class; their mean is right."""
+    parts = [Single(Saying(2.9, 3.0, -9.0)), Single(Saying(2.9, -9.0, 3.0))]
+    defense = Mixture(parts, rule=mean_probs)
+    x, y = batch(6)[0], torch.zeros(6, dtype=torch.int64)
+    assert (defense(x).argmax(1) == 0).all()
+    attack = PGD(LINF, 3, 0.03, drop_fooled=True, random_start=False)
+    with pytest.MonkeyPatch.context() as patched:
+        steps = []
+        patched.setattr(Saying, "forward", counted(Saying.forward, steps))
+        attack(defense, x, y)
+    assert len(steps) == 2 * 3  # nobody was dropped
+    net = mlp(1, gain=3.0)
+    mixed = Mixture([Single(net), Single(Saying(0.0, 0.0, 0.0))], rule=mean_probs)
+    y = mixed(x).argmax(1)
+    exact = mixed(replace(attack, drop_fooled=False)(mixed, x, y)).gather(1, y[:, None])
+    assert torch.equal(mixed(attack(mixed, x, y)).gather(1, y[:, None]), exact)
+
+
+def test_dropping_from_a_mixture_needs_to_see_who_answers():
+    defense = Mixture([ensemble(), ensemble()])
+    with pytest.raises(TypeError, match="who of a mixture answers"):
+        PGD(LINF, 1, 0.1, objective=linear, drop_fooled=True)(defense, *batch(3))
+
+
+def test_targets_are_not_dropped():
+    with pytest.raises(ValueError, match="drop_fooled"):
+        Targeted(PGD(LINF, 1, 0.1, drop_fooled=True))
 
 
 def test_images_that_are_wrong_already_stay():

@@ -112,3 +112,13 @@ def test_color_jitter():
 
     same(lambda x: transform.apply(x, amount, order), plain, x)
     torch.testing.assert_close(scale_saturation(x, amount[:, 2]), steps[2](x, amount[:, 2]))
+
+
+def test_few_counts_in_single_precision():
+    """Up to the largest number below one, as in double precision."""
+    u = 1 - 2.0 ** -torch.arange(1.0, 25.0)
+    rate = torch.full_like(u, 4.0)
+    assert torch.equal(
+        few_counts(u, rate, 4.0).double(), few_counts(u.double(), rate.double(), 4.0)
+    )
+    assert float(few_counts(u, rate, 4.0)[-1]) < 20

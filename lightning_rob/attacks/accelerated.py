@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.pgd import PGD
+from lightning_rob.attacks.rebuild import parts
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Generator
 from lightning_rob.threat import Threat
@@ -31,7 +33,8 @@ class Accelerated(Attack):
         autocast: the precision of the networks' gradients; None leaves it.
 
     Raises:
-        ValueError: neither is wanted, or another precision.
+        ValueError: neither is wanted, another precision, one within another, or autocast of a PGD
+            with `drop_fooled`.
         TypeError: when called on a defense that names no networks.
     """
 
@@ -40,6 +43,11 @@ class Accelerated(Attack):
     autocast: Precision | None = None
 
     def __post_init__(self) -> None:
+        inner = [part for part in parts(self.attack) if part is not self]
+        if any(isinstance(part, Accelerated) for part in inner):
+            raise ValueError("accelerated twice: give compile and autocast to one of them")
+        if self.autocast and any(isinstance(part, PGD) and part.drop_fooled for part in inner):
+            raise ValueError("drop_fooled goes by the gradients' logits, which autocast rounds")
         if not self.compile and self.autocast is None:
             raise ValueError("nothing to accelerate by: give compile=True or autocast")
         if self.autocast is not None and self.autocast not in get_args(Precision):

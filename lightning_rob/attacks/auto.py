@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ class AutoAttack(Attack):
         ModuleNotFoundError: when called, without the package.
     """
 
+    together: ClassVar[bool] = True
     threat: Threat
     version: Literal["standard", "plus", "rand", "custom"] = "standard"
     attacks: tuple[str, ...] | None = None

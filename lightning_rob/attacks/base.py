@@ -14,6 +14,7 @@ from lightning_rob.attacks.memory import in_halves
 from lightning_rob.defenses import Defense, Mixture
 from lightning_rob.objectives import Objective, check_logits, over_draws
 from lightning_rob.randomness import Generator
+from lightning_rob.rules import random_member
 from lightning_rob.threat import Threat
 
 
@@ -127,7 +128,8 @@ def slope(
     A mixture is seen one part after the other where the objective is the mean of the draws' own or
     the least of them: memory does not grow with the number of parts.
     """
-    if isinstance(defense, Mixture) and over_draws(objective):
+    pooled = right is not None and defense.rule is not random_member
+    if isinstance(defense, Mixture) and over_draws(objective) and not pooled:
         return _part_by_part(objective, draws, defense, x, y, generator, check, right)
     leaf = x.detach().requires_grad_()
     climbed = height(objective, draws, defense, leaf, y, generator, check, right)

@@ -23,7 +23,7 @@ class Chunked(Attack):
         attack: which attacks each image by itself.
         images: how many at a time.
         memory: in GiB, in place of `images`: as many at a time as will do with about so much,
-            estimated anew for each batch by a forward pass of one image and one of two.
+            estimated anew for each batch by the first gradient of one image, and of two.
 
     Raises:
         ValueError: neither or both of images and memory, or one that is not positive.
@@ -58,15 +58,16 @@ class Chunked(Attack):
         if not image_by_image(self.attack, defense):
             kind = type(defense).__name__
             raise TypeError(f"{self.attack} on {kind} goes by whole batches: it cannot be chunked")
-        count = self.images or self._fitting(defense, x, y)
+        count = self.images or self._fitting(defense, x)
         return in_parts(partial(self.attack, defense), count, x, y, generator)
 
-    def _fitting(self, defense: Defense, x: Tensor, y: Tensor) -> int:
+    def _fitting(self, defense: Defense, x: Tensor) -> int:
         """How many images the memory is enough for; at least one."""
+        chance = torch.Generator().manual_seed(0)
+        with torch.no_grad():  # labels that are right, of which every attack takes a gradient
+            y = defense(x[:2], chance).argmax(1)
         one, two = (
-            kept_for_gradients(
-                partial(self.attack.perturb, defense, x[:n].clone(), y[:n], torch.Generator())
-            )
+            kept_for_gradients(partial(self.attack.perturb, defense, x[:n].clone(), y[:n], chance))
             for n in (1, 2)
         )
         each = GRADIENTS * max(two - one, 1)  # what both keep is there anyway: weights

@@ -21,8 +21,9 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
     """Fold each BatchNorm2d in eval mode into the convolution it alone follows, and undo it.
 
     Changes logits by rounding only (about 1e-6) and takes a third off an attack on a ResNet. The
-    layers stay the objects they are. A network that cannot be traced as a whole, and a layer that
-    has hooks, is used elsewhere too or is of a subclass, stays as it is.
+    layers stay the objects they are. A network that cannot be traced as a whole, has hooks or a
+    forward of its instance, and a layer that is used elsewhere too or is of a subclass, stay as
+    they are.
 
     Args:
         nets: networks that are called as a whole, [B, C, H, W] -> [B, K].
@@ -32,6 +33,8 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
         nets = list(dict.fromkeys(nets))
         owners = Counter(module for net in nets for module in set(net.modules()))
         for net in nets:
+            if any(map(_changed, net.modules())):
+                continue
             pairs, layout = _plan(net)
             for first, second in pairs:
                 conv, norm = net.get_submodule(first), net.get_submodule(second)
@@ -69,10 +72,13 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _plain(module: nn.Module, kind: type[M]) -> TypeGuard[M]:
-    """Exactly of this class, nobody listens to it, and nobody has folded it already."""
+    return type(module) is kind
+
+
+def _changed(module: nn.Module) -> bool:
+    """Whether somebody listens to it, or has given it another forward, as folding itself does."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    watched = any(getattr(module, name) for name in hooks)
-    return type(module) is kind and not watched and "forward" not in module.__dict__
+    return "forward" in module.__dict__ or any(getattr(module, name) for name in hooks)
 
 
 def _settled(norm: nn.BatchNorm2d) -> bool:
@@ -91,7 +97,15 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
     """What a forward may depend on, besides weights and modules."""
     simple = (bool, int, float, str, tuple, list, dict, set)
     public = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
-    return [(k, repr(v)) for k, v in public.items() if v is None or isinstance(v, simple)]
+    told = [(k, repr(v) if isinstance(v, simple) else id(v)) for k, v in public.items()]
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return told  # whose statistics no forward asks for its way
+    return told + [(k, _version(v)) for k, v in module._buffers.items() if v is not None]
+
+
+def _version(buffer: Tensor) -> tuple[int, int]:
+    """Which tensor it is, and how often it was changed, where that is counted."""
+    return id(buffer), 0 if buffer.is_inference() else buffer._version
 
 
 def _trace(net: nn.Module) -> Plan:
@@ -101,7 +115,8 @@ def _trace(net: nn.Module) -> Plan:
             nodes = torch.fx.symbolic_trace(copy.deepcopy(net).eval()).graph.nodes
     except Exception:  # whatever a forward does when it is given a stand-in for an image
         return [], torch.contiguous_format
-    views = any(node.op == "call_method" and node.target == "view" for node in nodes)
+    names = {str(getattr(node.target, "__name__", node.target)) for node in nodes}
+    views = bool(names & {"view", "view_as", "as_strided"})
     layout = torch.contiguous_format if views else torch.channels_last
     return list(_pairs(nodes)), layout
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from lightning_rob.attacks.ascent import AggMo, Ascent
 from lightning_rob.attacks.base import Attack, Backward, height, slope
-from lightning_rob.defenses import Defense
-from lightning_rob.objectives import Objective, expected_ce
+from lightning_rob.defenses import Defense, Mixture
+from lightning_rob.objectives import Objective, expected_ce, over_draws
 from lightning_rob.randomness import Generator
+from lightning_rob.rules import random_member
 from lightning_rob.threat import Threat, pixels, scale
 
 
@@ -40,11 +41,13 @@ class PGD(Attack):
         backward: a context such as SGM or LinBP, or several, entered in turn with the defense.
         ascent: any other optimiser of `lightning_rob.attacks.ascent`, instead of dampings.
         drop_fooled: an image that the defense certainly gets wrong is handed in as it is then, and
-            costs nothing any more, nor does it start again. No accuracy rises; on a GPU each step
-            waits for the last one.
+            costs nothing any more, nor does it start again. The accuracy of what is attacked never
+            rises, that of others may: leave it out of TAA, OnMember and rehearsals. On a GPU each
+            step waits for the last one.
 
     Raises:
-        TypeError: when called, fooled images are to be dropped and there is chance in the answers.
+        TypeError: when called, fooled images are to be dropped and there is chance in the answers,
+            or the objective does not see which part of a mixture answers.
         ValueError: a count below 1, a step size that is not positive, a damping outside [0, 1),
             both dampings and another optimiser.
     """
@@ -81,7 +84,7 @@ class PGD(Attack):
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if self.drop_fooled:
-            _check_certain(defense)
+            _check_certain(defense, self.objective)
         with ExitStack() as stack:
             chosen = self.backward or ()
             for backward in chosen if isinstance(chosen, Sequence) else (chosen,):
@@ -89,6 +92,8 @@ class PGD(Attack):
             value = x.new_full((len(x),), -torch.inf)
             best, value = self._run(defense, x, y, generator, value)
             for _ in range(self.restarts - 1):
+                if self.drop_fooled and bool(value.isposinf().all()):
+                    break
                 again, other = self._run(defense, x, y, generator, value)
                 best, value = better(best, value, again, other)
         return best
@@ -162,8 +167,11 @@ def better(a: Tensor, value_a: Tensor, b: Tensor, value_b: Tensor) -> tuple[Tens
     )
 
 
-def _check_certain(defense: Defense) -> None:
-    """Raise TypeError where there is chance in a defense's classifiers."""
+def _check_certain(defense: Defense, objective: Objective) -> None:
+    """Raise TypeError where what the objective sees does not tell who is certainly fooled."""
+    pooled = not over_draws(objective)
+    if isinstance(defense, Mixture) and pooled and defense.rule is random_member:
+        raise TypeError(f"drop_fooled does not see who of a mixture answers, by {objective}")
     try:
         _ = defense.classifiers
     except TypeError as error:

@@ -27,8 +27,8 @@ class Targeted(Attack):
             per image.
 
     Raises:
-        ValueError: no rank or one below 1, or an objective that is the least over models; when
-            called, there are not so many wrong classes.
+        ValueError: no rank or one below 1, an objective that is the least over models, or
+            `drop_fooled`; when called, there are not so many wrong classes.
     """
 
     attack: PGD
@@ -42,6 +42,8 @@ class Targeted(Attack):
                 "an objective that is the least over models cannot be negated, got "
                 f"{self.attack.objective}: HighConfidence has targeted runs for it"
             )
+        if self.attack.drop_fooled:
+            raise ValueError("drop_fooled is for images that are to be wrong, not to be a target's")
         if not self.ranks or min(self.ranks) < 1:
             raise ValueError(f"ranks must be at least 1, got {self.rank}")
 

@@ -56,8 +56,10 @@ class Defense(nn.Module, ABC):
         """The networks that see images, and nothing else calls a part of: an attack may fold them.
 
         Raises:
-            TypeError: there are none to name.
+            TypeError: there are none to name, or the defense adapts, and may copy them.
         """
+        if self.transductive:
+            raise TypeError(f"{type(self).__name__} adapts: its network has to stay as it is")
         return self.classifiers
 
     def drawn(

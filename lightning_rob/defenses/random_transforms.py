@@ -216,14 +216,14 @@ def _in_folder(folder: str, transforms: Mapping[str, Transform]) -> dict[str, nn
 def _schedule(orders: Sequence[Sequence[int]], count: int) -> Iterator[tuple[int, list[int]]]:
     """Which transform to run next on which copies, so that few calls do for all of them.
 
-    Always the one that is next for the most copies, as the authors do; ties to the first.
+    Always the one that is next for the most orders, as the authors do; ties to the first.
 
     Args:
         orders: [N, S] numbers of transforms, -1 for none.
         count: how many transforms there are.
 
     Yields:
-        (transform, copies).
+        (transform, orders).
     """
     waiting: list[list[int]] = [[] for _ in range(count)]
     rows = [[kind for kind in reversed(row) if kind >= 0] for row in orders]

@@ -105,7 +105,7 @@ class PoissonNoise(Transform):
 
 def few_counts(u: Tensor, rate: Tensor, most: float) -> Tensor:
     """`poisson_quantile` for rates of at most `most`, term by term: faster where that is small."""
-    dtype, rate = u.dtype, rate.to(torch.promote_types(u.dtype, torch.float32))
+    dtype, rate = u.dtype, rate.double()  # in single precision the tail would drown in rounding
     u = u.to(rate).clamp(2.0**-25, 1 - 2.0**-24)
     term = (-rate).exp()
     below, count = term.clone(), torch.zeros_like(rate)
