@@ -154,6 +154,22 @@ def test_arc_drops_the_fooled():
     assert images[True] < 0.8 * images[False]
 
 
+def test_arc_drops_what_has_come_to_rest():
+    """Far from every boundary an iteration leaves all as it is, and so would the next."""
+    net = mlp(1)
+    with torch.no_grad():
+        net.inner[1].weight.mul_(0)
+        net.inner[1].weight[0, 0] = 1e-3
+    x, y = batch(net)
+    counts = []
+    for drop in (False, True):
+        net.clear()
+        ARC(LINF, 9, 0.1, drop_fooled=drop)(Ensemble([net]), x, y)
+        counts.append(len(net.linearised))
+    assert counts[0] == 9
+    assert 1 < counts[1] < 5
+
+
 def test_the_memory_of_arc_grows_with_neither_classes_nor_members():
     x, kept = batch(mlp(1))[0], {}
     for members, neighbours in ((1, 1), (1, 4), (3, 4)):

@@ -32,6 +32,12 @@ def _among(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.where(condition.view(-1, *[1] * (a.dim() - 1)), a, b)
 
 
+def _differ(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> Tensor:
+    """Of which images anything has changed: [B]."""
+    changes = [(a != b).view(len(a), -1).any(1) for a, b in zip(before, after, strict=True)]
+    return torch.stack(changes).any(0)
+
+
 def _inner(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).flatten(1).sum(1)
 
@@ -54,9 +60,10 @@ class ARC(Attack):
         random_start: start from a random point of the ball.
         start: search on from the images that this attack finds, where they are no worse than the
             clean ones: never weaker than it. None starts at the images, as the paper does.
-        drop_fooled: stop on images that every member already gets wrong, and save their cost.
-            Raises no accuracy; without a random start it only changes which of several perfect
-            perturbations is returned.
+        drop_fooled: stop on images that every member already gets wrong, and on those that an
+            iteration has left as they were, as the next one would, and save their cost. Raises no
+            accuracy; without a random start it only changes which of several perfect perturbations
+            is returned. Members must have no chance in them.
 
     Raises:
         ValueError: a count below 1, a step size that is not positive, another norm, a start of
@@ -101,13 +108,17 @@ class ARC(Attack):
             score = expected_accuracy(members, weights, found, y)
             delta = _among(score <= best, found - x, delta)
             best = here = torch.minimum(score, best)
+        moved = torch.ones_like(here, dtype=torch.bool)
         for _ in range(self.steps):
-            live = (here > 0).nonzero()[:, 0] if self.drop_fooled else torch.arange(len(x))
+            going_on = moved & (here > 0) if self.drop_fooled else moved
+            live = going_on.nonzero()[:, 0]
             if not len(live):
                 break
-            delta[live], best[live], here[live] = self._iterate(
-                members, weights, x[live], y[live], delta[live], best[live], here[live]
-            )
+            before = delta[live], best[live], here[live]
+            after = self._iterate(members, weights, x[live], y[live], *before)
+            delta[live], best[live], here[live] = after
+            if self.drop_fooled:
+                moved[live] = _differ(before, after)
         return self.threat.apply(delta, x)
 
     def _iterate(
