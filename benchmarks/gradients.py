@@ -47,7 +47,7 @@ def main():
                     "loop": lambda x=x, count=count: loop(net, x, count),
                     "vectorised": lambda x=x, count=count: vectorised(net, x, count),
                 }
-                found, times = timing.in_turn(ways, rounds)
+                found, times, _ = timing.in_turn(ways, rounds)
                 torch.testing.assert_close(found["loop"], found["vectorised"])
                 share = timing.ratio(times["vectorised"], times["loop"])
                 rows.append((str(count), str(images), f"{share:.2f}"))

@@ -15,7 +15,6 @@ import timing
 import torch
 
 from lightning_rob.attacks import ARC, PGD
-from lightning_rob.attacks.memory import kept_for_gradients
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single
 from lightning_rob.nets import ResNet20
 from lightning_rob.randomness import Streams
@@ -76,10 +75,9 @@ def one_pass(net, x, y):
 def measured(nets, values, make, rounds):
     """For each value the passes [P] it costs, and the MiB kept for gradients."""
     contenders = {"pass": one_pass(nets[0], *batch(32))} | {n: make(n) for n in values}
-    _, times = timing.in_turn(contenders, rounds)
+    _, times, kept = timing.in_turn(contenders, rounds)
     passes = [timing.ratio(times[n], times["pass"]) for n in values]
-    kept = [kept_for_gradients(contenders[n]) / 2**20 for n in values]
-    return np.array(passes), np.array(kept)
+    return np.array(passes), np.array([kept[n] / 2**20 for n in values])
 
 
 def fitted(values, passes):

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from lightning_rob.attacks.memory import kept_for_gradients
 from lightning_rob.cli import _keep_freed_memory
 from lightning_rob.data import Patches10
 from lightning_rob.nets import ResNet20
@@ -41,18 +42,23 @@ def seconds(work):
 
 
 def in_turn(contenders, rounds):
-    """Each contender's last result and its seconds of every round, after one to warm up."""
-    times, results = {name: [] for name in contenders}, {}
+    """Each contender's last result, its seconds of every round, and the bytes kept for gradients.
+
+    The last are counted in a round that warms up.
+    """
+    times, results, kept = {name: [] for name in contenders}, {}, {}
     with Progress(*Progress.get_default_columns(), transient=True) as bar:
         told = bar.add_task("", total=(rounds + 1) * len(contenders))
         for again in range(rounds + 1):
             for name, work in contenders.items():
                 bar.update(told, description=str(name))
-                results[name], took = seconds(work)
                 if again:
+                    results[name], took = seconds(work)
                     times[name].append(took)
+                else:
+                    kept[name] = kept_for_gradients(work)
                 bar.advance(told)
-    return results, times
+    return results, times, kept
 
 
 def ratio(own, base):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rob.attacks import PGD, Targeted
+from lightning_rob.attacks import PGD, Chunked, Targeted
 from lightning_rob.defenses import Defense, Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.objectives import ce_of_mean_logits, expected_ce, linear, worst_ce
 from lightning_rob.randomness import Streams, normal
@@ -488,6 +488,8 @@ def test_dropping_from_a_mixture_needs_to_see_who_answers():
 def test_targets_are_not_dropped():
     with pytest.raises(ValueError, match="drop_fooled"):
         Targeted(PGD(LINF, 1, 0.1, drop_fooled=True))
+    with pytest.raises(ValueError, match="put Chunked around Targeted"):
+        Targeted(Chunked(PGD(LINF, 1, 0.1), images=3))
 
 
 def test_images_that_are_wrong_already_stay():

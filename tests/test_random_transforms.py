@@ -348,3 +348,11 @@ def test_a_step_follows_the_expected_gradient_of_a_linear_network_under_noise():
     x_adv = PGD(threat, 1, 0.01, draws=8, random_start=False)(rt, x, y, streams())
     expected = -rt.net.linear.weight[0].sign().view(3, 8, 8).expand_as(x) * 0.01
     assert torch.allclose(x_adv - x, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make", [SeenAs, lambda shared_order: defense(FLIPS, shared_order=shared_order)]
+)
+def test_an_unknown_way_to_share_orders(make):
+    with pytest.raises(ValueError, match=r"True, False or 'batch', got 'image'"):
+        make(shared_order="image")

@@ -47,7 +47,9 @@ class Accelerated(Attack):
         if any(isinstance(part, Accelerated) for part in inner):
             raise ValueError("accelerated twice: give compile and autocast to one of them")
         if self.autocast and any(isinstance(part, PGD) and part.drop_fooled for part in inner):
-            raise ValueError("drop_fooled goes by the gradients' logits, which autocast rounds")
+            raise ValueError(
+                "leave out drop_fooled or autocast: who is fooled would be told by rounded logits"
+            )
         if not self.compile and self.autocast is None:
             raise ValueError("nothing to accelerate by: give compile=True or autocast")
         if self.autocast is not None and self.autocast not in get_args(Precision):

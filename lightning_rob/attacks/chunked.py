@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_rob.attacks.base import Attack, image_by_image
 from lightning_rob.attacks.memory import in_parts, kept_for_gradients
+from lightning_rob.attacks.rebuild import parts
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Generator
 from lightning_rob.threat import Threat
@@ -22,12 +23,13 @@ class Chunked(Attack):
     Args:
         attack: which attacks each image by itself.
         images: how many at a time.
-        memory: in GiB, in place of `images`: as many at a time as will do with about so much,
-            estimated anew for each batch by the first gradient of one image, and of two.
+        memory: in GiB, in place of `images`: as many at a time as will do with about so much, at
+            least one; for each batch one image is attacked to find out, and two.
 
     Raises:
-        ValueError: neither or both of images and memory, or one that is not positive.
-        TypeError: when called, what is attacked or the attack goes by whole batches.
+        ValueError: neither or both of images and memory, one that is no positive number, or an
+            attack that goes by whole batches.
+        TypeError: when called, what is attacked goes by whole batches.
     """
 
     attack: Attack
@@ -40,9 +42,16 @@ class Chunked(Attack):
                 f"give images or memory, got images={self.images} and memory={self.memory}"
             )
         for name in ("images", "memory"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+            value, kind = getattr(self, name), int if name == "images" else (int, float)
+            number = isinstance(value, kind) and not isinstance(value, bool)
+            if value is not None and not (number and value > 0):
+                unit = "a positive number of GiB" if name == "memory" else "a positive whole number"
+                raise ValueError(f"{name} must be {unit}, got {value!r}")
+        if whole := [type(part).__name__ for part in parts(self.attack) if part.together]:
+            raise ValueError(
+                f"{whole[0]} attacks whole batches and cannot be chunked: put Chunked around an "
+                "attack inside it, if it has one"
+            )
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
@@ -57,7 +66,7 @@ class Chunked(Attack):
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if not image_by_image(self.attack, defense):
             kind = type(defense).__name__
-            raise TypeError(f"{self.attack} on {kind} goes by whole batches: it cannot be chunked")
+            raise TypeError(f"{kind} adapts to whole batches: an attack on it cannot be chunked")
         count = self.images or self._fitting(defense, x)
         return in_parts(partial(self.attack, defense), count, x, y, generator)
 

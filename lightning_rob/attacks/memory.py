@@ -70,24 +70,21 @@ def in_parts(work: Work, count: int, x: Tensor, y: Tensor, generator: Generator)
 
 
 def kept_for_gradients(work: Callable[[], object]) -> int:
-    """How many bytes autograd keeps at the moment at which work takes its first gradient."""
+    """How many bytes autograd keeps when work takes its first gradient; work runs to its end."""
     storages: dict[int, int] = {}
+    counting = True
 
     def keep(value: Tensor) -> Tensor:
-        storage = value.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
+        if counting:
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
         return value
 
     def use(value: Tensor) -> Tensor:
-        raise _FirstGradientError
+        nonlocal counting
+        counting = False
+        return value
 
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, use):
-            work()
-    except _FirstGradientError:
-        pass
+    with torch.autograd.graph.saved_tensors_hooks(keep, use):
+        work()
     return sum(storages.values())
-
-
-class _FirstGradientError(Exception):
-    """Enough is known."""

@@ -22,11 +22,18 @@ class SeenAs(Backward):
         gradients: of the transforms, see `RandomTransforms`; None leaves the defense's own.
 
     Raises:
+        ValueError: another value of shared_order.
         TypeError: when entered, the defense has no random transforms.
     """
 
     shared_order: Shared = True
     gradients: Gradients | None = None
+
+    def __post_init__(self) -> None:
+        if self.shared_order not in (True, False, "batch"):
+            raise ValueError(
+                f"shared_order must be True, False or 'batch', got {self.shared_order!r}"
+            )
 
     def __call__(self, defense: Defense) -> AbstractContextManager[None]:
         """A context in which every `RandomTransforms` in the defense is seen so."""

@@ -37,13 +37,18 @@ class Targeted(Attack):
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int):
             object.__setattr__(self, "rank", tuple(self.rank))
+        if not isinstance(self.attack, PGD):
+            kind = type(self.attack).__name__
+            raise ValueError(f"Targeted takes a PGD, got {kind}: put {kind} around Targeted")
+        if self.attack.drop_fooled:
+            raise ValueError(
+                "leave drop_fooled out of the attack in Targeted: its labels are targets"
+            )
         if over_draws(self.attack.objective) == "least":
             raise ValueError(
                 "an objective that is the least over models cannot be negated, got "
                 f"{self.attack.objective}: HighConfidence has targeted runs for it"
             )
-        if self.attack.drop_fooled:
-            raise ValueError("drop_fooled is for images that are to be wrong, not to be a target's")
         if not self.ranks or min(self.ranks) < 1:
             raise ValueError(f"ranks must be at least 1, got {self.rank}")
 
