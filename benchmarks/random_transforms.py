@@ -59,6 +59,7 @@ def contestants(net):
     return {
         "floor": lambda x: net(x.repeat(DRAWS, 1, 1, 1)),
         "order per copy": ours(RandomTransforms(net, kinds, SIZE, DRAWS)),
+        "order per batch": ours(RandomTransforms(net, kinds, SIZE, DRAWS, shared_order="batch")),
         "order per image": ours(RandomTransforms(net, kinds, SIZE, DRAWS, shared_order=True)),
         "copy by copy": ours(OneByOne(net, kinds, SIZE, DRAWS)),
         "kornia, 14 of 19": lambda x: peer(x.repeat(DRAWS, 1, 1, 1)),
