@@ -2,7 +2,7 @@
 
     pip install -e ".[bench]"
     python benchmarks/attacks.py                     # half an hour on two cores
-    python benchmarks/attacks.py --only pgd arc --rounds 5
+    python benchmarks/attacks.py --only pgd arc9 --rounds 5
 
 All attack the same networks (ResNet-20, trained here on Patches10 for a minute or two) with
 trainable weights, as users pass them, on the same images, in one process, in turn. "floor" is a

@@ -56,10 +56,12 @@ def contestants(net):
             x, Streams.keyed(torch.arange(IMAGES), next(noise)), DRAWS
         )
 
+    batch = RandomTransforms(net, kinds, SIZE, DRAWS)
+    batch.shared_order = "batch"  # as SeenAs(shared_order="batch") does for an attack
     return {
         "floor": lambda x: net(x.repeat(DRAWS, 1, 1, 1)),
         "order per copy": ours(RandomTransforms(net, kinds, SIZE, DRAWS)),
-        "order per batch": ours(RandomTransforms(net, kinds, SIZE, DRAWS, shared_order="batch")),
+        "order per batch": ours(batch),
         "order per image": ours(RandomTransforms(net, kinds, SIZE, DRAWS, shared_order=True)),
         "copy by copy": ours(OneByOne(net, kinds, SIZE, DRAWS)),
         "kornia, 14 of 19": lambda x: peer(x.repeat(DRAWS, 1, 1, 1)),

@@ -115,9 +115,15 @@ def test_shared_order_is_shared_by_the_copies_of_an_image_and_not_by_images():
     assert not (order == order[0]).all()
 
 
+def seen_as_batch(kinds, **options):
+    rt = defense(kinds, **options)
+    rt.shared_order = "batch"  # as SeenAs does for an attack; a defense does not answer so
+    return rt
+
+
 @pytest.mark.parametrize("chance", [torch.Generator(), Streams.keyed(torch.arange(60) % 20, 3)])
 def test_an_order_for_the_batch_is_that_of_any_other_batch(chance):
-    rt = defense([*FLIPS, Sobel(), Affine()], size=2, shared_order="batch")
+    rt = seen_as_batch([*FLIPS, Sobel(), Affine()], size=2)
     order = rt._orders(torch.rand(60, 1), 20, chance)
     assert (order == order[0]).all()
     again = rt._orders(torch.rand(60, 1), 20, chance)
@@ -127,7 +133,7 @@ def test_an_order_for_the_batch_is_that_of_any_other_batch(chance):
 
 
 def test_an_order_for_the_batch_leaves_each_image_what_it_gets_alone():
-    rt = defense([*FLIPS, GaussianNoise(0.1), Affine()], size=3, shared_order="batch")
+    rt = seen_as_batch([*FLIPS, GaussianNoise(0.1), Affine()], size=3)
     x, keys = images(), torch.arange(len(images()))
     whole = rt.transformed(x, Streams.keyed(keys, 1, 2), 4)
     for i in range(len(x)):
@@ -137,7 +143,7 @@ def test_an_order_for_the_batch_leaves_each_image_what_it_gets_alone():
 
 def test_an_order_for_the_batch_is_as_likely_as_any():
     """Each of six orders of three transforms, over many worlds, within four deviations."""
-    rt = defense([*FLIPS, Sobel()], size=3, shared_order="batch")
+    rt = seen_as_batch([*FLIPS, Sobel()], size=3)
     orders = [
         tuple(rt._orders(torch.rand(1, 1), 1, Streams.keyed(torch.zeros(1), k))[0].tolist())
         for k in range(1200)
@@ -354,5 +360,10 @@ def test_a_step_follows_the_expected_gradient_of_a_linear_network_under_noise():
     "make", [SeenAs, lambda shared_order: defense(FLIPS, shared_order=shared_order)]
 )
 def test_an_unknown_way_to_share_orders(make):
-    with pytest.raises(ValueError, match=r"True, False or 'batch', got 'image'"):
+    with pytest.raises(ValueError, match=r"True.* or .*, got 'image'"):
         make(shared_order="image")
+
+
+def test_a_defense_does_not_answer_all_images_by_one_order():
+    with pytest.raises(ValueError, match="got 'batch': see SeenAs"):
+        defense(FLIPS, shared_order="batch")

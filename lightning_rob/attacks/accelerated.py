@@ -2,24 +2,23 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.around import Around
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.rebuild import parts
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Generator
-from lightning_rob.threat import Threat
 
 Precision = Literal["bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
-class Accelerated(Attack):
+class Accelerated(Around):
     """Another attack, by networks that are compiled, or whose gradients are in half precision.
 
     Compiling costs tens of seconds for each network and size of image, and may cost more than it
@@ -38,12 +37,11 @@ class Accelerated(Attack):
         TypeError: when called on a defense that names no networks.
     """
 
-    attack: Attack
     compile: bool = False
     autocast: Precision | None = None
 
     def __post_init__(self) -> None:
-        inner = [part for part in parts(self.attack) if part is not self]
+        inner = list(parts(self.attack))
         if any(isinstance(part, Accelerated) for part in inner):
             raise ValueError("accelerated twice: give compile and autocast to one of them")
         if self.autocast and any(isinstance(part, PGD) and part.drop_fooled for part in inner):
@@ -54,15 +52,6 @@ class Accelerated(Attack):
             raise ValueError("nothing to accelerate by: give compile=True or autocast")
         if self.autocast is not None and self.autocast not in get_args(Precision):
             raise ValueError(f"autocast must be of {get_args(Precision)}, got {self.autocast!r}")
-
-    @property
-    def threat(self) -> Threat:  # type: ignore[override]
-        """That of the attack."""
-        return self.attack.threat
-
-    def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
-        """Those of the attack, each accelerated."""
-        return [(p, replace(self, attack=part)) for p, part in self.attack.strategies(defense)]
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""

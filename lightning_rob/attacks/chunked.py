@@ -1,23 +1,23 @@
 """An attack whose memory does not grow with the batch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack, image_by_image
+from lightning_rob.attacks.around import Around
+from lightning_rob.attacks.base import image_by_image
 from lightning_rob.attacks.memory import in_parts, kept_for_gradients
 from lightning_rob.attacks.rebuild import parts
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Generator
-from lightning_rob.threat import Threat
 
 GRADIENTS = 2.0  # beside what autograd keeps: the gradients themselves, and what kernels work in
 
 
 @dataclass(frozen=True)
-class Chunked(Attack):
+class Chunked(Around):
     """Another attack, on a few images at a time: the same images, in less memory.
 
     Args:
@@ -32,7 +32,6 @@ class Chunked(Attack):
         TypeError: when called, what is attacked goes by whole batches.
     """
 
-    attack: Attack
     images: int | None = None
     memory: float | None = None
 
@@ -52,15 +51,6 @@ class Chunked(Attack):
                 f"{whole[0]} attacks whole batches and cannot be chunked: put Chunked around an "
                 "attack inside it, if it has one"
             )
-
-    @property
-    def threat(self) -> Threat:  # type: ignore[override]
-        """That of the attack."""
-        return self.attack.threat
-
-    def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
-        """Those of the attack, each on a few images at a time."""
-        return [(p, replace(self, attack=part)) for p, part in self.attack.strategies(defense)]
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""

@@ -1,11 +1,11 @@
 """An attack whose images can be saved: every pixel a whole 255th, and still in the ball."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.around import Around
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.threat import Threat, scale
@@ -15,7 +15,7 @@ OUTWARD = 0.499 / 255
 
 
 @dataclass(frozen=True)
-class EightBit(Attack):
+class EightBit(Around):
     """Another attack, its images rounded to 8 bits without leaving its threat.
 
     Truncation, as `uint8` does it, leaves a ball of 8/255 by another 255th; rounding to the nearest
@@ -29,20 +29,9 @@ class EightBit(Attack):
         ValueError: pixels do not range over [0, 1].
     """
 
-    attack: Attack
-
     def __post_init__(self) -> None:
         if self.threat.bounds != (0.0, 1.0):
             raise ValueError(f"8-bit images range over (0, 1), got bounds {self.threat.bounds}")
-
-    @property
-    def threat(self) -> Threat:  # type: ignore[override]
-        """That of the attack."""
-        return self.attack.threat
-
-    def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
-        """Those of the attack, each rounded."""
-        return [(p, replace(self, attack=part)) for p, part in self.attack.strategies(defense)]
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] of multiples of 1/255 where x is of such, within the threat."""

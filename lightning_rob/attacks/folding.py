@@ -4,14 +4,13 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeGuard, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-M = TypeVar("M", bound=nn.Module)
 Plan = tuple[list[tuple[str, str]], torch.memory_format]
 _plans: WeakKeyDictionary[nn.Module, tuple[list[Any], Plan]] = WeakKeyDictionary()
 
@@ -40,7 +39,7 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
                 conv, norm = net.get_submodule(first), net.get_submodule(second)
                 if owners[conv] > 1 or owners[norm] > 1:
                     continue
-                if _plain(conv, nn.Conv2d) and _plain(norm, nn.BatchNorm2d) and _settled(norm):
+                if type(conv) is nn.Conv2d and type(norm) is nn.BatchNorm2d and _settled(norm):
                     undo.append((conv, dict(conv._parameters), norm))
                     _fold(conv, norm, layout)
         yield
@@ -69,10 +68,6 @@ def _fold(conv: nn.Conv2d, norm: nn.BatchNorm2d, layout: torch.memory_format) ->
 
 def _identity(x: Tensor) -> Tensor:
     return x
-
-
-def _plain(module: nn.Module, kind: type[M]) -> TypeGuard[M]:
-    return type(module) is kind
 
 
 def _changed(module: nn.Module) -> bool:

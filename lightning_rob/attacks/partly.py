@@ -1,11 +1,12 @@
 """Rounds of which a share is not attacked."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_rob.attacks.around import Around
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.rebuild import parts
@@ -15,7 +16,7 @@ from lightning_rob.threat import Threat
 
 
 @dataclass(frozen=True)
-class Partly(Attack):
+class Partly(Around):
     """Attack the last images of a batch only: x~ = [z; attacked] (Goldwasser et al. 2020).
 
     Which ones these are goes by the batch: one batch is one round.
@@ -31,7 +32,6 @@ class Partly(Attack):
     """
 
     together: ClassVar[bool] = True
-    attack: Attack
     clean: float = 0.5
     natural: Attack | None = None
 
@@ -48,11 +48,6 @@ class Partly(Attack):
             return self.attack.threat
         low, high = bounds = self.attack.threat.bounds
         return Threat("linf", high - low, bounds)
-
-    def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
-        """Those of the attack, each on the same part of the batch."""
-        chances = self.attack.strategies(defense)
-        return [(p, replace(self, attack=attack)) for p, attack in chances]
 
     def is_clean(self, y: Tensor) -> Tensor:
         """Which images of a batch are z: labels [B] -> mask [B]."""

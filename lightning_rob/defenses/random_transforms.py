@@ -32,8 +32,7 @@ class RandomTransforms(Defense):
         draws: n, how many copies are drawn for an answer; attacks and training may draw others.
         rule: how the copies' logits become an answer: `mean_probs`, `majority`, `mean_logits`.
         shared_order: all copies of an image go through the same transforms in the same order, with
-            parameters of their own: an attacker's variance reduction, see `SeenAs`. "batch" shares
-            them among all images too: the same for each image, and fewer calls for all.
+            parameters of their own: an attacker's variance reduction, see `SeenAs`.
         gradients: what the transforms' gradient is: "exact"; "identity"; "straight_through", exact
             where there is one, else the identity; "bpda", that of the networks in `approximations`;
             or "combo", exact where there is one, else by network. The images are the same.
@@ -55,7 +54,7 @@ class RandomTransforms(Defense):
         size: int,
         draws: int,
         rule: Rule = mean_probs,
-        shared_order: Shared = False,
+        shared_order: bool = False,
         gradients: Gradients = "exact",
         approximations: Mapping[str, nn.Module] | str | None = None,
         released_code: bool = False,
@@ -70,8 +69,10 @@ class RandomTransforms(Defense):
             raise ValueError(f"size must be 1 … {len(self.transforms)} transforms, got {size}")
         self.size = size
         self.draws = draws
-        if shared_order not in (True, False, "batch"):
-            raise ValueError(f"shared_order must be True, False or 'batch', got {shared_order!r}")
+        if shared_order not in (True, False):  # one order for all images is no way to answer
+            raise ValueError(
+                f"shared_order must be True or False, got {shared_order!r}: see SeenAs"
+            )
         self.shared_order: Shared = shared_order
         self.released_code = released_code
         self.folder = approximations if isinstance(approximations, str) else None
