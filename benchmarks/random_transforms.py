@@ -9,19 +9,16 @@ same 320 images. Ratios are of CPU time to the floor of the same round.
 """
 
 import argparse
-import platform
 import statistics
-import time
 import warnings
+from functools import partial
 
 import kornia
+import timing
 import torch
 from kornia.augmentation import ImageSequential
-from rich.console import Console
-from rich.table import Table
 from transforms import PEERS
 
-from lightning_rob.cli import _keep_freed_memory
 from lightning_rob.defenses import RandomTransforms
 from lightning_rob.nets import ResNet20
 from lightning_rob.randomness import Streams
@@ -53,7 +50,7 @@ def contestants(net):
 
     def ours(defense):
         return lambda x: defense.transformed(
-            x, Streams.keyed(torch.arange(IMAGES), next(noise)), DRAWS
+            x, Streams.keyed(torch.arange(IMAGES, device=x.device), next(noise)), DRAWS
         )
 
     batch = RandomTransforms(net, kinds, SIZE, DRAWS)
@@ -68,11 +65,9 @@ def contestants(net):
     }
 
 
-def clock(run, x):
-    x = x.clone().requires_grad_()
-    began = time.process_time()
-    torch.autograd.grad(run(x).sum(), x)
-    return time.process_time() - began
+def gradient(run, x):
+    z = x.clone().requires_grad_()
+    return torch.autograd.grad(run(z).sum(), z)[0]
 
 
 def main():
@@ -80,31 +75,19 @@ def main():
     options.add_argument("--rounds", type=int, default=5)
     rounds = options.parse_args().rounds
     warnings.simplefilter("ignore")
-    _keep_freed_memory()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    net = ResNet20().eval().requires_grad_(False)
-    x = torch.rand(IMAGES, 3, 32, 32)
-    runs = contestants(net)
-    times = {name: [] for name in runs}
-    for again in range(rounds + 1):
-        for name, run in runs.items():
-            seconds = clock(run, x)
-            if again:
-                times[name].append(seconds)
-    table = Table(title=f"S = {SIZE}, n = {DRAWS}, {IMAGES} images, forward and backward")
-    for column in ("", "CPU ms", "/ floor", "images/s"):
-        table.add_column(column, justify="left" if not column else "right")
+    net = ResNet20().to(timing.device()).eval().requires_grad_(False)
+    x = torch.rand(IMAGES, 3, 32, 32, device=timing.device())
+    runs = {name: partial(gradient, run, x) for name, run in contestants(net).items()}
+    _, times, _ = timing.in_turn(runs, rounds)
+    rows = []
     for name, seconds in times.items():
-        ratios = [own / floor for own, floor in zip(seconds, times["floor"], strict=True)]
-        middle = statistics.median(seconds)
-        rate = IMAGES * DRAWS / middle
-        table.add_row(
-            name, f"{1e3 * middle:.0f}", f"{statistics.median(ratios):.2f}", f"{rate:.0f}"
-        )
-    Console().print(table)
-    told = f"torch {torch.__version__}, kornia {kornia.__version__}, {platform.machine()}"
-    print(f"{told}, median of {rounds} rounds")
+        middle, share = statistics.median(seconds), timing.ratio(seconds, times["floor"])
+        rate = f"{IMAGES * DRAWS / middle:.0f}"
+        rows.append((name, f"{1e3 * middle:.0f}", f"{share:.2f}", rate))
+    title = f"S = {SIZE}, n = {DRAWS}, {IMAGES} images, medians of {rounds}"
+    timing.printed(title, ("", "ms", "/ floor", "images/s"), rows)
+    print(f"kornia {kornia.__version__}")
 
 
 if __name__ == "__main__":

@@ -61,14 +61,15 @@ class Accelerated(Around):
     @contextmanager
     def _faster(self, nets: list[nn.Module]) -> Iterator[None]:
         """Give networks another forward, for this context only."""
-        changed = [net for net in dict.fromkeys(nets) if "forward" not in net.__dict__]
+        before = {net: net.__dict__.get("forward") for net in nets}
         try:
-            for net in changed:
+            for net in before:
                 net.__dict__["forward"] = self._forward(net.forward)
             yield
         finally:
-            for net in changed:
+            for net, forward in before.items():
                 net.__dict__.pop("forward", None)
+                net.__dict__.update({"forward": forward} if forward else {})
 
     def _forward(self, plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         quick: Callable[[Tensor], Tensor] = torch.compile(plain) if self.compile else plain
