@@ -81,7 +81,7 @@ def match(attack, defense, leaking=False):
 
 def test_a_stateful_defense_goes_on_with_what_it_has_become():
     game = match(Reader(), Diary())
-    pages = game.defenders[0].pages
+    pages = game.defenders[0][0].pages
     assert len(pages) == 6
     seen = [(len(x), round(float(x.sum()), 3)) for x, _, _ in batches()]
     assert [page[:2] for page in pages[::2]] == seen
@@ -91,14 +91,14 @@ def test_a_stateless_defense_begins_anew_and_leaves_nothing():
     first = Diary(stateful=False)
     attack = Reader()
     game = match(attack, first)
-    assert game.defenders == [first]
+    assert game.defenders == [[first]]
     assert attack.read == [(), (), ()]
 
 
 def test_an_attacker_sees_the_state_only_if_it_leaks():
     blind, sighted = Reader(), Reader()
-    hidden = match(blind, Diary()).defenders[0].pages
-    leaked = match(sighted, Diary(), leaking=True).defenders[0].pages
+    hidden = match(blind, Diary()).defenders[0][0].pages
+    leaked = match(sighted, Diary(), leaking=True).defenders[0][0].pages
     assert hidden == leaked
     assert sighted.read == [leaked[:0], leaked[:2], leaked[:4]]
     # It rehearses what it cannot see: the same images, chance of its own.
@@ -111,12 +111,12 @@ def test_an_attacker_sees_the_state_only_if_it_leaks():
 @pytest.mark.parametrize("leaking", [False, True])
 def test_rehearsals_never_change_what_the_defender_draws(leaking):
     games = [match(Reader(count), Diary(), leaking) for count in (0, 1, 7)]
-    assert games[0].defenders[0].pages == games[1].defenders[0].pages
-    assert games[0].defenders[0].pages == games[2].defenders[0].pages
+    assert games[0].defenders[0][0].pages == games[1].defenders[0][0].pages
+    assert games[0].defenders[0][0].pages == games[2].defenders[0][0].pages
 
 
 def test_each_round_has_chance_of_its_own():
-    pages = match(Reader(), Diary()).defenders[0].pages
+    pages = match(Reader(), Diary()).defenders[0][0].pages
     drawn = [page[2] for page in pages[::2]] + list(pages[1::2])
     assert len(set(drawn)) == 6
 

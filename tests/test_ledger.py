@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rob import Ensemble, Mixture, RandomTransforms, Single, TransformEnsemble
+from lightning_rob.callbacks import RobustEval
 from lightning_rob.ledger import (
     Columns,
     Journal,
@@ -108,20 +109,22 @@ def test_several_inferences_have_a_column_each(trained, tmp_path):
 
 
 class Slow(Callback):
-    """Takes its time after each batch of a test, so that there is one to be killed in."""
+    """Takes its time after each group of images, so that there is one to be killed in."""
 
-    def on_test_batch_end(self, *_) -> None:
-        time.sleep(0.1)
+    def on_test_start(self, trainer, *_) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, RobustEval):
+                callback.after_group = lambda: time.sleep(0.1)
 
 
 def slow_test(folder, checkpoint):
-    """A test of 33 batches that takes seconds, as another process."""
+    """A test of 17 groups that takes seconds, as another process."""
     folder.mkdir(exist_ok=True)
     slow = {"class_path": "tests.test_ledger.Slow"}
-    callbacks = [robust_eval({"apgd": pgd(), "arc": arc(random_start=True)}), slow]
+    attacks = {"apgd": pgd(), "arc": arc(random_start=True)}
+    callbacks = [robust_eval(attacks, group_size=2), slow]
     file = recipe(folder, **{"trainer__callbacks+": callbacks})
-    size = "--data.init_args.eval_batch_size=1"
-    command = ["test", "--config", file, "--ckpt_path", checkpoint, size]
+    command = ["test", "--config", file, "--ckpt_path", checkpoint]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "lightning_rob", *map(str, command)],
@@ -132,7 +135,9 @@ def slow_test(folder, checkpoint):
     )
 
 
-def test_a_test_that_was_killed_goes_on_and_ends_in_the_same_bytes(ledger, trained, tmp_path):
+def test_a_test_that_was_killed_goes_on_and_ends_in_the_same_bytes(trained, tmp_path):
+    through = evaluated(tmp_path / "through", trained, group_size=2)
+    tmp_path /= "killed"
     killed = slow_test(tmp_path, trained)
     limit = time.monotonic() + 300
     while not (left := list(tmp_path.glob("unfinished/*/*.csv"))) and time.monotonic() < limit:
@@ -147,8 +152,8 @@ def test_a_test_that_was_killed_goes_on_and_ends_in_the_same_bytes(ledger, train
     assert not (tmp_path / CSV).exists()
     out, error = slow_test(tmp_path, trained).communicate()
     (found,) = tmp_path.glob("run/version_*/images/test-*.csv")
-    assert f"{known} images are known already" in out, out + error
-    assert found.read_bytes() == ledger.path.read_bytes()
+    assert f"{2 * known} images are known already" in out, out + error
+    assert found.read_bytes() == through.path.read_bytes()
     assert not list(tmp_path.glob("unfinished/*"))
 
 
@@ -259,7 +264,8 @@ def test_a_row_by_hand(tmp_path):
     rows = columns.rows(torch.zeros(1, 1, 2, 2), torch.tensor([3]), parts)
     means = torch.tensor([[1.0, 0.25, 0.125]])
     card = {"attacks": {"pgd": {}, "arc": {}}}
-    write_ledger(tmp_path / "a.csv", columns, torch.tensor([7]), means, rows, 4, card)
+    worst = torch.tensor([0.125])
+    write_ledger(tmp_path / "a.csv", columns, torch.tensor([7]), means, rows, 4, card, worst)
     assert (tmp_path / "a.csv").read_text().split("\n")[1] == (
         f"7,3,1,3,0.25,3,0.031,0.125,1,0.0314,0.125,arc,4,{crc32(bytes(16)):08x}"
     )

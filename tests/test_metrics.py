@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from lightning_rob.metrics import (
     PerImage,
     RobustAccuracy,
-    minimum,
     robust_accuracy,
     student,
     wilson,
@@ -166,14 +165,6 @@ def test_rows_are_what_compute_gives():
     table.update(torch.tensor([3, 1]), torch.tensor([[0.5, 1.0], [0.25, 0.0]]))
     for found, expected in zip(table.rows(), table.compute(), strict=True):
         assert torch.equal(found, expected)
-
-
-def test_minimum_is_of_each_image_over_all_tables():
-    first = torch.tensor([1, 3, 8]), torch.tensor([[0.5, 0.7], [1.0, 0.9], [0.1, 0.0]])
-    second = torch.tensor([0, 3, 8, 9]), torch.tensor([[0.0], [0.2], [0.6], [0.0]])
-    assert minimum([first]).tolist() == pytest.approx([0.5, 0.9, 0.0])
-    assert minimum([first, second]).tolist() == pytest.approx([0.2, 0.0])
-    assert minimum([second, first]).tolist() == pytest.approx([0.2, 0.0])
 
 
 def test_tables_merge_reset_and_copy():

@@ -17,6 +17,7 @@ from lightning_rob.audit.slope import slope
 from lightning_rob.audit.strength import black_box, noise, radius, restarts, steps
 from lightning_rob.callbacks.record import Result, measured
 from lightning_rob.defenses import Defense
+from lightning_rob.evaluation import worst_case
 from lightning_rob.ledger.identity import describe
 from lightning_rob.threat import Threat
 
@@ -67,7 +68,7 @@ def audit(
 
 def columns(subject: Subject) -> list[str]:
     """The names of all that is known of an image."""
-    return [*subject.attacks, *MEASURES]
+    return [*subject.attacks, *subject.halves, *MEASURES]
 
 
 def rows(subject: Subject, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
@@ -109,11 +110,11 @@ def results_of(subject: Subject, seen: Columns) -> list[Result]:
 
 
 def _worst(subject: Subject, seen: Columns) -> Result:
-    """The per-image minimum; in a game that of the strongest attack, for images hang together."""
-    names = ["clean", *subject.suite.within(subject.threat)]
-    scores = torch.stack([seen[name].nan_to_num(torch.inf) for name in names])
-    least = scores.amin(0)
-    if subject.transductive:
-        least = min(scores, key=lambda column: float(column.mean()))
-    how = "strongest attack" if subject.transductive else "per-image minimum"
-    return measured("worst", least, 0.0, {"attack": how, "ball": str(subject.threat)})
+    """The accuracy under the strongest attack, see `worst_case`."""
+    names = subject.halves or subject.counted
+    scores = torch.stack([seen[name].nan_to_num(torch.inf) for name in names], 1)
+    scores = scores.reshape(len(scores), len(subject.counted), -1)
+    table = torch.arange(len(scores)), scores
+    worst = worst_case([table], random=not subject.exact, joint=subject.transductive)
+    details = {"attack": worst.choice, "ball": str(subject.threat)}
+    return measured("worst", worst.scores.mean(1), 0.0, details)

@@ -66,6 +66,18 @@ class Subject:
         return self.suite.kind in ("single", "ensemble", "randomized")
 
     @property
+    def counted(self) -> list[str]:
+        """The attacks that the worst case is over."""
+        return ["clean", *self.suite.within(self.threat)]
+
+    @property
+    def halves(self) -> list[str]:
+        """The columns by which the worst case of a random defense is chosen and scored."""
+        if self.exact or self.transductive:
+            return []
+        return [f"{name}/{half}" for name in self.counted for half in ("first", "second")]
+
+    @property
     def target(self) -> Defense | None:
         """What has gradients: the network as it stands, of some ensembles only some members."""
         if not isinstance(self.defense, TransformEnsemble):
@@ -76,10 +88,9 @@ class Subject:
 
     def match(self, attack: Attack, name: str) -> Match:
         """A match of an attack against the defense; a game goes on where it was."""
-        if not self.transductive:
-            return Match(attack, self.defense, self.seed, *name.encode())
-        if name not in self.matches:
-            self.matches[name] = Match(attack, self.defense, self.seed, *name.encode())
+        if not self.transductive or name not in self.matches:
+            keys = (self.seed, *name.encode())
+            self.matches[name] = Match(attack, self.defense, *keys, private=(self.seed,))
         return self.matches[name]
 
 
@@ -97,7 +108,7 @@ class Case:
         self.subject = subject
         self.x, self.y = x, y
         self.index = torch.arange(len(x), device=x.device) if index is None else index
-        self.scores: dict[str, Tensor] = {}
+        self.scores: dict[str, Tensor] = {}  # [B, R] by prediction
         self.perturbed: dict[str, Tensor] = {}
 
     def noise(self, key: str = "") -> Streams:
@@ -108,8 +119,13 @@ class Case:
         """A column [B] of what could not be measured: NaN."""
         return self.x.new_full((len(self.x),), torch.nan)
 
-    def score(self, name: str) -> Tensor:
-        """How often the defense is right under an attack of the suite [B]."""
+    def score(self, name: str, half: str = "") -> Tensor:
+        """How often the defense is right under an attack of the suite [B].
+
+        Args:
+            name: of the attack.
+            half: "first" or "second" counts that half of the predictions alone.
+        """
         if name not in self.scores:
             attack = self.subject.attacks[name]
             began = time.perf_counter()
@@ -117,15 +133,16 @@ class Case:
             self.subject.seconds[name] += time.perf_counter() - began
             if self.subject.tell and name != "clean":
                 self.subject.tell(name, len(self.x))
-        return self.scores[name]
+        first, second = self.scores[name].tensor_split(2, dim=1)
+        return {"first": first, "second": second}.get(half, self.scores[name]).mean(1)
 
     def play(self, name: str, attack: Attack) -> tuple[Tensor, Tensor]:
-        """The perturbed images, and how often the defense is right on each [B].
+        """The perturbed images, and how often the defense is right on each [B, R].
 
         Without a gradient that such an attack needs the images are as they were, the scores NaN.
         """
         if name not in NO_GRADIENT_NEEDED and not self.differentiable:
-            return self.x, self.unknown()
+            return self.x, self.unknown()[:, None].expand(-1, ANSWERS)
         return _round(self.subject, name, attack, self.x, self.y, self.index)
 
     def outputs(self, x: Tensor, key: str = "") -> Tensor:
@@ -195,10 +212,10 @@ def _round(
     try:
         x_adv, found = subject.match(attack, name).round(x, y, index, ANSWERS)
     except NotNumbersError as error:
-        x_adv, scores = x.clone(), x.new_zeros(len(x))
+        x_adv, scores = x.clone(), x.new_zeros(len(x), ANSWERS)
         for well in _pieces(error.images, len(x)):
             if len(well) and not subject.transductive:
                 part = _round(subject, name, attack, x[well], y[well], index[well])
                 x_adv[well], scores[well] = part
         return x_adv, scores
-    return x_adv, torch.stack([robust_accuracy(answer, y) for answer in found]).mean(0)
+    return x_adv, torch.stack([robust_accuracy(answer, y) for answer in found], 1)

@@ -124,7 +124,7 @@ def double(case: Case) -> Tensor:
     if not (case.subject.exact and usual):
         return case.unknown()
     try:
-        return case.play("pgd", InDouble(usual))[1]
+        return case.play("pgd", InDouble(usual))[1].mean(1)
     except RuntimeError:  # of a network that insists on single precision
         return case.unknown()
 
@@ -134,7 +134,7 @@ def eot(case: Case) -> Tensor:
     usual = case.subject.attacks.get("pgd")
     if not isinstance(usual, PGD) or not (by_chance(case) | unrepeatable(case)).any():
         return case.score(case.subject.suite.usual)
-    return case.play("pgd", replace(usual, draws=DRAWS))[1]
+    return case.play("pgd", replace(usual, draws=DRAWS))[1].mean(1)
 
 
 MEASURES: dict[str, Callable[[Case], Tensor]] = {
@@ -175,11 +175,11 @@ class Seen(Mapping[str, Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         """Scores of attacks, then what is measured."""
-        return iter([*self.case.subject.attacks, *MEASURES])
+        return iter([*self.case.subject.attacks, *self.case.subject.halves, *MEASURES])
 
     def __len__(self) -> int:
         """How many there are."""
-        return len(self.case.subject.attacks) + len(MEASURES)
+        return len(list(iter(self)))
 
     def __getitem__(self, name: str) -> Tensor:
         """The column by this name, in the same way at every call."""
@@ -187,6 +187,8 @@ class Seen(Mapping[str, Tensor]):
             case = self.case
             seed = fold(case.subject.seed, *name.encode(), *case.index.tolist())
             with borrowed_global(torch.Generator().manual_seed(seed), case.x.device):
-                attacked = name in case.subject.attacks
-                self.columns[name] = case.score(name) if attacked else MEASURES[name](case).float()
+                attack, _, half = name.partition("/")
+                attacked = attack in case.subject.attacks
+                found = case.score(attack, half) if attacked else MEASURES[name](case).float()
+                self.columns[name] = found
         return self.columns[name]

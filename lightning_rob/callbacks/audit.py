@@ -3,7 +3,6 @@
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
@@ -13,6 +12,7 @@ from lightning_rob.callbacks.game import Game
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, whole
 from lightning_rob.data.labelled import give_source
+from lightning_rob.evaluation import GROUP_SIZE
 from lightning_rob.files import write_text_whole
 from lightning_rob.metrics import PerImage
 from lightning_rob.threat import Threat
@@ -41,6 +41,7 @@ class RobustAudit(Evaluation):
         seed: of the audit's noise.
         game: how a defense that adapts is played against; None is `Game()`.
         record: file in the run's folder.
+        group_size: images that are attacked together; other sizes may round otherwise.
 
     Raises:
         ValueError: a count below 1, or a threat that there are no attacks for.
@@ -56,8 +57,9 @@ class RobustAudit(Evaluation):
         seed: int = 0,
         game: Game | None = None,
         record: str = "audit.json",
+        group_size: int = GROUP_SIZE,
     ) -> None:
-        super().__init__(every_n_epochs, max_images, seed)
+        super().__init__(every_n_epochs, max_images, seed, group_size)
         at_least_one(steps=steps, queries=queries)
         self.threat = threat or Threat()
         self.steps = steps
@@ -66,7 +68,7 @@ class RobustAudit(Evaluation):
         self.record = record
         self.subject: Subject | None = None
         self.table = PerImage(1)
-        self.batches: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.tried = False
         self.found: Report | None = None
 
     def rounds(self, pl_module: Any) -> int:
@@ -82,40 +84,35 @@ class RobustAudit(Evaluation):
             for name, attack in other.attacks.items()
         }
         self.table = PerImage(len(_auditor().columns(self.subject))).to(pl_module.device)
-        self.batches, self.found = [], None
+        if self.progress:
+            self.subject.tell = self.progress.advance
+        self.tried, self.found = False, None
 
     def attack_batch(
         self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
     ) -> None:
-        """Keep the images for `finish`; before training only try that all of it runs."""
+        """Audit a group of images; before training only try that all of it runs."""
         subject = self.subject
-        if subject is None or subject.transductive:
+        if subject is None or subject.transductive or (trainer.sanity_checking and self.tried):
             return
-        if trainer.sanity_checking:
-            if not self.batches:
-                _auditor().rows(subject, x, y, index)
-            self.batches = [(x, y, index)]
-        else:
-            self.batches.append((x, y, index))
+        rows = _auditor().rows(subject, x, y, index)
+        self.tried = True
+        if not trainer.sanity_checking:
+            self.table.update(index, rows)
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether `finish` audits all images, in the rounds of a game."""
+        return self.subject is not None and self.subject.transductive
 
     def finish(self, trainer: Trainer, pl_module: Any) -> None:
-        """Audit the images that were kept, or play the rounds if the defense adapts."""
+        """Play the rounds if the defense adapts."""
         subject = self.subject
         assert subject is not None
-        if self.progress:
-            subject.tell = self.progress.advance
         if subject.transductive:
             give_source(subject.defense, trainer)
             for x, y, index in self.game.rounds(trainer, self.loader, self.positions):
                 self.table.update(index, _auditor().rows(subject, x, y, index))
-        elif self.batches:
-            whole_x, whole_y, places = (torch.cat(part) for part in zip(*self.batches, strict=True))
-            size = self.loader.batch_size or len(places)
-            for start in range(0, len(places), size):
-                i = slice(start, start + size)
-                x, y, index = whole_x[i], whole_y[i], places[i]
-                self.table.update(index, _auditor().rows(subject, x, y, index))
-        self.batches = []
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Judge what all processes have seen, log and record it."""

@@ -20,6 +20,7 @@ from lightning_rob.callbacks.evaluation import Evaluation, at_radius, told_apart
 from lightning_rob.callbacks.record import append_lines
 from lightning_rob.callbacks.referee import play
 from lightning_rob.defenses import Defense, Single, TransformEnsemble
+from lightning_rob.evaluation import GROUP_SIZE
 from lightning_rob.figures.heat_map import heat_map
 from lightning_rob.figures.page import pixels, save
 from lightning_rob.ledger.identity import describe
@@ -52,6 +53,7 @@ class CrossEval(Evaluation):
         seed: of the evaluation's noise.
         record: file in the run's folder to which each matrix is appended as a line of JSON.
         eps: radius of all attacks instead of their own, see `RobustEval`.
+        group_size: images that are attacked together; other sizes may round otherwise.
 
     Raises:
         ValueError: no attacks, one called "clean" or "acc", or a count below 1.
@@ -65,6 +67,7 @@ class CrossEval(Evaluation):
         seed: int = 0,
         record: str = "transfer.jsonl",
         eps: float | None = None,
+        group_size: int = GROUP_SIZE,
     ) -> None:
         if not attacks:
             raise ValueError("attacks must name at least one attack, got an empty dict")
@@ -72,7 +75,7 @@ class CrossEval(Evaluation):
             raise ValueError(
                 f"no attack can be called {taken.pop()!r}: that column has another meaning"
             )
-        super().__init__(every_n_epochs, max_images, seed)
+        super().__init__(every_n_epochs, max_images, seed, group_size)
         self.attacks = at_radius(attacks, eps)
         self.record = record
         self.matrices: dict[str, TransferMatrix] = {}

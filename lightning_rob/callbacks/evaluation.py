@@ -1,7 +1,7 @@
 """What the callbacks that attack the module at validation and test have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack
 from lightning_rob.attacks.rebuild import with_eps
+from lightning_rob.callbacks.game import images_within_limits
 from lightning_rob.callbacks.progress import AttackProgress
 from lightning_rob.callbacks.record import SESSION, versions
+from lightning_rob.evaluation import GROUP_SIZE, canonical_groups, group_loader, serves_once
 from lightning_rob.threat import pixels
 
 Game = TypeVar("Game")
@@ -48,27 +50,39 @@ def told_apart(mine: Mapping[str, Game], others: Mapping[str, Game]) -> dict[str
 class Evaluation(Callback, ABC):
     """Hands each image of a validation or test to `attack_batch`, once, and then asks to `report`.
 
-    The batches are float32, outside autocast and inference mode. The sanity check before training
-    tries two images of each batch and reports nothing.
+    The images come in canonical groups, at the end of the epoch: the same images together whatever
+    the batches and their order, and groups, not images, are dealt to the processes. A loader whose
+    sampler decides itself what is evaluated is taken batch by batch instead. Images are float32,
+    outside autocast and inference mode. The sanity check before training tries two images of each
+    batch and reports nothing.
 
     Args:
         every_n_epochs: evaluate every so many epochs of `fit`.
         max_images: take so many images only, a random choice by the seed; None takes all.
         seed: of that choice and of the evaluation's noise.
+        group_size: images that are attacked together.
 
     Raises:
         ValueError: a count below 1.
     """
 
-    def __init__(self, every_n_epochs: int, max_images: int | None, seed: int) -> None:
-        at_least_one(every_n_epochs=every_n_epochs, max_images=max_images)
+    def __init__(
+        self,
+        every_n_epochs: int,
+        max_images: int | None,
+        seed: int,
+        group_size: int = GROUP_SIZE,
+    ) -> None:
+        at_least_one(every_n_epochs=every_n_epochs, max_images=max_images, group_size=group_size)
         self.every_n_epochs = every_n_epochs
         self.max_images = max_images
         self.seed = seed
+        self.group_size = group_size
         self.loader: Any = None
         self.positions: Tensor | None = None
         self.seen = 0
         self.progress: AttackProgress | None = None
+        self.after_group: Callable[[], None] | None = None
 
     @abstractmethod
     def rounds(self, pl_module: Any) -> int:
@@ -89,7 +103,17 @@ class Evaluation(Callback, ABC):
         """Log what was found; called on every process."""
 
     def finish(self, trainer: Trainer, pl_module: Any) -> None:
-        """What is left to do when every batch has been handed over: mostly nothing."""
+        """Do what is left when every image has been handed over: mostly nothing."""
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether `finish` evaluates all images, in the rounds of a game."""
+        return False
+
+    @property
+    def grouped(self) -> bool:
+        """Whether images are attacked in canonical groups, not as the loader batches them."""
+        return serves_once(self.loader)
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this epoch's evaluation is one of ours."""
@@ -131,6 +155,7 @@ class Evaluation(Callback, ABC):
             "stage": stage,
             **moment(trainer),
             "seed": self.seed,
+            "group_size": self.group_size if self.grouped else None,
             "session": SESSION,
             "versions": versions(),
         }
@@ -155,7 +180,8 @@ class Evaluation(Callback, ABC):
             self.begin(trainer, pl_module)
 
     def _take(self, trainer: Trainer, pl_module: Any, batch: Any) -> None:
-        if not self.due(trainer):
+        """Attack a batch of the sanity check, or of a loader that cannot be regrouped."""
+        if not self.due(trainer) or (self.grouped and not trainer.sanity_checking):
             return
         x, y, index = batch
         chosen = self._chosen(trainer, len(x)).to(x.device)
@@ -164,6 +190,17 @@ class Evaluation(Callback, ABC):
         with torch.autocast(x.device.type, enabled=False), torch.inference_mode(False):
             x, y, index = x[chosen].float().clone(), y[chosen].clone(), index[chosen].clone()
             self.attack_batch(trainer, pl_module, x, y, index)
+
+    def _groups(self, trainer: Trainer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """This process's canonical groups: images [B, C, H, W], labels [B], indices [B]."""
+        count = images_within_limits(trainer, self.loader, self.loader.batch_size)
+        within = torch.arange(count)
+        if self.positions is not None:
+            within = self.positions[self.positions < count]
+        share = trainer.global_rank, trainer.world_size
+        for batch in group_loader(self.loader, canonical_groups(within, self.group_size, *share)):
+            x, y, index = trainer.strategy.batch_to_device(batch)
+            yield x.float(), y, index
 
     def _chosen(self, trainer: Trainer, count: int) -> Tensor:
         """Positions in the batch; two images are enough to find out that an attack runs."""
@@ -178,6 +215,11 @@ class Evaluation(Callback, ABC):
         concluding = self.due(trainer) and not trainer.sanity_checking
         if concluding:
             with torch.autocast(pl_module.device.type, enabled=False), torch.inference_mode(False):
+                if self.grouped and not self.in_rounds:
+                    for x, y, index in self._groups(trainer):
+                        self.attack_batch(trainer, pl_module, x, y, index)
+                        if self.after_group:
+                            self.after_group()
                 self.finish(trainer, pl_module)
         if self.progress:
             self.progress.close()

@@ -15,6 +15,7 @@ from lightning_rob.callbacks.evaluation import Evaluation, at_least_one, at_radi
 from lightning_rob.callbacks.record import append_lines
 from lightning_rob.callbacks.referee import play
 from lightning_rob.defenses import Defense
+from lightning_rob.evaluation import GROUP_SIZE
 from lightning_rob.figures.gallery import Case, Shown, gallery
 from lightning_rob.figures.page import pixels, save
 from lightning_rob.ledger.identity import describe
@@ -42,6 +43,7 @@ class Gallery(Evaluation):
         seed: of the attacks' noise.
         name: of the files.
         eps: radius of both attacks instead of their own, see `RobustEval`.
+        group_size: images that are attacked together; other sizes may round otherwise.
 
     Raises:
         ValueError: a count below 1, or names that are not two.
@@ -57,8 +59,9 @@ class Gallery(Evaluation):
         seed: int = 0,
         name: str = "gallery",
         eps: float | None = None,
+        group_size: int = GROUP_SIZE,
     ) -> None:
-        super().__init__(1, max_images, seed)
+        super().__init__(1, max_images, seed, group_size)
         at_least_one(count=count)
         if names is not None and len(names) != 2:
             raise ValueError(f"names must be two, of the weak and the strong attack, got {names}")

@@ -47,7 +47,7 @@ class Game:
         """
         size = self.images or loader.batch_size
         order = torch.arange(len(loader.dataset)) if positions is None else positions
-        order = order[: _limit(trainer, loader, size)]
+        order = order[: images_within_limits(trainer, loader, size)]
         count = -(-len(order) // size)
         for number in range(trainer.global_rank, count, trainer.world_size):
             yield trainer.strategy.batch_to_device(self._batch(loader, order, number, size))
@@ -71,15 +71,21 @@ class Game:
         return told
 
 
-def _limit(trainer: Trainer, loader: Any, size: int) -> int:
-    """How many images may be played by `limit_val_batches` and the like; a trial plays a round."""
+def images_within_limits(trainer: Trainer, loader: Any, size: int) -> int:
+    """Return how many images `limit_val_batches` and the like leave; a trial run has one round.
+
+    Args:
+        trainer: whose limits hold.
+        loader: whose data set is evaluated.
+        size: images of a round.
+    """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        return int(size * trainer.world_size)
+        return min(int(size * trainer.world_size), len(loader.dataset))
     testing = trainer.state.fn == "test"
     limits: Any = trainer.num_test_batches if testing else trainer.num_val_batches
     if not limits or limits[0] >= len(loader):
         return len(loader.dataset)
-    return int(limits[0] * loader.batch_size * trainer.world_size)
+    return min(int(limits[0] * loader.batch_size * trainer.world_size), len(loader.dataset))
 
 
 def _fetch(loader: Any, positions: Tensor) -> Any:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_rob.metrics import wilson
+from lightning_rob.metrics import wilson_over_draws
 
 STYLE: dict[str, Any] = {
     "title_justify": "left",
@@ -52,10 +52,25 @@ class Result:
         return json.dumps({"name": fields.pop("name"), **fields.pop("details"), **fields})
 
 
-def measured(name: str, scores: Tensor, seconds: float, details: dict[str, Any]) -> Result:
-    """The figure of so many images' scores [N]; NaN where there are none."""
-    accuracy = float(scores.mean()) if len(scores) else float("nan")
-    return Result(name, accuracy, wilson(accuracy, len(scores)), len(scores), seconds, details)
+def measured(
+    name: str,
+    scores: Tensor,
+    seconds: float,
+    details: dict[str, Any],
+    draws: Tensor | None = None,
+) -> Result:
+    """The accuracy of images' scores [N], NaN where there are none, with its interval.
+
+    Args:
+        name: the attack's.
+        scores: [N] in [0, 1].
+        seconds: the attack took.
+        details: for the record.
+        draws: [N, D] the scores by private draw, if the interval is to hold their chance too.
+    """
+    n, accuracy = len(scores), float(scores.mean()) if len(scores) else float("nan")
+    by_draw = [accuracy] if draws is None or not n else draws.mean(0).tolist()
+    return Result(name, accuracy, wilson_over_draws(by_draw, n), n, seconds, details)
 
 
 def versions() -> dict[str, str]:
@@ -90,8 +105,9 @@ def _span(interval: tuple[float, float] | None) -> str:
 def print_table(title: str, results: Iterable[Result], console: Console | None = None) -> None:
     """A table of accuracies for the terminal; what is the same for all has no column.
 
-    The column "chance" is half the interval over inferences: the defense's own part. "against"
-    compares with the first attack image by image. A narrow terminal leaves out that and the time.
+    The column "chance" is half the interval over inferences or private draws: the defense's own
+    part. "against" compares with the first attack image by image. A narrow terminal leaves out that
+    and the time.
     """
     console = console or Console()
     last = {(result.name, result.details.get("target")): result for result in results}
@@ -102,7 +118,8 @@ def print_table(title: str, results: Iterable[Result], console: Console | None =
     for spare in [name for name in ("against", "time") if name in kept]:
         if sum(widths[k] for k in kept) + 3 * len(kept) + 1 > console.width:
             kept.remove(spare)
-    table = Table(title=title, caption=_legend(kept), **STYLE)
+    covered = {str(result.details.get("interval_covers", "images")) for result in last.values()}
+    table = Table(title=title, caption=_legend(kept, covered), **STYLE)
     for name in kept:
         left = name in ("attack", "on", "within")
         width = max(len(row[name]) for row in rows) if name == "attack" else None
@@ -112,10 +129,11 @@ def print_table(title: str, results: Iterable[Result], console: Console | None =
     console.print(table)
 
 
-def _legend(columns: Collection[str]) -> str:
-    """By which methods the intervals and comparisons of these columns are."""
-    told = ["interval: Wilson over images"]
-    told += ["chance: t over inferences"] if "chance" in columns else []
+def _legend(columns: Collection[str], covered: Collection[str]) -> str:
+    """The methods by which the intervals and comparisons of these columns are made."""
+    told = [f"interval: Wilson, over {' or '.join(sorted(covered))}"]
+    if "chance" in columns:
+        told += [f"chance: t over {'private draws' if 'private' in told[0] else 'inferences'}"]
     told += ["against: McNemar, paired t for expected accuracies"] if "against" in columns else []
     return "; ".join(told)
 
@@ -137,7 +155,9 @@ def _cells(result: Result) -> dict[str, str]:
         "within": str(result.details.get("ball", "")),
         "accuracy": f"{result.accuracy:.1%}",
         "95 % interval": f"{100 * low:.1f} … {100 * high:.1f}",
-        "chance": _span(result.details.get("over_inferences")),
+        "chance": _span(
+            result.details.get("over_inferences") or result.details.get("over_private_draws")
+        ),
         "against": _against(result.details.get("against")),
         "images": str(result.n),
         "time": f"{result.seconds:.1f} s" if result.seconds else "",

@@ -33,22 +33,43 @@ class Match:
     """An attack against a defense, round after round.
 
     In each round the attacker perturbs a batch, knowing all of the defense but its private
-    randomness; the defense adapts to the perturbed batch, without labels, and answers it. A
-    stateful defense goes on with what it has become. The attacker does not see that, but keeps a
-    rehearsal of the defender going, by chance of its own, if it looks at more than the static one.
+    randomness; the defense adapts to the perturbed batch, without labels, and predicts. A
+    stateful defense goes on with its new state. The attacker does not see that state, but keeps a
+    rehearsal of the defender going, with randomness of its own, if it looks at more than the
+    static network.
 
     Args:
         attack: whose threat bounds what it may do.
         defense: as it stands before the first round; it stays as it is.
-        *keys: what tells this match from others: a seed, a repeat, a name.
+        *keys: seed of the attack's noise: a seed, a repeat, a name.
+        private: seed of the defender's randomness; None takes `keys`. Matches that share it meet
+            the same defender, so that their scores differ by the attacks alone.
+        draws: how many defenders, each with randomness of its own, answer the same perturbed batch.
         leaking: the attacker sees what a stateful defense has become.
+
+    Raises:
+        ValueError: several defenders, and an attacker who sees the state of one.
     """
 
-    def __init__(self, attack: Attack, defense: Defense, *keys: int, leaking: bool = False) -> None:
+    def __init__(
+        self,
+        attack: Attack,
+        defense: Defense,
+        *keys: int,
+        private: tuple[int, ...] | None = None,
+        draws: int = 1,
+        leaking: bool = False,
+    ) -> None:
+        if leaking and draws > 1:
+            raise ValueError(
+                f"an attacker who sees the defender's state plays against one: got leaking with "
+                f"{draws} private draws"
+            )
         self.strategies = attack.strategies(defense)
         self.keys = keys
+        self.private = keys if private is None else private
         self.leaking = leaking
-        self.defenders: list[Defense] = [defense] * len(self.strategies)
+        self.defenders = [[defense] * draws for _ in self.strategies]
         self.rehearsals: list[Defense] = [defense] * len(self.strategies)
 
     def round(
@@ -60,11 +81,11 @@ class Match:
             x: [B, C, H, W] images.
             y: [B] labels.
             index: [B] the images' indices, by which all noise is keyed.
-            inferences: R, how often the defense answers each perturbed image.
+            inferences: R, how often each defender predicts each perturbed image.
 
         Returns:
             The perturbed images [B, C, H, W], of the likeliest strategy if the attack mixes
-            several, and the probability of each answer [R, B, K], the mean over strategies.
+            several, and the probability of each class [draws * R, B, K], the mean over strategies.
 
         Raises:
             RuntimeError: the attack broke its own threat.
@@ -79,24 +100,35 @@ class Match:
     def _turn(
         self, turn: int, x: Tensor, y: Tensor, index: Tensor, inferences: int
     ) -> tuple[Tensor, Tensor]:
-        """One strategy: the perturbed images and the probability of each answer."""
-        attack, defender = self.strategies[turn][1], self.defenders[turn]
-        seen = defender if self.leaking else self.rehearsals[turn]
+        """One strategy: the perturbed images and the probability of each class."""
+        attack, defenders = self.strategies[turn][1], self.defenders[turn]
+        seen = defenders[0] if self.leaking else self.rehearsals[turn]
         x_adv = attack(seen, x, y, Streams.keyed(index, *self.keys, 0))
         check_within(attack, x_adv, x)
-        # The defender's chance is its own: no attack has seen this generator.
-        private = self._generator(1, index)
-        final = defender.adapt(x_adv, private)
-        found = answers(final, x_adv, Streams.keyed(index, *self.keys, 2), inferences)
-        if defender.stateful:
-            self.defenders[turn] = final.settle(private)
-            if not self.leaking and not isinstance(attack, OnStatic | Untouched):
-                chance = self._generator(3, index)
-                self.rehearsals[turn] = seen.adapt(x_adv, chance).settle(chance)
-        return x_adv, found
+        found = []
+        for draw, defender in enumerate(defenders):
+            # The defender's randomness is its own: no attack has seen this generator.
+            private = self._generator(index, 1, draw)
+            final = defender.adapt(x_adv, private)
+            noise = Streams.keyed(index, *_of_draw(self.private, 2, draw))
+            found.append(answers(final, x_adv, noise, inferences))
+            if defender.stateful:
+                defenders[draw] = final.settle(private)
+        rehearses = not (self.leaking or isinstance(attack, OnStatic | Untouched))
+        if defenders[0].stateful and rehearses:
+            chance = self._generator(index, 3)
+            self.rehearsals[turn] = seen.adapt(x_adv, chance).settle(chance)
+        return x_adv, torch.cat(found)
 
-    def _generator(self, key: int, index: Tensor) -> torch.Generator:
-        return torch.Generator().manual_seed(fold(*self.keys, key, *index.tolist()))
+    def _generator(self, index: Tensor, key: int, draw: int = 0) -> torch.Generator:
+        keys = self.keys if key == 3 else self.private
+        seed = fold(*_of_draw(keys, key, draw), *index.tolist())
+        return torch.Generator().manual_seed(seed)
+
+
+def _of_draw(keys: tuple[int, ...], key: int, draw: int) -> tuple[int, ...]:
+    """Seeds of the defender's randomness; the first draw's are those of a single one."""
+    return (*keys, key) if draw == 0 else (*keys, key, -draw)
 
 
 @dataclass(frozen=True)
@@ -115,7 +147,7 @@ class Untouched(Attack):
 
 
 def answers(defense: Defense, x: Tensor, noise: Streams, inferences: int = 1) -> Tensor:
-    """The probability of each answer [R, B, K], in eval mode, by the network itself."""
+    """The probability of each class [R, B, K], in eval mode, by the network itself."""
     parts = [noise, *(noise.apart(again) for again in range(1, inferences))]
     with evaluating(defense), torch.no_grad():
         return torch.stack([defense(x, part) for part in parts])

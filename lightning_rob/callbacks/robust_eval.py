@@ -36,6 +36,7 @@ from lightning_rob.callbacks.referee import Match, Untouched, answers
 from lightning_rob.data.labelled import give_source
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.learning import listener
+from lightning_rob.evaluation import GROUP_SIZE, is_random, worst_case
 from lightning_rob.ledger import (
     Book,
     Outcome,
@@ -46,7 +47,7 @@ from lightning_rob.ledger import (
     likeliest,
     save_images,
 )
-from lightning_rob.metrics import lowest, minimum, paired, robust_accuracy, student
+from lightning_rob.metrics import paired, robust_accuracy, student
 from lightning_rob.randomness import Streams
 
 LONGEST_NAME = 80  # of a file, in letters, before it says how many more attacks there are
@@ -61,11 +62,13 @@ class RobustEval(Evaluation):
     """Attack the module's `defense` and log how often it is still right.
 
     Logs `{stage}/robust/{attack}` and, over all attacks on the same target in all callbacks of
-    the run, `{stage}/robust/worst`: the mean of each image's minimum. Noise is keyed by image, so
-    batch size and number of processes change nothing; training is not touched.
+    the run, `{stage}/robust/worst`: the accuracy under the strongest attack, chosen for each image;
+    where the defense predicts at random it is chosen on other predictions than those that count
+    (`lightning_rob.evaluation.worst_case`). Images are attacked in groups by index and noise is
+    keyed by image, so batch size and number of processes change nothing; training is not touched.
 
-    A defense that adapts to the test batch is played against in rounds, when the epoch's batches
-    are through; "clean" is what it makes of untouched images, and "worst" the strongest attack.
+    A defense that adapts to the test batch is played against in rounds; "clean" is its accuracy on
+    untouched images, and "worst" that under the strongest attack as a whole.
 
     Args:
         attacks: name -> attack.
@@ -86,9 +89,13 @@ class RobustEval(Evaluation):
             batch by batch for any other.
         save_images: keep the perturbed images in the run's folder, without loss: PNG of those an
             `EightBit` attack makes, else float32 arrays.
+        private_draws: how many fresh defenders, each with private randomness of its own, adapt to
+            the same perturbed batch; with more than one the intervals hold that randomness too.
+        group_size: images that are attacked together; other sizes may round otherwise.
 
     Raises:
-        ValueError: no attacks, or a count below 1.
+        ValueError: no attacks, or a count below 1; when run, several private draws of a defense
+            that does not adapt.
     """
 
     def __init__(
@@ -105,6 +112,8 @@ class RobustEval(Evaluation):
         inferences: int = 1,
         game: Game | None = None,
         save_images: bool = False,
+        private_draws: int = 1,
+        group_size: int = GROUP_SIZE,
     ) -> None:
         if not attacks:
             raise ValueError("attacks must name at least one attack, got an empty dict")
@@ -112,8 +121,8 @@ class RobustEval(Evaluation):
             raise ValueError(
                 f"no attack can be called {taken.pop()!r}: that row has another meaning"
             )
-        super().__init__(every_n_epochs, max_images, seed)
-        at_least_one(repeats=repeats, inferences=inferences)
+        super().__init__(every_n_epochs, max_images, seed, group_size)
+        at_least_one(repeats=repeats, inferences=inferences, private_draws=private_draws)
         self.attacks = at_radius(attacks, eps)
         self.target = target
         self.repeats = repeats
@@ -122,10 +131,12 @@ class RobustEval(Evaluation):
         self.record = record
         self.game = game
         self.save_images = save_images
+        self.private_draws = private_draws
+        self.random: bool | None = None
         self.playing: Game | None = None
         self.matches: dict[tuple[str, int], Match] = {}
         self.folder: Path | None = None
-        self.book = Book(("clean", *attacks), inferences)
+        self.book = Book(("clean", *attacks), inferences * private_draws)
         self.seconds = dict.fromkeys(attacks, 0.0)
         self.panels: dict[str, Tensor] = {}
         self.results: list[Result] = []
@@ -141,8 +152,9 @@ class RobustEval(Evaluation):
                 part.require_package()
         earlier: dict[str, Any] = {}
         for other in _siblings(trainer):
-            images = (other.max_images, other.seed, other.repeats, other.inferences)
-            how = (other.target, other.game, *images)
+            images = (other.max_images, other.seed, other.group_size)
+            counts = (other.repeats, other.inferences, other.private_draws)
+            how = (other.target, other.game, *images, *counts)
             games = {k: (attack, *how) for k, attack in other.attacks.items()}
             if other is self:
                 self.attacks = {k: game[0] for k, game in told_apart(games, earlier).items()}
@@ -161,10 +173,17 @@ class RobustEval(Evaluation):
         """Forget the last evaluation; find what is left of one that was stopped."""
         defense = self.target(pl_module.defense)
         self.playing = self.game or (Game() if defense.transductive else None)
+        if self.private_draws > 1 and not defense.transductive:
+            raise ValueError(
+                f"private_draws is for defenses that adapt, {type(defense).__name__} does not: "
+                "ask it several times, inferences=10"
+            )
+        self.random = None
         self.matches = {}
         self.folder = run_folder(trainer)
         place = self._journal_place(trainer, pl_module, defense)
-        self.book = Book(("clean", *self.attacks), self.inferences, pl_module.device, place)
+        columns = self.inferences * self.private_draws
+        self.book = Book(("clean", *self.attacks), columns, pl_module.device, place)
         self.seconds = dict.fromkeys(self.attacks, 0.0)
         if self.book.journal:  # and something in it
             self.seconds |= self.book.journal.taken(self.attacks)
@@ -194,9 +213,11 @@ class RobustEval(Evaluation):
             "target": self._target_name,
             "data": f"{type(module).__name__}, {len(self.loader.dataset)} images",
             "max_images": self.max_images,
+            "group_size": self.group_size if self.grouped else f"{self.loader.batch_size} loaded",
             "seed": self.seed,
             "repeats": self.repeats,
             "inferences": self.inferences,
+            "private_draws": self.private_draws,
             "save_images": self.save_images,
             "game": self.playing and self.playing.record(defense, self.loader, trainer.world_size),
             "attacks": {name: card_of(attack) for name, attack in self.attacks.items()},
@@ -220,19 +241,30 @@ class RobustEval(Evaluation):
         self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
     ) -> None:
         """Score the batch under every attack, unless it is a game that comes later."""
-        if self.playing is None and not self._recalled(x, y, index):
-            defense = self.target(pl_module.defense)
-            clean = answers(defense, x, Streams.keyed(index, self.seed), self.inferences)
+        if self.playing is not None:
+            return
+        defense = self.target(pl_module.defense)
+        if self.random is None:
+            self.random = is_random(defense, x, index)
+        if not self._recalled(x, y, index):
+            noise = Streams.keyed(index, self.seed, 0, 2)  # that of the first repeat of each attack
+            clean = answers(defense, x, noise, self.inferences)
             self._score_all(trainer, defense, clean, (x, y, index))
 
+    @property
+    def in_rounds(self) -> bool:
+        """Whether `finish` evaluates all images, in the rounds of a game."""
+        return self.playing is not None
+
     def finish(self, trainer: Trainer, pl_module: Any) -> None:
-        """Play the rounds, if it is a game."""
+        """Play the rounds, if it is a game; agree with all processes on what was seen."""
+        self.random = _on_any(trainer, self.random)
         if self.playing is None:
             return
         defense = self.target(pl_module.defense)
         give_source(defense, trainer)
         nothing = Untouched(next(iter(self.attacks.values())).threat)
-        untouched = Match(nothing, defense, self.seed, leaking=self.playing.leaking)
+        untouched = self._new_match(nothing, defense, self.seed, repeat=0)
         token = listener.set(self.progress.tell if self.progress and self.progress.rich else None)
         try:
             for x, y, index in self.playing.rounds(trainer, self.loader, self.positions):
@@ -281,7 +313,8 @@ class RobustEval(Evaluation):
     ) -> Outcome:
         """What became of the batch, scores averaged over repeats."""
         x, y, index = batch
-        began, total = time.perf_counter(), torch.zeros(len(x), self.inferences, device=x.device)
+        columns = self.inferences * self.private_draws
+        began, total = time.perf_counter(), torch.zeros(len(x), columns, device=x.device)
         for repeat in range(self.repeats):
             match = self._match(name, attack, defense, repeat)
             x_adv, found = match.round(x, y, index, self.inferences)
@@ -303,18 +336,23 @@ class RobustEval(Evaluation):
         """A new match, or in a game the one that is going on."""
         keys = (self.seed, repeat, *name.encode())
         if self.playing is None:
-            return Match(attack, defense, *keys)
+            return self._new_match(attack, defense, *keys, repeat=repeat)
         if (name, repeat) not in self.matches:
-            new = Match(attack, defense, *keys, leaking=self.playing.leaking)
+            new = self._new_match(attack, defense, *keys, repeat=repeat)
             self.matches[name, repeat] = new
         return self.matches[name, repeat]
 
+    def _new_match(self, attack: Attack, defense: Defense, *keys: int, repeat: int) -> Match:
+        """A match whose defender has the same private randomness under every attack."""
+        leaking = self.playing is not None and self.playing.leaking
+        private = (self.seed, repeat)
+        draws = self.private_draws
+        return Match(attack, defense, *keys, private=private, draws=draws, leaking=leaking)
+
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log what was found, and record it."""
-        shared = self._circumstances(trainer, stage)
         defense = self.target(pl_module.defense)
-        if self.playing is not None:
-            shared["game"] = self.playing.record(defense, self.loader, trainer.world_size)
+        shared = self._circumstances(trainer, stage, defense)
         self.results = results = self._results(trainer, shared) + self._worst(trainer, shared)
         # What a defense that adapts makes of clean images is nowhere else in the log.
         untold = {"clean"} if self.playing is None or self.target is not whole else set()
@@ -332,8 +370,10 @@ class RobustEval(Evaluation):
         folder = writing_folder(trainer)
         path = folder and folder / "images" / f"{self._stem(stage, trainer)}.csv"
         card = self._told(trainer, pl_module, defense)
-        card |= {"stage": stage, **moment(trainer)}
-        self.book.write(path, len(defense.weights), card)
+        card |= {"stage": stage, **moment(trainer), "random": self.random}
+        worst = worst_case([self.scores()], bool(self.random), joint=self.playing is not None)
+        card["worst"] = worst.choice
+        self.book.write(path, len(defense.weights), card, worst.scores.mean(1))
         trainer.strategy.barrier("the record is written")
         self.book.forget()
 
@@ -346,19 +386,51 @@ class RobustEval(Evaluation):
         told = told if len(told) <= LONGEST_NAME else f"{names[0]}+{len(names) - 1}_more"
         return "-".join([stage, *epoch, *target, told])
 
-    def _circumstances(self, trainer: Trainer, stage: str) -> dict[str, Any]:
-        told = {"repeats": self.repeats, "inferences": self.inferences}
-        return self.circumstances(trainer, stage) | {"target": self._target_name} | told
+    def _circumstances(self, trainer: Trainer, stage: str, defense: Defense) -> dict[str, Any]:
+        shared = self.circumstances(trainer, stage) | {"target": self._target_name}
+        counts = ("repeats", "inferences", "private_draws", "random")
+        shared |= {name: getattr(self, name) for name in counts}
+        if self.playing is not None:
+            shared["game"] = self.playing.record(defense, self.loader, trainer.world_size)
+        return shared | {"interval_covers": self._covered(defense)}
+
+    def _covered(self, defense: Defense) -> str:
+        """Which chance the intervals hold."""
+        if self.private_draws > 1:
+            return "images and private draws"
+        if self.playing is None:
+            return "images and inferences" if self.random else "images"
+        return "images, as if rounds were independent" if defense.stateful else "images"
+
+    def scores(self) -> tuple[Tensor, Tensor]:
+        """Return the scores of the last evaluation; every process has to ask.
+
+        Returns:
+            The indices [N], rising, and [N, 1 + A, R] scores of clean images and each attack, by
+            inference; against a defense that adapts by private draw.
+        """
+        index, single = self.book.means()[0], self.book.single()
+        if self.playing is not None:  # the inferences of one adapted network are not independent
+            shape = (*single.shape[:2], self.private_draws, self.inferences)
+            single = single.reshape(shape).mean(3)
+        return index, single
 
     def _results(self, trainer: Trainer, shared: dict[str, Any]) -> list[Result]:
         _, scores = self.book.means()
-        spans = self._spans()
-        found = [measured("clean", scores[:, 0], 0.0, shared | spans[0])]
-        for i, (name, attack) in enumerate(self.attacks.items(), start=1):
-            details = shared | {"attack": describe(attack), "threat": repr(attack.threat)}
-            details |= {"ball": str(attack.threat)} | spans[i]
-            details |= self._against(trainer, name, scores[:, i])
-            found.append(measured(name, scores[:, i], self.seconds[name], details))
+        _, single = self.scores()
+        spans = self._spans(single)
+        names = ["clean", *self.attacks]
+        found = []
+        for i, name in enumerate(names):
+            details = shared | spans[i]
+            if i:
+                attack = self.attacks[name]
+                details |= {"attack": describe(attack), "threat": repr(attack.threat)}
+                details |= {"ball": str(attack.threat)}
+                details |= self._against(trainer, name, scores[:, i])
+            draws = single[:, i] if self.private_draws > 1 else None
+            seconds = self.seconds[name] if i else 0.0
+            found.append(measured(name, scores[:, i], seconds, details, draws))
         return found
 
     def _against(self, trainer: Trainer, name: str, scores: Tensor) -> dict[str, Any]:
@@ -371,32 +443,33 @@ class RobustEval(Evaluation):
             return {}
         return {"against": {"attack": reference, **asdict(paired(theirs[:, 1], scores))}}
 
-    def _spans(self) -> list[dict[str, Any]]:
-        """The interval over inferences, for clean images and each attack, if there are several."""
-        scores = self.book.single()
-        if self.inferences == 1 or not len(scores):
+    def _spans(self, single: Tensor) -> list[dict[str, Any]]:
+        """The t intervals over inferences or private draws [N, names, R], if there are several."""
+        if single.shape[2] == 1 or not len(single):
             return [{} for _ in range(1 + len(self.attacks))]
-        return [{"over_inferences": student(row.tolist())} for row in scores.mean(0)]
+        over = "over_inferences" if self.private_draws == 1 else "over_private_draws"
+        return [{over: student(row.tolist())} for row in single.mean(0)]
 
     def _worst(self, trainer: Trainer, shared: dict[str, Any]) -> list[Result]:
-        """The strongest attacker over the callbacks of the run, told by the last of them.
+        """The strongest attack over the callbacks of the run, recorded by the last of them.
 
-        It picks the attack image by image; in a game, where answers depend on all images of a
-        round, once and for all, from those that play the same game on the same images.
+        In a game it is over those callbacks that play the same game on the same images.
         """
         due = [s for s in _siblings(trainer) if s.due(trainer) and s.target is whole]
         if due[-1:] != [self]:
             return []
         due = [s for s in due if s.playing == self.playing]
         if self.playing:
-            due = [s for s in due if (s.max_images, s.seed) == (self.max_images, self.seed)]
+            alike = (self.max_images, self.seed, self.private_draws)
+            due = [s for s in due if (s.max_images, s.seed, s.private_draws) == alike]
         over = [name for sibling in due for name in sibling.attacks]
-        how, pick = ("strongest attack", lowest) if self.playing else ("per-image minimum", minimum)
-        scores = pick([sibling.book.means() for sibling in due])
+        random = any(bool(sibling.random) for sibling in due)
+        worst = worst_case([s.scores() for s in due], random, joint=self.playing is not None)
         balls = {str(attack.threat) for s in due for attack in s.attacks.values()}
         ball = balls.pop() if len(balls) == 1 else "several!"
-        details = shared | {"attack": how, "over": over, "ball": ball}
-        return [measured("worst", scores, 0.0, details)]
+        details = shared | {"attack": worst.choice, "over": over, "ball": ball}
+        draws = worst.scores if self.private_draws > 1 else None
+        return [measured("worst", worst.scores.mean(1), 0.0, details, draws)]
 
     def _publish(self, trainer: Trainer, stage: str, results: list[Result]) -> None:
         folder = writing_folder(trainer)
@@ -407,6 +480,12 @@ class RobustEval(Evaluation):
             for name, picture in self.panels.items():
                 tag = f"{stage}/adversarial/{name}"
                 trainer.logger.experiment.add_image(tag, picture, trainer.global_step)
+
+
+def _on_any(trainer: Trainer, mine: bool | None) -> bool:
+    """Whether it holds on any process; every process has to ask."""
+    held = torch.tensor(float(bool(mine)), device=trainer.strategy.root_device)
+    return bool(trainer.strategy.reduce(held, reduce_op="max"))
 
 
 def _siblings(trainer: Trainer) -> list[RobustEval]:

@@ -1,10 +1,10 @@
 """An ensemble under every voting rule, its parts too, from the same votes."""
 
 import json
-import math
 import time
 from collections.abc import Sequence
 from itertools import takewhile
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ from lightning_rob.callbacks.record import append_lines
 from lightning_rob.callbacks.referee import Untouched, check_within
 from lightning_rob.callbacks.votes_table import CLEAN, print_votes
 from lightning_rob.defenses import Defense, TransformEnsemble
+from lightning_rob.evaluation import GROUP_SIZE
 from lightning_rob.ledger.identity import describe
-from lightning_rob.metrics import PerImage, robust_accuracy, student, wilson
+from lightning_rob.metrics import PerImage, robust_accuracy, wilson_over_draws
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import ATHENA, Rule
@@ -61,6 +62,7 @@ class Votes(Evaluation):
         seed: of the evaluation's noise and of the draws.
         record: file in the run's folder to which each figure is appended as a line of JSON.
         eps: radius of all attacks instead of their own, see `RobustEval`.
+        group_size: images that are attacked together; other sizes may round otherwise.
 
     Raises:
         ValueError: no attacks, one called "clean", or a count below 1.
@@ -79,12 +81,13 @@ class Votes(Evaluation):
         seed: int = 0,
         record: str = "votes.jsonl",
         eps: float | None = None,
+        group_size: int = GROUP_SIZE,
     ) -> None:
         if not attacks:
             raise ValueError("attacks must name at least one attack, got an empty dict")
         if CLEAN in attacks:
             raise ValueError("no attack can be called 'clean': that row has another meaning")
-        super().__init__(every_n_epochs, max_images, seed)
+        super().__init__(every_n_epochs, max_images, seed, group_size)
         at_least_one(draws=draws)
         self.attacks = at_radius(attacks, eps)
         self.rules = rules or dict(ATHENA)
@@ -239,13 +242,8 @@ class Votes(Evaluation):
 
 def _figures(values: Sequence[float], n: int) -> dict[str, Any]:
     """The mean over draws with its 95 % interval, over the images and, if several, the draws."""
-    mean = sum(values) / len(values)
-    low, high = wilson(mean, n)
-    if len(values) > 1:  # both kinds of chance, taken to be independent
-        fewer, more = student(values)
-        low = max(0.0, mean - math.hypot(mean - low, mean - fewer))
-        high = min(1.0, mean + math.hypot(high - mean, more - mean))
-    return {"accuracy": mean, "interval": (low, high), "draws": list(values)}
+    interval = wilson_over_draws(values, n)
+    return {"accuracy": fmean(values), "interval": interval, "draws": list(values)}
 
 
 def _places(defense: Defense, names: Names, seed: int) -> list[int]:

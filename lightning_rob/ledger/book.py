@@ -73,7 +73,7 @@ class Book:
         """The scores [N, names, R] by inference; every process has to ask."""
         return self.columns.single(self.rest.rows()[1])
 
-    def write(self, path: Path | None, draws: int, card: dict[str, Any]) -> None:
+    def write(self, path: Path | None, draws: int, card: dict[str, Any], worst: Tensor) -> None:
         """Write the record on the process that has a path, and move the saved images beside it.
 
         Every process has to call it. See `write_ledger`.
@@ -82,7 +82,7 @@ class Book:
         _, rows = self.rest.rows()
         if path is None:
             return
-        write_ledger(path, self.columns, index, means, rows, draws, card)
+        write_ledger(path, self.columns, index, means, rows, draws, card, worst)
         for folder in sorted(self.place.iterdir()) if self.place and self.place.exists() else ():
             if folder.is_dir():
                 shutil.copytree(folder, path.parent / folder.name, dirs_exist_ok=True)

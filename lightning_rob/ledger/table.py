@@ -24,7 +24,8 @@ class Ledger:
         card: what it is a record of, see `card_of`.
         index: [N] the images' indices, rising.
         label: [N].
-        scores: name -> [N] in [0, 1]; "clean", each attack, and "worst", the least of them.
+        scores: name -> [N] in [0, 1]; "clean", each attack, and "worst", the strongest of them by
+            `lightning_rob.evaluation.worst_case`.
         pixels: N checksums of the images.
     """
 
@@ -49,6 +50,7 @@ def write_ledger(
     rows: Tensor,
     draws: int,
     card: dict[str, Any],
+    worst: Tensor,
 ) -> None:
     """Write a record and, beside it, its card; neither is ever there in part.
 
@@ -60,6 +62,7 @@ def write_ledger(
         rows: [N, width] the rest.
         draws: S, how many classifiers an answer is made of.
         card: see `card_of`.
+        worst: [N] scores under the strongest attack.
     """
     answers, sizes = columns.answers(rows).tolist(), columns.sizes(rows).tolist()
     labels, single = columns.labels(rows).tolist(), columns.single(rows).tolist()
@@ -73,7 +76,12 @@ def write_ledger(
             cells += [_number(one) for one in single[i][j]] if columns.inferences > 1 else []
         low = min(scores)
         broken = columns.names[scores.index(low)] if low < scores[0] else ""
-        cells += [_number(low), broken if scores[0] > 0 else "clean", str(draws), pixels[i]]
+        cells += [
+            _number(float(worst[i])),
+            broken if scores[0] > 0 else "clean",
+            str(draws),
+            pixels[i],
+        ]
         lines.append(",".join(cells))
     write_text_whole(path.with_suffix(".json"), json.dumps(card, indent=1) + "\n")
     write_text_whole(path, "\n".join(lines) + "\n")

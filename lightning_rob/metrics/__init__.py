@@ -8,8 +8,9 @@ from lightning_rob.metrics.intervals import (
     paired,
     student,
     wilson,
+    wilson_over_draws,
 )
-from lightning_rob.metrics.per_image import PerImage, lowest, minimum
+from lightning_rob.metrics.per_image import PerImage
 from lightning_rob.metrics.robust_accuracy import RobustAccuracy, robust_accuracy
 from lightning_rob.metrics.selective import SelectiveError, rejection_curves, selective_error
 from lightning_rob.metrics.transfer_matrix import TransferMatrix, transfer_matrix
@@ -31,9 +32,7 @@ __all__ = [
     "Transferability",
     "clopper_pearson",
     "gradient_spread",
-    "lowest",
     "mcnemar",
-    "minimum",
     "paired",
     "rejection_curves",
     "robust_accuracy",
@@ -43,4 +42,5 @@ __all__ = [
     "transfer_ranking",
     "transferability",
     "wilson",
+    "wilson_over_draws",
 ]

@@ -71,6 +71,29 @@ def student(values: Sequence[float], level: float = 0.95) -> tuple[float, float]
     return fmean(values) - half, fmean(values) + half
 
 
+def wilson_over_draws(values: Sequence[float], n: int, level: float = 0.95) -> tuple[float, float]:
+    """The interval of a mean over images and over independent draws of what all images share.
+
+    Such draws are a defender's private randomness or the members of an ensemble. The two kinds of
+    chance are taken to be independent: the half widths of `wilson` and `student` add in square.
+
+    Args:
+        values: accuracy of the same n images by draw; of a single draw the interval is Wilson's.
+        n: images.
+        level: the probability that the interval covers the truth.
+
+    Returns:
+        (low, high).
+    """
+    mean = fmean(values)
+    low, high = wilson(mean, n, level)
+    if len(values) > 1:
+        fewer, more = student(values, level)
+        low = max(0.0, mean - math.hypot(mean - low, mean - fewer))
+        high = min(1.0, mean + math.hypot(high - mean, more - mean))
+    return low, high
+
+
 FEW = 12  # images of which all patterns of signs can be tried
 
 

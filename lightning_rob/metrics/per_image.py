@@ -1,6 +1,5 @@
 """Scores of every image, whatever rank or batch it was in."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,21 +49,3 @@ class PerImage(Metric):
 
         unique, first = np.unique(index, return_index=True)
         return torch.from_numpy(unique), scores[torch.from_numpy(first)]
-
-
-def minimum(tables: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Each image's lowest score over tables of indices [N], rising, and scores [N, A].
-
-    Returns:
-        [n]: of the images that are in every table.
-    """
-    common = set.intersection(*(set(index.tolist()) for index, _ in tables))
-    rows = torch.tensor(sorted(common), dtype=torch.int64)
-    lows = [scores.amin(1)[torch.searchsorted(index, rows)] for index, scores in tables]
-    return torch.stack(lows).amin(0)
-
-
-def lowest(tables: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The scores [n] of the column with the lowest mean, over tables as for `minimum`."""
-    columns = [column for _, scores in tables for column in scores.unbind(1)]
-    return min(columns, key=lambda column: float(column.mean()) if len(column) else torch.inf)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from lightning_rob.callbacks.record import Result
 from lightning_rob.metrics import mcnemar, paired
 from lightning_rob.monitor.history import Fields, History, tag
 from lightning_rob.monitor.options import Watch
-from lightning_rob.sweep.points import Scores, scores_of, unpacked
+from lightning_rob.sweep.points import Scores, scores_of
 from lightning_rob.thresholds import fallen
 
 WORST = "worst"
@@ -82,15 +81,15 @@ def pasts(history: History, suite: str) -> list[Past]:
 
 
 def _scores(reuse: dict[str, Any]) -> Scores:
-    images = unpacked(reuse["images"], np.int64).cumsum(0)
-    return images, unpacked(reuse["scores"], np.float32).double()
+    images, scores = scores_of(reuse)
+    return images, scores.mean(1)
 
 
 def present(checkpoint: str, step: int, results: Sequence[Result]) -> Past:
     """An evaluation that has just been made."""
     figures = {result.name: result.accuracy for result in results}
     worst = next(result for result in results if result.name == WORST)
-    return Past(checkpoint, step, figures, scores_of(worst))
+    return Past(checkpoint, step, figures, _scores(worst.details["reuse"]))
 
 
 def change(before: Past, after: Past) -> Change:

@@ -13,8 +13,8 @@ from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.record import Result
 from lightning_rob.callbacks.robust_eval import whole
 from lightning_rob.defenses import Ensemble, RandomTransforms
+from lightning_rob.evaluation import worst_case
 from lightning_rob.ledger.identity import describe, key_of
-from lightning_rob.metrics import lowest, minimum
 from lightning_rob.objectives import ce_of_mean_logits
 from lightning_rob.sweep.measure import Silent
 from lightning_rob.sweep.points import Scores, kept
@@ -52,8 +52,8 @@ def usual(module: Any) -> RobustEval:
     return RobustEval(attacks, panel=0)
 
 
-class Meanwhile(Callback):
-    """Does something between two batches of an evaluation, every so many seconds.
+class Meanwhile:
+    """Does something between two groups of an evaluation, every so many seconds.
 
     Args:
         act: what is done.
@@ -65,7 +65,7 @@ class Meanwhile(Callback):
         self.every = every
         self.last = time.monotonic()
 
-    def on_test_batch_start(self, *_: Any) -> None:
+    def __call__(self) -> None:
         """Do it if it is time."""
         if time.monotonic() - self.last >= self.every:
             self.act()
@@ -131,13 +131,11 @@ class Suite:
         attacks = [name for evaluation in self.evaluations for name in evaluation.attacks]
         return ["clean", *attacks, "worst"]
 
-    def __call__(self, meanwhile: Callback) -> list[Result]:
+    def __call__(self, meanwhile: Callable[[], None]) -> list[Result]:
         """The figures of the module as it is, with each image's score."""
-        self.trainer.callbacks = [  # type: ignore[attr-defined]
-            *self.others,
-            *self.evaluations,
-            meanwhile,
-        ]
+        self.trainer.callbacks = [*self.others, *self.evaluations]  # type: ignore[attr-defined]
+        for evaluation in self.evaluations:
+            evaluation.after_group = meanwhile
         self.trainer.test(self.module, datamodule=self.datamodule, verbose=False)
         scores = self._scores()
         found = {
@@ -155,17 +153,16 @@ class Suite:
         """Each figure's scores, image by image."""
         tables, scores = [], dict[str, Scores]()
         for evaluation in self.evaluations:
-            images, table = evaluation.book.means()
+            images, table = evaluation.scores()
             columns = dict(zip(evaluation.attacks, table.unbind(1)[1:], strict=True))
             if evaluation.target is whole:
                 tables.append((images, table))
                 columns["clean"] = table[:, 0]
             scores |= {name: (images, column) for name, column in columns.items()}
-        common = tables[0][0]
-        for images, _ in tables[1:]:
-            common = common[torch.isin(common, images)]
+        random = any(bool(evaluation.random) for evaluation in self.evaluations)
         adapts = any(evaluation.playing for evaluation in self.evaluations)
-        return scores | {"worst": (common, (lowest if adapts else minimum)(tables))}
+        worst = worst_case(tables, random, adapts)
+        return scores | {"worst": (worst.index, worst.scores)}
 
 
 def _silent(evaluation: RobustEval) -> Silent:
@@ -178,12 +175,14 @@ def _silent(evaluation: RobustEval) -> Silent:
         seed=evaluation.seed,
         panel=0,
         game=evaluation.game,
+        private_draws=evaluation.private_draws,
+        group_size=evaluation.group_size,
     )
 
 
 def _told(evaluation: RobustEval) -> dict[str, Any]:
     """All that the figures of an evaluation depend on."""
-    counts = ("max_images", "repeats", "inferences", "seed")
+    counts = ("max_images", "repeats", "inferences", "private_draws", "seed", "group_size")
     attacks = {name: describe(attack) for name, attack in evaluation.attacks.items()}
     target = describe(evaluation.target)
     told = {"attacks": attacks, "target": target, "game": repr(evaluation.game)}

@@ -127,6 +127,8 @@ def _evaluations(games: Iterable[Game], points: Points) -> list[Silent]:
             seed=target.source.seed,
             panel=0,
             game=target.source.game,
+            private_draws=target.source.private_draws,
+            group_size=target.source.group_size,
         )
         for target, group in missing.items()
     ]
@@ -140,15 +142,17 @@ def _results(games: Sequence[Game], evaluations: Sequence[Silent], points: Point
             raise ValueError(
                 "no figures came back from processes that were spawned: use strategy ddp"
             )
-        images, scores = evaluation.book.means()
+        images, scores = evaluation.scores()
         for i, name in enumerate([CLEAN, *evaluation.attacks]):
-            column = images, scores[:, i]
-            measured[name, evaluation.target] = column, evaluation.seconds.get(name, 0.0)
+            taken = evaluation.seconds.get(name, 0.0)
+            found = evaluation.results[0].details
+            measured[name, evaluation.target] = (images, scores[:, i]), taken, found
     results = []
     for game in games:
         if game.key in points:
             recorded = points[game.key]
-            results.append(game.result(scores_of(recorded), recorded.seconds))
+            known = scores_of(recorded.details["reuse"])
+            results.append(game.result(known, recorded.seconds, recorded.details))
         elif (game.name, game.target) in measured:
             results.append(game.result(*measured[game.name, game.target]))
     return results

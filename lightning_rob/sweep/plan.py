@@ -4,16 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from lightning_rob.attacks import Attack
 from lightning_rob.attacks.rebuild import parts
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.record import Result, measured
 from lightning_rob.callbacks.robust_eval import whole
 from lightning_rob.defenses import Defense
+from lightning_rob.evaluation import worst_case
 from lightning_rob.ledger.identity import describe, fingerprint, key_of
-from lightning_rob.metrics import lowest, minimum
 from lightning_rob.sweep.options import Study, Value
 from lightning_rob.sweep.points import Points, Scores, kept, scores_of
 from lightning_rob.sweep.variables import VARIABLES, Variable
@@ -63,10 +61,19 @@ class Game:
         """Whether it counts in the worst case: an attack on the whole defense."""
         return self.attack is not None and self.target.source.target is whole
 
-    def result(self, images_and_scores: Scores, seconds: float) -> Result:
-        """The figure and its record."""
+    def result(self, images_and_scores: Scores, seconds: float, found: dict[str, Any]) -> Result:
+        """The figure and its record.
+
+        Args:
+            images_and_scores: indices [N] and scores [N, R].
+            seconds: the attack took.
+            found: what the evaluation found out of the defense, `Result.details` of a record.
+        """
         images, scores = images_and_scores
-        return measured(self.name, scores, seconds, self.details | kept(self.key, images, scores))
+        known = {name: found[name] for name in ("random", "private_draws", "interval_covers")}
+        details = self.details | known | kept(self.key, images, scores)
+        draws = scores if known["private_draws"] > 1 else None
+        return measured(self.name, scores.mean(1), seconds, details, draws)
 
 
 Row = tuple[Value, list[Game]]
@@ -115,6 +122,8 @@ def _games(
         "repeats": source.repeats,
         "inferences": source.inferences,
         "max_images": source.max_images,
+        "group_size": source.group_size,
+        "private_draws": source.private_draws,
     } | ({"game": repr(source.game)} if source.game else {})
     depends = shared | settings | {"defense": fingerprint(target(defense))}
     attacks: dict[str, Attack | None] = {CLEAN: None} if source.target is whole else {}
@@ -130,24 +139,21 @@ def _games(
 
 
 def worst(games: Sequence[Game], points: Points, adapts: bool = False) -> list[Result]:
-    """Each image's minimum over the attacks on the whole defense, if there are several.
+    """The accuracy under the strongest attack on the whole defense, if there are several.
 
-    Like that of `RobustEval` it counts the clean image too, and against a defense that adapts it
-    is one attack for all images.
+    Like that of `RobustEval` it counts the clean image too; see `worst_case`.
     """
     counted = [game for game in games if game.counts]
     if len(counted) < 2:
         return []
     clean = [game for game in games if game.attack is None]
     over = [points[game.key] for game in (*counted, *clean)]
-    tables = [(images, scores[:, None]) for images, scores in map(scores_of, over)]
-    images = tables[0][0]
-    for others, _ in tables[1:]:
-        images = images[torch.isin(images, others)]
-    scores = (lowest if adapts else minimum)(tables)
+    tables = [scores_of(result.details["reuse"]) for result in over]
+    random = any(result.details["random"] for result in over)
+    found = worst_case([(i, scores[:, None]) for i, scores in tables], random, adapts)
     key = key_of(name=WORST, over=[game.key for game in counted])
-    how = "strongest attack" if adapts else "per-image minimum"
-    told = {"attack": how, "over": [game.name for game in counted]}
-    details = counted[0].details | told | kept(key, images, scores)
+    told = {"attack": found.choice, "over": [game.name for game in counted]}
+    details = over[0].details | told | kept(key, found.index, found.scores)
     details.pop("threat")
-    return [measured(WORST, scores, 0.0, details)]
+    draws = found.scores if over[0].details["private_draws"] > 1 else None
+    return [measured(WORST, found.scores.mean(1), 0.0, details, draws)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_rob.callbacks.record import Result, append_records
 
-Scores = tuple[Tensor, Tensor]  # indices [N], rising, and scores [N]
+Scores = tuple[Tensor, Tensor]  # indices [N], rising, and scores [N, R] by inference
 
 
 def packed(tensor: Tensor) -> str:
@@ -28,16 +28,17 @@ def unpacked(text: str, dtype: type) -> Tensor:
 
 
 def kept(key: str, images: Tensor, scores: Tensor) -> dict[str, Any]:
-    """What a record needs to be used again: by which key, and each image's score."""
+    """The part of a record by which it is used again: its key, and each image's scores [N, R]."""
     gaps = images.diff(prepend=torch.zeros(1, dtype=torch.int64))
-    return {"reuse": {"key": key, "images": packed(gaps), "scores": packed(scores.float())}}
+    text = packed(scores.float().contiguous())
+    return {"reuse": {"key": key, "images": packed(gaps), "scores": text}}
 
 
-def scores_of(result: Result) -> Scores:
-    """Each image's score, as it was recorded."""
-    reuse = result.details["reuse"]
+def scores_of(reuse: dict[str, Any]) -> Scores:
+    """Each image's scores, as they were recorded."""
     images = unpacked(reuse["images"], np.int64).cumsum(0)
-    return images, unpacked(reuse["scores"], np.float32).double()
+    scores = unpacked(reuse["scores"], np.float32).double()
+    return images, scores.reshape(len(images), -1) if len(images) else scores.reshape(0, 1)
 
 
 class Points:
@@ -88,7 +89,7 @@ def _read(path: Path) -> Iterator[Result]:
             low, high = fields.pop("interval")
             own = {name: fields.pop(name) for name in ("name", "accuracy", "n", "seconds")}
             result = Result(**own, interval=(low, high), details=fields)
-            scores_of(result), fields["variable"], float(fields["value"])
+            scores_of(fields["reuse"]), fields["variable"], float(fields["value"])
         except (ValueError, KeyError, TypeError, AttributeError, zlib.error):
             continue
         yield result

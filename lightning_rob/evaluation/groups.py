@@ -1,0 +1,86 @@
+"""Canonical groups: the same images are attacked together whatever the batches and the ranks.
+
+The rounding of a matrix product depends on its shape, so an image alone and the same image in a
+batch may get other logits in the last bit, and another adversarial image. An evaluation therefore
+cuts the data set into groups by position and deals groups, not images, to the processes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+GROUP_SIZE = 128
+
+
+def canonical_groups(
+    positions: Tensor, size: int = GROUP_SIZE, rank: int = 0, world_size: int = 1
+) -> list[Tensor]:
+    """Return this process's groups of images.
+
+    Args:
+        positions: [N] places in the data set, in any order.
+        size: images in a group; the last one may have fewer.
+        rank: number of this process.
+        world_size: how many processes share the groups.
+
+    Returns:
+        Every `world_size`-th group of the sorted positions; a process may have none.
+
+    Raises:
+        ValueError: groups without images.
+    """
+    if size < 1:
+        raise ValueError(f"group_size must be at least 1, got {size}")
+    groups = torch.split(positions.sort().values, size) if len(positions) else ()
+    return list(groups[rank::world_size])
+
+
+def serves_once(loader: Any) -> bool:
+    """Return whether a loader serves every image of its data set once, in any order.
+
+    Only then can images be fetched by position instead. An `IterableDataset` has no positions; a
+    sampler that weights, repeats or leaves out images decides itself what is evaluated.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    if type(loader.batch_sampler) is not BatchSampler:
+        return False
+    return _in_any_order(loader.sampler, loader.dataset)
+
+
+def _in_any_order(sampler: Any, dataset: Any) -> bool:
+    if isinstance(sampler, DistributedSampler):
+        # Lightning puts a loader's own sampler behind a distributed one, as its data set.
+        inside = getattr(sampler.dataset, "_sampler", None)
+        return sampler.dataset is dataset or _in_any_order(inside, dataset)
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and len(sampler) == len(dataset)
+    return isinstance(sampler, SequentialSampler)
+
+
+def group_loader(loader: DataLoader[Any], groups: list[Tensor]) -> DataLoader[Any]:
+    """Return a loader of the same data set and workers whose batches are these groups.
+
+    Args:
+        loader: the one that the user gave.
+        groups: positions [n] of each group.
+    """
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=[group.tolist() for group in groups],
+        num_workers=min(loader.num_workers, len(groups)),
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context if loader.num_workers else None,
+        generator=torch.Generator(),  # else each pass draws from the global stream
+    )

@@ -1,0 +1,130 @@
+"""The worst case over several attacks, without the luck of the draw.
+
+Where a defense has no randomness, each image's minimum over the attacks is its accuracy under the
+strongest of them. Where it has, every score is noisy, and a minimum of noisy scores is too low:
+nine attacks that change nothing took a random defense from 78 % to 58 %. There the attack is chosen
+on one half of the predictions and scored on the other half, then the other way round.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks.base import evaluating
+from lightning_rob.defenses import Defense
+from lightning_rob.randomness import Streams
+
+ROUNDING = 1e-5  # relative to the largest logit: what a deterministic network's logits may differ
+
+
+@dataclass(frozen=True)
+class Worst:
+    """Scores under the strongest attack.
+
+    Args:
+        index: [n] the images' indices, rising.
+        scores: [n, R] in [0, 1]; columns are independent draws where there are several.
+        choice: how the attack was chosen.
+    """
+
+    index: Tensor
+    scores: Tensor
+    choice: str
+
+
+def worst_case(
+    tables: Sequence[tuple[Tensor, Tensor]], random: bool = False, joint: bool = False
+) -> Worst:
+    """Return the scores under the strongest attack, on the images that all tables have.
+
+    - Without randomness: the attack is chosen for each image (its minimum).
+    - With it, and at least two inferences: on half of the inferences, for each image or once for
+      all images, whichever is stronger; the scores are those of the other half.
+    - With one inference: once for all images, on every second image; the scores are those of the
+      other images.
+    - Where predictions depend on the whole batch, once for all images: on half of the private
+      draws if there are several, else by the lowest mean.
+
+    Args:
+        tables: indices [N], rising, and scores [N, A, R] of A attacks in R inferences.
+        random: whether the defense predicts at random.
+        joint: whether predictions depend on the whole batch (transductive defenses).
+
+    Returns:
+        The scores of the images that are in every table.
+    """
+    index = tables[0][0]
+    for other, _ in tables[1:]:
+        index = index[torch.isin(index, other)]
+    parts = [scores[torch.searchsorted(own, index)].double() for own, scores in tables]
+    means = torch.cat([part.mean(2) for part in parts], 1)
+    if not (random or joint):
+        return Worst(index, means.amin(1, keepdim=True), "per-image minimum")
+    if all(part.shape[2] > 1 for part in parts):
+        return _by_inferences(index, parts, joint)
+    if joint or len(index) < 2:
+        return Worst(index, means[:, [_strongest(means)]], "attack with the lowest mean")
+    return Worst(index, _by_images(means), "one attack, chosen on the other half of the images")
+
+
+def _strongest(means: Tensor) -> int:
+    """The attack with the lowest mean of scores [n, A]."""
+    return int(means.mean(0).argmin()) if len(means) else 0
+
+
+def _by_inferences(index: Tensor, parts: list[Tensor], joint: bool) -> Worst:
+    """Choose on half of the inferences of scores n x [n, A, R], take those of the other half."""
+    halves = [[part[..., : part.shape[2] // 2], part[..., part.shape[2] // 2 :]] for part in parts]
+    first, second = ([pair[side] for pair in halves] for side in (0, 1))
+    once = torch.cat([_picked(first, second), _picked(second, first)], 1)
+    chosen = "one attack, chosen on the other half of the "
+    if joint:
+        return Worst(index, once, chosen + "private draws")
+    means = [torch.cat([part.mean(2) for part in half], 1) for half in (first, second)]
+    each = torch.stack(
+        [
+            other.gather(1, _weakened(own).argmin(1, keepdim=True))[:, 0]
+            for own, other in (means, means[::-1])
+        ],
+        1,
+    )
+    if each.mean() < once.mean():
+        return Worst(index, each, "per image, chosen on the other half of the inferences")
+    return Worst(index, once, chosen + "inferences")
+
+
+def _weakened(means: Tensor) -> Tensor:
+    """Scores [n, A] by which to choose: of equals the attack that is stronger on all images."""
+    return means + 1e-6 * means.mean(0)
+
+
+def _picked(by: list[Tensor], scores: list[Tensor]) -> Tensor:
+    """The scores [n, R] of the attack that is the strongest by other scores of the same images."""
+    place = _strongest(torch.cat([part.mean(2) for part in by], 1))
+    return [part[:, a] for part in scores for a in range(part.shape[1])][place]
+
+
+def _by_images(means: Tensor) -> Tensor:
+    """Choose on every second image of scores [n, A], take those of the others: [n, 1]."""
+    even = torch.arange(len(means)) % 2 == 0
+    scores = torch.empty(len(means), 1, dtype=means.dtype)
+    for half in (even, ~even):
+        scores[half, 0] = means[half, _strongest(means[~half])]
+    return scores
+
+
+def is_random(defense: Defense, x: Tensor, index: Tensor) -> bool:
+    """Return whether a defense predicts at random: two predictions differ by more than rounding.
+
+    Args:
+        defense: asked in eval mode, twice, with different noise.
+        x: [B, C, H, W] images.
+        index: [B] their indices, by which the noise is keyed.
+    """
+    with evaluating(defense), torch.no_grad():
+        first, second = (defense.logits(x, Streams.keyed(index, key)) for key in (0, 1))
+    largest = float(first.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if first.numel() else 0.0
+    same = torch.isclose(first, second, rtol=0.0, atol=ROUNDING * (1 + largest), equal_nan=True)
+    return not bool(same.all())

@@ -1,0 +1,350 @@
+"""Which images are attacked together, and the worst case without the luck of the draw."""
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from lightning_rob.attacks import PGD
+from lightning_rob.callbacks import RobustEval
+from lightning_rob.callbacks.referee import Match, Untouched
+from lightning_rob.defenses import (
+    Ensemble,
+    Mixture,
+    RandomTransforms,
+    Single,
+    TransformEnsemble,
+)
+from lightning_rob.defenses.learning import Transductive
+from lightning_rob.evaluation import (
+    canonical_groups,
+    group_loader,
+    is_random,
+    serves_once,
+    worst_case,
+)
+from lightning_rob.metrics import robust_accuracy, wilson, wilson_over_draws
+from lightning_rob.modules import AdversarialTraining
+from lightning_rob.rules import majority, mean_probs
+from lightning_rob.threat import Threat
+from lightning_rob.transforms import GaussianNoise, HorizontalFlip
+from tests.tiny import Blobs, TinyNet
+
+NOTHING = PGD(Threat("linf", 1e-9), 1, 1e-9)
+ATTACKS = 9
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def test_groups_are_of_positions_whatever_their_order_and_the_processes():
+    positions = torch.randperm(101, generator=torch.Generator().manual_seed(0))
+    alone = canonical_groups(positions, 16)
+    assert [len(group) for group in alone] == [16] * 6 + [5]
+    assert torch.cat(alone).tolist() == list(range(101))
+    shared = [canonical_groups(positions.flip(0), 16, rank, 3) for rank in range(3)]
+    dealt = [group.tolist() for rank in range(3) for group in shared[rank]]
+    assert sorted(dealt) == [group.tolist() for group in alone]
+    assert canonical_groups(torch.arange(5), 16, 1, 2) == []
+    with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
+        canonical_groups(positions, 0)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+DATA = TensorDataset(torch.arange(12))
+
+
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        (DataLoader(DATA, 5), True),
+        (DataLoader(DATA, 5, shuffle=True), True),
+        (DataLoader(DATA, 5, sampler=DistributedSampler(DATA, 2, 0)), True),
+        (DataLoader(DATA, 5, sampler=RandomSampler(DATA, replacement=True)), False),
+        (DataLoader(DATA, 5, sampler=RandomSampler(DATA, num_samples=5)), False),
+        (DataLoader(DATA, 5, sampler=WeightedRandomSampler([1.0] * 12, 12)), False),
+        (DataLoader(DATA, 5, sampler=[3, 1, 2]), False),
+        (DataLoader(Stream(), 5), False),
+        ([DATA[:5]], False),
+    ],
+)
+def test_images_are_regrouped_only_where_the_loader_serves_each_once(loader, expected):
+    assert serves_once(loader) is expected
+
+
+def test_a_batch_sampler_of_ones_own_is_respected():
+    class Own(BatchSampler):
+        pass
+
+    assert not serves_once(DataLoader(DATA, batch_sampler=Own(SequentialSampler(DATA), 4, False)))
+
+
+def test_groups_come_through_the_loaders_own_workers_and_collation():
+    loader = DataLoader(DATA, 5, num_workers=1, collate_fn=lambda items: [int(i[0]) for i in items])
+    state = torch.get_rng_state()
+    assert list(group_loader(loader, [torch.tensor([7, 2]), torch.tensor([0])])) == [[7, 2], [0]]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_randomness_the_worst_is_each_images_minimum_over_all_tables():
+    first = torch.tensor([1, 3, 8]), torch.tensor([[[0.5], [0.7]], [[1.0], [0.9]], [[0.1], [0.0]]])
+    second = torch.tensor([0, 3, 8, 9]), torch.tensor([[[0.0]], [[0.2]], [[0.6]], [[0.0]]])
+    assert worst_case([first]).scores[:, 0].tolist() == pytest.approx([0.5, 0.9, 0.0])
+    for tables in ([first, second], [second, first]):
+        found = worst_case(tables)
+        assert found.index.tolist() == [3, 8]
+        assert found.scores[:, 0].tolist() == pytest.approx([0.2, 0.0])
+
+
+def test_choice_by_half_of_the_inferences_by_hand():
+    scores = torch.tensor(
+        [
+            [
+                [0.0, 1.0],
+                [1.0, 0.0],
+            ],  # chosen by the first: attack 0, scored 1; by the second: 1, 1
+            [[0.0, 0.0], [1.0, 1.0]],
+            [[1.0, 1.0], [0.0, 0.0]],
+            [[1.0, 1.0], [0.0, 0.0]],
+        ]
+    )
+    found = worst_case([(torch.arange(4), scores)], random=True)
+    assert found.choice.startswith("per image")
+    assert found.scores.tolist() == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+
+
+def test_choice_by_half_of_the_images_by_hand():
+    scores = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])[..., None]
+    found = worst_case([(torch.arange(4), scores)], random=True)
+    # On images 0 and 2 attack 0 is the stronger, on 1 and 3 attack 1: each is scored elsewhere.
+    assert found.scores[:, 0].tolist() == [1.0, 1.0, 1.0, 1.0]
+
+
+def test_where_predictions_depend_on_the_batch_one_attack_is_chosen():
+    scores = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
+    found = worst_case([(torch.arange(3), scores[..., None])], joint=True)
+    assert found.scores[:, 0].tolist() == [1.0, 0.0, 0.0]
+    # Draw 1 says attack 1, draw 2 attack 0: each is scored by the other draw.
+    draws = torch.stack([scores, 1 - scores], 2)
+    found = worst_case([(torch.arange(3), draws)], joint=True)
+    assert found.scores.tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
+
+
+SPREADS = {"coins": (1e6, 1e6), "even": (2.0, 1.0), "mostly sure": (0.6, 0.2)}
+
+
+@pytest.mark.parametrize("inferences", [1, 2, 5, 10])
+@pytest.mark.parametrize("spread", list(SPREADS))
+def test_attacks_that_do_nothing_do_not_bias_the_worst(spread, inferences):
+    """Independent noise for every attack, images that are right with probability p ~ Beta."""
+    torch.manual_seed(inferences)
+    n, runs, gaps, inside = 300, 200, [], 0
+    beta = torch.distributions.Beta(*SPREADS[spread])
+    for _ in range(runs):
+        p = beta.sample((n, 1, 1)).expand(n, 1 + ATTACKS, inferences)
+        scores = torch.bernoulli(p)
+        clean = float(scores[:, 0].mean())
+        worst = float(worst_case([(torch.arange(n), scores)], random=True).scores.mean())
+        gaps.append(worst - clean)
+        low, high = wilson(clean, n)
+        inside += low <= worst <= high
+    gaps = torch.tensor(gaps)
+    naive = float(torch.bernoulli(p).mean(2).amin(1).mean()) - float(p.mean())
+    assert float(gaps.mean()) > naive / 10  # which is -0.1 to -0.5
+    assert abs(float(gaps.mean())) < 0.01
+    if spread == "mostly sure":  # else two predictions of one image differ more than two images do
+        assert inside >= 0.94 * runs
+
+
+class Noisy(nn.Module):
+    """A network with noise of its own, from torch's global stream."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x + 0.2 * torch.randn_like(x))
+
+
+class Whim(Transductive):
+    """Adapts at random: some of its network's weights change by the defender's private draw."""
+
+    learns = False
+
+    def learnt(self, x, chance):
+        net = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
+        with torch.no_grad():
+            noise = torch.randn(4, 192, generator=chance)
+            net[1].weight.copy_(self.net[1].weight + 0.3 * noise)
+            net[1].bias.copy_(self.net[1].bias)
+        return self.having(adapted=net)
+
+
+class Moods(Whim):
+    """The same, and goes on from what it has become."""
+
+    stateful = True
+
+    def settle(self, generator=None):
+        return self.having(net=self.adapted, adapted=None)
+
+
+def linear(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
+
+
+NOISE = [GaussianNoise(0.3), HorizontalFlip()]
+
+
+def votes():
+    return TransformEnsemble([linear(), linear(1)], ["clean", "flip_horizontal"])
+
+
+def transformed(copies=1, rule=mean_probs):
+    return RandomTransforms(linear(), NOISE, 2, copies, rule=rule)
+
+
+KINDS = {
+    "network": (lambda: Single(linear()), False),
+    "randomized ensemble": (lambda: Ensemble([linear(), linear(1)], [0.7, 0.3]), False),
+    "mean probabilities": (lambda: Ensemble([linear(), linear(1)], rule=mean_probs), False),
+    "fixed votes": (votes, False),
+    "random transforms": (transformed, True),
+    "random transforms, majority": (lambda: transformed(5, majority), True),
+    "mixture": (lambda: Mixture([transformed(), Single(linear(1))]), True),
+    "noise of its own": (lambda: Single(Noisy(linear())), True),
+    "adapts": (lambda: Whim(linear()), False),
+    "adapts and remembers": (lambda: Moods(linear()), False),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_randomness_is_noticed(kind):
+    make, expected = KINDS[kind]
+    x = torch.rand(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert is_random(make(), x, torch.arange(8)) is expected
+
+
+@pytest.mark.parametrize("inferences", [1, 4])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_worst_of_nine_attacks_that_do_nothing_is_the_clean_accuracy(kind, inferences):
+    """As RobustEval plays it; in at least 94 % of 200 runs within the 95 % interval."""
+    defense, (_, random) = KINDS[kind][0](), KINDS[kind]
+    torch.manual_seed(0)
+    joint, runs, n = defense.transductive, 200, 100
+    draws, asked = (inferences, 1) if joint else (1, inferences)
+    x = torch.rand(n, 3, 8, 8)
+    y = torch.where(torch.rand(n) < 0.7, defense.now(x).argmax(1), torch.randint(4, (n,)))
+    nothing, found = Untouched(NOTHING.threat), []
+    # Runs are images of other indices; where predictions depend on the batch, rounds of their own.
+    together = 1 if joint else runs
+    images, labels = x.repeat(together, 1, 1, 1), y.repeat(together)
+    index = torch.arange(together * n)
+    for start in range(0, runs, together):
+        scores = []
+        for name in range(1 + ATTACKS):
+            match = Match(nothing, defense, 0, 0, name, private=(0, 0), draws=draws)
+            answers = match.round(images, labels, index + start * n, asked)[1]
+            scores.append(torch.stack([robust_accuracy(a, labels) for a in answers], 1))
+        found += torch.stack(scores, 1).split(n)
+    inside = 0
+    for scores in found:
+        by_draw = scores[:, 0].mean(0).tolist() if joint else [float(scores[:, 0].mean())]
+        low, high = wilson_over_draws(by_draw, n)
+        worst = worst_case([(torch.arange(n), scores)], random, joint).scores
+        inside += low <= float(worst.mean()) <= high
+    assert len(found) == runs
+    assert inside >= 0.94 * runs
+
+
+def test_an_interval_over_draws_is_wider_and_that_of_one_is_wilsons():
+    assert wilson_over_draws([0.4], 50) == wilson(0.4, 50)
+    low, high = wilson_over_draws([0.3, 0.5], 50)
+    assert low < wilson(0.4, 50)[0]
+    assert high > wilson(0.4, 50)[1]
+    same = wilson_over_draws([0.4, 0.4, 0.4], 50)
+    assert same == pytest.approx(wilson(0.4, 50))
+
+
+def evaluate(module, *callbacks, data=None, **trainer):
+    run = Trainer(callbacks=list(callbacks), **QUIET | trainer)
+    return run.test(module, data or Blobs(test_size=33), verbose=False)[0]
+
+
+@pytest.mark.parametrize("inferences", [1, 10])
+def test_nine_attacks_that_do_nothing_leave_a_random_defense_as_it_is(inferences):
+    torch.manual_seed(0)
+    module = AdversarialTraining(TinyNet, defense=lambda net: Single(Noisy(net)))
+    attacks = {f"nothing_{i}": NOTHING for i in range(ATTACKS)}
+    callback = RobustEval(attacks, inferences=inferences)
+    evaluate(module, callback, data=Blobs(test_size=200))
+    clean, worst = callback.results[0], callback.results[-1]
+    assert callback.random
+    assert clean.details["interval_covers"] == "images and inferences"
+    assert clean.interval[0] <= worst.accuracy <= clean.interval[1]
+    naive = float(callback.scores()[1].mean(2).amin(1).mean())
+    assert naive < clean.accuracy - 0.1
+
+
+def test_private_draws_widen_the_interval_and_are_recorded():
+    torch.manual_seed(0)
+    module = AdversarialTraining(linear, defense=Whim)
+    one, many = RobustEval({"pgd": NOTHING}), RobustEval({"pgd": NOTHING}, private_draws=5)
+    for callback in (one, many):
+        evaluate(module, callback)
+    assert many.scores()[1].shape == (33, 2, 5)
+    assert torch.equal(many.scores()[1][..., 0], one.scores()[1][..., 0])  # the first is the same
+    assert one.results[0].details["interval_covers"] == "images"
+    for result in many.results:
+        spread = result.interval[1] - result.interval[0]
+        alone = wilson(result.accuracy, 33)
+        assert spread > alone[1] - alone[0]
+        assert result.details["interval_covers"] == "images and private draws"
+    assert len(set(many.scores()[1][:, 0].mean(0).tolist())) > 1
+    assert many.results[1].details["over_private_draws"]
+
+
+def test_private_draws_are_for_what_adapts():
+    with pytest.raises(ValueError, match="private_draws is for defenses that adapt, Single does"):
+        evaluate(AdversarialTraining(TinyNet), RobustEval({"pgd": NOTHING}, private_draws=2))
+    with pytest.raises(ValueError, match="sees the defender's state plays against one"):
+        Match(NOTHING, Moods(linear()), 0, draws=2, leaking=True)
+
+
+class Weighted(Blobs):
+    """A loader whose sampler decides what is evaluated."""
+
+    def test_dataloader(self):
+        part = self.parts["test"]
+        sampler = WeightedRandomSampler([1.0] * len(part), 20, generator=torch.Generator())
+        return DataLoader(part, 8, sampler=sampler)
+
+
+def test_a_sampler_that_cannot_be_regrouped_is_said_so():
+    callback = RobustEval({"pgd": NOTHING})
+    evaluate(AdversarialTraining(TinyNet), callback, data=Weighted())
+    assert callback.results[0].details["group_size"] is None
+    assert 0 < callback.results[0].n <= 20
+    regrouped = RobustEval({"pgd": NOTHING}, group_size=7)
+    evaluate(AdversarialTraining(TinyNet), regrouped)
+    assert (regrouped.results[0].details["group_size"], regrouped.results[0].n) == (7, 33)
