@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack, OnStatic, evaluating
 from lightning_rob.defenses import Defense
-from lightning_rob.randomness import Generator, Streams, fold
+from lightning_rob.randomness import Generator, Streams, borrowed_global, fold
 from lightning_rob.threat import Threat
 
 ROUNDING = 1e-5  # of a pixel's range, what float32 arithmetic may add to a perturbation
@@ -147,9 +147,13 @@ class Untouched(Attack):
 
 
 def answers(defense: Defense, x: Tensor, noise: Streams, inferences: int = 1) -> Tensor:
-    """The probability of each class [R, B, K], in eval mode, by the network itself."""
+    """The probability of each class [R, B, K], in eval mode, by the network itself.
+
+    A network with noise of its own, from torch's global streams, draws the same for the same noise.
+    """
     parts = [noise, *(noise.apart(again) for again in range(1, inferences))]
-    with evaluating(defense), torch.no_grad():
+    own = torch.Generator().manual_seed(fold(noise.world, *noise.keys.tolist()))
+    with evaluating(defense), torch.no_grad(), borrowed_global(own, x.device):
         return torch.stack([defense(x, part) for part in parts])
 
 
