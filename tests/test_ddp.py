@@ -16,37 +16,47 @@ def trained(tmp_path_factory):
     return folder / CHECKPOINT
 
 
+def auto(*attacks):
+    threat = {"norm": "linf", "eps": "16/255"}
+    init = {"threat": threat, "version": "custom", "attacks": attacks, "queries": 20}
+    return {"class_path": "lightning_rob.attacks.AutoAttack", "init_args": init}
+
+
 def evaluate(folder, checkpoint, batch_size, *args):
+    """The records of 101 images: that of each figure, and those image by image."""
+    folder.mkdir()
     attacks = {"apgd": pgd(random_start=True, restarts=2), "arc": arc(random_start=True)}
+    attacks |= {"square": auto("square"), "autoattack": auto("apgd-ce", "apgd-dlr")}
     data = {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 101}}
-    callbacks = [robust_eval(attacks, repeats=2), robust_eval({"few": pgd()}, max_images=50)]
+    callbacks = [
+        robust_eval(attacks, repeats=2, group_size=16),
+        robust_eval({"few": pgd()}, max_images=50),
+    ]
     file = recipe(folder, data=data, **{"trainer__callbacks+": callbacks})
     size = f"--data.init_args.eval_batch_size={batch_size}"
     done = shell("test", "--config", file, "--ckpt_path", checkpoint, size, *args)
     assert done.returncode == 0, done.stderr
-    return {r["name"]: (r["n"], r["accuracy"]) for r in records(folder) if r["name"] != "clean"}
+    lines = [
+        {k: v for k, v in line.items() if k not in ("seconds", "session")}
+        for line in records(folder)
+    ]
+    images = sorted((folder / "run/version_0/images").glob("*.csv"))
+    return lines, [path.read_bytes() for path in images]
 
 
-def test_two_processes_and_any_batch_size_give_the_same_robust_accuracy(trained, tmp_path):
-    results = []
-    for name, size, args in [
-        ("a", 101, []),
-        ("b", 32, []),
-        ("c", 7, []),
-        ("d", 32, TWO),
-        ("e", 7, TWO),
-    ]:
-        (tmp_path / name).mkdir()
-        results.append(evaluate(tmp_path / name, trained, size, *args))
-    first = results[0]
-    assert {name: n for name, (n, _) in first.items()} == {
-        "apgd": 101,
-        "arc": 101,
-        "few": 50,
-        "worst": 50,
-    }
-    assert 0 < first["apgd"][1] < 1
-    assert all(other == first for other in results)
+def test_two_processes_and_any_batch_size_leave_the_same_records(trained, tmp_path):
+    """AutoAttack and Square, which depend on the batch, included."""
+    first, *others = [
+        evaluate(tmp_path / f"{size}{len(args)}", trained, size, *args)
+        for size, args in [(101, []), (32, []), (7, []), (32, TWO), (7, TWO)]
+    ]
+    figures = {line["name"]: line for line in first[0] if line["name"] != "clean"}
+    expected = {"apgd": 101, "arc": 101, "square": 101, "autoattack": 101, "few": 50, "worst": 50}
+    assert {name: line["n"] for name, line in figures.items()} == expected
+    assert figures["apgd"]["group_size"] == 16
+    assert all(0 < figures[name]["accuracy"] < 1 for name in expected)
+    assert len(first[1]) == 2
+    assert all(other == first for other in others)
 
 
 def test_two_processes_train_an_ensemble(tmp_path):

@@ -16,6 +16,7 @@ from lightning_rob.attacks.base import evaluating
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Streams
 
+PRIOR = 4  # predictions of an image that an attack's mean over all images counts for
 ROUNDING = 1e-5  # relative to the largest logit: what a deterministic network's logits may differ
 
 
@@ -40,8 +41,8 @@ def worst_case(
     """Return the scores under the strongest attack, on the images that all tables have.
 
     - Without randomness: the attack is chosen for each image (its minimum).
-    - With it, and at least two inferences: on half of the inferences, for each image or once for
-      all images, whichever is stronger; the scores are those of the other half.
+    - With it, and at least two inferences: for each image, on half of the inferences; the scores
+      are those of the other half.
     - With one inference: once for all images, on every second image; the scores are those of the
       other images.
     - Where predictions depend on the whole batch, once for all images: on half of the private
@@ -79,25 +80,26 @@ def _by_inferences(index: Tensor, parts: list[Tensor], joint: bool) -> Worst:
     halves = [[part[..., : part.shape[2] // 2], part[..., part.shape[2] // 2 :]] for part in parts]
     first, second = ([pair[side] for pair in halves] for side in (0, 1))
     once = torch.cat([_picked(first, second), _picked(second, first)], 1)
-    chosen = "one attack, chosen on the other half of the "
     if joint:
-        return Worst(index, once, chosen + "private draws")
-    means = [torch.cat([part.mean(2) for part in half], 1) for half in (first, second)]
-    each = torch.stack(
-        [
-            other.gather(1, _weakened(own).argmin(1, keepdim=True))[:, 0]
-            for own, other in (means, means[::-1])
-        ],
-        1,
-    )
-    if each.mean() < once.mean():
-        return Worst(index, each, "per image, chosen on the other half of the inferences")
-    return Worst(index, once, chosen + "inferences")
+        once = torch.cat([_picked(first, second), _picked(second, first)], 1)
+        return Worst(index, once, "one attack, chosen on the other half of the private draws")
+    sides = [(first, second), (second, first)]
+    each = torch.stack([_picked_by_image(own, other) for own, other in sides], 1)
+    return Worst(index, each, "per image, chosen on the other half of the inferences")
 
 
-def _weakened(means: Tensor) -> Tensor:
-    """Scores [n, A] by which to choose: of equals the attack that is stronger on all images."""
-    return means + 1e-6 * means.mean(0)
+def _picked_by_image(by: list[Tensor], scores: list[Tensor]) -> Tensor:
+    """The scores [n] of the attack that is the strongest on each image by other scores of it.
+
+    A few predictions tell little of one image: an attack's mean over all images counts as `PRIOR`
+    more of them, so that of equals the attack wins that is stronger altogether.
+    """
+    expected = []
+    for part in by:
+        mean, count = part.mean(2), part.shape[2]
+        expected.append((count * mean + PRIOR * mean.mean(0)) / (count + PRIOR))
+    place = torch.cat(expected, 1).argmin(1, keepdim=True)
+    return torch.cat([part.mean(2) for part in scores], 1).gather(1, place)[:, 0]
 
 
 def _picked(by: list[Tensor], scores: list[Tensor]) -> Tensor:
