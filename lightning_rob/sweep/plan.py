@@ -67,16 +67,20 @@ class Game:
         Args:
             images_and_scores: indices [N] and scores [N, R].
             seconds: the attack took.
-            found: what the evaluation found out of the defense, `Result.details` of a record.
+            found: details of a result of the same evaluation.
         """
         images, scores = images_and_scores
-        known = {name: found[name] for name in ("random", "private_draws", "interval_covers")}
-        details = self.details | known | kept(self.key, images, scores)
-        draws = scores if known["private_draws"] > 1 else None
+        details = self.details | _measured(found) | kept(self.key, images, scores)
+        draws = scores if found["private_draws"] > 1 else None
         return measured(self.name, scores.mean(1), seconds, details, draws)
 
 
 Row = tuple[Value, list[Game]]
+
+
+def _measured(details: dict[str, Any]) -> dict[str, Any]:
+    """The details that are known only after the evaluation."""
+    return {name: details[name] for name in ("random", "private_draws", "interval_covers")}
 
 
 def plan(
@@ -153,7 +157,8 @@ def worst(games: Sequence[Game], points: Points, adapts: bool = False) -> list[R
     found = worst_case([(i, scores[:, None]) for i, scores in tables], random, adapts)
     key = key_of(name=WORST, over=[game.key for game in counted])
     told = {"attack": found.choice, "over": [game.name for game in counted]}
-    details = over[0].details | told | kept(key, found.index, found.scores)
+    details = counted[0].details | _measured(over[0].details)
+    details |= told | kept(key, found.index, found.scores)
     details.pop("threat")
     draws = found.scores if over[0].details["private_draws"] > 1 else None
     return [measured(WORST, found.scores.mean(1), 0.0, details, draws)]
