@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.nn.functional import avg_pool2d
+from torch.nn.functional import avg_pool2d, hardtanh
 
 from lightning_rob.attacks import PGD
 from lightning_rob.defenses import Defense, Ensemble, RandomTransforms, Single
@@ -117,6 +117,11 @@ def _sick(x):
     return torch.where(odd, torch.nan, x)
 
 
+def clamped(x):
+    """The same images; those values that are 0 or 1 have no gradient, by any release of torch."""
+    return hardtanh(x, 0.0, 1.0)
+
+
 def _stair(z):
     return (20 * z).floor() / 20
 
@@ -142,6 +147,7 @@ PLANTED = {
     "rows_detached": (lambda net: Single(Through(net, _last_rows)), "slope"),
     "scaled_gradient": (lambda net: Single(Through(net, _scaled)), "slope"),
     "blurred_gradient": (lambda net: Single(Through(net, _blurred)), "slope"),
+    "clamped": (lambda net: Single(Through(net, clamped)), "bounds"),
     "decoy": (lambda net: Single(Decoy(net, Through(net, lambda x: x.flip(3)))), "slope"),
 }
 

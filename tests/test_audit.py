@@ -5,11 +5,13 @@ import sys
 
 import pytest
 import torch
+from torch.nn.functional import conv2d
 
 from lightning_rob.attacks import ARC, PGD, Strongest
 from lightning_rob.audit.adaptive import adaptive
 from lightning_rob.audit.answers import numbers, outputs
 from lightning_rob.audit.auditor import CHECKS, audit
+from lightning_rob.audit.bounds import bounds
 from lightning_rob.audit.case import Case, Subject
 from lightning_rob.audit.finding import beyond_chance, many
 from lightning_rob.audit.measures import MEASURES, Seen
@@ -34,7 +36,7 @@ from lightning_rob.objectives import (
 )
 from lightning_rob.rules import ATHENA, majority, mean_logits, mean_probs, random_member
 from lightning_rob.threat import Threat
-from tests.planted import PLANTED, Decoy, Through, honest, straight_through, trained
+from tests.planted import PLANTED, Decoy, Through, clamped, honest, straight_through, trained
 from tests.tiny import ROOT, Blobs, TinyNet
 
 THREAT, LARGE = Threat("linf", 0.15), Threat("linf", 0.3)
@@ -54,6 +56,13 @@ def blobs():
 
 
 @pytest.fixture(scope="module")
+def contrasty(blobs):
+    """The same images with four values in ten black or white."""
+    x, y = blobs
+    return (3 * x - 1).clamp(0, 1), y
+
+
+@pytest.fixture(scope="module")
 def nets():
     """A standard net and two adversarially trained ones."""
     x, y = images(True, 256)
@@ -66,9 +75,9 @@ def nets():
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_is_broken_is_flagged(name, nets, blobs):
+def test_what_is_broken_is_flagged(name, nets, blobs, contrasty):
     make, check = PLANTED[name]
-    found = audit(make(nets[0]), *blobs, LARGE)
+    found = audit(make(nets[0]), *(contrasty if check == "bounds" else blobs), LARGE)
     flagged = {finding.name for finding in found.flags}
     assert check in flagged
     assert all(finding.text and finding.advice for finding in found.flags)
@@ -160,6 +169,56 @@ def test_the_slope_is_not_checked_without_saying_so(nets, blobs):
     few = by_slope(Single(nets[0]), *(part[:12] for part in blobs))
     assert few.severity == "note" and "48 pairs" in few.text
     adapts = by_slope(DENT(SmallCNN(4, 3, 4), steps=1), *blobs)
+    assert adapts.severity == "note" and "adapts" in adapts.text
+
+
+def by_bounds(defense, x, y, **options):
+    (found,) = audit(defense, x, y, LARGE, checks=[bounds], **options).findings
+    return found
+
+
+def test_pixels_that_a_clamp_hides_from_attacks(nets, contrasty):
+    plain, *both = (Through(net, clamped) for net in nets)
+    found = by_bounds(Single(plain), *contrasty)
+    assert found.severity == "severe" and found.figures["images"] > 0.9
+    assert found.figures["inside"] < 0.1 < 0.5 < found.figures["usual"]
+    assert "exactly 0 or 1 is exactly zero" in found.text and "clamp" in found.text
+    assert "InsideBounds" in found.advice
+    kinds = {
+        "randomized": Ensemble(both),
+        "transformed": TransformEnsemble(both, ["flip_both", "rotate_180"]),
+        "random": RandomTransforms(both[0], {"HorizontalFlip": {}}, 1, 2),
+        "one_bound": Single(Through(nets[1], lambda x: x.relu())),
+    }
+    for name, defense in kinds.items():
+        assert by_bounds(defense, *contrasty).figures["pixels"] > 0.9, name
+
+
+def _edges(x):
+    """Of flat parts that are black exactly 0, of other flat parts 0 but for rounding."""
+    kernel = torch.arange(1.0, 10.0).to(x).view(1, 1, 3, 3).expand(3, 1, 3, 3) / 45
+    return (x - conv2d(x, kernel, padding=1, groups=3)).abs()
+
+
+def test_honest_pixels_at_a_bound(nets, contrasty):
+    """Flat ones too: dead there and just inside, or where slopes just inside are rounding."""
+    x, y = contrasty
+    mostly_black = torch.zeros_like(x)
+    mostly_black[..., :3, :3] = x[..., :3, :3]
+    dead = Through(nets[0], lambda x: (x - 0.2).relu())
+    plain = honest(*nets) | {"dead": Single(dead)}
+    cases = [(name, defense, x) for name, defense in plain.items()]
+    cases += [("edges", Single(Through(nets[0], _edges)), mostly_black)]
+    for name, defense, images in cases:
+        assert by_bounds(defense, images, y).severity == "fine", name
+
+
+def test_few_pixels_at_a_bound_are_no_verdict(nets, blobs, contrasty):
+    defense, (x, y) = Single(Through(nets[0], clamped)), contrasty
+    for images in (blobs[0], x.clamp(0.01, 0.99), torch.cat([x[:1], blobs[0][1:]])):
+        found = by_bounds(defense, images, y)
+        assert found.severity == "note" and "at least 2 are needed" in found.text
+    adapts = by_bounds(DENT(SmallCNN(4, 3, 4), steps=1), x, y)
     assert adapts.severity == "note" and "adapts" in adapts.text
 
 

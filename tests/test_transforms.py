@@ -23,6 +23,7 @@ from lightning_rob.transforms import (
     Transform,
     catalogue,
 )
+from lightning_rob.transforms.pool import pool
 
 ALL = pytest.mark.parametrize("kind", catalogue().values(), ids=catalogue().keys())
 COLOR = {HSV, LAB, XYZ, YUV, Gray, GrayMix, GrayTwoChannels, GrayOneChannel, ColorJitter}
@@ -213,6 +214,14 @@ def test_black_and_white_pixels_have_a_gradient():
     x = torch.tensor([0.0, 1.0]).view(1, 1, 1, 2).requires_grad_()
     (gradient,) = torch.autograd.grad(transforms.HorizontalFlip()(x).sum(), x)
     assert (gradient == 1).all()
+
+
+def test_white_that_is_blurred_has_a_gradient():
+    """Weights that sum to one but for rounding take it a little beyond white."""
+    blur, x = pool()["filter_gaussian"], torch.ones(1, 3, 9, 9, dtype=torch.float64)
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(blur(x).sum(), x)
+    assert (gradient > 0).all()
 
 
 @pytest.mark.parametrize("x", [torch.rand(3, 8, 8), torch.zeros(1, 3, 8, 8, dtype=torch.uint8)])

@@ -14,6 +14,7 @@ from lightning_rob.attacks.deepfool import DeepFool
 from lightning_rob.attacks.eight_bit import EightBit
 from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.gradients import draw_gradients
+from lightning_rob.attacks.inside_bounds import InsideBounds, WithBackward
 from lightning_rob.attacks.member import OnMember, RandomMember
 from lightning_rob.attacks.paa import PAA, ranking_weights
 from lightning_rob.attacks.partly import Partly
@@ -43,6 +44,7 @@ __all__ = [
     "DeepFool",
     "EightBit",
     "HighConfidence",
+    "InsideBounds",
     "LinBP",
     "Nesterov",
     "OnDifferentiable",
@@ -54,6 +56,7 @@ __all__ = [
     "Strongest",
     "Targeted",
     "ThroughAdaptation",
+    "WithBackward",
     "aggmo",
     "arc_linear",
     "attacking",

@@ -1,14 +1,13 @@
 """An attack on networks that run faster, compiled or in half precision."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_rob.attacks.around import Around
+from lightning_rob.attacks.base import Forward, other_forward
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.rebuild import parts
 from lightning_rob.defenses import Defense
@@ -55,24 +54,11 @@ class Accelerated(Around):
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
-        with self._faster(defense.networks):
+        with other_forward(defense.networks, self._forward):
             return self.attack.perturb(defense, x, y, generator)
 
-    @contextmanager
-    def _faster(self, nets: list[nn.Module]) -> Iterator[None]:
-        """Give networks another forward, for this context only."""
-        before = {net: net.__dict__.get("forward") for net in nets}
-        try:
-            for net in before:
-                net.__dict__["forward"] = self._forward(net.forward)
-            yield
-        finally:
-            for net, forward in before.items():
-                net.__dict__.pop("forward", None)
-                net.__dict__.update({"forward": forward} if forward else {})
-
-    def _forward(self, plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        quick: Callable[[Tensor], Tensor] = torch.compile(plain) if self.compile else plain
+    def _forward(self, plain: Forward) -> Forward:
+        quick: Forward = torch.compile(plain) if self.compile else plain
 
         def forward(x: Tensor) -> Tensor:
             if self.autocast is None or not (torch.is_grad_enabled() and x.requires_grad):

@@ -1,8 +1,8 @@
 """What all attacks share: they are functions of tensors that leave nothing behind."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import ClassVar
 
@@ -179,6 +179,36 @@ class Backward(ABC):
     @abstractmethod
     def __call__(self, defense: Defense) -> AbstractContextManager[None]:
         """A context in which the defense is seen so."""
+
+
+Backwards = Backward | Sequence[Backward] | None
+
+
+@contextmanager
+def entered(backward: Backwards, defense: Defense) -> Iterator[None]:
+    """Enter one backward or several, in turn."""
+    chosen = backward or ()
+    with ExitStack() as stack:
+        for each in chosen if isinstance(chosen, Sequence) else (chosen,):
+            stack.enter_context(each(defense))
+        yield
+
+
+Forward = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def other_forward(nets: list[nn.Module], change: Callable[[Forward], Forward]) -> Iterator[None]:
+    """Give networks another forward, made of their own, for this context only."""
+    before = {net: net.__dict__.get("forward") for net in nets}
+    try:
+        for net in before:
+            net.__dict__["forward"] = change(net.forward)
+        yield
+    finally:
+        for net, forward in before.items():
+            net.__dict__.pop("forward", None)
+            net.__dict__.update({"forward": forward} if forward else {})
 
 
 class Attack(ABC):

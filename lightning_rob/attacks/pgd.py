@@ -1,7 +1,6 @@
 """Projected gradient ascent, one loop for all its names."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.ascent import AggMo, Ascent
-from lightning_rob.attacks.base import Attack, Backward, height, slope
+from lightning_rob.attacks.base import Attack, Backward, entered, height, slope
 from lightning_rob.defenses import Defense, Mixture
 from lightning_rob.objectives import Objective, expected_ce, over_draws
 from lightning_rob.randomness import Generator
@@ -38,7 +37,8 @@ class PGD(Attack):
         keep_best: keep each image's best iterate (the image itself included), not the last one.
         dampings: one velocity per number, v <- damping * v + steepest(gradient); the step is the
             mean of their steepest directions: short for `AggMo(dampings)`.
-        backward: a context such as SGM or LinBP, or several, entered in turn with the defense.
+        backward: a context such as SGM, LinBP or InsideBounds, or several, entered in turn with the
+            defense.
         ascent: any other optimiser of `lightning_rob.attacks.ascent`, instead of dampings.
         drop_fooled: an image that the defense certainly gets wrong is handed in as it is then, and
             costs nothing any more, nor does it start again. The accuracy of what is attacked never
@@ -85,10 +85,7 @@ class PGD(Attack):
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if self.drop_fooled:
             _check_certain(defense, self.objective)
-        with ExitStack() as stack:
-            chosen = self.backward or ()
-            for backward in chosen if isinstance(chosen, Sequence) else (chosen,):
-                stack.enter_context(backward(defense))
+        with entered(self.backward, defense):
             value = x.new_full((len(x),), -torch.inf)
             best, value = self._run(defense, x, y, generator, value)
             for _ in range(self.restarts - 1):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_rob.audit.adaptive import adaptive
 from lightning_rob.audit.answers import batches, modes, numbers, outputs, randomness, steps_inside
+from lightning_rob.audit.bounds import bounds
 from lightning_rob.audit.case import Case, Subject
 from lightning_rob.audit.finding import SEVERITIES, Check, Columns, known
 from lightning_rob.audit.gradients import gradient, infinite_gradients, saturation, zero_gradients
@@ -33,6 +34,7 @@ CHECKS: tuple[Check, ...] = (
     infinite_gradients,
     saturation,
     slope,
+    bounds,
     steps,
     radius,
     noise,

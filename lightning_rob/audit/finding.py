@@ -69,6 +69,11 @@ def beyond_chance(lost: Tensor) -> bool:
     return float(lost.mean()) > 2 * error
 
 
+def gains(lost: Tensor, exact: bool) -> bool:
+    """Whether a difference of scores [N] is more than chance, which exact answers have not."""
+    return many(lost) if exact else beyond_chance(lost)
+
+
 def percent(column: Tensor) -> str:
     """The mean of a column in words: "41 %"."""
     return f"{100 * share(column):.3g} %"

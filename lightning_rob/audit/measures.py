@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import PGD
+from lightning_rob.audit.bounds import hidden, inside_bounds
 from lightning_rob.audit.case import Case, no_numbers
 from lightning_rob.audit.slope import slope_far, slope_near, slope_networks
 from lightning_rob.audit.suite import InDouble
@@ -155,6 +156,8 @@ MEASURES: dict[str, Callable[[Case], Tensor]] = {
         slope_near,
         slope_far,
         slope_networks,
+        hidden,
+        inside_bounds,
         largest_output,
         double,
         eot,

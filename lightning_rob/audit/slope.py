@@ -1,8 +1,9 @@
 """The check that the gradient is the slope of the answers."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,12 +26,12 @@ FEWEST_PAIRS = 50
 
 def slope_near(case: Case) -> Tensor:
     """How the gradient correlates [B] with central differences over 1e-3 of the pixels' range."""
-    return _in_double(case, NEAR)
+    return in_double(case, partial(_agreement, case, NEAR))
 
 
 def slope_far(case: Case) -> Tensor:
     """The same over four grey levels."""
-    return _in_double(case, FAR)
+    return in_double(case, partial(_agreement, case, FAR))
 
 
 def slope_networks(case: Case) -> Tensor:
@@ -39,22 +40,28 @@ def slope_networks(case: Case) -> Tensor:
     if not isinstance(defense, RandomTransforms | TransformEnsemble):
         return case.unknown()
     bare = Mixture([Single(net) for net in defense.networks])
-    return torch.maximum(*(_in_double(case, width, bare) for width in (NEAR, FAR)))
+    widths = (partial(_agreement, case, width) for width in (NEAR, FAR))
+    return torch.maximum(*(in_double(case, agreement, bare) for agreement in widths))
 
 
-def _in_double(case: Case, width: float, bare: Defense | None = None) -> Tensor:
-    """The agreement [B] in double precision, where the network does not insist on single."""
+def in_double(
+    case: Case, measure: Callable[[Defense, Tensor], Tensor], bare: Defense | None = None
+) -> Tensor:
+    """What is measured [B] of a defense and its images, in double precision where it allows.
+
+    NaN where there is no gradient, or the defense adapts.
+    """
     target = bare or case.subject.target
     if case.subject.transductive or target is None or not case.differentiable:
         return case.unknown()
     target = copy.deepcopy(target)
     try:
-        return _agreement(case, target.double(), case.x.double(), width).to(case.x)
+        return measure(target.double(), case.x.double()).to(case.x)
     except RuntimeError:
-        return _agreement(case, target.to(case.x.dtype), case.x, width)
+        return measure(target.to(case.x.dtype), case.x)
 
 
-def _agreement(case: Case, target: Defense, x: Tensor, width: float) -> Tensor:
+def _agreement(case: Case, width: float, target: Defense, x: Tensor) -> Tensor:
     """The cosine [B] of the margin's slopes and differences along random corners.
 
     NaN of images whose gradient is zero or no number, or that have no answer: others look at it.

@@ -8,6 +8,7 @@ from lightning_rob.audit.finding import (
     Columns,
     Finding,
     beyond_chance,
+    gains,
     many,
     not_run,
     of_images,
@@ -21,11 +22,6 @@ MASKED = (
     "Gradients mislead. Attack the margin and with restarts, without gradients, and look for "
     "what is not smooth inside (docs/audit.md)."
 )
-
-
-def _gains(subject: Subject, lost: Tensor) -> bool:
-    """Whether a difference of scores [N] is more than chance, which exact answers have not."""
-    return many(lost) if subject.exact else beyond_chance(lost)
 
 
 def steps(subject: Subject, seen: Columns) -> Finding:
@@ -66,7 +62,7 @@ def noise(subject: Subject, seen: Columns) -> Finding:
         return not_run("noise", "no gradient attack could run")
     figures = {"noise": share(random), "usual": share(usual)}
     text = f"Random noise leaves {percent(random)}, the usual attack {percent(usual)}."
-    breaks = _gains(subject, clean - random)
+    breaks = gains(clean - random, subject.exact)
     if breaks and many(usual) and not many(random - usual):
         return Finding("noise", "severe", f"{text} The attack is no better.", MASKED, figures)
     return Finding("noise", "fine", text, figures=figures)
@@ -82,7 +78,7 @@ def restarts(subject: Subject, seen: Columns) -> Finding:
     figures = {"usual": share(usual), "longer": share(longer), "restarts": share(again)}
     text = f"Five starts leave {percent(again)}, as many steps from one start {percent(longer)}."
     lost = torch.minimum(usual, longer) - again
-    if _gains(subject, lost) and share(lost) > RUGGED:
+    if gains(lost, subject.exact) and share(lost) > RUGGED:
         text += " Where it starts decides: the loss is rugged."
         advice = "Report restarts=10 or more, and look for what makes the loss rugged."
         return Finding("restarts", "warning", text, advice, figures)
@@ -110,7 +106,7 @@ def black_box(subject: Subject, seen: Columns) -> Finding:
         f"Square ({subject.queries} queries, no gradients) leaves {percent(square)}, all attacks "
         f"with gradients together {percent(white)}."
     )
-    if not _gains(subject, lost):
+    if not gains(lost, subject.exact):
         return Finding("black_box", "fine", text, figures=figures)
     found = of_images(lost) if subject.exact else percent(lost)
     text += f" {found} stand attacks that see everything and fall to one that sees nothing."

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_rob.randomness import Generator, uniform
 
 EPS = 1e-9
+ROUNDING = 4  # steps of rounding beyond a bound: white stays white in a blur, but for these
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,9 @@ class Transform(ABC):
 def clip(x: Tensor, low: float, high: float) -> Tensor:
     """Clamp with slope 1 at the bounds too, where torch's slope depends on its release.
 
-    With slope 0 there, an attack would not see the black and the white pixels of an image.
+    With slope 0 there, an attack would not see the black and the white pixels of an image. So it
+    is within rounding of the bounds: a blur, whose weights sum to one but for rounding, may take
+    white a little beyond white.
     """
     if torch.compiler.is_exporting() or not (x.requires_grad and torch.is_grad_enabled()):
         return x.clamp(low, high)
@@ -136,8 +139,8 @@ class _Clip(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
         x, low, high = inputs
-        tiny, eps = torch.finfo(x.dtype).tiny, torch.finfo(x.dtype).eps
-        ctx.low, ctx.high = low - max(tiny, eps * abs(low)), high + max(tiny, eps * abs(high))
+        slack = ROUNDING * torch.finfo(x.dtype).eps * max(abs(low), abs(high))
+        ctx.low, ctx.high = low - slack, high + slack
         ctx.save_for_backward(x)
 
     @staticmethod
