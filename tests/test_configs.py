@@ -16,7 +16,9 @@ from tests.tiny import ROOT, recipe, records, run
 NETS = sorted((ROOT / "configs").glob("net_*.yaml"))
 SPACES = sorted((ROOT / "configs").glob("tune_*.yaml"))
 GROUPS = sorted((ROOT / "configs").glob("group_*.yaml"))
-MIX_INS = [*NETS, *SPACES, *GROUPS, ROOT / "configs/ddp.yaml", ROOT / "configs/debug.yaml"]
+MIX_INS = [*NETS, *SPACES, *GROUPS] + [
+    ROOT / f"configs/{name}.yaml" for name in ("ddp", "debug", "rt_released")
+]
 CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.yaml") if p not in MIX_INS)
 ASSEMBLED = [p for p in CONFIGS if "class_path: Assembled" in p.read_text()]
 RECIPES = [p for p in CONFIGS if p not in ASSEMBLED]
@@ -267,6 +269,26 @@ def test_group_mix_in_leaves_nothing_but_the_group(mix_in):
     kinds = KINDS[mix_in.stem.removeprefix("group_")]
     assert [type(transform) for transform in defense.transforms.values()] == list(kinds)
     assert defense.size == len(kinds)
+
+
+@pytest.mark.parametrize("name", ["rt_cifar10", "advrt_imagenette", "bart_imagenette"])
+def test_released_mix_in_keeps_all_but_the_slips(name, tmp_path, monkeypatch):
+    from lightning_rob.run import Command
+
+    monkeypatch.chdir(tmp_path)
+    file = ROOT / f"configs/{name}.yaml"
+    if of(file, ["Images"]):
+        make_folders(file)
+    configs = ["--config", str(file), "--trainer.accelerator=cpu"]
+    plain = Command(configs, run=False).model.defense
+    mix_in = ["--config", str(ROOT / "configs/rt_released.yaml")]
+    released = Command([*configs, *mix_in], run=False).model.defense
+    assert not plain.released_code
+    assert released.released_code
+    expected = {name: one.as_released() for name, one in plain.transforms.items()}
+    assert released.transforms == expected
+    assert expected != plain.transforms
+    assert (released.size, released.draws) == (plain.size, plain.draws)
 
 
 @pytest.mark.parametrize("mix_in", ["ddp", "debug"])

@@ -1,8 +1,8 @@
 """What all transforms share: chance first, then a deterministic function of image and chance."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, final
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self, final
 
 import torch
 from torch import Tensor
@@ -93,6 +93,15 @@ class Transform(ABC):
             TypeError: it is not reversible.
         """
         raise TypeError(f"{self._name} cannot be undone")
+
+    def as_released(self) -> Self:
+        """The transform with each slip of the authors' code that it has as an option.
+
+        The share of images transformed is no part of it: `RandomTransforms(released_code=True)`
+        has that slip of p.
+        """
+        slips: dict[str, Any] = {"released_code": True} if hasattr(self, "released_code") else {}
+        return replace(self, **slips)
 
     def _guarded(self, x: Tensor, *params: Tensor) -> Tensor:
         y = self.apply(x, *params)
