@@ -10,6 +10,7 @@ import yaml
 from torch import nn
 
 from lightning_rob.nets import VGG16, WRN28_4, MobileNetV1, PreActResNet18, ResNet20, ZooNet
+from lightning_rob.transforms import named
 from tests.test_nets import dverge_state
 from tests.tiny import ROOT, recipe, records, run
 
@@ -269,6 +270,54 @@ def test_group_mix_in_leaves_nothing_but_the_group(mix_in):
     kinds = KINDS[mix_in.stem.removeprefix("group_")]
     assert [type(transform) for transform in defense.transforms.values()] == list(kinds)
     assert defense.size == len(kinds)
+
+
+BART = {  # the list of Sitawarin et al. 2022, by our names
+    *("Bilateral", "BoxBlur", "GaussianBlur", "MedianBlur", "FFT", "JPEG", "ColorPrecision"),
+    *("Gray", "GrayOneChannel", "GrayTwoChannels", "GrayMix", "HSV", "LAB", "XYZ", "YUV"),
+    *("GaussianNoise", "Pepper", "PoissonNoise", "Salt", "Swirl", "Crop"),
+}
+WITHOUT_A_GRADIENT = {
+    "AdaptiveHistogram",
+    "ContrastStretch",
+    "EqualizeHistogram",
+    "ChambolleDenoise",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "count"),
+    [
+        ("bart_differentiable_imagenette", BART, 21),
+        ("bart_imagenette", BART | WITHOUT_A_GRADIENT, 25),
+    ],
+)
+def test_bart_has_the_transforms_and_the_ranges_of_the_paper(name, expected, count):
+    options = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())["model"]["init_args"]
+    made = named(options["defense"]["init_args"]["transforms"])
+    assert set(made) == expected
+    assert len(made) == count
+    assert {n for n, one in made.items() if not one.differentiable} == expected - BART
+    x, chance = torch.rand(2000, 3, 1, 1), torch.Generator().manual_seed(0)
+    spans = {
+        n: [(float(p.min()), float(p.max())) for p in made[n].sample(x, chance)]
+        for n in ("Bilateral", "GaussianBlur", "JPEG", "MedianBlur", "Swirl", "HSV", "LAB", "YUV")
+    }
+    assert spans["Bilateral"][2] == (3, 19)
+    assert spans["GaussianBlur"][0] == (19, 19)
+    assert spans["GaussianBlur"][1] == pytest.approx((0.1, 3), abs=0.01)
+    assert spans["JPEG"] == [(55, 95)]
+    assert spans["MedianBlur"] == [(5, 9)]
+    assert spans["Swirl"][1:] == [pytest.approx(r, abs=0.5) for r in ((10, 200), (0.01, 2))]
+    for n, largest in (
+        ("HSV", (0.05, 0.25, 0.25)),
+        ("LAB", (5, 2, 2)),
+        ("YUV", (0.05, 0.02, 0.02)),
+    ):
+        (shift,) = made[n].sample(x, chance)
+        assert shift.abs().amax(0).tolist() == pytest.approx(largest, rel=0.01)
+    (box,) = made["Crop"].sample(torch.zeros(1, 3, 224, 224).expand(2000, -1, -1, -1), chance)
+    assert (int(box[:, 2:].min()), int(box[:, 2:].max())) == (156, 224)
 
 
 @pytest.mark.parametrize("name", ["rt_cifar10", "advrt_imagenette", "bart_imagenette"])
