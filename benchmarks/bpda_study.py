@@ -3,7 +3,7 @@
     OMP_WAIT_POLICY=PASSIVE python benchmarks/bpda_study.py --out bpda_study.md
     OMP_WAIT_POLICY=PASSIVE python benchmarks/bpda_study.py --whole --size 10 --images 500
 
-The second has all 25 transforms of the paper's list, 21 of them with a gradient; the first fourteen.
+The second has all 25 transforms of the paper's list, 21 of them with a gradient; the first 14 and 10.
 
 A small CNN is trained behind random transforms of BaRT (Raff et al. 2019), once with and once
 without those that have no gradient, on Patches10 at half its resolution, 16x16. PGD with EoT (10

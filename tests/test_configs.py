@@ -229,7 +229,7 @@ def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatc
     if file.stem.startswith("compositions"):
         small = {"14r": "reversible", "2i": "2i"}
         changed["init_args"] |= {"ensembles": small, "draws": 1}
-        plain["model"]["init_args"]["transforms"] = "14r+2i"
+        plain["model"]["init_args"]["transforms"] = ["clean", "14r+2i"]
         Path("callback.yaml").write_text(yaml.safe_dump(changed))
     del plain["trainer"]["callbacks+"], plain["data"]
     plain.pop("test_after_fit", None)
