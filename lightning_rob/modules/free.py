@@ -35,9 +35,9 @@ class FreeTraining(RobustModule):
         replays: m; the paper uses 8 for CIFAR-10 and 4 for ImageNet.
         optimizer: parameters -> optimizer.
         lr_scheduler: optimizer -> schedule by epoch.
-        opponent: checkpoint of a network of the same kind, trained already. The perturbation goes up
-            by its gradient, at the cost of one more pass a replay, and this network is trained on
-            its adversarial images: the second member of BAT (ARC paper, appendix B.1).
+        opponent: checkpoint of a trained network of the same kind, to train on its adversarial
+            images, as the second member of BAT is (ARC paper, appendix B.1): the perturbation goes
+            up by its gradient, at the cost of one more forward and backward pass a replay.
 
     Raises:
         ValueError: no replays, or a relative threat.
@@ -70,7 +70,8 @@ class FreeTraining(RobustModule):
     def on_fit_start(self) -> None:
         """Load the opponent, if there is one."""
         if self.opponent is not None:
-            net = load_weights(self.net(), self.opponent).to(self.device, self.dtype)
+            kind = next(self.defense.parameters())
+            net = load_weights(self.net(), self.opponent).to(kind.device, kind.dtype)
             self._opponent = (net.eval().requires_grad_(False),)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
