@@ -221,7 +221,7 @@ class Command(LightningCLI):
             raise SystemExit(1)
 
     def after_fit(self) -> None:
-        """Test, if asked to: the best checkpoint if one is kept by a figure, or the last weights."""
+        """Test, if asked to: the best checkpoint, if one is kept by a figure, or the end."""
         trial = self.trainer.fast_dev_run  # type: ignore[attr-defined]
         if self._get(self.config, "test_after_fit") and not trial:
             keepers: Any = self.trainer.checkpoint_callbacks
