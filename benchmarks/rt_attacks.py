@@ -30,7 +30,7 @@ from lightning_rob.attacks import (
 )
 from lightning_rob.callbacks.referee import answers, play
 from lightning_rob.metrics import gradient_spread, student
-from lightning_rob.objectives import ce_of_mean_probs, expected_ce, linear
+from lightning_rob.objectives import ce_of_mean_logits, ce_of_mean_probs, expected_ce, linear
 from lightning_rob.randomness import Streams
 from lightning_rob.run import Command
 from lightning_rob.sweep.command import load
@@ -50,6 +50,7 @@ def attacks(steps, draws, eps):
         "baseline (EoT)": pgd(expected_ce),
         "EoT, shared order": pgd(expected_ce, backward=SHARED),
         "CE (softmax)": pgd(ce_of_mean_probs, backward=SHARED),
+        "CE (logits)": pgd(ce_of_mean_logits, backward=SHARED),
         "linear": pgd(**plain),
         "linear + MB": pgd(**plain, ascent=AggMo((0.9,), "gradients")),
         "linear + LinBP": pgd(linear, backward=(SHARED, LinBP())),

@@ -113,7 +113,8 @@ class Command(LightningCLI):
             "--test_after_fit",
             type=bool,
             default=False,
-            help="Test the trained model when fit is done, and print the table.",
+            help="Test the trained model when fit is done, and print the table: the best one, if a "
+            "checkpoint callback monitors a figure.",
         )
         parser.add_argument(
             "--rank_timeout",
@@ -220,10 +221,15 @@ class Command(LightningCLI):
             raise SystemExit(1)
 
     def after_fit(self) -> None:
-        """Test, if asked to."""
+        """Test, if asked to: the best checkpoint, if one is kept by a figure, or the end."""
         trial = self.trainer.fast_dev_run  # type: ignore[attr-defined]
         if self._get(self.config, "test_after_fit") and not trial:
-            self.trainer.test(self.model, datamodule=self.datamodule, verbose=False)
+            keepers: Any = self.trainer.checkpoint_callbacks
+            best = [kept.best_model_path for kept in keepers if getattr(kept, "monitor", None)]
+            path = next(filter(None, best), None)
+            self.trainer.test(
+                self.model, self.datamodule, ckpt_path=path, verbose=False, weights_only=True
+            )
             self._judge("test")
 
 

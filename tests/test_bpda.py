@@ -13,6 +13,7 @@ from lightning_rob.threat import Threat
 from lightning_rob.transforms import (
     FFT,
     Affine,
+    Bilateral,
     Erase,
     Gamma,
     Swirl,
@@ -31,7 +32,7 @@ from lightning_rob.transforms.bpda import (
 from lightning_rob.transforms.bpda_training import held_out, train_bpda
 from lightning_rob.transforms.nondifferentiable import ALL, HardPrecision
 
-KINDS = [*catalogue().values(), *ALL]
+KINDS = [*catalogue().values(), Bilateral, *ALL]
 X = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 V = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 

@@ -99,6 +99,34 @@ def test_the_checkpoint_holds_no_live_objects(trained):
     assert yaml.safe_load(recipe_text)["model"]["class_path"] == "lightning_rob.modules.BAT"
 
 
+def test_the_best_checkpoint_is_tested_if_one_is_kept_by_a_figure(tmp_path):
+    """Here the one of the lowest validation accuracy, which is not the last."""
+    net = {"class_path": "tests.tiny.TinyNet"}
+    adam = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.003}}
+    kept = {"monitor": "val/acc", "mode": "min", "save_last": True, "filename": "lowest"}
+    plain = {
+        "model": {
+            "class_path": "AdversarialTraining",
+            "init_args": {"net": net, "optimizer": adam},
+        },
+        "trainer__callbacks+": [
+            {"class_path": "RobustCheckpoint", "init_args": kept},
+            robust_eval({"pgd": pgd(steps=1)}),
+        ],
+    }
+    config = recipe(tmp_path, **plain)
+    run("fit", "--config", config, "--test_after_fit=true")
+    tested = [r["accuracy"] for r in records(tmp_path) if r["stage"] == "test"]
+    found, logger = {}, "--trainer.logger.init_args.save_dir={}"
+    for name in ("lowest", "last"):
+        logs = tmp_path / name
+        path = tmp_path / f"run/version_0/checkpoints/{name}.ckpt"
+        run("test", "--config", config, "--ckpt_path", path, logger.format(logs))
+        found[name] = [r["accuracy"] for r in records(logs)]
+    assert tested == found["lowest"]
+    assert tested != found["last"]
+
+
 def test_the_saved_configuration_runs_again(trained, tmp_path):
     config = trained / "run/version_0/config.yaml"
     folder = f"--trainer.logger.init_args.save_dir={tmp_path}"

@@ -10,13 +10,16 @@ import yaml
 from torch import nn
 
 from lightning_rob.nets import VGG16, WRN28_4, MobileNetV1, PreActResNet18, ResNet20, ZooNet
+from lightning_rob.transforms import named
 from tests.test_nets import dverge_state
 from tests.tiny import ROOT, recipe, records, run
 
 NETS = sorted((ROOT / "configs").glob("net_*.yaml"))
 SPACES = sorted((ROOT / "configs").glob("tune_*.yaml"))
 GROUPS = sorted((ROOT / "configs").glob("group_*.yaml"))
-MIX_INS = [*NETS, *SPACES, *GROUPS, ROOT / "configs/ddp.yaml", ROOT / "configs/debug.yaml"]
+MIX_INS = [*NETS, *SPACES, *GROUPS] + [
+    ROOT / f"configs/{name}.yaml" for name in ("ddp", "debug", "rt_released")
+]
 CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.yaml") if p not in MIX_INS)
 ASSEMBLED = [p for p in CONFIGS if "class_path: Assembled" in p.read_text()]
 RECIPES = [p for p in CONFIGS if p not in ASSEMBLED]
@@ -50,14 +53,11 @@ def of(file, data):
 
 
 def make_folders(file):
-    """The folders of the classes, and the weights of a first network trained on them."""
+    """The folders of the classes."""
     root = Path(yaml.safe_load(file.read_text())["data"]["init_args"]["root"])
     for part in ("train", "val"):
         for k in range(1000 if root.name == "imagenet" else 10):
             (root / part / f"{k:04}").mkdir(parents=True)
-    for path in yaml.safe_load(file.read_text())["model"]["init_args"].get("checkpoints", [])[:1]:
-        Path(path).parent.mkdir()
-        torch.save(ZooNet("resnet18", classes=1000).state_dict(), path)
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda p: p.stem)
@@ -98,7 +98,8 @@ def write_checkpoints(file):
         states = [dverge_state(ResNet20(shortcut="B").state_dict()) for _ in range(3)]
         found = {options["checkpoints"]: {f"model{i}": s for i, s in enumerate(states)}}
     else:
-        nets = (ResNet20(), PreActResNet18())
+        zoo = "ZooNet" in file.read_text()
+        nets = [ZooNet("resnet18", classes=1000)] * 2 if zoo else [ResNet20(), PreActResNet18()]
         found = {p: n.state_dict() for p, n in zip(options["checkpoints"], nets, strict=True)}
     for path, state in found.items():
         Path(path).parent.mkdir(exist_ok=True)
@@ -226,7 +227,7 @@ def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatc
     if file.stem.startswith("compositions"):
         small = {"14r": "reversible", "2i": "2i"}
         changed["init_args"] |= {"ensembles": small, "draws": 1}
-        plain["model"]["init_args"]["transforms"] = "14r+2i"
+        plain["model"]["init_args"]["transforms"] = ["clean", "14r+2i"]
         Path("callback.yaml").write_text(yaml.safe_dump(changed))
     del plain["trainer"]["callbacks+"], plain["data"]
     plain.pop("test_after_fit", None)
@@ -267,6 +268,74 @@ def test_group_mix_in_leaves_nothing_but_the_group(mix_in):
     kinds = KINDS[mix_in.stem.removeprefix("group_")]
     assert [type(transform) for transform in defense.transforms.values()] == list(kinds)
     assert defense.size == len(kinds)
+
+
+BART = {  # the list of Sitawarin et al. 2022, by our names
+    *("Bilateral", "BoxBlur", "GaussianBlur", "MedianBlur", "FFT", "JPEG", "ColorPrecision"),
+    *("Gray", "GrayOneChannel", "GrayTwoChannels", "GrayMix", "HSV", "LAB", "XYZ", "YUV"),
+    *("GaussianNoise", "Pepper", "PoissonNoise", "Salt", "Swirl", "Crop"),
+}
+WITHOUT_A_GRADIENT = {
+    "AdaptiveHistogram",
+    "ContrastStretch",
+    "EqualizeHistogram",
+    "ChambolleDenoise",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "count"),
+    [
+        ("bart_differentiable_imagenette", BART, 21),
+        ("bart_imagenette", BART | WITHOUT_A_GRADIENT, 25),
+    ],
+)
+def test_bart_has_the_transforms_and_the_ranges_of_the_paper(name, expected, count):
+    options = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())["model"]["init_args"]
+    made = named(options["defense"]["init_args"]["transforms"])
+    assert set(made) == expected
+    assert len(made) == count
+    assert {n for n, one in made.items() if not one.differentiable} == expected - BART
+    x, chance = torch.rand(2000, 3, 1, 1), torch.Generator().manual_seed(0)
+    spans = {
+        n: [(float(p.min()), float(p.max())) for p in made[n].sample(x, chance)]
+        for n in ("Bilateral", "GaussianBlur", "JPEG", "MedianBlur", "Swirl", "HSV", "LAB", "YUV")
+    }
+    assert spans["Bilateral"][2] == (3, 19)
+    assert spans["GaussianBlur"][0] == (19, 19)
+    assert spans["GaussianBlur"][1] == pytest.approx((0.1, 3), abs=0.01)
+    assert spans["JPEG"] == [(55, 95)]
+    assert spans["MedianBlur"] == [(5, 9)]
+    assert spans["Swirl"][1:] == [pytest.approx(r, abs=0.5) for r in ((10, 200), (0.01, 2))]
+    for n, largest in (
+        ("HSV", (0.05, 0.25, 0.25)),
+        ("LAB", (5, 2, 2)),
+        ("YUV", (0.05, 0.02, 0.02)),
+    ):
+        (shift,) = made[n].sample(x, chance)
+        assert shift.abs().amax(0).tolist() == pytest.approx(largest, rel=0.01)
+    (box,) = made["Crop"].sample(torch.zeros(1, 3, 224, 224).expand(2000, -1, -1, -1), chance)
+    assert (int(box[:, 2:].min()), int(box[:, 2:].max())) == (156, 224)
+
+
+@pytest.mark.parametrize("name", ["rt_cifar10", "advrt_imagenette", "bart_imagenette"])
+def test_released_mix_in_keeps_all_but_the_slips(name, tmp_path, monkeypatch):
+    from lightning_rob.run import Command
+
+    monkeypatch.chdir(tmp_path)
+    file = ROOT / f"configs/{name}.yaml"
+    if of(file, ["Images"]):
+        make_folders(file)
+    configs = ["--config", str(file), "--trainer.accelerator=cpu"]
+    plain = Command(configs, run=False).model.defense
+    mix_in = ["--config", str(ROOT / "configs/rt_released.yaml")]
+    released = Command([*configs, *mix_in], run=False).model.defense
+    assert not plain.released_code
+    assert released.released_code
+    expected = {name: one.as_released() for name, one in plain.transforms.items()}
+    assert released.transforms == expected
+    assert expected != plain.transforms
+    assert (released.size, released.draws) == (plain.size, plain.draws)
 
 
 @pytest.mark.parametrize("mix_in", ["ddp", "debug"])

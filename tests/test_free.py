@@ -39,8 +39,11 @@ def fit(module, loader, epochs, **options):
     ).fit(module, loader, loader)
 
 
-def plain_loop(net, loader, epochs, replays, norm, clip=None):
-    """Shafahi et al. 2019, Algorithm 1; the last batch is smaller and leaves the rest as it is."""
+def plain_loop(net, loader, epochs, replays, norm, clip=None, opponent=None):
+    """Shafahi et al. 2019, Algorithm 1; the last batch is smaller and leaves the rest as it is.
+
+    With an opponent the perturbation climbs its loss, and the network only learns.
+    """
     optimizer, delta = sgd(net.parameters()), torch.zeros(8, 3, 8, 8).double()
     net.train()
     for _ in range(epochs):
@@ -50,13 +53,15 @@ def plain_loop(net, loader, epochs, replays, norm, clip=None):
                 z = (x + d).clamp(0, 1).requires_grad_()
                 optimizer.zero_grad()
                 F.cross_entropy(net(z), y).backward()
+                if opponent:
+                    (z.grad,) = torch.autograd.grad(F.cross_entropy(opponent(z), y), z)
                 if clip:
                     torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
                 optimizer.step()
                 if norm == "linf":
                     moved = (d + EPS * z.grad.sign()).clamp(-EPS, EPS)
                 else:
-                    lengths = z.grad.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+                    lengths = z.grad.flatten(1).norm(dim=1).clamp_min(1e-12).view(-1, 1, 1, 1)
                     moved = d + EPS * z.grad / lengths
                     lengths = moved.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
                     moved = moved * (EPS / lengths).clamp(max=1)
@@ -80,6 +85,37 @@ def test_training_is_the_plain_loop(norm, replays, options):
     ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     torch.testing.assert_close(module.delta, delta, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("norm", "replays"), [("linf", 3), ("l2", 2)])
+def test_training_against_an_opponent_is_the_plain_loop(norm, replays, tmp_path):
+    torch.manual_seed(1)
+    first = TinyNet().double().eval()
+    first.norm.running_mean += 0.25
+    torch.save(first.state_dict(), tmp_path / "first.pt")
+    torch.manual_seed(0)
+    path = str(tmp_path / "first.pt")
+    module = FreeTraining(TinyNet, Threat(norm, EPS), replays, sgd, opponent=path).double()
+    net = copy.deepcopy(module.defense.net)
+    names = set(module.state_dict())
+    loader = DataLoader(images(), batch_size=8)
+    fit(module, loader, 2)
+    delta = plain_loop(net, loader, 2, replays, norm, opponent=first)
+    for a, b in zip(
+        module.defense.net.state_dict().values(), net.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    torch.testing.assert_close(module.delta, delta, rtol=0, atol=1e-6)
+    assert set(module.state_dict()) == names  # the opponent is no part of what is saved
+    (opponent,) = module._opponent
+    kept = first.state_dict()
+    assert all(torch.equal(value, kept[name]) for name, value in opponent.state_dict().items())
+
+
+def test_an_opponent_that_is_not_there():
+    module = FreeTraining(TinyNet, Threat("linf", EPS), opponent="nowhere.ckpt").double()
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.ckpt"):
+        fit(module, DataLoader(images(), batch_size=8), 1)
 
 
 def test_a_replay_is_a_step_and_a_batch_a_global_step():

@@ -22,7 +22,7 @@ from lightning_rob.transforms.pool.colours import Quantise
 from lightning_rob.transforms.pool.compress import CompressJPEG, CompressPNG
 from lightning_rob.transforms.pool.denoise import DenoiseVariation
 from lightning_rob.transforms.pool.distort import Distort
-from lightning_rob.transforms.pool.filters import Edges, Rank
+from lightning_rob.transforms.pool.filters import Edges, Gaussian, Rank
 from lightning_rob.transforms.pool.morphology import Morphology
 from lightning_rob.transforms.pool.noise import Noise
 from lightning_rob.transforms.pool.normalise import NormaliseFeature
@@ -314,9 +314,17 @@ def test_ranks_are_those_of_scipy():
             Rank(*arguments)
 
 
-def test_gaussian_is_that_of_scipy():
-    expected = planes(lambda p: ndimage.gaussian_filter(p, 1))
-    assert close(POOL["filter_gaussian"](X)[INNER], expected[INNER])
+@pytest.mark.parametrize("std", [1.0, 4.0])  # of 4.0, it reaches across half of the image and more
+def test_gaussian_is_that_of_scipy_up_to_the_border(std):
+    expected = planes(lambda p: ndimage.gaussian_filter(p, std))
+    assert close(Gaussian(std)(X), expected)
+    assert close(expected, planes(lambda p: filters.gaussian(p, std, mode="reflect")))
+    assert POOL["filter_gaussian"] == Gaussian(1.0)
+
+
+def test_gaussian_has_the_slope_of_finite_differences_at_the_border():
+    x = X[:1, :1, :5, :6].clone().requires_grad_()
+    assert torch.autograd.gradcheck(POOL["filter_gaussian"], x)
 
 
 def test_entropy_by_counting():

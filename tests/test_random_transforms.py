@@ -1,3 +1,4 @@
+import math
 from collections import Counter
 
 import pytest
@@ -15,8 +16,10 @@ from lightning_rob.threat import Threat
 from lightning_rob.transforms import (
     Affine,
     GaussianNoise,
+    GrayOneChannel,
     HorizontalFlip,
     Sobel,
+    Swirl,
     VerticalFlip,
     catalogue,
 )
@@ -103,6 +106,51 @@ def test_probabilities_zero_and_one_are_certain(p, expected, released):
     rt = defense([HorizontalFlip(p=p)], released_code=released)
     order = rt._orders(torch.rand(1000, 1), 1000, None)
     assert ((order >= 0) == bool(expected)).all()
+
+
+def test_one_switch_sets_every_slip_that_a_transform_has_as_an_option():
+    kinds = list(catalogue().values())
+    options = {"size": len(kinds), "draws": 1}
+    rt = defense([kind(p=0.3) for kind in kinds], **options, released_code=True)
+    corrected = defense([kind(p=0.3) for kind in kinds], **options).transforms
+    changed = {name for name, one in rt.transforms.items() if one != corrected[name]}
+    assert changed == {"HSV", "LAB", "YUV", "JPEG", "Swirl", "GrayOneChannel"}
+    assert rt.transforms["GrayOneChannel"] == GrayOneChannel(mixed=3, p=0.3)
+    for name in changed - {"GrayOneChannel"}:
+        assert rt.transforms[name] == catalogue()[name](released_code=True, p=0.3)
+
+
+def test_released_yuv_is_the_released_formula():
+    """Without a shift it clamps U and V to [0, 1], and goes back by the authors' coefficients."""
+    red, green, blue = images().unbind(1)
+    u = (-0.147 * red - 0.289 * green + 0.436 * blue).clamp(0, 1)
+    v = (0.615 * red - 0.515 * green - 0.100 * blue).clamp(0, 1)
+    y = 0.299 * red + 0.587 * green + 0.114 * blue
+    expected = torch.stack([y + 1.14 * v, y - 0.396 * u - 0.581 * v, y + 2.029 * u], 1).clamp(0, 1)
+    found = defense({"YUV": {"alpha": 0}}, released_code=True).transformed(images())[0]
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_released_swirl_is_the_released_formula():
+    """Bilinear weights that go by neighbours which are clamped already."""
+    x, side = images(1).double(), 8
+    center, radius, strength = torch.tensor([[2.0, 5.0]]), torch.tensor([9.0]), torch.tensor([1.5])
+    grid = torch.arange(side).double()
+    right, down = grid[None] - 2, grid[:, None] - 5
+    reach = radius.item() / 5 * math.log(2)
+    turn = torch.atan2(down, right) + 1.5 * torch.exp(-torch.hypot(down, right) / reach)
+    column = 2 + torch.hypot(down, right) * turn.cos()
+    row = 5 + torch.hypot(down, right) * turn.sin()
+    sides = []
+    for place in (column, row):
+        low, high = place.floor(), place.floor() + 1
+        low, high = low.clamp(0, side - 1), high.clamp(0, side - 1)
+        sides.append(((low.long(), high - place), (high.long(), place - low)))
+    parts = [a * b * x[0, :, i, j] for j, a in sides[0] for i, b in sides[1]]
+    expected = sum(parts).clamp(0, 1)
+    swirl = defense([Swirl()], released_code=True).transforms["Swirl"]
+    found = swirl(x, center.double(), radius.double(), strength.double())[0]
+    assert torch.allclose(found, expected, atol=1e-9)
 
 
 def test_shared_order_is_shared_by_the_copies_of_an_image_and_not_by_images():

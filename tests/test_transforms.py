@@ -56,7 +56,7 @@ def test_there_are_33():
     assert len(kinds) == 33
     assert sum(len(group) for group in transforms.GROUPS.values()) == 33
     assert [len(group) for group in transforms.GROUPS.values()] == [7, 4, 8, 2, 3, 5, 4]
-    assert set(kinds) | {"Transform", "catalogue", "named"} == set(transforms.__all__)
+    assert set(kinds) | {"Bilateral", "Transform", "catalogue", "named"} == set(transforms.__all__)
     assert all(kind.differentiable for kind in kinds.values())
 
 

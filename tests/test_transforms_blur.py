@@ -5,7 +5,15 @@ import pytest
 import torch
 from scipy import ndimage
 
-from lightning_rob.transforms import BoxBlur, GaussianBlur, MedianBlur, MotionBlur
+from lightning_rob.randomness import Streams
+from lightning_rob.transforms import (
+    Bilateral,
+    BoxBlur,
+    GaussianBlur,
+    MedianBlur,
+    MotionBlur,
+    catalogue,
+)
 
 X = torch.rand(3, 3, 11, 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 FLAT = torch.full((2, 3, 9, 9), 0.3, dtype=torch.float64)
@@ -59,6 +67,73 @@ def test_median_with_black_around(size):
     assert torch.equal(MedianBlur(size)(X), expected)
 
 
+def test_median_of_a_size_for_each_image():
+    blur = MedianBlur([3, 5, 9])
+    expected = [MedianBlur(k)(X[i : i + 1]) for i, k in enumerate((9, 3, 9))]
+    assert torch.equal(blur(X, torch.tensor([9, 3, 9])), torch.cat(expected))
+    (sizes,) = blur.sample(X[:1].expand(300, -1, -1, -1), torch.Generator().manual_seed(0))
+    assert sizes.bincount()[[3, 5, 9]].min() > 70
+    assert sizes.bincount().sum() == 300
+    with pytest.raises(ValueError, match="size must name at least one side, got none"):
+        MedianBlur(())
+
+
+def bilateral(image, size, space, color):
+    """By the formula, pixel by pixel: [C, H, W]; a mirror at the border."""
+    reach = size // 2
+    padded = np.pad(image, ((0, 0), (reach, reach), (reach, reach)), mode="reflect")
+    place = np.arange(-reach, reach + 1)
+    near = np.exp(-(place[:, None] ** 2 + place**2) / (2 * space**2))
+    result = np.zeros_like(image)
+    for row, column in np.ndindex(image.shape[1:]):
+        window = padded[:, row : row + size, column : column + size]
+        distance = np.abs(window - image[:, row, column][:, None, None]).sum(0)
+        weight = near * np.exp(-(distance**2) / (2 * color**2))
+        result[:, row, column] = (weight * window).sum((1, 2)) / weight.sum()
+    return torch.from_numpy(result)
+
+
+def test_bilateral_by_the_formula_with_a_size_for_each_image():
+    space, color, size = torch.tensor([[2.0, 5, 9], [0.3, 0.1, 0.05], [3, 7, 5]]).double()
+    y = Bilateral(size=(3, 5, 7))(X, space, color, size.long())
+    for i in range(3):
+        numbers = int(size[i]), float(space[i]), float(color[i])
+        assert torch.allclose(y[i], bilateral(X[i].numpy(), *numbers), atol=1e-12)
+
+
+def test_bilateral_has_the_slope_of_finite_differences():
+    assert Bilateral.differentiable
+    assert Bilateral not in catalogue().values()
+    blur = Bilateral(size=(3, 5), color=(0.1, 0.4))
+    x = X[:, :, :4, :5].clone().requires_grad_()
+    params = (*blur.sample(x, Streams.keyed(torch.arange(3), 5))[:2], torch.tensor([3, 5, 3]))
+    assert torch.autograd.gradcheck(lambda x: blur(x, *params), x)
+
+
+def test_bilateral_draws_its_deviations_and_size_image_by_image():
+    blur, many = Bilateral(size=(3, 5)), X[:1].expand(400, -1, -1, -1)
+    space, color, size = blur.sample(many, torch.Generator().manual_seed(0))
+    assert 5 <= space.min() < 5.2
+    assert 19.8 < space.max() <= 20
+    assert color.min() >= 5 / 255
+    assert 19.8 / 255 < color.max() <= 20 / 255
+    assert set(size.tolist()) == {3, 5}
+    assert len(Bilateral().sample(many)) == 2
+    with pytest.raises(ValueError, match=r"color must be a range within .*, got \(0.2, 0.1\)"):
+        Bilateral(color=(0.2, 0.1))
+
+
+def test_bilateral_keeps_edges_and_smooths_within():
+    x = torch.zeros(1, 3, 20, 20)
+    x[..., 10:] = 0.9
+    noisy = (x + 0.02 * X.mean()).clamp(0, 1)
+    y = Bilateral()(noisy, torch.tensor([10.0]), torch.tensor([0.05]))
+    assert torch.allclose(y, noisy, atol=1e-3)
+    speckled = 0.5 + 0.02 * (X - 0.5)
+    smooth = Bilateral()(speckled, torch.full((3,), 10.0), torch.full((3,), 0.1))
+    assert smooth.std() < speckled.std() / 2
+
+
 def test_median_gradient_goes_to_one_pixel():
     x = X.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(MedianBlur()(x)[0, 0, 4, 5], x)
@@ -86,7 +161,7 @@ def test_motion_keeps_the_light_inside():
     assert torch.allclose(MotionBlur()(FLAT, *params)[..., 1:-1, 1:-1], torch.tensor(0.3).double())
 
 
-@pytest.mark.parametrize("kind", [BoxBlur, MedianBlur, MotionBlur])
+@pytest.mark.parametrize("kind", [BoxBlur, MedianBlur, MotionBlur, Bilateral])
 def test_odd_sizes_only(kind):
     with pytest.raises(ValueError, match="size must be odd and at least 3, got 4"):
         kind(4)

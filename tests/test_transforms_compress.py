@@ -131,6 +131,17 @@ def test_any_size_is_padded_by_its_edge():
     assert torch.allclose(JPEG()(x, quality), JPEG()(padded, quality)[..., :11, :21])
 
 
+def test_a_range_of_qualities_in_place_of_a_strength():
+    x = torch.zeros(4000, 3, 1, 1)
+    (quality,) = JPEG(quality=(55, 95)).sample(x, torch.Generator().manual_seed(0))
+    assert set(quality.unique().tolist()) == set(range(55, 96))
+    assert 74 < quality.mean() < 76
+    with pytest.raises(
+        ValueError, match=r"quality must be a range within \[1, 100\], got \(0, 9\)"
+    ):
+        JPEG(quality=(0, 9))
+
+
 # precision
 
 
@@ -150,6 +161,25 @@ def test_levels():
 def test_how_many_levels(alpha, least):
     (steps,) = ColorPrecision(alpha).sample(torch.zeros(2000, 3, 1, 1))
     assert set(steps.unique().tolist()) == set(range(least, 17))
+
+
+def test_a_range_of_levels_in_place_of_a_strength():
+    precision = ColorPrecision(steps=(8, 200))
+    (steps,) = precision.sample(torch.zeros(4000, 3, 1, 1), torch.Generator().manual_seed(0))
+    assert set(steps.unique().tolist()) == set(range(8, 201))
+    y = precision(X, torch.tensor([[8.0, 77, 200]] * 3))
+    t = X * torch.tensor([8, 77, 200]).view(1, 3, 1, 1)
+    expected = (t.round() + (t - t.round()) ** 3) / torch.tensor([8, 77, 200]).view(1, 3, 1, 1)
+    assert torch.allclose(y, expected.clamp(0, 1), atol=1e-12)
+    with pytest.raises(ValueError, match=r"steps must be a range within \[1, 255\], got \(9, 8\)"):
+        ColorPrecision(steps=[9, 8])
+
+
+def test_a_range_of_levels_has_the_slope_of_finite_differences():
+    precision = ColorPrecision(steps=(8, 200))
+    x = (0.1 + 0.8 * X[:1, :, :3, :4]).requires_grad_()
+    params = precision.sample(x, torch.Generator().manual_seed(0))
+    assert torch.autograd.gradcheck(lambda x: precision(x, *params), x)
 
 
 # FFT

@@ -8,7 +8,6 @@ from lightning_rob.transforms import catalogue
 from lightning_rob.transforms.nondifferentiable import (
     ALL,
     AdaptiveHistogram,
-    Bilateral,
     ChambolleDenoise,
     ContrastStretch,
     EqualizeHistogram,
@@ -82,14 +81,3 @@ def test_those_of_scikit_image():
     ):
         y = kind()(X[:1], number)[0].numpy()
         assert np.allclose(y, result.clip(0, 1), atol=1e-5)
-
-
-def test_bilateral_keeps_edges_and_smooths_within():
-    x = torch.zeros(1, 3, 20, 20)
-    x[..., 10:] = 0.9
-    noisy = (x + 0.02 * X.mean()).clamp(0, 1)
-    y = Bilateral()(noisy, torch.tensor([10.0]), torch.tensor([0.05]))
-    assert torch.allclose(y, noisy, atol=1e-3)
-    speckled = 0.5 + 0.02 * (X - 0.5)
-    smooth = Bilateral()(speckled, torch.full((3,), 10.0), torch.full((3,), 0.1))
-    assert smooth.std() < speckled.std() / 2

@@ -11,7 +11,7 @@ from lightning_rob.attacks import PGD
 from lightning_rob.callbacks import Votes
 from lightning_rob.callbacks import votes as votes_module
 from lightning_rob.callbacks.votes import print_votes
-from lightning_rob.defenses import DENT, Ensemble, TransformEnsemble
+from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
 from lightning_rob.rules import ATHENA, majority, random_member
 from lightning_rob.threat import Threat
 from tests.test_cross_eval import study as evaluated
@@ -103,6 +103,18 @@ def test_the_attacker_knows_some_of_the_members_only(ensemble):
     answers = majority(ensemble.logits(x_adv), ensemble.weights)
     expected = answers.gather(1, y[:, None]).mean().item()
     assert figures(votes)["pgd", "all", "MV"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_original_is_attacked_and_does_not_vote(ensemble):
+    x, y = images()
+    words = {"14r": "reversible", "72": "all"}
+    _, (votes,) = study(ensemble, Votes({"pgd": WEAK}, attacked="clean", ensembles=words))
+    x_adv = WEAK(Single(ensemble.members[0]), x, y)
+    answers = majority(ensemble.logits(x_adv)[1:], torch.full((2,), 0.5))
+    expected = answers.gather(1, y[:, None]).mean().item()
+    for name in words:
+        assert votes.parts[name] == [[1, 2]]
+        assert figures(votes)["pgd", name, "MV"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_each_target_in_turn(ensemble):

@@ -19,7 +19,7 @@ from lightning_rob.randomness import fold
 from lightning_rob.reasons import InputError
 from lightning_rob.recipes import fractions, numbers
 from lightning_rob.run import USER_ERRORS, Parser
-from lightning_rob.transforms import Transform, catalogue, named
+from lightning_rob.transforms import Bilateral, Transform, catalogue, named
 from lightning_rob.transforms.bpda import load_approximation, place_of, save_approximation
 from lightning_rob.transforms.bpda_training import held_out, train_bpda
 from lightning_rob.transforms.nondifferentiable import ALL as NONDIFFERENTIABLE
@@ -63,8 +63,10 @@ def main(args: Sequence[str]) -> None:
 def _transforms(request: Request) -> dict[str, Transform]:
     if not isinstance(request.transforms, str):
         return named(fractions(request.transforms))
-    kinds = [kind for kind in catalogue().values() if request.transforms == ALL]
-    return named([kind() for kind in [*kinds, *NONDIFFERENTIABLE]])
+    kinds: list[type[Transform]] = [*NONDIFFERENTIABLE]
+    if request.transforms == ALL:
+        kinds = [*catalogue().values(), Bilateral, *kinds]
+    return named([kind() for kind in kinds])
 
 
 def _data(args: Sequence[str]) -> ImageData:

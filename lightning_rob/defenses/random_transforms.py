@@ -38,8 +38,9 @@ class RandomTransforms(Defense):
             or "combo", exact where there is one, else by network. The images are the same.
         approximations: a network for each transform by its name, or the folder where
             `lightning-rob bpda` has put them.
-        released_code: apply with probability 1/2 whatever has a p other than 0 and 1, as the
-            authors' code does by accident.
+        released_code: do as the authors' code does by accident, in all that there is an option for:
+            apply with probability 1/2 whatever has a p other than 0 and 1, and take each transform
+            `as_released`.
 
     Raises:
         ValueError: an unknown or repeated transform, a size or number of draws out of range, an
@@ -65,6 +66,8 @@ class RandomTransforms(Defense):
         super().__init__(torch.full((draws,), 1 / draws), rule)
         self.net = net
         self.transforms = named(transforms)
+        if released_code:
+            self.transforms = {name: one.as_released() for name, one in self.transforms.items()}
         if not 1 <= size <= len(self.transforms):
             raise ValueError(f"size must be 1 … {len(self.transforms)} transforms, got {size}")
         self.size = size

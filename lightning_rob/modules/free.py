@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_rob.defenses import Single
 from lightning_rob.modules.robust_module import RobustModule
+from lightning_rob.nets import load_weights
 from lightning_rob.objectives import classification_loss
 from lightning_rob.threat import Threat
 
@@ -34,9 +35,13 @@ class FreeTraining(RobustModule):
         replays: m; the paper uses 8 for CIFAR-10 and 4 for ImageNet.
         optimizer: parameters -> optimizer.
         lr_scheduler: optimizer -> schedule by epoch.
+        opponent: checkpoint of a trained network of the same kind, to train on its adversarial
+            images, as the second member of BAT is (ARC paper, appendix B.1): the perturbation goes
+            up by its gradient, at the cost of one more forward and backward pass a replay.
 
     Raises:
         ValueError: no replays, or a relative threat.
+        FileNotFoundError: when a fit starts, there is no such checkpoint.
     """
 
     def __init__(
@@ -46,17 +51,28 @@ class FreeTraining(RobustModule):
         replays: int = 8,
         optimizer: OptimizerCallable = torch.optim.SGD,
         lr_scheduler: LRSchedulerCallable | None = None,
+        opponent: str | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         if replays < 1:
             raise ValueError(f"replays must be at least 1, got {replays}")
         if threat.relative:
             raise ValueError(f"FreeTraining is for a radius in pixel units, got {threat}")
+        self.net = net
         self.defense = Single(net())
+        self.opponent = opponent
+        self._opponent: tuple[nn.Module, ...] = ()  # in a tuple: no part of what is saved
         self.threat = threat
         self.replays = replays
         self.delta = torch.zeros(0)
         self._live = self.delta
+
+    def on_fit_start(self) -> None:
+        """Load the opponent, if there is one."""
+        if self.opponent is not None:
+            kind = next(self.defense.parameters())
+            net = load_weights(self.net(), self.opponent).to(kind.device, kind.dtype)
+            self._opponent = (net.eval().requires_grad_(False),)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Cross-entropy on the images with the perturbation as it stands."""
@@ -64,7 +80,11 @@ class FreeTraining(RobustModule):
         self.delta = torch.cat([self.delta.to(x), x.new_zeros(missing, *x.shape[1:])])
         # The gradient is taken by the image: clamping has none at a pixel that is black or white.
         self._live = self.threat.apply(self.delta[: len(x)], x).detach().requires_grad_()
-        return classification_loss(self.defense.logits(self._live)[0], y)
+        for opponent in self._opponent:
+            height = classification_loss(opponent(self._live), y)
+            (self._live.grad,) = torch.autograd.grad(height, self._live)
+        seen = self._live.detach() if self._opponent else self._live
+        return classification_loss(self.defense.logits(seen)[0], y)
 
     def on_after_backward(self) -> None:
         """Move the perturbation, by the gradient that the same pass has found."""

@@ -5,7 +5,13 @@ from difflib import get_close_matches
 from typing import Any
 
 from lightning_rob.transforms.base import Transform
-from lightning_rob.transforms.blur import BoxBlur, GaussianBlur, MedianBlur, MotionBlur
+from lightning_rob.transforms.blur import (
+    Bilateral,
+    BoxBlur,
+    GaussianBlur,
+    MedianBlur,
+    MotionBlur,
+)
 from lightning_rob.transforms.color import (
     HSV,
     LAB,
@@ -52,8 +58,8 @@ def named(
     """Transforms by their names.
 
     Args:
-        transforms: as they are, or the arguments of each by its name. Names are those of the 33
-            and of `lightning_rob.transforms.nondifferentiable`.
+        transforms: as they are, or the arguments of each by its name. Names are those of the 33,
+            `Bilateral`, and those of `lightning_rob.transforms.nondifferentiable`.
 
     Raises:
         ValueError: an unknown name or argument, or a transform that is there twice.
@@ -71,7 +77,8 @@ def named(
 def _made(name: str, options: Mapping[str, Any]) -> Transform:
     from lightning_rob.transforms import nondifferentiable
 
-    kinds = catalogue() | {kind.__name__: kind for kind in nondifferentiable.ALL}
+    others: tuple[type[Transform], ...] = (Bilateral, *nondifferentiable.ALL)
+    kinds = catalogue() | {kind.__name__: kind for kind in others}
     if name not in kinds:
         close = get_close_matches(name, kinds, n=3, cutoff=0.4)
         raise ValueError(f"no transform {name!r}, did you mean {', '.join(close) or list(kinds)}?")
@@ -89,6 +96,7 @@ __all__ = [
     "XYZ",
     "YUV",
     "Affine",
+    "Bilateral",
     "BoxBlur",
     "ColorJitter",
     "ColorPrecision",

@@ -1,8 +1,8 @@
 """What all transforms share: chance first, then a deterministic function of image and chance."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, final
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self, final
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ class Transform(ABC):
     reversible: ClassVar[bool] = False  # whether there is an `undo`
 
     def __post_init__(self) -> None:
+        for one in fields(self):  # a recipe writes lists, which have no hash
+            if isinstance(value := getattr(self, one.name), list):
+                object.__setattr__(self, one.name, tuple(value))
         for name in ("alpha", "p"):
             if not 0 <= getattr(self, name, 0) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
@@ -95,6 +98,15 @@ class Transform(ABC):
         """
         raise TypeError(f"{self._name} cannot be undone")
 
+    def as_released(self) -> Self:
+        """The transform with each slip of the authors' code that it has as an option.
+
+        The share of images transformed is no part of it: `RandomTransforms(released_code=True)`
+        has that slip of p.
+        """
+        slips: dict[str, Any] = {"released_code": True} if hasattr(self, "released_code") else {}
+        return replace(self, **slips)
+
     def _guarded(self, x: Tensor, *params: Tensor) -> Tensor:
         y = self.apply(x, *params)
         failed = y.detach().flatten(1).amax(1).isnan()[:, None, None, None]
@@ -112,6 +124,12 @@ class Transform(ABC):
     def _need_rgb(self, x: Tensor) -> None:
         if x.shape[1] != 3:
             raise ValueError(f"{self._name} is about colour and needs RGB, got {list(x.shape)}")
+
+
+def check_range(name: str, given: tuple[float, float] | None, least: float, most: float) -> None:
+    """Raise ValueError unless a range, if one is given, is two numbers in order within bounds."""
+    if given is not None and not (len(given) == 2 and least <= given[0] <= given[1] <= most):
+        raise ValueError(f"{name} must be a range within [{least:g}, {most:g}], got {given}")
 
 
 def clip(x: Tensor, low: float, high: float) -> Tensor:

@@ -1,13 +1,14 @@
 """Blurs by small kernels."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from kornia.filters import box_blur, filter2d_separable, motion_blur
+from kornia.filters import bilateral_blur, box_blur, filter2d_separable, motion_blur
 from torch import Tensor
 
 from lightning_rob.randomness import Generator, uniform
-from lightning_rob.transforms.base import Transform, between
+from lightning_rob.transforms.base import Transform, between, check_range, over_pixels
 
 
 def _check_odd(name: str, size: int) -> None:
@@ -88,22 +89,71 @@ class MedianBlur(Transform):
     """The median of a square around each pixel; outside the image is black.
 
     Args:
-        size: side of the square in pixels, odd.
+        size: side of the square in pixels, odd; or several, one of which each image gets.
+
+    Raises:
+        ValueError: an even size, or none.
     """
 
-    size: int = 3
+    size: int | tuple[int, ...] = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_odd("size", self.size)
+        _check_sizes(self.size)
 
-    def apply(self, x: Tensor) -> Tensor:
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
+        """(size [B] int64 in pixels), or () if there is one only."""
+        return () if isinstance(self.size, int) else (_drawn(x, self.size, generator),)
+
+    def apply(self, x: Tensor, size: Tensor | None = None) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]; the gradient goes to the pixel that is the median."""
-        padded = torch.nn.functional.pad(x, [self.size // 2] * 4)
-        if self.size == 3:
-            return picked(padded, _place_of_nine(padded.detach()), 3)
-        squares = padded.detach().unfold(2, self.size, 1).unfold(3, self.size, 1)
-        return picked(padded, squares.flatten(-2).median(-1).indices, self.size)
+        return _by_size(x, self.size, size, lambda rows, side: _median(x[rows], side))
+
+
+@dataclass(frozen=True)
+class Bilateral(Transform):
+    """Blur within edges: near pixels of near colour are averaged (Tomasi and Manduchi 1998).
+
+    None of the 33, but one of BaRT's that have a gradient. The border is a mirror. The authors'
+    configuration has the deviation of the colour in 8-bit values and their code takes it for images
+    in [0, 1], where 5 to 20 leave a mere Gaussian blur.
+
+    Args:
+        size: side of the window in pixels, odd; or several, one of which each image gets.
+        space: lowest and highest standard deviation of the distance in pixels.
+        color: lowest and highest standard deviation of the colour, images span [0, 1]; the distance
+            of two colours is the sum of their channels' differences.
+
+    Raises:
+        ValueError: an even size, or none, or an empty range.
+    """
+
+    size: int | tuple[int, ...] = 9
+    space: tuple[float, float] = (5.0, 20.0)
+    color: tuple[float, float] = (5 / 255, 20 / 255)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_sizes(self.size)
+        for name in ("space", "color"):
+            check_range(name, getattr(self, name), 1e-6, float("inf"))
+
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
+        """(space [B] in pixels, color [B] in pixel units, and size [B] int64 if there are several).
+
+        The deviations are uniform in their ranges.
+        """
+        space = between(x, *self.space, generator=generator)
+        color = between(x, *self.color, generator=generator)
+        sizes = () if isinstance(self.size, int) else (_drawn(x, self.size, generator),)
+        return space, color, *sizes
+
+    def apply(self, x: Tensor, space: Tensor, color: Tensor, size: Tensor | None = None) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+        both = space[:, None].expand(-1, 2)
+        return _by_size(
+            x, self.size, size, lambda rows, k: bilateral_blur(x[rows], k, color[rows], both[rows])
+        )
 
 
 @dataclass(frozen=True)
@@ -132,6 +182,53 @@ class MotionBlur(Transform):
     def apply(self, x: Tensor, angle: Tensor, direction: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
         return motion_blur(x, self.size, angle, direction, "constant", "bilinear")
+
+
+def _check_sizes(size: int | tuple[int, ...]) -> None:
+    if not size:
+        raise ValueError("size must name at least one side, got none")
+    for side in (size,) if isinstance(size, int) else size:
+        _check_odd("size", side)
+
+
+def _drawn(x: Tensor, sizes: tuple[int, ...], generator: Generator) -> Tensor:
+    """[B] int64, one of the sizes for each image."""
+    sides = torch.tensor(sizes, device=x.device)
+    return sides[(uniform(x, generator=generator) * len(sides)).long()]
+
+
+def _by_size(
+    x: Tensor,
+    sizes: int | tuple[int, ...],
+    size: Tensor | None,
+    blur: Callable[[Tensor | slice, int], Tensor],
+) -> Tensor:
+    """Each image with the kernel of its size.
+
+    Args:
+        x: [B, C, H, W].
+        sizes: that there are.
+        size: [B] those of the images; None where there is one only.
+        blur: (rows, size) -> these images blurred.
+    """
+    if isinstance(sizes, int) or size is None:
+        return blur(slice(None), sizes if isinstance(sizes, int) else sizes[0])
+    for side in dict.fromkeys(sizes):
+        chosen = size == side
+        if torch.compiler.is_exporting():  # where no length may hang on values
+            x = torch.where(over_pixels(chosen), blur(slice(None), side), x)
+        elif chosen.any():
+            rows = chosen.nonzero()[:, 0]
+            x = x.index_copy(0, rows, blur(rows, side))
+    return x
+
+
+def _median(x: Tensor, size: int) -> Tensor:
+    padded = torch.nn.functional.pad(x, [size // 2] * 4)
+    if size == 3:
+        return picked(padded, _place_of_nine(padded.detach()), 3)
+    squares = padded.detach().unfold(2, size, 1).unfold(3, size, 1)
+    return picked(padded, squares.flatten(-2).median(-1).indices, size)
 
 
 def _place_of_nine(padded: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Shifts in colour spaces, and mixtures with grey; all need three channels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from kornia.color import lab_to_rgb, rgb_to_lab, rgb_to_xyz, xyz_to_rgb
@@ -214,6 +215,10 @@ class GrayOneChannel(Transform):
         super().__post_init__()
         if self.mixed not in (2, 3):
             raise ValueError(f"mixed must be 2 or 3 channels, got {self.mixed}")
+
+    def as_released(self) -> Self:
+        """The transform with a grey of all three channels."""
+        return replace(self, mixed=3)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
         """(shares [B, 3] as in `Gray`, one of them 0 if two are mixed; replaced [B] int64)."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, pad
 
 from lightning_rob.randomness import Generator, uniform
-from lightning_rob.transforms.base import EPS, Transform, between
+from lightning_rob.transforms.base import EPS, Transform, between, check_range
 
 LEAST_RATIO, TRIES = 3 / 4, 10
 
@@ -39,9 +39,24 @@ class Affine(Transform):
 
 @dataclass(frozen=True)
 class Crop(Transform):
-    """Cut out a random box and resize it to the whole image, bilinearly (Szegedy et al. 2015)."""
+    """Cut out a random box and resize it to the whole image, bilinearly (Szegedy et al. 2015).
+
+    Args:
+        alpha: the box has a share of the area in 1 - alpha … 1 + alpha, unless there is a range of
+            its sides.
+        sides: lowest and highest share that the box has of the height and, drawn apart, of the
+            width, in place of alpha: BaRT's zoom.
+
+    Raises:
+        ValueError: a range that is empty or out of bounds.
+    """
 
     alpha: float = 0.5
+    sides: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("sides", self.sides, 0, 1)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(box [B, 4] int64: top, left, height, width in pixels, within the image).
@@ -51,6 +66,11 @@ class Crop(Transform):
         or else the largest one in its middle that has such a ratio.
         """
         rows, columns = x.shape[2:]
+        if self.sides:
+            whole = x.new_tensor([rows, columns])
+            size = (whole * between(x, *self.sides, 2, generator=generator)).round().clamp_min(1)
+            corner = (uniform(x, 2, generator=generator) * (whole - size + 1)).floor()
+            return (torch.cat([corner, size], 1).long(),)
         u = uniform(x, TRIES, 2, generator=generator)
         area = rows * columns * (1 - self.alpha + (2 * self.alpha) * u[..., 0] + EPS)
         ratio = LEAST_RATIO ** (1 - 2 * u[..., 1])
@@ -108,24 +128,38 @@ class Swirl(Transform):
     """Turn the image about a random pixel, less and less with the distance; zeros outside.
 
     Args:
-        alpha: the radius is at most twice it and the strength once it, times the height in pixels.
+        alpha: the radius is at most twice it and the strength once it, times the height in pixels,
+            each unless there is a range of it.
         released_code: also blacken what comes from the last row or column or from within a pixel
             outside, as the weights of the authors' bilinear interpolation do.
+        radius: lowest and highest radius in pixels, in place of alpha.
+        strength: lowest and highest strength in radians, in place of alpha.
+
+    Raises:
+        ValueError: a range that is empty or out of bounds.
     """
 
     alpha: float = 0.5
     released_code: bool = False
+    radius: tuple[float, float] | None = None
+    strength: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("radius", self.radius, 0, math.inf)
+        check_range("strength", self.strength, 0, math.inf)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor, Tensor]:
         """(center [B, 2], radius [B], strength [B]).
 
         The center's column and row are whole pixels anywhere in the image, the radius, in pixels,
-        is U(0, 2 alpha H), the strength, in radians, U(0, alpha H).
+        is U(0, 2 alpha H), the strength, in radians, U(0, alpha H), or U of their ranges.
         """
         rows, columns = x.shape[2:]
         place = uniform(x, 2, generator=generator) * x.new_tensor([columns, rows])
-        radius = between(x, 0, 2 * self.alpha * rows, generator=generator)
-        return place.floor(), radius, between(x, 0, self.alpha * rows, generator=generator)
+        most = self.alpha * rows
+        radius = between(x, *(self.radius or (0, 2 * most)), generator=generator)
+        return place.floor(), radius, between(x, *(self.strength or (0, most)), generator=generator)
 
     def apply(self, x: Tensor, center: Tensor, radius: Tensor, strength: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]: as `skimage.transform.swirl`."""

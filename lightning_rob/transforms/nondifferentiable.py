@@ -9,7 +9,6 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from kornia.filters import bilateral_blur
 from skimage import exposure, restoration
 from torch import Tensor
 
@@ -128,7 +127,7 @@ class ChambolleDenoise(Transform):
 
 @dataclass(frozen=True)
 class HardPrecision(Transform):
-    """Round each channel to a few levels.
+    """Round each channel to a few levels; `ColorPrecision` does so with a slope.
 
     Args:
         steps: fewest and most steps from black to white.
@@ -148,37 +147,10 @@ class HardPrecision(Transform):
         return (steps * x).round() / steps
 
 
-@dataclass(frozen=True)
-class Bilateral(Transform):
-    """Blur within edges: near pixels of near colour are averaged (Tomasi and Manduchi 1998).
-
-    Args:
-        size: side of the window in pixels, odd.
-        space: lowest and highest standard deviation of the distance in pixels.
-        color: lowest and highest standard deviation of the colour, images span [0, 1].
-    """
-
-    size: int = 9
-    space: tuple[float, float] = (5.0, 20.0)
-    color: tuple[float, float] = (5 / 255, 20 / 255)
-
-    differentiable: ClassVar[bool] = False
-
-    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
-        """(space [B] in pixels, color [B] in pixel units, each uniform in its range)."""
-        space = between(x, *self.space, generator=generator)
-        return space, between(x, *self.color, generator=generator)
-
-    def apply(self, x: Tensor, space: Tensor, color: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
-        return bilateral_blur(x, self.size, color, space[:, None].expand(-1, 2))
-
-
 ALL: tuple[type[Transform], ...] = (
     AdaptiveHistogram,
     EqualizeHistogram,
     ContrastStretch,
     ChambolleDenoise,
     HardPrecision,
-    Bilateral,
 )
