@@ -12,6 +12,7 @@ when the same command runs again. Other options are those of `lightning-rob test
 import argparse
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,7 +53,7 @@ def attacks(steps, draws, eps):
         "CE (softmax)": pgd(ce_of_mean_probs, backward=SHARED),
         "CE (logits)": pgd(ce_of_mean_logits, backward=SHARED),
         "linear": pgd(**plain),
-        "linear + MB": pgd(**plain, ascent=AggMo((0.9,), "gradients")),
+        "linear + MB": pgd(**plain, ascent=AggMo((0.9,), "normalized")),
         "linear + LinBP": pgd(linear, backward=(SHARED, LinBP())),
         "linear + SGM": pgd(linear, backward=SGM_TOO),
         "linear + TG": Targeted(pgd(**plain)),
@@ -97,15 +98,24 @@ class Study(Command):
         return torch.cat(found)
 
 
-def tell_spread(study, draws=20):
-    """How much single draws' gradients differ, with an order for each copy and with one for all."""
-    x, y, index = study.batches()[0]
-    print(f"\n| {len(x)} images, {draws} draws | variance | cosine | sign agreement |")
-    print("|---|---|---|---|")
+def tell_spread(study, draws=20, repeats=5):
+    """How much single draws' gradients differ, with an order for each copy and with one for all.
+
+    Means over images with half their 95 % t interval; each image's are means over the repeats.
+    """
+    columns = "variance | cosine | sign agreement | variance of non-zero entries"
+    print(f"\n| {len(study.x)} images, {repeats} times {draws} draws | {columns} |")
+    print("|---|---|---|---|---|")
     for name, view in {"an order for each copy": None, "one for each image": SHARED}.items():
-        noise = Streams.keyed(index, 5)
-        found = draw_gradients(study.defense, x, y, draws, noise, linear, view)
-        cells = [f"{float(part.mean()):.3f}" for part in gradient_spread(found)]
+        found = []
+        for x, y, index in study.batches():
+            see = partial(draw_gradients, study.defense, x, y, draws)
+            drawn = (see(Streams.keyed(index, key), linear, view) for key in range(repeats))
+            found.append(sum(torch.stack(gradient_spread(each)) for each in drawn) / repeats)
+        cells = []
+        for each in torch.cat(found, 1):
+            low, high = student(each.tolist())
+            cells.append(f"{float(each.mean()):.3f} ± {(high - low) / 2:.3f}")
         print(f"| {name} | {' | '.join(cells)} |")
 
 

@@ -99,36 +99,45 @@ def pre(block):
 
 def two(net):
     pairs = (net.convs[:2], net.convs[2:])
-    return net.stem, [post(net, None, *pair) for pair in pairs], lambda z: net.last(z.mean((2, 3)))
+    return (
+        net.stem,
+        [[post(net, None, *pair) for pair in pairs]],
+        lambda z: net.last(z.mean((2, 3))),
+    )
+
+
+def staged(kind, *stages):
+    return [list(map(kind, stage)) for stage in stages]
 
 
 def small(net):
-    blocks = [*net.layer1, *net.layer2, *net.layer3]
+    stages = staged(basic, net.layer1, net.layer2, net.layer3)
     stem = nn.Sequential(net.normalize, net.conv1, net.bn1, nn.ReLU())
-    return stem, list(map(basic, blocks)), lambda z: net.linear(z.mean((2, 3)))
+    return stem, stages, lambda z: net.linear(z.mean((2, 3)))
 
 
 def preact(net):
-    blocks = [*net.layer1, *net.layer2, *net.layer3, *net.layer4]
+    stages = staged(pre, net.layer1, net.layer2, net.layer3, net.layer4)
     stem = nn.Sequential(net.normalize, net.conv1)
-    return stem, list(map(pre, blocks)), lambda z: net.linear(net.bn(z).relu().mean((2, 3)))
+    return stem, stages, lambda z: net.linear(net.bn(z).relu().mean((2, 3)))
 
 
 def wide(net):
-    blocks = [*net.block1.layer, *net.block2.layer, *net.block3.layer]
+    stages = staged(pre, net.block1.layer, net.block2.layer, net.block3.layer)
     stem = nn.Sequential(net.normalize, net.conv1)
-    return stem, list(map(pre, blocks)), lambda z: net.fc(net.bn1(z).relu().mean((2, 3)))
+    return stem, stages, lambda z: net.fc(net.bn1(z).relu().mean((2, 3)))
 
 
 def vision(net):
-    blocks = [*net.layer1, *net.layer2, *net.layer3, *net.layer4]
+    stages = staged(basic, net.layer1, net.layer2, net.layer3, net.layer4)
     stem = nn.Sequential(net.conv1, net.bn1, nn.ReLU(), net.maxpool)
-    return stem, list(map(basic, blocks)), lambda z: net.fc(z.mean((2, 3)))
+    return stem, stages, lambda z: net.fc(z.mean((2, 3)))
 
 
+# each as its stem, the blocks of each stage, and its head
 NETS = {
     "two blocks": (TwoBlocks, two),
-    "A": (lambda: ResNet(8, 4), small),
+    "A": (lambda: ResNet(14, 4, (4, 8, 16)), small),
     "B": (lambda: ResNet(14, 4, (4, 8, 16), "B"), small),
     "preact": (lambda: PreActResNet18(4), preact),
     "wide": (lambda: WideResNet(16, 1, 4), wide),
@@ -175,9 +184,12 @@ def linear_relu(z):
     return z + (z.relu() - z).detach()
 
 
-def reference(name, net, x, gamma=1.0, start=None):
+def reference(name, net, x, gamma=1.0, start=None, first_blocks=False):
     """Back through the blocks by hand."""
-    stem, blocks, head = NETS[name][1](net)
+    stem, stages, head = NETS[name][1](net)
+    blocks = [block for stage in stages for block in stage]
+    in_stages = name != "two blocks"  # which are in one forward
+    exact = {stage[0] for stage in stages if in_stages and not first_blocks}
     z, inputs = stem(x), []
     for before, branch, skip, after in blocks:
         inputs.append(z)
@@ -195,7 +207,8 @@ def reference(name, net, x, gamma=1.0, start=None):
             linear = vjp(lambda e, b=branch: b(e, linear_relu), entry, g)
             ratio = through.flatten(1).norm(dim=1) / linear.flatten(1).norm(dim=1)
             through = linear * ratio.view(-1, 1, 1, 1)
-        shrink = gamma if skip is same or isinstance(skip, nn.Identity) else 1.0
+        identity = skip is same or isinstance(skip, nn.Identity)
+        shrink = gamma if identity and blocks[i] not in exact else 1.0
         g = vjp(before, inputs[i], shrink * through + vjp(skip, entry, g))
     return vjp(stem, x, g)
 
@@ -211,12 +224,89 @@ def test_the_reference_without_tricks_is_the_gradient(name):
 
 
 @all_nets
-def test_sgm(name):
+@pytest.mark.parametrize("first_blocks", [False, True])
+def test_sgm(name, first_blocks):
     net, x = built(name), images()
+    with SGM(0.3, first_blocks)(net):
+        ours = gradient(net, x)
+    close(ours, reference(name, net, x, 0.3, first_blocks=first_blocks))
+    assert not torch.allclose(ours, gradient(net, x), rtol=1e-2)
+
+
+class Hooked(nn.Module):
+    """A ResNet of two stages with three blocks each, whose ReLUs are modules of their own."""
+
+    class Block(nn.Module):
+        def __init__(self, inputs, width):
+            super().__init__()
+            self.conv1 = nn.Conv2d(inputs, width, 3, padding=1)
+            self.relu1 = nn.ReLU()
+            self.conv2 = nn.Conv2d(width, width, 3, padding=1)
+            self.relu2 = nn.ReLU()
+            self.skip = nn.Conv2d(inputs, width, 1) if inputs != width else nn.Identity()
+
+        def forward(self, x):
+            return self.relu2(self.conv2(self.relu1(self.conv1(x))) + self.skip(x))
+
+    def __init__(self, lists=nn.Sequential, names=("layer1", "layer2")):
+        super().__init__()
+        self.conv1, self.relu1 = nn.Conv2d(3, 4, 3), nn.ReLU()
+        self.names = names
+        for name, widths in zip(names, [(4, 4, 4, 4), (4, 6, 6, 6)], strict=True):
+            setattr(self, name, lists(*map(self.Block, widths, widths[1:])))
+        self.fc = nn.Linear(6, 4)
+
+    def forward(self, x):
+        z = self.relu1(self.conv1(x))
+        for name in self.names:
+            for block in getattr(self, name):
+                z = block(z)
+        return self.fc(z.mean((2, 3)))
+
+
+def hooked_gradient(net, x, gamma):
+    """By the hooks of Wu et al. and of the RT authors, on ReLUs chosen by their names."""
+    handles = [
+        part.register_full_backward_hook(lambda module, into, out: (gamma * into[0],))
+        for name, part in net.named_modules()
+        if name.startswith("layer") and "relu1" in name and "0.relu" not in name
+    ]
+    try:
+        return gradient(net, x)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def listed(*blocks):
+    return nn.ModuleList(blocks)
+
+
+@pytest.mark.parametrize("lists", [nn.Sequential, listed])
+@pytest.mark.parametrize("names", [("layer1", "layer2"), ("early", "late")])
+def test_sgm_is_that_of_the_released_hooks(lists, names):
+    """The first block of a stage keeps its gradient though its skip is the identity."""
+    torch.manual_seed(0)
+    net, x = Hooked(lists, names).double(), images()
+    twin = Hooked().double()
+    twin.load_state_dict(dict(zip(twin.state_dict(), net.state_dict().values(), strict=True)))
     with SGM(0.3)(net):
         ours = gradient(net, x)
-    close(ours, reference(name, net, x, 0.3))
-    assert not torch.allclose(ours, gradient(net, x), rtol=1e-2)
+    released, exact = hooked_gradient(twin, x, 0.3), gradient(twin, x)
+    close(ours, released)
+    with SGM(0.3, first_blocks=True)(net):
+        all_blocks = gradient(net, x)
+    for other in (all_blocks, exact):
+        assert torch.cosine_similarity(other.flatten(), released.flatten(), 0) < 0.999
+
+
+def test_stages_of_one_block_have_nothing_to_shrink():
+    net = ResNet(8, 4).double()
+    with pytest.raises(TypeError, match=r"no others here: SGM\(first_blocks=True\)"), SGM()(net):
+        pass
+    with SGM(0.3, first_blocks=True)(net):
+        ours = gradient(net, images())
+    assert not torch.allclose(ours, gradient(net, images()), rtol=1e-2)
 
 
 @all_nets
@@ -314,7 +404,7 @@ def test_linbp_of_a_dead_branch_is_no_number_of_its_own():
     nn.init.constant_(net.convs[0].bias, -100.0)
     with LinBP(0.0)(net):
         ours = gradient(net, x)
-    stem, (_, second), head = two(net)
+    stem, ((_, second),), head = two(net)
 
     def without(x):
         z = torch.relu(stem(x) + net.convs[1].bias.view(-1, 1, 1))
@@ -340,7 +430,7 @@ def test_tiny_gradients_do_not_underflow():
 
 @pytest.mark.parametrize(
     ("name", "blocks"),
-    [("two blocks", 1), ("A", 3), ("B", 6), ("preact", 8), ("wide", 6), ("torchvision 50", 16)],
+    [("two blocks", 1), ("A", 6), ("B", 6), ("preact", 8), ("wide", 6), ("torchvision 50", 16)],
 )
 def test_finds_every_block_once_in_order(name, blocks):
     net = built(name)
@@ -349,7 +439,7 @@ def test_finds_every_block_once_in_order(name, blocks):
     places = [order.index(block.module) for block in found]
     assert len(found) == blocks
     assert places == sorted(set(places))
-    assert sum(len(block.branches) for block in found) == len(NETS[name][1](net)[1])
+    assert sum(len(block.branches) for block in found) == sum(map(len, NETS[name][1](net)[1]))
 
 
 def test_blocks_that_members_share_are_changed_once():

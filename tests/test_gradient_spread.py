@@ -25,7 +25,7 @@ def drawn(count=8, batch=5, seed=0):
 def test_by_hand():
     """Draw by draw, with the signs as vectors (RT paper, eq. 17)."""
     gradients = drawn()
-    variance, cosine, agreement = gradient_spread(gradients)
+    variance, cosine, agreement, _ = gradient_spread(gradients)
     for b in range(5):
         signs = [g[b].sign().flatten().tolist() for g in gradients]
         mean = [sum(column) / 8 for column in zip(*signs, strict=True)]
@@ -47,7 +47,8 @@ def test_by_hand():
 
 def test_equal_draws_do_not_spread():
     gradients = drawn()[:1].expand(4, -1, -1, -1, -1)
-    variance, cosine, agreement = gradient_spread(gradients)
+    variance, cosine, agreement, of_nonzero = gradient_spread(gradients)
+    torch.testing.assert_close(of_nonzero, torch.zeros(5))
     torch.testing.assert_close(variance, torch.zeros(5))
     torch.testing.assert_close(cosine, torch.ones(5))
     torch.testing.assert_close(agreement, torch.ones(5))
@@ -55,7 +56,7 @@ def test_equal_draws_do_not_spread():
 
 def test_opposite_draws_spread_most():
     g = drawn()[0]
-    variance, cosine, agreement = gradient_spread(torch.stack([g, -g]))
+    variance, cosine, agreement, _ = gradient_spread(torch.stack([g, -g]))
     torch.testing.assert_close(variance, torch.full((5,), 2.0))
     assert cosine.tolist() == agreement.tolist() == [0.0] * 5
 
@@ -70,9 +71,27 @@ def test_only_signs_count_and_dimension_does_not():
 
 def test_independent_signs_have_variance_one():
     chance = torch.Generator().manual_seed(0)
-    variance, cosine, _ = gradient_spread(torch.randn((10, 4, 3000), generator=chance))
+    variance, cosine, *_ = gradient_spread(torch.randn((10, 4, 3000), generator=chance))
     torch.testing.assert_close(variance, torch.ones(4), rtol=0, atol=0.02)
     torch.testing.assert_close(cosine, torch.full((4,), 10**-0.5), rtol=0, atol=0.02)
+
+
+def test_zeros_lower_the_variance_but_not_that_of_nonzero_entries():
+    """By hand: two draws of eight entries, the first with two zeros."""
+    first, second = torch.ones(1, 8), torch.tensor([[-1.0] * 4 + [1.0] * 4])
+    first[:, :2] = 0  # 14 of 16 entries are left; squares: 2 x 1/2 and 2 x 2
+    variance, _, _, of_nonzero = gradient_spread(torch.stack([first, second]))
+    assert variance.item() == pytest.approx((2 * 0.5 + 2 * 2) / 8)
+    assert of_nonzero.item() == pytest.approx((2 * 0.5 + 2 * 2) / 8 / (14 / 16))
+
+    chance = torch.Generator().manual_seed(0)
+    gradients = torch.randn((10, 4, 3000), generator=chance)
+    erased = gradients * (torch.rand(gradients.shape, generator=chance) > 0.3)
+    variance, _, _, of_nonzero = gradient_spread(erased)
+    torch.testing.assert_close(variance, torch.full((4,), 0.7), rtol=0, atol=0.02)
+    torch.testing.assert_close(of_nonzero, torch.ones(4), rtol=0, atol=0.02)
+    erased[:, 1] = 0
+    assert gradient_spread(erased)[3][1] == 0
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -89,7 +108,7 @@ def test_metric_is_the_mean_over_images_whatever_the_batches():
         for part in gradients.split(sizes, 1):
             metric.update(part)
         found = metric.compute()
-        assert list(found) == ["variance", "cosine", "agreement"]
+        assert list(found) == ["variance", "cosine", "agreement", "variance_of_nonzero"]
         assert [each.item() for each in found.values()] == pytest.approx(expected, rel=1e-6)
 
 
@@ -158,7 +177,7 @@ def test_gradients_of_another_objective():
 
 def test_without_chance_there_is_no_spread():
     x, y = batch()
-    variance, cosine, _ = gradient_spread(draw_gradients(Ensemble([net(), net()]), x, y, 5))
+    variance, cosine, *_ = gradient_spread(draw_gradients(Ensemble([net(), net()]), x, y, 5))
     assert variance.eq(0).all()
     torch.testing.assert_close(cosine, torch.ones_like(cosine))
 
@@ -171,7 +190,7 @@ def test_spread_grows_with_the_noise():
             Noisy(net(), strength), x, y, 20, torch.Generator().manual_seed(0)
         )
         spreads.append([each.mean().item() for each in gradient_spread(gradients)])
-    variances, cosines, agreements = zip(*spreads, strict=True)
+    variances, cosines, agreements, _ = zip(*spreads, strict=True)
     assert variances[0] < variances[1] < variances[2]
     assert cosines[0] > cosines[1] > cosines[2]
     assert agreements[0] > agreements[1] > agreements[2]

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_rob.attacks import CW, PAA, PGD, TAA, Attack, DeepFool, ranking_weights
+from lightning_rob.attacks import CW, PAA, PGD, TAA, Attack, Chunked, DeepFool, ranking_weights
+from lightning_rob.attacks.base import image_by_image
 from lightning_rob.attacks.paa import AGGREGATES
-from lightning_rob.attacks.rebuild import parts
+from lightning_rob.attacks.rebuild import parts, with_eps
+from lightning_rob.callbacks.referee import play
 from lightning_rob.defenses import Single, TransformEnsemble
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
@@ -298,6 +300,75 @@ def test_a_round_that_leaves_the_bound_is_not_made_or_brought_back(five):
     torch.testing.assert_close(reached, torch.full_like(reached, 0.2), rtol=0, atol=1e-6)
 
 
+def batch_written_out(inner, ensemble, aggregate, bound, x, y):
+    """All images move round by round, each by the algorithm, until their mean leaves the bound."""
+    order, x_adv = [0, 1, 2, 3], x
+    for rounds in range(1, 30):
+        alone = zip(x.split(1), y.split(1), strict=True)
+        x_tmp = torch.cat(
+            [written_out(inner, ensemble, aggregate, 1e9, *one, order, rounds)[0] for one in alone]
+        )
+        if dissimilarity(x_tmp, x).mean() > bound or torch.equal(x_tmp, x_adv):
+            return x_adv, rounds
+        x_adv = x_tmp
+    raise AssertionError("no end")
+
+
+def dimmed(count, channels=1):
+    """The darker an image, the larger a share of its norm a move is."""
+    x, y = images(count, seed=3, channels=channels)
+    return x * torch.linspace(0.4, 1, count).view(-1, 1, 1, 1), y
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "inner", "bound"),
+    [*((name, "fgsm", 0.2) for name in AGGREGATES), ("MVoteP", "deepfool", 0.12)],
+)
+def test_the_mean_of_a_batch_within_the_bound(aggregate, inner, bound, in_colour):
+    """As in the paper: some images go beyond the bound, as others do not."""
+    x, y = dimmed(6, 3)
+    x = x.double()
+    attack = PAA(INNER[inner], aggregate, max_dissimilarity=5.0, mean_bound=bound)
+    expected, rounds = batch_written_out(INNER[inner], in_colour, aggregate, bound, x, y)
+    x_adv = attack(in_colour, x, y)
+    torch.testing.assert_close(x_adv, expected, rtol=0, atol=1e-6)
+    reached = dissimilarity(x_adv, x)
+    assert rounds > 1
+    assert reached.mean() <= bound < reached.max()
+    each = replace(attack, max_dissimilarity=bound, mean_bound=None)(in_colour, x, y)
+    assert not torch.allclose(each, x_adv, atol=1e-3)
+
+
+def test_images_that_stand_still_count_and_each_keeps_to_its_own_bound():
+    """Two images of grey 0.5 move 0.04 a round, a share of 0.08; a third is fooled already."""
+    x, y = torch.full((3, 1, 8, 8), 0.5), torch.tensor([0, 0, 1])
+    attack = PAA(Scripted((0.04,), calls=[]), max_dissimilarity=1.0, mean_bound=0.3)
+    x_adv = attack(stubborn(), x, y)  # (2 x 0.4 + 0) / 3 = 0.27, and 0.32 after one more round
+    assert dissimilarity(x_adv, x).tolist() == pytest.approx([0.4, 0.4, 0], abs=1e-5)
+    x[1] = 0.1  # goes 0.4 a round: leaves its bound with the third, and stays at 0.8
+    x_adv = attack(stubborn(), x, y)  # (0.08 + 0.8) / 3 = 0.29 already after the second
+    assert dissimilarity(x_adv, x).tolist() == pytest.approx([0.08, 0.4, 0], abs=1e-5)
+    far = replace(attack, mean_bound=0.45, inner=Scripted((0.04,), calls=[]))
+    x_adv = far(stubborn(), x, y)  # (0.48 + 0.8) / 3 = 0.43
+    assert dissimilarity(x_adv, x).tolist() == pytest.approx([0.48, 0.8, 0], abs=1e-5)
+
+
+def test_a_bound_on_the_mean_depends_on_the_batch_and_says_so(five):
+    x, y = dimmed(6)
+    each, mean = PAA(FGSM, "AvgP", 0.3), PAA(FGSM, "AvgP", 1.0, mean_bound=0.3)
+    assert image_by_image(each, five)
+    assert not image_by_image(mean, five)
+    whole, alone = (
+        mean(five, x, y),
+        torch.cat([mean(five, *one) for one in zip(x.split(1), y.split(1), strict=True)]),
+    )
+    assert not torch.equal(whole, alone)
+    with pytest.raises(ValueError, match="PAA attacks whole batches and cannot be chunked"):
+        Chunked(mean, images=2)
+    _, answers = play(mean, five, x, y, torch.arange(6), 0)  # checks the threat of each image
+    assert answers.shape == (1, 6, 4)
+
+
 @every_aggregate
 def test_the_last_move_never_makes_it_weaker(aggregate, five):
     x, y = images(40, seed=7)
@@ -437,6 +508,11 @@ def test_what_cannot_be():
         PAA(FGSM, rounds=0)
     with pytest.raises(ValueError, match="max_dissimilarity must not be negative, got -1"):
         PAA(FGSM, max_dissimilarity=-1)
+    for bound in (-0.1, 0.3, 0.5):
+        with pytest.raises(ValueError, match=f"mean_bound .* got {bound} and 0.3"):
+            PAA(FGSM, mean_bound=bound)
+    with pytest.raises(ValueError, match="project_last is for a bound on each image"):
+        PAA(FGSM, max_dissimilarity=1.0, mean_bound=0.3, project_last=True)
 
 
 def test_a_ranking_is_of_the_candidates(five):
@@ -460,4 +536,7 @@ def test_is_made_of_its_inner_attack_and_tells_its_bound():
     attack = PAA(FGSM, max_dissimilarity=0.25, ranking=["clean"])
     assert list(parts(attack)) == [attack, FGSM]
     assert attack.threat == Threat("l2", 0.25, relative=True)
+    mean = replace(attack, max_dissimilarity=1.0, mean_bound=0.3)
+    assert mean.threat.eps == 1.0
+    assert with_eps(mean, 0.5) == replace(mean, max_dissimilarity=0.5, mean_bound=0.15)
     assert hash(attack) == hash(PAA(FGSM, max_dissimilarity=0.25, ranking=("clean",)))

@@ -1,7 +1,7 @@
 """How gradients become moves: the optimisers of `PGD(ascent=…)`.
 
 Sign-SGD is PGD's default, AggMo without dampings. Momentum is AggMo with one damping, and momentum
-boosting (MI-FGSM) that of its variant "gradients": `AggMo([0.9], "gradients")`.
+boosting (MI-FGSM) that of its variant "normalized": `AggMo([0.9], "normalized")`.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_rob.threat import TINY, Threat, scale
 
 Move = Callable[[Tensor], Tensor]
-Variant = Literal["steepest", "gradients", "paper"]
+Variant = Literal["steepest", "gradients", "normalized", "paper"]
 
 
 class Ascent(ABC):
@@ -50,17 +50,24 @@ class AggMo(Ascent):
 
     The variants, with the steepest direction of unit norm in the threat's norm:
 
-    - "steepest": v <- damping v + steepest(gradient), the move is the mean of steepest(v);
-    - "gradients": v <- damping v + gradient / ||gradient||_1, the move is the mean of steepest(v),
-      as the RT authors' code but for its clamp of each entry; with one damping it is MI-FGSM;
+    - "steepest": v <- damping v + steepest(gradient), the move is the mean of steepest(v): the RT
+      authors' code with `normalize: True`;
+    - "gradients": v <- damping v + gradient, each of its d entries clamped to +-1 / sqrt(d), the
+      move is the mean of steepest(v): the RT authors' code with `normalize: False`, which most of
+      their configurations have. Steps with a larger gradient count for more;
+    - "normalized": v <- damping v + gradient / ||gradient||_1, the move is the mean of steepest(v):
+      with one damping MI-FGSM (Dong et al. 2018, eqs. 6 and 7), the RT paper's momentum boosting;
     - "paper": v as in "steepest", the move is the mean of v, up to 1 / (1 - damping) steps long.
 
+    The RT authors' code is for linf and takes signs; in other norms it is the steepest direction.
+
     Args:
-        dampings: one for each velocity, in [0, 1); `aggmo(B)` are those of the papers.
-        variant: where the direction is taken.
+        dampings: one for each velocity, in [0, 1]; `aggmo(B)` are those of the papers. With 1, the
+            usual one of MI-FGSM, a velocity is the sum of all gradients so far.
+        variant: what is accumulated, and where the direction is taken.
 
     Raises:
-        ValueError: a damping outside [0, 1), or an unknown variant.
+        ValueError: a damping outside [0, 1], or an unknown variant.
     """
 
     dampings: tuple[float, ...] = aggmo(6)
@@ -68,17 +75,18 @@ class AggMo(Ascent):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dampings", tuple(self.dampings))
-        if not self.dampings or not all(0 <= d < 1 for d in self.dampings):
-            raise ValueError(f"dampings must be numbers in [0, 1), got {self.dampings}")
+        if not self.dampings or not all(0 <= d <= 1 for d in self.dampings):
+            raise ValueError(f"dampings must be numbers in [0, 1], got {self.dampings}")
         if self.variant not in get_args(Variant):
             raise ValueError(f"variant must be of {get_args(Variant)}, got {self.variant!r}")
 
     def begin(self, threat: Threat) -> Move:
         """The moves of a climb."""
-        if not any(self.dampings):
-            return threat.steepest
-        push = _unit if self.variant == "gradients" else threat.steepest
+        pushes = {"gradients": _clamped, "normalized": _unit}
+        push = pushes.get(self.variant, threat.steepest)
         turn = torch.clone if self.variant == "paper" else threat.steepest
+        if not any(self.dampings) and push is not _clamped:
+            return threat.steepest
         velocities = [torch.zeros(()) for _ in self.dampings]
 
         def move(gradient: Tensor) -> Tensor:
@@ -97,17 +105,17 @@ class Nesterov(Ascent):
     v <- damping v + g with g = gradient / ||gradient||_1; the move is steepest(g + damping v).
 
     Args:
-        damping: in [0, 1).
+        damping: in [0, 1].
 
     Raises:
-        ValueError: damping is not in [0, 1).
+        ValueError: damping is not in [0, 1].
     """
 
     damping: float = 0.9
 
     def __post_init__(self) -> None:
-        if not 0 <= self.damping < 1:
-            raise ValueError(f"damping must be in [0, 1), got {self.damping}")
+        if not 0 <= self.damping <= 1:
+            raise ValueError(f"damping must be in [0, 1], got {self.damping}")
 
     def begin(self, threat: Threat) -> Move:
         """The moves of a climb."""
@@ -160,6 +168,12 @@ class Adam(Ascent):
             return scale(step, 1 / threat.size(torch.ones_like(step)))
 
         return move
+
+
+def _clamped(gradient: Tensor) -> Tensor:
+    """Each of an image's d entries clamped to +-1 / sqrt(d)."""
+    most = gradient.shape[1:].numel() ** -0.5
+    return gradient.clamp(-most, most)
 
 
 def _unit(gradient: Tensor) -> Tensor:

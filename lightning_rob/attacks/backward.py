@@ -15,22 +15,31 @@ from lightning_rob.threat import TINY, scale
 
 @dataclass(frozen=True)
 class SGM(Backward):
-    """Gradients prefer skip connections (Wu et al. 2020, eq. 5): those of every branch shrink.
+    """Gradients prefer skip connections (Wu et al. 2020, eq. 5): those of residual branches shrink.
 
-    A block z + f(z) passes back (1 + gamma f'(z)) g. Blocks whose skip connection is a convolution
-    or drops pixels keep their gradient, as the first ones of each layer do in the code of Wu et
-    al. The images' logits stay what they are. The RT authors' division of each block's gradient by
-    its standard deviation only scales the whole, or over a batch mixes its images: it is left out.
+    A block z + f(z) passes back (1 + gamma f'(z)) g. Two kinds of blocks keep their exact gradient:
+    those whose skip connection is a convolution or drops pixels, and by default the first block of
+    each stage, also where its skip connection is the identity. The code of Wu et al. and that of
+    the RT authors leave the same blocks out, by their names: `layer1.0`, `layer2.0` … (also
+    `layer3.10`, whose name ends in 0 too; that is not followed here). Here the first block of a
+    stage is the first child of an `nn.Sequential` or `nn.ModuleList`, whatever the names; a block
+    that stands in neither, such as an attribute of the network, shrinks.
+
+    The images' logits stay what they are. The authors' division of each block's gradient by its
+    standard deviation only scales the whole, or over a batch mixes its images: it is left out.
 
     Args:
         gamma: what the gradient of each residual branch is multiplied by; 1 is the exact gradient.
+        first_blocks: shrink the first block of each stage too, as in eq. 5, a product over all
+            blocks. Needed where stages have one block only, as in a ResNet-8.
 
     Raises:
         ValueError: gamma is not in (0, 1].
-        TypeError: when entered, the defense has no residual blocks.
+        TypeError: when entered, the defense has no residual blocks, or none that would shrink.
     """
 
     gamma: float = 0.5
+    first_blocks: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1:
@@ -38,24 +47,31 @@ class SGM(Backward):
 
     def __call__(self, defense: nn.Module) -> AbstractContextManager[None]:
         """A context in which the defense has these gradients."""
-        return _shrunk(defense, self.gamma)
+        return _shrunk(defense, self.gamma, self.first_blocks)
 
 
 @contextmanager
-def _shrunk(defense: nn.Module, gamma: float) -> Iterator[None]:
+def _shrunk(defense: nn.Module, gamma: float, first_blocks: bool) -> Iterator[None]:
     def shrunk(x: Tensor) -> Tensor:
         if x.requires_grad:
             x.register_hook(lambda gradient: gamma * gradient)  # type: ignore[no-untyped-call]
         return x
 
     blocks = dict.fromkeys(block for net in residual_blocks(defense) for block in net)
-    if not any(branch.unchanged for block in blocks for branch in block.branches):
+    branches = [each for block in blocks for each in block.branches if each.unchanged]
+    if not branches:
         raise TypeError("SGM needs skip connections that pass their input on as it is, found none")
-    for block in blocks:
-        for branch in (each for each in block.branches if each.unchanged):
-            with block.graph.inserting_before(branch.addition):
-                call = block.graph.call_function(shrunk, (branch.end,))
-            branch.addition.replace_input_with(branch.end, call)
+    chosen = [branch for branch in branches if first_blocks or not branch.block.first]
+    if not chosen:
+        raise TypeError(
+            "SGM leaves the first block of each stage as it is, and there are no others here: "
+            "SGM(first_blocks=True) shrinks those too"
+        )
+    for branch in chosen:
+        graph = branch.block.graph
+        with graph.inserting_before(branch.addition):
+            call = graph.call_function(shrunk, (branch.end,))
+        branch.addition.replace_input_with(branch.end, call)
     with running(blocks):
         yield
 

@@ -36,13 +36,15 @@ class PAA(Attack):
     iterate before this move, are left out of later rounds for good. As in the algorithm, an image
     is handed in as it stood before the move that
 
-    - would leave the bound on ||x_adv - x||_2 / ||x||_2; or
+    - would leave the bound on its dissimilarity ||x_adv - x||_2 / ||x||_2; or
     - would come when x_adv fools all candidates left: this move is never made, so an image that
       all of them already get wrong stays as it is.
 
-    The authors' code goes by the mean dissimilarity of a set of images; here each image has its
-    own. An image also stops after ten rounds in a row without progress, since attacks that take
-    turns at undoing each other would never end.
+    The paper bounds the mean dissimilarity of a set of images instead: with `mean_bound` all images
+    of a batch stop before the move that would take their mean beyond it. What an image becomes then
+    depends on its batch: attack the whole set in one. `max_dissimilarity` still holds for each
+    image, as the threat. An image also stops after ten rounds in a row without progress, since
+    attacks that take turns at undoing each other would never end.
 
     Args:
         inner: how each candidate is attacked, around the iterate: its eps is that of one round. If
@@ -50,16 +52,19 @@ class PAA(Attack):
         aggregate: per pixel, "MaxP" the candidates' value of largest magnitude, "AvgP" their mean,
             "MVoteP" the most frequent one, or "WSumP" their sum by `ranking_weights`, renormalised
             over the candidates left. Ties, up to 1e-6, go to the candidate of the best rank.
-        max_dissimilarity: the bound; a black image stays black.
+        max_dissimilarity: the bound on each image; a black image stays black.
         ranking: candidates by name or index, the most transferable first, see
             `lightning_rob.metrics.transfer_ranking`; those not named follow in their order.
         rounds: at most so many moves; None is as many as it takes.
         project_last: also try the move that leaves the bound, brought back onto it, and keep it
             where it leaves fewer of all members right. The algorithm does not.
+        mean_bound: the bound on the batch's mean dissimilarity, which images that have stopped
+            count for as well; below `max_dissimilarity`. None is no such bound.
 
     Raises:
-        ValueError: an unknown aggregate, a negative bound, no rounds; when called, a ranking of
-            what are no candidates, or of one of them twice.
+        ValueError: an unknown aggregate, a negative bound, no rounds, a `mean_bound` that the bound
+            on each image makes void, or with `project_last`; when called, a ranking of what are no
+            candidates, or of one of them twice.
         TypeError: when called on a defense that is no `TransformEnsemble`, or has no candidates.
     """
 
@@ -69,6 +74,7 @@ class PAA(Attack):
     ranking: tuple[str | int, ...] | None = None
     rounds: int | None = None
     project_last: bool = False
+    mean_bound: float | None = None
 
     def __post_init__(self) -> None:
         if self.aggregate not in AGGREGATES:
@@ -82,10 +88,24 @@ class PAA(Attack):
             raise ValueError(
                 f"max_dissimilarity must not be negative, got {self.max_dissimilarity}"
             )
+        if self.mean_bound is None:
+            return
+        if not 0 <= self.mean_bound < self.max_dissimilarity:
+            raise ValueError(
+                "mean_bound must be at least 0 and below max_dissimilarity, which bounds each "
+                f"image: got {self.mean_bound} and {self.max_dissimilarity}"
+            )
+        if self.project_last:
+            raise ValueError("project_last is for a bound on each image: leave out mean_bound")
+
+    @property
+    def together(self) -> bool:  # type: ignore[override]
+        """Whether the other images of a batch decide when an image stops."""
+        return self.mean_bound is not None
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
-        """The bound on the dissimilarity."""
+        """The bound on each image's dissimilarity."""
         return Threat("l2", self.max_dissimilarity, self.inner.threat.bounds, relative=True)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
@@ -101,10 +121,14 @@ class PAA(Attack):
             steps = self._steps(ensemble, members, front, turn)
             moved = self.threat.apply(AGGREGATES[self.aggregate](steps, front.left), front.x_adv)
             inside = self._inside(moved, front.x)
+            if self.mean_bound is not None:
+                after = x_adv.index_copy(0, front.index[inside], moved[inside])
+                if self.threat.distance(after, x).mean() > self.mean_bound:
+                    break
             if self.project_last and not inside.all():
                 beyond = front.only(~inside)
                 x_adv[beyond.index] = self._projected(ensemble, beyond, moved[~inside], turn)
-            front.move(moved, right, self.threat)
+            front.move(moved, right, self.threat, FURTHER * (self.mean_bound or self.threat.eps))
             front = front.only(inside)
             x_adv[front.index] = front.x_adv
             front = front.only(front.idle < PATIENCE)
@@ -188,10 +212,10 @@ class Front:
         own = {k: v[rows] for k, v in values.items() if isinstance(v, Tensor | Streams)}
         return Front(**values | own)
 
-    def move(self, x_adv: Tensor, left: Tensor, threat: Threat) -> None:
-        """Go on from these iterates, against these candidates [B, N]."""
+    def move(self, x_adv: Tensor, left: Tensor, threat: Threat, least: float) -> None:
+        """Go on from these iterates, against these candidates [B, N]; less far is no progress."""
         reached = threat.distance(x_adv, self.x)
-        progress = (reached > self.furthest + FURTHER * threat.eps) | (left != self.left).any(1)
+        progress = (reached > self.furthest + least) | (left != self.left).any(1)
         self.furthest = torch.maximum(self.furthest, reached)
         self.idle = torch.where(progress, 0, self.idle + 1)
         self.x_adv, self.left = x_adv, left

@@ -48,7 +48,7 @@ class PGD(Attack):
     Raises:
         TypeError: when called, fooled images are to be dropped and there is chance in the answers,
             or the objective does not see which part of a mixture answers.
-        ValueError: a count below 1, a step size that is not positive, a damping outside [0, 1),
+        ValueError: a count below 1, a step size that is not positive, a damping outside [0, 1],
             both dampings and another optimiser.
     """
 

@@ -52,12 +52,15 @@ def arguments(attack: Attack) -> dict[str, Any]:
 def with_eps(attack: Attack, eps: float) -> Attack:
     """The attack in a ball of another radius; lengths of PGD and ARC keep their share of it.
 
-    The radius of `PAA` is its largest dissimilarity.
+    The radius of `PAA` is its largest dissimilarity, of which its `mean_bound` keeps its share.
     """
 
     def change(part: Attack) -> dict[str, Any]:
         if isinstance(part, PAA):  # its inner attack is that of one round
-            return {"inner": part.inner, "max_dissimilarity": eps}
+            bounds: dict[str, Any] = {"max_dissimilarity": eps}
+            if part.mean_bound is not None:
+                bounds["mean_bound"] = part.mean_bound * (eps / part.max_dissimilarity)
+            return {"inner": part.inner} | bounds
         if "threat" not in arguments(part):
             return {}
         threat = {"threat": replace(part.threat, eps=eps)}

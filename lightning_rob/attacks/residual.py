@@ -50,10 +50,12 @@ class Block:
     Args:
         module: the module, which stays as it is.
         graph: what its forward computes.
+        first: whether it is the first child of an `nn.Sequential` or `nn.ModuleList`, the first
+            block of a stage.
     """
 
-    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
-        self.module, self.graph = module, graph
+    def __init__(self, module: nn.Module, graph: fx.Graph, first: bool = False) -> None:
+        self.module, self.graph, self.first = module, graph, first
         self.parts = dict(module.named_modules())
 
     @property
@@ -151,9 +153,11 @@ def _networks(defense: nn.Module) -> list[nn.Module]:
 
 def _blocks(net: nn.Module, known: dict[nn.Module, Block]) -> list[Block]:
     modules = list(net.modules())
+    rows = [part for part in modules if isinstance(part, nn.Sequential | nn.ModuleList)]
+    first = {next(iter(row)) for row in rows if len(row)}
     for module in reversed(modules):  # parts before the whole
         if module not in known and _candidate(module) and (graph := _graph(module, known)):
-            block = Block(module, graph)
+            block = Block(module, graph, module in first)
             if block.branches:
                 known[module] = block
     return [known[module] for module in modules if module in known]

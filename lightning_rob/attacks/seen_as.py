@@ -18,7 +18,7 @@ class SeenAs(Backward):
     Args:
         shared_order: all copies of an image have the same transforms in the same order, drawn anew
             at every step, each still by its p and parameters: gradients of less variance (RT
-            paper, section 6.1). "batch": all images have them too, as good for each and faster.
+            paper, appendix B.2). "batch": all images have them too, as good for each and faster.
         gradients: of the transforms, see `RandomTransforms`; None leaves the defense's own.
 
     Raises:
