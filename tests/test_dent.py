@@ -1,6 +1,8 @@
 """DENT: what is learnt from a batch, and that nothing else is touched."""
 
 import math
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,11 +10,12 @@ import torch
 from torch import nn
 from torch.nn.functional import batch_norm
 
-from lightning_rob.attacks import GMSA, PGD, attacking
-from lightning_rob.defenses import DENT
+from lightning_rob.attacks import GMSA, PGD, Chunked, HighConfidence, attacking
+from lightning_rob.defenses import DENT, Mixture
 from lightning_rob.defenses.adamod import AdaMod
 from lightning_rob.defenses.dent import PerImageNorm, information
 from lightning_rob.nets import ResNet20, SmallCNN
+from lightning_rob.objectives import worst_ce
 from lightning_rob.threat import Threat
 
 
@@ -213,6 +216,72 @@ def test_an_adapted_network_answers_its_own_batch_only():
     final = DENT(small()).adapt(images(7))
     with pytest.raises(ValueError, match="adapted to 7 images was given 3"):
         final.logits(images(3))
+
+
+class Limited(SmallCNN):
+    """Runs out of memory on more than `most` images that want gradients."""
+
+    most = 100
+
+    def forward(self, x):
+        if x.requires_grad and len(x) > Limited.most:
+            raise torch.OutOfMemoryError("no memory left")
+        return super().forward(x)
+
+
+def limited():
+    return trained(lambda: Limited(classes=5, channels=3, width=4)).double()
+
+
+CLIMB = PGD(Threat("linf", 0.1), 3, 0.05, random_start=False, keep_best=True)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        CLIMB,
+        replace(CLIMB, objective=worst_ce),
+        HighConfidence(CLIMB, untargeted=1, targeted=1),
+        Chunked(CLIMB, images=3),
+        Chunked(CLIMB, memory=1e-5),
+    ],
+    ids=["avg", "min", "confident", "chunked", "by memory"],
+)
+def test_the_models_of_a_round_are_attacked_in_parts(inner, monkeypatch):
+    """Each image meets its own scales and shifts, also in halves of halves."""
+    x, y = images(11).double(), torch.arange(11) % 5
+    defense, chunked = DENT(limited(), steps=2), isinstance(inner, Chunked)
+    space = Mixture([defense.now, defense.adapt(x).now])
+    expected = (inner.attack if chunked else inner)(space, x, y)
+    monkeypatch.setattr(Limited, "most", 3)
+    told = nullcontext() if chunked else pytest.warns(UserWarning, match="ran out of memory")
+    with told:
+        found = inner(space, x, y)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    with torch.no_grad():
+        space.logits(x)  # all are asked again
+    turned = space.defenses[1].logits(x.flip(0))[0].flip(0)
+    assert not torch.allclose(turned, space.defenses[1].logits(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({}, 0),  # not even one image fits
+        ({"statistics": "batch"}, 3),  # which has no parts
+    ],
+)
+def test_a_round_that_is_too_large_is_out_of_memory_and_says_what_to_do(options, most, monkeypatch):
+    net, x = limited(), images(8).double()
+    y = net(x).argmax(1)
+    monkeypatch.setattr(Limited, "most", most)
+    with (  # the static network comes first, which is attacked in halves whatever comes later
+        pytest.warns(UserWarning, match="ran out of memory"),
+        pytest.raises(torch.OutOfMemoryError, match="no memory left") as found,
+    ):
+        GMSA(replace(CLIMB, step_size=1e-4), rounds=2)(DENT(net, steps=2, **options), x, y)
+    assert "a round of 8 images as a whole" in found.value.__notes__[0]
+    assert "play rounds of fewer images (game.images" in found.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

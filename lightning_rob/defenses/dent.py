@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
 from lightning_rob.defenses.adamod import AdaMod
-from lightning_rob.defenses.learning import LocalBatchNorm, Transductive, shown, trainable
+from lightning_rob.defenses.learning import (
+    LocalBatchNorm,
+    OwnBatch,
+    Transductive,
+    shown,
+    trainable,
+)
 from lightning_rob.rules import Rule, mean_probs
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -96,7 +102,7 @@ def information(probs: Tensor, diversity: float = 1.0) -> Tensor:
     return entropy + diversity * (mean * (mean + EPS).log()).sum()
 
 
-class PerImageNorm(nn.Module):
+class PerImageNorm(OwnBatch):
     """A BatchNorm2d with a scale and a shift for each image and channel.
 
     Args:
@@ -116,22 +122,25 @@ class PerImageNorm(nn.Module):
         self.weight = nn.Parameter(scale.repeat(count, 1))
         self.bias = nn.Parameter(shift.repeat(count, 1))
         self.eps = norm.eps
+        self.separable = statistics == "static"
         known = statistics == "static"
         for name, value in (("mean", norm.running_mean), ("var", norm.running_var)):
             self.register_buffer(name, value.clone() if known and value is not None else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], for the B images it was made for, in their order."""
-        if len(x) != len(self.weight):
+        rows = slice(None) if self.asked is None else self.asked
+        weight, bias = self.weight[rows], self.bias[rows]
+        if len(x) != len(weight):
             raise ValueError(
-                f"a network that has adapted to {len(self.weight)} images was given {len(x)}: it "
+                f"a network that has adapted to {len(weight)} images was given {len(x)}: it "
                 "answers its own batch, from which an attack must not drop images (PGD does not)"
             )
         if self.mean is None or self.var is None:
             plain = batch_norm(x, None, None, training=True, eps=self.eps)
-            return plain * self.weight[..., None, None] + self.bias[..., None, None]
-        scale = self.weight * (self.var + self.eps).rsqrt()
-        shift = self.bias - self.mean * scale
+            return plain * weight[..., None, None] + bias[..., None, None]
+        scale = weight * (self.var + self.eps).rsqrt()
+        shift = bias - self.mean * scale
         return torch.addcmul(shift[..., None, None], x, scale[..., None, None])
 
 
