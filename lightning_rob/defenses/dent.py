@@ -21,7 +21,7 @@ from lightning_rob.rules import Rule, mean_probs
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Statistics = Literal["static", "batch"]
 BatchNorm = nn.modules.batchnorm._BatchNorm
-EPS = 1e-5  # in the logarithms, as released
+EPS = 1e-5  # in the logarithms of DENT+, as released
 KINDS = (nn.BatchNorm2d, nn.SyncBatchNorm, LocalBatchNorm)
 
 
@@ -39,7 +39,8 @@ class DENT(Transductive):
         optimizer: parameters -> optimizer; None is the paper's AdaMod.
         statistics: means and variances of BatchNorm: "static", those of training, or "batch",
             those of the test batch.
-        diversity: weight of the term that keeps the mean answer diverse; 0 is entropy alone.
+        diversity: weight of the term that keeps the mean answer diverse; 0 is entropy alone, the
+            objective of Tent (Wang et al. 2021).
         rule: any; there is one draw.
 
     Raises:
@@ -80,7 +81,7 @@ class DENT(Transductive):
             if isinstance(module, BatchNorm):
                 module.eval()
         for _ in shown(range(self.steps), "DENT"):
-            loss = information(net(x).softmax(-1), self.diversity)
+            loss = information(net(x), self.diversity)
             gradients = torch.autograd.grad(loss, weights, allow_unused=True)
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient
@@ -91,12 +92,15 @@ class DENT(Transductive):
         return self.having(adapted=net.eval())
 
 
-def information(probs: Tensor, diversity: float = 1.0) -> Tensor:
-    """The mean entropy of the answers minus the entropy of their mean: [B, K] -> scalar.
+def information(logits: Tensor, diversity: float = 1.0) -> Tensor:
+    """The mean entropy of the answers minus the entropy of their mean: logits [B, K] -> scalar.
 
-    Chen et al. 2022, eq. 8, divided by B, the logarithm of B and a rounding aside (Liang et al.
-    2020, SHOT).
+    Chen et al. 2022, eq. 8, divided by B, the logarithm of B aside (Liang et al. 2020, SHOT). As in
+    the released code its logarithms are of p + 1e-5; entropy alone, as in Tent, has none of that.
     """
+    probs = logits.softmax(-1)
+    if not diversity:
+        return -(probs * logits.log_softmax(-1)).sum(-1).mean()
     mean = probs.mean(0)
     entropy = -(probs * (probs + EPS).log()).sum(-1).mean()
     return entropy + diversity * (mean * (mean + EPS).log()).sum()
