@@ -23,6 +23,7 @@ from lightning_rob.modules.dann import DANN as Module
 from lightning_rob.nets.dann import DANNNet, DANNResNet18, reversed_gradient
 from lightning_rob.threat import Threat
 from tests.tiny import (
+    ROOT,
     Blobs,
     pgd,
     recipe,
@@ -398,6 +399,69 @@ def test_augmentation_is_of_both_domains_and_by_the_defenders_chance():
     assert same_weights(one.adapted.state_dict(), same.adapted.state_dict())
 
 
+def test_the_rate_falls_by_the_epoch():
+    """MultiStepLR as in Chen et al.: a tenth after each milestone, whatever steps an epoch has."""
+    rates = []
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure=None):
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    defense = tiny_defense(
+        epochs=6,
+        optimizer=lambda parameters: Noting(parameters, 0.1),
+        lr_scheduler=lambda made: torch.optim.lr_scheduler.MultiStepLR(made, [2, 4, 5], 0.1),
+    )
+    defense.adapt(blobs(False)[0], generator())  # two steps an epoch
+    assert rates == pytest.approx([0.1] * 4 + [0.01] * 4 + [0.001] * 2 + [0.0001] * 2)
+
+
+def test_the_cifar_recipe_is_the_papers(monkeypatch, tmp_path):
+    """SGD, a tenth at epochs 50, 75 and 90, batches of 64, crops and flips (appendix A.4.2)."""
+    from lightning_rob.run import Command
+
+    monkeypatch.chdir(tmp_path)
+    recipe = ["--config", str(ROOT / "configs/dann_cifar10.yaml"), "--trainer.accelerator=cpu"]
+    built = Command(recipe, run=False)
+    defense = built.model.defense
+    assert defense.batch_size == built.datamodule.batch_size == 64
+    assert [type(step).__name__ for step in defense.augment] == [
+        "RandomCrop",
+        "RandomHorizontalFlip",
+    ]
+    optimizer = defense.optimizer([nn.Parameter(torch.zeros(1))])
+    schedule, rates = defense.lr_scheduler(optimizer), []
+    for _ in range(defense.epochs):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    wanted = [0.1] * 50 + [0.01] * 25 + [0.001] * 15 + [0.0001] * 10
+    assert rates == pytest.approx(wanted)
+    assert optimizer.param_groups[0]["nesterov"]
+    x = torch.rand(3, 32, 32)
+    for step in defense.augment:
+        x = step(x)
+    assert x.shape == (3, 32, 32)
+
+
+def test_augmentation_never_touches_what_is_answered():
+    """It changes what is trained on, source and test images alike, and neither batch itself."""
+    (x, y), (seen, _) = blobs(), blobs(False)
+    kept, shown = x.clone(), seen.clone()
+    plain, flipped = (
+        tiny_defense(source=(x, y), epochs=2, augment=steps).adapt(seen, generator(1)).eval()
+        for steps in ((), (lambda image: image.flip(-1),))
+    )
+    assert not same_weights(plain.adapted.state_dict(), flipped.adapted.state_dict())
+    asked = []
+    flipped.adapted.register_forward_pre_hook(lambda module, given: asked.append(given[0]))
+    flipped(seen)
+    assert torch.equal(asked[0], shown)
+    assert torch.equal(x, kept)
+    assert torch.equal(seen, shown)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -441,11 +505,17 @@ def test_the_mnist_network_is_the_papers():
 
 
 def test_the_cifar_network_is_resnet18_in_two():
+    """The discriminator of appendix A.4.2: two BasicBlocks of 512, the first of stride 2."""
     net = DANNResNet18()
-    assert count(net) - count(net.discriminator) - count(net.judge) == 11_173_962
+    blocks = 9 * (256 + 3 * 512) * 512 + 256 * 512 + 5 * 2 * 512
+    judged = count(net.discriminator) + count(net.judge)
+    assert judged == blocks + 512 * 2 + 2 == 8_394_754
+    assert count(net) - judged == 11_173_962
     small = DANNResNet18(width=4)
     features = small.features(torch.rand(2, 3, 32, 32))
     assert features.shape == (2, 16, 8, 8)
+    assert small.discriminator(features).shape == (2, 32, 4, 4)
+    assert small.domain(features).shape == (2, 2)
 
 
 NETS = {

@@ -1,6 +1,8 @@
 """DENT: what is learnt from a batch, and that nothing else is touched."""
 
 import math
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,11 +10,12 @@ import torch
 from torch import nn
 from torch.nn.functional import batch_norm
 
-from lightning_rob.attacks import GMSA, PGD, attacking
-from lightning_rob.defenses import DENT
+from lightning_rob.attacks import GMSA, PGD, Chunked, HighConfidence, attacking
+from lightning_rob.defenses import DENT, Mixture
 from lightning_rob.defenses.adamod import AdaMod
 from lightning_rob.defenses.dent import PerImageNorm, information
 from lightning_rob.nets import ResNet20, SmallCNN
+from lightning_rob.objectives import worst_ce
 from lightning_rob.threat import Threat
 
 
@@ -62,13 +65,29 @@ def same(one, other):
 
 def test_the_objective_is_equation_8():
     """Divided by B, the logarithm of B and the 1e-5 in the logarithms aside."""
-    probs = torch.randn(16, 5, generator=torch.Generator().manual_seed(0)).double().softmax(-1)
-    entropy = -(probs * probs.log()).sum()
-    total = probs.sum(0)
+    logits = torch.randn(16, 5, generator=torch.Generator().manual_seed(0)).double()
+    probs = logits.softmax(-1)
+    entropy, total = -(probs * probs.log()).sum(), probs.sum(0)
     equation = entropy + (total * total.log()).sum()
-    value = 16 * (information(probs) + math.log(16))
+    value = 16 * (information(logits) + math.log(16))
     assert value.item() == pytest.approx(equation.item(), rel=1e-3)
-    assert information(probs, 0.0).item() == pytest.approx(entropy.item() / 16, rel=1e-3)
+    mean = probs.mean(0)
+    released = -(probs * (probs + 1e-5).log()).sum(1).mean() + (mean * (mean + 1e-5).log()).sum()
+    assert information(logits).item() == pytest.approx(released.item(), rel=1e-12)
+
+
+def test_entropy_alone_has_no_rounding_in_its_logarithms():
+    """The objective of Tent; its gradient is -p (log p + H), also where p is 0 in float64."""
+    logits = torch.randn(16, 5, generator=torch.Generator().manual_seed(0)).double()
+    logits[0] = torch.tensor([900.0, 0, 0, 0, 0])
+    logits.requires_grad_()
+    probs, logs = logits.softmax(-1), logits.log_softmax(-1)
+    entropy = -torch.special.xlogy(probs, probs).sum(1)
+    value = information(logits, 0.0)
+    assert value.item() == pytest.approx(entropy.mean().item(), rel=1e-12)
+    (gradient,) = torch.autograd.grad(value, logits)
+    expected = -probs * (logs + entropy[:, None]) / 16
+    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-14)
 
 
 def test_adamod_by_hand():
@@ -126,7 +145,7 @@ def test_adaptation_by_hand():
         return net.linear(out.mean((2, 3)))
 
     for _ in range(3):
-        gradients = torch.autograd.grad(information(forward().softmax(-1)), scales + shifts)
+        gradients = torch.autograd.grad(information(forward()), scales + shifts)
         with torch.no_grad():
             for weight, gradient in zip(scales + shifts, gradients, strict=True):
                 weight -= 0.5 * gradient
@@ -137,8 +156,8 @@ def test_adaptation_by_hand():
 @pytest.mark.parametrize("steps", [1, 6])
 def test_entropy_falls_and_the_mean_answer_stays_diverse(steps):
     net, x = small(), images(32)
-    before = information(net(x).softmax(-1)).item()
-    after = information(DENT(net, steps).adapt(x).eval().logits(x)[0].softmax(-1)).item()
+    before = information(net(x)).item()
+    after = information(DENT(net, steps).adapt(x).eval().logits(x)[0]).item()
     assert after < before
 
 
@@ -213,6 +232,72 @@ def test_an_adapted_network_answers_its_own_batch_only():
     final = DENT(small()).adapt(images(7))
     with pytest.raises(ValueError, match="adapted to 7 images was given 3"):
         final.logits(images(3))
+
+
+class Limited(SmallCNN):
+    """Runs out of memory on more than `most` images that want gradients."""
+
+    most = 100
+
+    def forward(self, x):
+        if x.requires_grad and len(x) > Limited.most:
+            raise torch.OutOfMemoryError("no memory left")
+        return super().forward(x)
+
+
+def limited():
+    return trained(lambda: Limited(classes=5, channels=3, width=4)).double()
+
+
+CLIMB = PGD(Threat("linf", 0.1), 3, 0.05, random_start=False, keep_best=True)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        CLIMB,
+        replace(CLIMB, objective=worst_ce),
+        HighConfidence(CLIMB, untargeted=1, targeted=1),
+        Chunked(CLIMB, images=3),
+        Chunked(CLIMB, memory=1e-5),
+    ],
+    ids=["avg", "min", "confident", "chunked", "by memory"],
+)
+def test_the_models_of_a_round_are_attacked_in_parts(inner, monkeypatch):
+    """Each image meets its own scales and shifts, also in halves of halves."""
+    x, y = images(11).double(), torch.arange(11) % 5
+    defense, chunked = DENT(limited(), steps=2), isinstance(inner, Chunked)
+    space = Mixture([defense.now, defense.adapt(x).now])
+    expected = (inner.attack if chunked else inner)(space, x, y)
+    monkeypatch.setattr(Limited, "most", 3)
+    told = nullcontext() if chunked else pytest.warns(UserWarning, match="ran out of memory")
+    with told:
+        found = inner(space, x, y)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    with torch.no_grad():
+        space.logits(x)  # all are asked again
+    turned = space.defenses[1].logits(x.flip(0))[0].flip(0)
+    assert not torch.allclose(turned, space.defenses[1].logits(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({}, 0),  # not even one image fits
+        ({"statistics": "batch"}, 3),  # which has no parts
+    ],
+)
+def test_a_round_that_is_too_large_is_out_of_memory_and_says_what_to_do(options, most, monkeypatch):
+    net, x = limited(), images(8).double()
+    y = net(x).argmax(1)
+    monkeypatch.setattr(Limited, "most", most)
+    with (  # the static network comes first, which is attacked in halves whatever comes later
+        pytest.warns(UserWarning, match="ran out of memory"),
+        pytest.raises(torch.OutOfMemoryError, match="no memory left") as found,
+    ):
+        GMSA(replace(CLIMB, step_size=1e-4), rounds=2)(DENT(net, steps=2, **options), x, y)
+    assert "a round of 8 images as a whole" in found.value.__notes__[0]
+    assert "play rounds of fewer images (game.images" in found.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_rob.attacks import GMSA, PGD
 from lightning_rob.attacks.base import Attack
 from lightning_rob.callbacks import Game, RobustEval
+from lightning_rob.callbacks.game import check_rounds
 from lightning_rob.callbacks.referee import Match, Untouched
 from lightning_rob.data.labelled import give_source
 from lightning_rob.defenses import DENT, Defense
@@ -346,3 +347,17 @@ def test_untouched_images_stay_as_they_are():
 def test_what_makes_no_game(options, message):
     with pytest.raises(ValueError, match=message):
         Game(**options)
+
+
+@pytest.mark.parametrize(("rounds", "processes"), [(1, 1), (0, 2), (2, 8), (8, 8), (9, 2)])
+def test_games_that_processes_can_share(rounds, processes):
+    check_rounds(rounds, processes, 100)
+
+
+@pytest.mark.parametrize(("processes", "images"), [(2, 5000), (8, 1250), (3, 3334)])
+def test_one_round_is_for_one_process(processes, images):
+    """The advice leaves no process without a round."""
+    told = rf"all 10000 images make one round.* of {processes} processes.*--trainer\.devices=1"
+    with pytest.raises(ValueError, match=rf"{told}.*game\.images={images} or fewer"):
+        check_rounds(1, processes, 10_000)
+    check_rounds(-(-10_000 // images), processes, 10_000)

@@ -137,13 +137,14 @@ class Scripted(Defense):
 class Fixed(nn.Module):
     """Right on so many of the first images, by label, whatever they look like."""
 
-    def __init__(self, right):
+    def __init__(self, right, margin=3.0):
         super().__init__()
-        self.right = right
+        self.right, self.margin = right, margin
 
     def forward(self, x):
         answer = (torch.arange(len(x)) + (torch.arange(len(x)) >= self.right)) % 5
-        return 3.0 * nn.functional.one_hot(answer, 5).to(x) + 0 * x.flatten(1).sum(1)[:, None]
+        out = self.margin * nn.functional.one_hot(answer, 5).to(x)
+        return out + 0 * x.flatten(1).sum(1)[:, None]
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,34 @@ def test_the_images_with_the_lowest_rehearsed_accuracy_are_handed_in(rights, cle
     assert torch.equal(x_adv, expected)
     stop = rights.index(0) + 1 if 0 in rights else len(rights)
     assert len(whom) == stop  # nothing is lower than 0
+
+
+@pytest.mark.parametrize(
+    ("right", "margins", "chosen"),
+    [
+        (1, [9.0, 8.0, 5.0, 0.01], 0.03),  # right each time, and the last is all but fooled
+        (1, [9.0, 5.0, 0.01, 8.0], 0.02),
+        (1, [0.01, 8.0, 5.0, 9.0], None),  # clean images have the largest loss
+        (1, [40.0, 39.0, 38.0, 37.0], 0.03),  # where probabilities are 1 in float32
+        (0, [9.0, 0.1, 5.0, 8.0], 0.01),  # wrong: nothing is tried after a success
+    ],
+)
+@pytest.mark.parametrize("memory", [False, True])
+def test_equals_are_settled_by_the_larger_loss(right, margins, chosen, memory):
+    """In rounds of one image the accuracy is 0 or 1."""
+    clean, *attacked = (Fixed(right, margin) for margin in margins)
+    clean.right = 1
+    x, y = batch(1)
+    defense = Scripted(Fixed(1), [clean, *attacked])
+    x_adv = GMSA(Spy(whom=[]), rounds=3, memory=memory)(defense, x, y)
+    assert torch.equal(x_adv, x if chosen is None else torch.full_like(x, chosen))
+
+
+def test_accuracy_goes_before_the_loss():
+    x, y = batch(9)
+    defense = Scripted(Fixed(9), [Fixed(5, 0.1), Fixed(6, 0.01), Fixed(9, 0.01)])
+    x_adv = GMSA(Spy(whom=[]), rounds=3, from_clean=False)(defense, x, y)
+    assert torch.equal(x_adv, torch.full_like(x, 0.01))
 
 
 def test_without_the_clean_rehearsal_the_first_images_are_taken():

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from lightning_rob.attacks.folding import folded
 from lightning_rob.attacks.memory import in_halves
 from lightning_rob.defenses import Defense, Mixture
+from lightning_rob.defenses.learning import OwnBatch
 from lightning_rob.objectives import Objective, check_logits, over_draws
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
@@ -170,7 +170,9 @@ def image_by_image(attack: "Attack", defense: Defense) -> bool:
     """Whether a batch may be attacked in parts: neither goes by the whole of it."""
     from lightning_rob.attacks.rebuild import parts
 
-    return not defense.transductive and not any(part.together for part in parts(attack))
+    layers = (layer for layer in defense.modules() if isinstance(layer, OwnBatch))
+    whole = defense.transductive or not all(layer.separable for layer in layers)
+    return not whole and not any(part.together for part in parts(attack))
 
 
 class Backward(ABC):
@@ -245,10 +247,21 @@ class Attack(ABC):
             x, y = x.detach().clone(), y.clone()
             if not len(x):
                 return x
-            work = partial(self.perturb, defense)
             if image_by_image(self, defense):
-                return in_halves(work, x, y, generator).detach()
-            return work(x, y, generator).detach()
+                return in_halves(self.perturb, defense, x, y, generator).detach()
+            return self._whole(defense, x, y, generator).detach()
+
+    def _whole(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """`perturb`; where that runs out of memory the error says how to need less."""
+        try:
+            return self.perturb(defense, x, y, generator)
+        except torch.OutOfMemoryError as error:
+            if not getattr(error, "__notes__", None):
+                error.add_note(
+                    f"{type(self).__name__} attacks a round of {len(x)} images as a whole: play "
+                    "rounds of fewer images (game.images, or eval_batch_size)"
+                )
+            raise
 
     def strategies(self, defense: Defense) -> "list[tuple[float, Attack]]":
         """What the attacker may do against this defense, each with its probability; mostly one.

@@ -11,6 +11,7 @@ from lightning_rob.attacks.base import image_by_image
 from lightning_rob.attacks.memory import in_parts, kept_for_gradients
 from lightning_rob.attacks.rebuild import parts
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.learning import asking
 from lightning_rob.randomness import Generator
 
 GRADIENTS = 2.0  # beside what autograd keeps: the gradients themselves, and what kernels work in
@@ -58,16 +59,19 @@ class Chunked(Around):
             kind = type(defense).__name__
             raise TypeError(f"{kind} adapts to whole batches: an attack on it cannot be chunked")
         count = self.images or self._fitting(defense, x)
-        return in_parts(partial(self.attack, defense), count, x, y, generator)
+        return in_parts(self.attack, count, defense, x, y, generator)
 
     def _fitting(self, defense: Defense, x: Tensor) -> int:
         """How many images the memory is enough for; at least one."""
         chance = torch.Generator().manual_seed(0)
-        with torch.no_grad():  # labels that are right, of which every attack takes a gradient
-            y = defense(x[:2], chance).argmax(1)
-        one, two = (
-            kept_for_gradients(partial(self.attack.perturb, defense, x[:n].clone(), y[:n], chance))
-            for n in (1, 2)
-        )
+        some = torch.arange(min(2, len(x)), device=x.device)
+        with torch.no_grad(), asking(defense, some):
+            y = defense(x[some], chance).argmax(1)  # right, so that every attack takes a gradient
+        kept = []
+        for part in (some[:1], some):
+            with asking(defense, part):
+                attack = partial(self.attack.perturb, defense, x[part], y[part], chance)
+                kept.append(kept_for_gradients(attack))
+        one, two = kept
         each = GRADIENTS * max(two - one, 1)  # what both keep is there anyway: weights
         return min(max(int((self.memory or 0) * 2**30 / each), 1), len(x))

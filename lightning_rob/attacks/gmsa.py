@@ -6,23 +6,27 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack, evaluating
+from lightning_rob.attacks.base import Attack, evaluating, height
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.rebuild import rebuilt
 from lightning_rob.defenses import Defense, Mixture
-from lightning_rob.objectives import over_draws
+from lightning_rob.objectives import expected_ce, over_draws
 from lightning_rob.randomness import Generator, spawn
 from lightning_rob.threat import Threat
 
 
 @dataclass(frozen=True)
 class GMSA(Attack):
-    """Greedy model space attack (Chen et al. 2022, Algorithm 1) and, without memory, FPA.
+    """Greedy model space attack (Chen et al. 2022, Algorithm 2) and, without memory, FPA.
 
-    In round i the attacker attacks all models met so far, F(0) … F(i), lets a rehearsal of the
-    defense adapt to the images found, which gives F(i+1), and sees how often that one is right on
-    them. The images on which it was right least often are handed in. F(0) is the defense as it
-    stands; rehearsals draw from the attacker's generator, never from the defender's.
+    (FPA is Algorithm 1.) In round i the attacker attacks all models met so far, F(0) … F(i), lets a
+    rehearsal of the defense adapt to the images found, which gives F(i+1), and sees how often that
+    one is right on them. The images on which it was right least often are handed in; of equals
+    those with the largest mean cross-entropy, which decides rounds of one image. F(0) is the
+    defense as it stands; rehearsals draw from the attacker's generator, never from the defender's.
+
+    Line 5 of the algorithm takes the largest loss L; the authors' code counts errors. Both are used
+    here in that order, whatever loss the inner attack climbs.
 
     The inner attack's objective says what is made of the models: `expected_ce` is GMSA-AVG,
     `worst_ce` is GMSA-MIN. Models are seen one after the other, so memory does not grow with their
@@ -35,7 +39,7 @@ class GMSA(Attack):
         steps_per_model: multiply the steps of each PGD in `inner` by the number of models; None
             does so, as in the paper, where its objective is the least over models.
         from_clean: rehearse on the clean images first, and hand those in if all others are worse:
-            one more adaptation.
+            one more adaptation. Algorithms 1 and 2 choose among attacked images only.
 
     Raises:
         ValueError: no rounds.
@@ -59,17 +63,17 @@ class GMSA(Attack):
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
-        models, best, lowest = [defense.now], x, float("inf")
+        models, best, highest = [defense.now], x, (-1.0, 0.0)
         if self.from_clean:
-            _, lowest = self._rehearse(defense, x, y, generator)
+            _, highest = self._rehearse(defense, x, y, generator)
         for _ in range(self.rounds):
-            if lowest == 0 and best is not x:
+            if highest[0] == 1 and best is not x:
                 break
             met = models if self.memory else models[-1:]
             x_adv = self._longer(len(met))(Mixture(met), x, y, generator)
-            model, accuracy = self._rehearse(defense, x_adv, y, generator)
-            if accuracy < lowest or (accuracy == lowest and best is x):
-                best, lowest = x_adv, accuracy
+            model, found = self._rehearse(defense, x_adv, y, generator)
+            if found > highest or (found == highest and best is x):
+                best, highest = x_adv, found
             models.append(model)
         return best
 
@@ -88,9 +92,14 @@ class GMSA(Attack):
     @staticmethod
     def _rehearse(
         defense: Defense, x: Tensor, y: Tensor, generator: Generator
-    ) -> tuple[Defense, float]:
-        """What the defense becomes on these images, and how often it is right on them."""
+    ) -> tuple[Defense, tuple[float, float]]:
+        """What the defense becomes on these images, and how wrong it is: its error, then its loss.
+
+        The error is the probability of a wrong answer, the loss the cross-entropy, the mean over
+        draws; both are means over the images.
+        """
         final = defense.adapt(x, spawn(x, generator))
         with evaluating(final), torch.no_grad():
             right = final(x, generator).gather(1, y[:, None])
-        return final.now, float(right.double().mean())
+            loss = height(expected_ce, None, final, x, y, generator)
+        return final.now, (1 - float(right.double().mean()), float(loss.double().mean()))

@@ -2,22 +2,26 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lightning_rob.defenses import Defense
+from lightning_rob.defenses.learning import asking
 from lightning_rob.randomness import Generator, Streams
 
-Work = Callable[[Tensor, Tensor, Generator], Tensor]
+Work = Callable[[Defense, Tensor, Tensor, Generator], Tensor]
 
 
-def in_halves(work: Work, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+def in_halves(work: Work, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
     """Work on a batch, and on its halves where that runs out of memory, with a warning.
 
     The device's memory is meant: what the processor lacks is found by the system, which kills.
 
     Args:
-        work: images [B, …], labels [B] and their noise -> [B, …].
+        work: the defense, images [B, …], labels [B] and their noise -> [B, …].
+        defense: one that has adapted to the batch is asked about the images of each part.
         x: [B, …] images.
         y: [B] labels.
         generator: where noise comes from; `Streams` give each image the same one in any part.
@@ -27,7 +31,7 @@ def in_halves(work: Work, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
     """
     drawn = generator.drawn if isinstance(generator, Streams) else 0
     try:
-        return work(x, y, generator)
+        return work(defense, x, y, generator)
     except torch.OutOfMemoryError:
         if len(x) < 2:
             raise
@@ -42,15 +46,18 @@ def in_halves(work: Work, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         torch.cuda.empty_cache()
     if isinstance(generator, Streams):
         generator.drawn = drawn
-    return in_parts(lambda *part: in_halves(work, *part), half, x, y, generator)
+    return in_parts(partial(in_halves, work), half, defense, x, y, generator)
 
 
-def in_parts(work: Work, count: int, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+def in_parts(
+    work: Work, count: int, defense: Defense, x: Tensor, y: Tensor, generator: Generator
+) -> Tensor:
     """Work on a batch part by part; see `in_halves`.
 
     Args:
-        work: images [b, …], labels [b] and their noise -> [b, …].
+        work: the defense, images [b, …], labels [b] and their noise -> [b, …].
         count: b, how many images a part has at most.
+        defense: one that has adapted to the batch is asked about the images of each part.
         x: [B, …] images.
         y: [B] labels.
         generator: where noise comes from.
@@ -62,7 +69,8 @@ def in_parts(work: Work, count: int, x: Tensor, y: Tensor, generator: Generator)
     for first in range(0, len(x), count):
         some = torch.arange(first, min(first + count, len(x)), device=x.device)
         part = generator[some] if isinstance(generator, Streams) else generator
-        done.append(work(x[some], y[some], part))
+        with asking(defense, some):
+            done.append(work(defense, x[some], y[some], part))
         drawn = max(drawn, part.drawn) if isinstance(part, Streams) else 0
     if isinstance(generator, Streams):
         generator.drawn = drawn

@@ -93,3 +93,25 @@ def _fetch(loader: Any, positions: Tensor) -> Any:
     many = getattr(loader.dataset, "__getitems__", None)
     places = positions.tolist()
     return loader.collate_fn(many(places) if many else [loader.dataset[i] for i in places])
+
+
+def check_rounds(rounds: int, processes: int, images: int) -> None:
+    """Refuse a game of one round under several processes, before any of them starts to wait.
+
+    A round is played by one process. The others would wait for it in the next collective, until
+    their time-out ends the run, hours into the attack.
+
+    Args:
+        rounds: how many the game has, on all processes together.
+        processes: how many share them.
+        images: how many images are played, in all rounds together.
+
+    Raises:
+        ValueError: one round for several processes.
+    """
+    if rounds == 1 < processes:
+        raise ValueError(
+            f"all {images} images make one round, which one of {processes} processes plays while "
+            "the others wait for it and time out: start one process (--trainer.devices=1), or "
+            f"play smaller rounds, game.images={-(-images // processes)} or fewer"
+        )

@@ -9,13 +9,19 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
 from lightning_rob.defenses.adamod import AdaMod
-from lightning_rob.defenses.learning import LocalBatchNorm, Transductive, shown, trainable
+from lightning_rob.defenses.learning import (
+    LocalBatchNorm,
+    OwnBatch,
+    Transductive,
+    shown,
+    trainable,
+)
 from lightning_rob.rules import Rule, mean_probs
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Statistics = Literal["static", "batch"]
 BatchNorm = nn.modules.batchnorm._BatchNorm
-EPS = 1e-5  # in the logarithms, as released
+EPS = 1e-5  # in the logarithms of DENT+, as released
 KINDS = (nn.BatchNorm2d, nn.SyncBatchNorm, LocalBatchNorm)
 
 
@@ -33,7 +39,8 @@ class DENT(Transductive):
         optimizer: parameters -> optimizer; None is the paper's AdaMod.
         statistics: means and variances of BatchNorm: "static", those of training, or "batch",
             those of the test batch.
-        diversity: weight of the term that keeps the mean answer diverse; 0 is entropy alone.
+        diversity: weight of the term that keeps the mean answer diverse; 0 is entropy alone, the
+            objective of Tent (Wang et al. 2021).
         rule: any; there is one draw.
 
     Raises:
@@ -74,7 +81,7 @@ class DENT(Transductive):
             if isinstance(module, BatchNorm):
                 module.eval()
         for _ in shown(range(self.steps), "DENT"):
-            loss = information(net(x).softmax(-1), self.diversity)
+            loss = information(net(x), self.diversity)
             gradients = torch.autograd.grad(loss, weights, allow_unused=True)
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient
@@ -85,18 +92,21 @@ class DENT(Transductive):
         return self.having(adapted=net.eval())
 
 
-def information(probs: Tensor, diversity: float = 1.0) -> Tensor:
-    """The mean entropy of the answers minus the entropy of their mean: [B, K] -> scalar.
+def information(logits: Tensor, diversity: float = 1.0) -> Tensor:
+    """The mean entropy of the answers minus the entropy of their mean: logits [B, K] -> scalar.
 
-    Chen et al. 2022, eq. 8, divided by B, the logarithm of B and a rounding aside (Liang et al.
-    2020, SHOT).
+    Chen et al. 2022, eq. 8, divided by B, the logarithm of B aside (Liang et al. 2020, SHOT). As in
+    the released code its logarithms are of p + 1e-5; entropy alone, as in Tent, has none of that.
     """
+    probs = logits.softmax(-1)
+    if not diversity:
+        return -(probs * logits.log_softmax(-1)).sum(-1).mean()
     mean = probs.mean(0)
     entropy = -(probs * (probs + EPS).log()).sum(-1).mean()
     return entropy + diversity * (mean * (mean + EPS).log()).sum()
 
 
-class PerImageNorm(nn.Module):
+class PerImageNorm(OwnBatch):
     """A BatchNorm2d with a scale and a shift for each image and channel.
 
     Args:
@@ -116,22 +126,25 @@ class PerImageNorm(nn.Module):
         self.weight = nn.Parameter(scale.repeat(count, 1))
         self.bias = nn.Parameter(shift.repeat(count, 1))
         self.eps = norm.eps
+        self.separable = statistics == "static"
         known = statistics == "static"
         for name, value in (("mean", norm.running_mean), ("var", norm.running_var)):
             self.register_buffer(name, value.clone() if known and value is not None else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], for the B images it was made for, in their order."""
-        if len(x) != len(self.weight):
+        rows = slice(None) if self.asked is None else self.asked
+        weight, bias = self.weight[rows], self.bias[rows]
+        if len(x) != len(weight):
             raise ValueError(
-                f"a network that has adapted to {len(self.weight)} images was given {len(x)}: it "
+                f"a network that has adapted to {len(weight)} images was given {len(x)}: it "
                 "answers its own batch, from which an attack must not drop images (PGD does not)"
             )
         if self.mean is None or self.var is None:
             plain = batch_norm(x, None, None, training=True, eps=self.eps)
-            return plain * self.weight[..., None, None] + self.bias[..., None, None]
-        scale = self.weight * (self.var + self.eps).rsqrt()
-        shift = self.bias - self.mean * scale
+            return plain * weight[..., None, None] + bias[..., None, None]
+        scale = weight * (self.var + self.eps).rsqrt()
+        shift = bias - self.mean * scale
         return torch.addcmul(shift[..., None, None], x, scale[..., None, None])
 
 

@@ -136,6 +136,38 @@ class LocalBatchNorm(nn.modules.batchnorm._BatchNorm):
         """Images or features, whatever it was made for."""
 
 
+class OwnBatch(nn.Module):
+    """A layer that holds something for each image of one batch and answers that batch only.
+
+    `asked` says which of its images the next batches are, [b] positions in its own order; None is
+    all of them.
+    """
+
+    separable = True  # whether it answers an image by itself, whatever other images there are
+    asked: Tensor | None = None
+
+
+@contextmanager
+def asking(defense: nn.Module, index: Tensor) -> Iterator[None]:
+    """Ask a defense that has adapted to a batch about some of its images only.
+
+    Inside another such context the positions are those in the part that is asked there.
+
+    Args:
+        defense: as it was before, afterwards.
+        index: [b] positions in the batch, of the images that it will be given.
+    """
+    layers = [layer for layer in defense.modules() if isinstance(layer, OwnBatch)]
+    before = [layer.asked for layer in layers]
+    try:
+        for layer, rows in zip(layers, before, strict=True):
+            layer.asked = index if rows is None else rows[index]
+        yield
+    finally:
+        for layer, rows in zip(layers, before, strict=True):
+            layer.asked = rows
+
+
 def redrawn(net: nn.Module, chance: torch.Generator) -> nn.Module:
     """A copy of a network with all weights drawn anew, by the `reset_parameters` of its modules.
 

@@ -33,8 +33,9 @@ class RMC(Transductive):
     Args:
         net: [B, C, H, W] -> [B, K] logits, the static model, by whose features neighbours are told.
         source: labelled images to learn from, see `Transductive`.
-        attack: makes the copies, (defense, x, y, generator) -> x_adv: on MNIST PGD within linf 0.3,
-            on CIFAR-10 40 steps of 1/255 within 8/255, keeping the best; None leaves them clean.
+        attack: makes the copies, (defense, x, y, generator) -> x_adv: on MNIST PGD of 100 steps of
+            0.01 within linf 0.3, on CIFAR-10 40 of 1/255 within 8/255, keeping the best; None
+            leaves them clean.
         copies: attacked copies of the training set in D': the paper has 1 for MNIST (D' is twice
             as large as the training set), 4 for CIFAR-10.
         neighbours: K.
