@@ -282,7 +282,7 @@ def test_the_suite_fits_the_defense(nets):
     kinds = {
         "single": (Single(net), ()),
         "ensemble": (Ensemble([net, net], rule=mean_logits), ()),
-        "randomized": (Ensemble([net, net]), ("arc",)),
+        "randomized": (Ensemble([net, net]), ("arc", "arc_two_radii")),
         "random": (rt, ("linear_aggmo",)),
         "transformed": (moved, ("adaptive_pgd", "taa", "paa")),
         "transductive": (DENT(SmallCNN(4, 3, 4)), ("gmsa_avg",)),
@@ -313,7 +313,7 @@ def test_the_adaptive_attack_was_not_run(nets, blobs):
         (found[name],) = audit(ensemble, *blobs, THREAT, checks=[adaptive], others=others).findings
     assert found["pgd"].flagged and not found["arc"].flagged and not found["none"].flagged
     assert "runs mine, but not ARC" in found["pgd"].text
-    assert "callbacks/arc.yaml" in found["pgd"].advice
+    assert "callbacks/arc_two_radii.yaml" in found["pgd"].advice
     figures = found["pgd"].figures
     assert figures["gap"] == pytest.approx(figures["usual"] - figures["adaptive"])
 
@@ -331,7 +331,7 @@ def test_the_adaptive_attack_was_not_run(nets, blobs):
 )
 def test_an_adaptive_attack_may_be_too_weak(attack, words):
     subject = Subject(Ensemble([TinyNet(), TinyNet()]), THREAT, others={"mine": attack})
-    found = adaptive(subject, {"pgd": part(31), "arc": part(31)})
+    found = adaptive(subject, {"pgd": part(31), "arc": part(31), "arc_two_radii": part(31)})
     assert found.flagged == bool(words)
     assert words in found.text
 
@@ -354,12 +354,12 @@ def test_an_ensemble_with_one_answer_needs_the_loss_of_its_rule(rule, loss):
 
 def test_the_gap_is_told_in_words():
     subject = Subject(Ensemble([TinyNet(), TinyNet()]), THREAT)
-    seen = {"pgd": part(31), "arc": part(20)}
+    seen = {"pgd": part(31), "arc": part(31), "arc_two_radii": part(20)}
     found = adaptive(subject, seen)
     assert "leaves 62 %, those for its kind 40 %" in found.text
     subject.others = {"apgd": subject.attacks["pgd"]}
     assert adaptive(subject, seen).severity == "severe"
-    assert adaptive(subject, seen | {"arc": part(31)}).severity == "warning"
+    assert adaptive(subject, seen | {"arc_two_radii": part(31)}).severity == "warning"
 
 
 def test_eot_with_one_velocity_is_not_what_random_transforms_need():

@@ -33,15 +33,15 @@ def test_the_callback_writes_what_it_found(trained, tmp_path, capsys):
     run("test", "--config", file, "--ckpt_path", trained)
     told = json.loads((tmp_path / "run/version_0/audit.json").read_text())
     accuracy = {row["name"]: row["accuracy"] for row in told["attacks"]}
-    assert {"clean", "noise", "pgd", "arc", "square", "worst"} <= accuracy.keys()
+    assert {"clean", "noise", "pgd", "arc", "arc_two_radii", "square", "worst"} <= accuracy.keys()
     assert {row["n"] for row in told["attacks"]} == {20}
-    assert accuracy["worst"] <= accuracy["arc"]
+    assert accuracy["worst"] <= accuracy["arc_two_radii"] <= accuracy["arc"]
     findings = {finding["name"]: finding for finding in told["findings"]}
     assert findings["adaptive"]["severity"] in ("warning", "severe")
     assert "but not ARC" in findings["adaptive"]["text"]
     shown = capsys.readouterr().out
     assert "Audit · Ensemble · a randomized ensemble" in shown
-    assert "callbacks/arc.yaml" in " ".join(shown.split())
+    assert "callbacks/arc_two_radii.yaml" in " ".join(shown.split())
 
 
 def test_two_processes_find_the_same(trained, tmp_path):

@@ -102,9 +102,25 @@ def test_the_command_compares_attacks_and_checkpoints(tmp_path, capsys):
     assert "y" not in [line.split("│")[1].strip() for line in out.splitlines() if "│" in line]
 
 
+def test_an_ensemble_is_compared_with_its_first_member(tmp_path, capsys):
+    """Rows of other names, image by image."""
+    whole = record(
+        tmp_path / "a.csv", {"clean": bits("1111"), "x": bits("1000"), "z": bits("1110")}
+    )
+    alone = record(tmp_path / "b.csv", {"clean": bits("1111"), "y": bits("1101")})
+    run("compare", whole, alone, "--pairs", "x=y")
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells[:4] == ["x → y", "25.0%", "75.0%", "+50.0"]
+    assert cells[5:7] == ["0", "2"]
+
+
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
+        (["a.csv", "--pairs", "x=y"], "--pairs is for two records"),
+        (["a.csv", "b.csv", "--pairs", "x=y", "--against_worst"], "--pairs is for two records"),
+        (["a.csv", "b.csv", "--pairs", "x"], "--pairs is NAME=NAME, several separated by commas"),
         ([], "one or two records, got 0"),
         (["a.csv", "b.csv", "c.csv"], "one or two records, got 3"),
         (["a.csv", "b.csv", "--with", "x"], "--with is for the attacks of one record"),
@@ -125,6 +141,7 @@ def test_errors_are_one_line(tmp_path, capsys):
         [one, foggy],
         [tmp_path / "none.csv"],
         [one, "--with", "zzz"],
+        [one, one, "--pairs", "x=zzz"],
     ):
         with pytest.raises(SystemExit) as ended:
             run("compare", *args)

@@ -10,6 +10,7 @@ import yaml
 from torch import nn
 
 from lightning_rob.nets import VGG16, WRN28_4, MobileNetV1, PreActResNet18, ResNet20, ZooNet
+from lightning_rob.threat import pixels
 from lightning_rob.transforms import named
 from tests.test_nets import dverge_state
 from tests.tiny import ROOT, recipe, records, run
@@ -199,7 +200,7 @@ def test_callbacks_add_up_and_what_is_there_twice_runs_once(tmp_path):
     assert {"apgd", "apgd_logits", "arc", "worst"} <= set(names)
     worst = next(r for r in records(tmp_path) if r["name"] == "worst")
     assert worst["over"][0] == "apgd"
-    assert "arc" in worst["over"]
+    assert {"arc", "arc_two_radii"} <= {*worst["over"]}
 
 
 @pytest.mark.parametrize("file", RT_ONLY, ids=lambda p: p.stem)
@@ -403,6 +404,55 @@ def test_recipe_normalises_as_its_data_says(file):
     layer = built.model.members[0].normalize
     assert layer.mean.flatten().tolist() == pytest.approx(built.datamodule.mean)
     assert layer.std.flatten().tolist() == pytest.approx(built.datamodule.std)
+
+
+def named(content):
+    """Every attack with its name, however deep in a recipe or plug-in."""
+    if isinstance(content, list):
+        return [pair for part in content for pair in named(part)]
+    if not isinstance(content, dict):
+        return []
+    here = content.get("attacks")
+    found = list(here.items()) if isinstance(here, dict) else []
+    return found + [pair for part in content.values() for pair in named(part)]
+
+
+def test_what_is_called_arc_is_the_papers():
+    """One local radius: eps for linf, PGD's step of eps / 4 for l2; `arc_two_radii` tries both."""
+    files = [*(ROOT / "configs").glob("*.yaml"), *(ROOT / "callbacks").glob("*.yaml")]
+    attacks = [pair for p in files for pair in named(yaml.safe_load(p.read_text()))]
+    single = [attack for name, attack in attacks if name in ("arc", "arc_top4", "member_1_arc")]
+    double = [attack for name, attack in attacks if name in ("arc_two_radii", "member_1_two")]
+    assert len(single) >= 20 and len(double) >= 15
+    for attack in single:
+        share = {"linf": 1, "l2": 0.25}[attack["init_args"]["threat"]["norm"]]
+        assert local_radius(attack) == pytest.approx(share)
+    for attack in double:
+        radii = [local_radius(part) for part in attack["init_args"]["attacks"]]
+        assert sorted(radii) == pytest.approx([0.25, 1])
+
+
+def local_radius(attack):
+    """As a share of eps."""
+    assert attack["class_path"].endswith(".ARC")
+    options = attack["init_args"]
+    return pixels(options["step_size"]) / pixels(options["threat"]["eps"])
+
+
+@pytest.mark.parametrize("twin", ["", "_l2"])
+def test_the_first_member_is_attacked_as_the_ensemble_is(twin):
+    """Like for like: the same attacks in the same order, so that their rows can be paired."""
+
+    def attacks(*names):
+        read = [yaml.safe_load((ROOT / f"callbacks/{n}{twin}.yaml").read_text()) for n in names]
+        return [attack for part in read for attack in part["init_args"]["attacks"].values()]
+
+    alone = attacks("first_member", "first_member_arc")
+    assert alone == attacks("apgd", "arc", "arc_two_radii", "arc_warm")
+    demo = yaml.safe_load((ROOT / "configs/demo.yaml").read_text())["trainer"]["callbacks+"]
+    each, twice, first = (callback["init_args"] for callback in demo[1:])
+    whole = each["attacks"] | twice["attacks"]
+    assert list(first["attacks"].values()) == list(whole.values())
 
 
 def test_no_yaml_drops_callbacks():

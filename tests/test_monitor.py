@@ -561,7 +561,10 @@ def test_a_suite_of_its_own_where_none_is_given(trained, watched, put):
     put(EPOCHS[3])
     run("monitor", watched, "--once", "--trainer.accelerator=cpu", "--data.test_size=8")
     found = {line["name"]: line for line in lines(watched) if "name" in line}
-    assert list(found) == ["clean", "apgd", "apgd_logits", "apgd_restarts", "arc", "worst"]
+    attacks = ["apgd", "apgd_logits", "apgd_restarts", "arc", "arc_two_radii"]
+    assert list(found) == ["clean", *attacks, "worst"]
+    assert found["arc"]["attack"].startswith("ARC(")
+    assert found["arc"]["attack"].count("step_size=0.0627") == 1  # eps, as in the paper
     assert "eps=0.0627" in found["apgd"]["threat"]  # the radius of the training, 16/255
     weaker = min(line["accuracy"] for line in found.values() if line["name"] != "worst")
     assert found["worst"]["accuracy"] <= weaker + 1e-9

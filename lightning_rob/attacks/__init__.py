@@ -1,7 +1,7 @@
 """Attacks: frozen dataclasses called as x_adv = attack(defense, x, y, generator)."""
 
 from lightning_rob.attacks.accelerated import Accelerated
-from lightning_rob.attacks.arc import ARC, arc_linear
+from lightning_rob.attacks.arc import ARC, arc_linear, arc_suite
 from lightning_rob.attacks.ascent import Adam, AggMo, Ascent, Nesterov, aggmo
 from lightning_rob.attacks.auto import AutoAttack
 from lightning_rob.attacks.backward import SGM, LinBP
@@ -59,6 +59,7 @@ __all__ = [
     "WithBackward",
     "aggmo",
     "arc_linear",
+    "arc_suite",
     "attacking",
     "draw_gradients",
     "evaluating",

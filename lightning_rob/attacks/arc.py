@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.strongest import Strongest
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.ensemble import sampling_probabilities
 from lightning_rob.objectives import check_logits
@@ -169,6 +170,22 @@ class ARC(Attack):
 
     def _unit(self, step: Tensor) -> Tensor:
         return scale(step, self.step_size / (self.threat.size(step) + GUARD))
+
+
+def arc_suite(threat: Threat, steps: int) -> dict[str, Attack]:
+    """Return ARC as the paper runs it, `arc`, and the stronger of two local radii, `arc_two_radii`.
+
+    The radii are eps and eps / 4. The paper takes the first for linf, and for l2 the second, which
+    is its step of PGD.
+
+    Args:
+        threat: the ball and the bounds; linf or l2.
+        steps: iterations over all members.
+    """
+    radii = (threat.eps, threat.eps / 4)
+    large, small = (ARC(threat, steps, radius, drop_fooled=True) for radius in radii)
+    paper, other = (large, small) if threat.p == float("inf") else (small, large)
+    return {"arc": paper, "arc_two_radii": Strongest((paper, other))}
 
 
 def nearest_boundary(gaps: Tensor, z: Tensor, threat: Threat) -> tuple[Tensor, Tensor]:

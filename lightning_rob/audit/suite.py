@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import (
-    ARC,
     GMSA,
     PAA,
     PGD,
@@ -19,7 +18,7 @@ from lightning_rob.attacks import (
     OnDifferentiable,
     OnStatic,
     SeenAs,
-    Strongest,
+    arc_suite,
 )
 from lightning_rob.defenses import Defense, RandomTransforms, TransformEnsemble
 from lightning_rob.objectives import (
@@ -155,7 +154,7 @@ def suite_for(defense: Defense, threat: Threat, steps: int = 20, queries: int = 
 RECIPES = {
     "single": "callbacks/autoattack.yaml",
     "ensemble": "callbacks/apgd_logits.yaml",
-    "randomized": "callbacks/arc.yaml",
+    "randomized": "callbacks/arc_two_radii.yaml",
     "random": "callbacks/rt_best.yaml",
     "transformed": "callbacks/votes_adaptive.yaml",
     "transductive": "callbacks/gmsa_avg.yaml",
@@ -224,9 +223,7 @@ def _adaptive(defense: Defense, kind: Kind, usual: PGD) -> dict[str, Attack]:
     """What was made for this kind of defense."""
     threat, steps = usual.threat, usual.steps
     if kind == "randomized":
-        radii = (threat.eps, threat.eps / 4)
-        searches = tuple(ARC(threat, steps, radius, drop_fooled=True) for radius in radii)
-        return {"arc": Strongest(searches)}
+        return arc_suite(threat, steps)
     if kind == "random":
         has = any(isinstance(part, RandomTransforms) for part in defense.modules())
         view = replace(seen(defense) or SeenAs(), shared_order=True) if has else None

@@ -38,11 +38,11 @@ def main(args: Sequence[str]) -> None:
         raise InputError(str(error)) from error
     title = " and ".join(str(path) for path in request.records)
     print_comparison(title, pairs)
-    for line in _otherwise(ledgers):
+    for line in _otherwise(ledgers, request.pairs):
         Console().print(line, style="yellow")
 
 
-def _otherwise(ledgers: Sequence[Ledger]) -> Iterator[str]:
+def _otherwise(ledgers: Sequence[Ledger], pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
     """What else tells two records apart than their checkpoints, so that it might be the cause."""
     cards = [ledger.card for ledger in ledgers]
     for name in ("target", "seed", "repeats", "inferences", "game", "versions"):
@@ -50,12 +50,14 @@ def _otherwise(ledgers: Sequence[Ledger]) -> Iterator[str]:
         if any(value != values[0] for value in values):
             yield f"They differ in {name}: {values[0]} and {values[1]}"
     over = [", ".join(ledger.attacks) for ledger in ledgers]
-    if over[0] != over[-1]:
+    if over[0] != over[-1] and not pairs:
         yield f"worst is over other attacks: {over[0]} and {over[-1]}"
-    for name in ledgers[0].attacks:
-        told = [card["attacks"].get(name, {}).get("attack") for card in cards]
+    for mine, theirs in pairs or [(name, name) for name in ledgers[0].attacks]:
+        named = zip((mine, theirs), cards, strict=False)  # one record, or two
+        told = [card["attacks"].get(name, {}).get("attack") for name, card in named]
         if None not in told and any(text != told[0] for text in told):
-            yield f"They differ in the attack {name}: {told[0]} and {told[1]}"
+            title = mine if mine == theirs else f"{mine} → {theirs}"
+            yield f"They differ in the attack {title}: {told[0]} and {told[1]}"
 
 
 def _within(ledger: Ledger, request: Request) -> Iterator[Pair]:
@@ -81,9 +83,13 @@ def _between(one: Ledger, other: Ledger, request: Request) -> Iterator[Pair]:
     ]
     if not common or alike[0] != alike[1]:
         raise ValueError(f"{one.path} and {other.path} are not of the same images")
-    names = [name for name in one.scores if name in other.scores]
-    for name in ["worst"] if request.worst else names:
-        yield name, one.scores[name][first], other.scores[name][second]
+    names = ["worst"] if request.worst else [name for name in one.scores if name in other.scores]
+    for mine, theirs in request.pairs or [(name, name) for name in names]:
+        for name, ledger in ((mine, one), (theirs, other)):
+            if name not in ledger.scores:
+                raise ValueError(f"{ledger.path} has no {name!r}: {', '.join(ledger.scores)}")
+        title = mine if mine == theirs else f"{mine} → {theirs}"
+        yield title, one.scores[mine][first], other.scores[theirs][second]
 
 
 def print_comparison(title: str, pairs: Sequence[Pair], console: Console | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 
-from lightning_rob.attacks import ARC, PGD, Attack
+from lightning_rob.attacks import PGD, Attack, arc_suite
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.record import Result
 from lightning_rob.callbacks.robust_eval import whole
@@ -27,8 +27,8 @@ ADVICE = "name the attacks: --suite callbacks/rec_suite.yaml"
 def usual(module: Any) -> RobustEval:
     """Attacks for who names none, in the ball of the training, or else linf 8/255.
 
-    Adaptive PGD on the expected loss, on expected logits and with restarts; ARC where members
-    answer by chance.
+    Adaptive PGD on the expected loss, on expected logits and with restarts; ARC as in the paper
+    and with two local radii where members answer by chance.
 
     Raises:
         ValueError: the defense adapts, and no attack is usual for all of those.
@@ -48,7 +48,7 @@ def usual(module: Any) -> RobustEval:
         "apgd_restarts": replace(pgd, restarts=RESTARTS, random_start=True),
     }
     if isinstance(module.defense, Ensemble) and not threat.relative:
-        attacks["arc"] = ARC(threat, STEPS, threat.eps / 4, drop_fooled=True)
+        attacks |= arc_suite(threat, STEPS)
     return RobustEval(attacks, panel=0)
 
 
