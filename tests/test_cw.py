@@ -203,7 +203,7 @@ def test_gradient_that_is_nowhere_ends_the_search():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_pixels_without_a_gradient_stay(dtype):
     """tanh does not quite undo atanh, and Adam would make a step of what is left."""
-    net, x, y = affine(2)
+    net, x, _ = affine(2)
     net.weight[:, ::2] = 0
     x, net = ((x - 0.3) / 0.4).to(dtype), net.to(dtype)
     x_adv = CW(FREE, 30, 0.05, 4)(Single(net), x, net(x).argmax(1))

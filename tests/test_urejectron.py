@@ -288,11 +288,13 @@ def test_a_round_with_a_clean_half(net):
     """The referee's round: z and attacked images in one batch."""
     x, y = blobs(False, 80)
     attack = Partly(PGD(Threat("linf", 0.3), 5, 0.1))
-    x_adv, (answers,) = play(attack, made(net, epochs=15), x, y, torch.arange(80), 3)
-    clean = attack.is_clean(y)
-    assert torch.equal(x_adv[clean], x[clean])
-    rejected = answers.sum(1) == 0
-    assert rejected[~clean].float().mean() > rejected[clean].float().mean() + 0.3
+    clean, more = attack.is_clean(y), []
+    for seed in range(3):
+        x_adv, (answers,) = play(attack, made(net, epochs=40), x, y, torch.arange(80), seed)
+        assert torch.equal(x_adv[clean], x[clean])
+        rejected = (answers.sum(1) == 0).float()
+        more.append(float(rejected[~clean].mean() - rejected[clean].mean()))
+    assert sum(more) / 3 > 0.2
 
 
 # what is refused
