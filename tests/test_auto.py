@@ -200,7 +200,7 @@ def test_few_images(single, count):
 # what it leaves behind
 
 
-@every_attack
+@pytest.mark.parametrize("attack", [FIRST, ATTACKS["fab-l2"]])
 def test_leaves_nothing_behind(attack, nets, capfd):
     defense = Ensemble(nets, [0.6, 0.4], rule=mean_probs).train()
     before = snapshot(half_frozen(defense))
