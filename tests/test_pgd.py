@@ -431,7 +431,7 @@ def test_dropping_raises_no_expected_accuracy(options, objective, threat):
     attack = PGD(threat, 6, STEPS[threat.norm], objective=objective, **options)
     _, plain = attacked(attack, defense, x, y)
     fast, right = attacked(replace(attack, drop_fooled=True), defense, x, y)
-    assert 0 < right.mean() <= plain.mean() < 1
+    assert 0 < right.mean() <= plain.mean() + 1e-6 < 1
     assert (threat.size(fast - x) <= threat.eps + 1e-6).all()
 
 

@@ -29,6 +29,11 @@ INNER = {
 }
 every_inner = pytest.mark.parametrize("inner", INNER.values(), ids=INNER.keys())
 REVERSIBLE = list(chosen("reversible"))
+# every transformation with another attack, so that shifts, the hard ones, meet all of them
+PAIRS = [(name, list(INNER.values())[i % len(INNER)]) for i, name in enumerate(REVERSIBLE)]
+every_pair = pytest.mark.parametrize(
+    ("name", "inner"), PAIRS, ids=[f"{n}-{list(INNER)[i % 6]}" for i, n in enumerate(REVERSIBLE)]
+)
 NAMES = ["rotate_90", "shift_left", "filter_gaussian", "flip_both", "seg_gradient"]
 
 
@@ -102,9 +107,8 @@ def extreme(count, channels):
     return x, y
 
 
-@every_inner
+@every_pair
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("name", REVERSIBLE)
 def test_stays_in_the_ball_and_the_bounds(name, channels, inner, all_reversible):
     x, y = extreme(8, channels)
     x_adv = TAA(inner, name)(all_reversible[channels], x, y, seeded())
@@ -124,8 +128,7 @@ def test_what_a_shift_has_lost_keeps_its_value(name, all_reversible):
     assert name.startswith("shift") == bool((~kept).any())
 
 
-@every_inner
-@pytest.mark.parametrize("name", REVERSIBLE)
+@every_pair
 def test_is_the_attack_through_the_transformation(name, inner, exact):
     """The target's network on images of its own space; nothing is spent on what a shift fills."""
     x, y = images(8, seed=6)

@@ -2,6 +2,7 @@
 
 import hashlib
 import pickle
+from collections import Counter
 
 import pytest
 import torch
@@ -140,6 +141,10 @@ def test_curves_need_no_other_training(net):
     assert torch.equal(finals[0].scores(x), finals[1].scores(x))
 
 
+def told(image: torch.Tensor) -> bytes:
+    return image.numpy().tobytes()
+
+
 def test_descent_by_hand(net):
     """Every image of both kinds once an epoch, in batches of both, one Adam."""
     x, _ = blobs(False, 30)
@@ -162,8 +167,8 @@ def test_descent_by_hand(net):
     assert not final.judge.training
     everything = torch.cat([source[0], x])
     for epoch in (seen[:3], seen[3:]):
-        flat = torch.cat([batch for batch, *_ in epoch]).flatten(1)
-        assert torch.equal(flat.sum(1).sort().values, everything.flatten(1).sum(1).sort().values)
+        shown = torch.cat([batch for batch, *_ in epoch])
+        assert Counter(map(told, shown)) == Counter(map(told, everything))
     assert not torch.equal(seen[0][0], seen[3][0])
     again = Watched()
     states = []
@@ -177,9 +182,9 @@ def test_descent_by_hand(net):
     again.load_state_dict(states[0])
     batches = [batch for batch, *_ in seen[:6]]
     optimizer = torch.optim.Adam(again.parameters())
-    tests = {row.sum().item() for row in x}
+    tests = set(map(told, x))
     for batch in batches:
-        is_test = torch.tensor([row.sum().item() in tests for row in batch]).long()
+        is_test = torch.tensor([told(row) in tests for row in batch]).long()
         optimizer.zero_grad()
         cross_entropy(again(batch), is_test).backward()
         optimizer.step()
@@ -288,11 +293,13 @@ def test_a_round_with_a_clean_half(net):
     """The referee's round: z and attacked images in one batch."""
     x, y = blobs(False, 80)
     attack = Partly(PGD(Threat("linf", 0.3), 5, 0.1))
-    x_adv, (answers,) = play(attack, made(net, epochs=15), x, y, torch.arange(80), 3)
-    clean = attack.is_clean(y)
-    assert torch.equal(x_adv[clean], x[clean])
-    rejected = answers.sum(1) == 0
-    assert rejected[~clean].float().mean() > rejected[clean].float().mean() + 0.3
+    clean, more = attack.is_clean(y), []
+    for seed in range(3):
+        x_adv, (answers,) = play(attack, made(net, epochs=40), x, y, torch.arange(80), seed)
+        assert torch.equal(x_adv[clean], x[clean])
+        rejected = (answers.sum(1) == 0).float()
+        more.append(float(rejected[~clean].mean() - rejected[clean].mean()))
+    assert sum(more) / 3 > 0.2
 
 
 # what is refused

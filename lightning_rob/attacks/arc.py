@@ -64,7 +64,8 @@ class ARC(Attack):
         drop_fooled: stop on images that every member already gets wrong, and on those that an
             iteration has left as they were, as the next one would, and save their cost. Raises no
             accuracy; without a random start it only changes which of several perfect perturbations
-            is returned. Members must have no chance in them.
+            is returned, but for rounding: matrix products of fewer images may round otherwise.
+            Members must have no chance in them.
 
     Raises:
         ValueError: a count below 1, a step size that is not positive, another norm, a start of

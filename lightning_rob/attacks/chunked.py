@@ -19,7 +19,7 @@ GRADIENTS = 2.0  # beside what autograd keeps: the gradients themselves, and wha
 
 @dataclass(frozen=True)
 class Chunked(Around):
-    """Another attack, on a few images at a time: the same images, in less memory.
+    """Another attack, on a few images at a time: the same but for rounding, in less memory.
 
     Args:
         attack: which attacks each image by itself.

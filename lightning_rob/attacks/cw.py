@@ -57,6 +57,7 @@ class Descent:
         y: [B] their labels.
         const: [B] their c.
         generator: their noise.
+        origin: [B, …] the images as the tanh of their w, rounded as it rounds them.
         w: [B, …] what Adam moves.
         mean: [B, …] of the gradients.
         square: [B, …] mean of the gradients' squares.
@@ -69,6 +70,7 @@ class Descent:
     y: Tensor
     const: Tensor
     generator: Generator
+    origin: Tensor
     w: Tensor
     mean: Tensor
     square: Tensor
@@ -174,15 +176,28 @@ class CW(Attack):
         none = torch.zeros_like(const[live])
         zero, start = torch.zeros_like(w), torch.full_like(none, torch.inf)
         return Descent(
-            live, x[live], y[live], const[live], part, w, zero, zero.clone(), none, start
+            live,
+            x[live],
+            y[live],
+            const[live],
+            part,
+            self._images(w),
+            w,
+            zero,
+            zero.clone(),
+            none,
+            start,
         )
 
     def _descend(self, defense: Defense, run: Descent, best: Best) -> None:
         for count in range(1, self.steps + 1):
             run.w.requires_grad_()
-            x_adv = self._images(run.w)
+            # Adam would make a step of the rounding of tanh, where nothing else has a gradient.
+            delta = self._images(run.w) - run.origin
+            x_adv = run.x + delta
+            x_adv = x_adv + (x_adv.clamp(*self.threat.bounds) - x_adv).detach()
             found = self._height(defense, x_adv, run.y, run.generator)
-            squared = (x_adv - run.x).square().flatten(1).sum(1)
+            squared = delta.square().flatten(1).sum(1)
             cost = squared + run.const * (self.confidence - found).clamp_min(0)
             (gradient,) = torch.autograd.grad(cost.sum(), run.w)
             size = squared.detach().sqrt()
@@ -199,10 +214,9 @@ class CW(Attack):
         return (low + high) / 2, (high - low) / 2
 
     def _images(self, w: Tensor) -> Tensor:
-        """Within the bounds, with a gradient even where rounding would leave them."""
+        """Within the bounds, but for rounding."""
         middle, half = self._range()
-        x = middle + STRETCH * half * w.tanh()
-        return x + (x.clamp(*self.threat.bounds) - x).detach()
+        return middle + STRETCH * half * w.tanh()
 
     def _height(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False

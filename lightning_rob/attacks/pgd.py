@@ -42,8 +42,9 @@ class PGD(Attack):
         ascent: any other optimiser of `lightning_rob.attacks.ascent`, instead of dampings.
         drop_fooled: an image that the defense certainly gets wrong is handed in as it is then, and
             costs nothing any more, nor does it start again. The accuracy of what is attacked never
-            rises, that of others may: leave it out of TAA, OnMember and rehearsals. On a GPU each
-            step waits for the last one.
+            rises but for rounding, which depends on how many images share a batch; that of others
+            may: leave it out of TAA, OnMember and rehearsals. On a GPU each step waits for the last
+            one.
 
     Raises:
         TypeError: when called, fooled images are to be dropped and there is chance in the answers,
