@@ -83,9 +83,10 @@ def test_bad_arguments(options, message):
         Accelerated(PGD(LINF, 1, 0.1), **options)
 
 
+@pytest.mark.parametrize("rounded", [{"autocast": "bfloat16"}, {"tf32": True}])
 @pytest.mark.parametrize("inner", [PGD(LINF, 1, 0.1, drop_fooled=True), "twice"])
-def test_what_cannot_be_accelerated(inner):
+def test_what_cannot_be_accelerated(inner, rounded):
     plain = PGD(LINF, 1, 0.1)
     inner = Accelerated(plain, autocast="float16") if inner == "twice" else inner
-    with pytest.raises(ValueError, match=r"accelerated twice|leave out drop_fooled"):
-        Accelerated(inner, autocast="bfloat16")
+    with pytest.raises(ValueError, match=r"accelerated twice|leave out drop_fooled or (auto|tf32)"):
+        Accelerated(inner, **rounded)

@@ -406,21 +406,21 @@ def test_recipe_normalises_as_its_data_says(file):
     assert layer.std.flatten().tolist() == pytest.approx(built.datamodule.std)
 
 
-def named(content):
+def attacks_in(content):
     """Every attack with its name, however deep in a recipe or plug-in."""
     if isinstance(content, list):
-        return [pair for part in content for pair in named(part)]
+        return [pair for part in content for pair in attacks_in(part)]
     if not isinstance(content, dict):
         return []
     here = content.get("attacks")
     found = list(here.items()) if isinstance(here, dict) else []
-    return found + [pair for part in content.values() for pair in named(part)]
+    return found + [pair for part in content.values() for pair in attacks_in(part)]
 
 
 def test_what_is_called_arc_is_the_papers():
     """One local radius: eps for linf, PGD's step of eps / 4 for l2; `arc_two_radii` tries both."""
     files = [*(ROOT / "configs").glob("*.yaml"), *(ROOT / "callbacks").glob("*.yaml")]
-    attacks = [pair for p in files for pair in named(yaml.safe_load(p.read_text()))]
+    attacks = [pair for p in files for pair in attacks_in(yaml.safe_load(p.read_text()))]
     single = [attack for name, attack in attacks if name in ("arc", "arc_top4", "member_1_arc")]
     double = [attack for name, attack in attacks if name in ("arc_two_radii", "member_1_two")]
     assert len(single) >= 20 and len(double) >= 15

@@ -13,6 +13,7 @@ from lightning_rob.attacks.memory import in_halves
 from lightning_rob.defenses import Defense, Mixture
 from lightning_rob.defenses.learning import OwnBatch
 from lightning_rob.objectives import Objective, check_logits, over_draws
+from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.threat import Threat
@@ -20,11 +21,12 @@ from lightning_rob.threat import Threat
 
 @contextmanager
 def evaluating(defense: nn.Module) -> Iterator[None]:
-    """Eval mode, restored module by module, so that frozen parts stay frozen."""
+    """Eval mode, restored module by module, so that frozen parts stay frozen; full float32."""
     modes = [(module, module.training) for module in defense.modules()]
     defense.eval()
     try:
-        yield
+        with in_float32():
+            yield
     finally:
         for module, mode in modes:
             module.training = mode
@@ -36,7 +38,8 @@ def attacking(defense: nn.Module) -> Iterator[None]:
 
     Works inside `torch.inference_mode` and inside autocast, whose cache of cast weights is left
     alone: a copy made here would have no gradient for the training step. Meanwhile BatchNorm is
-    folded into the convolutions (`lightning_rob.attacks.folding`).
+    folded into the convolutions (`lightning_rob.attacks.folding`), and TF32 is off unless an
+    `in_float32` around this asks for it (`lightning_rob.precision`).
     """
     grads = [(weight, weight.requires_grad) for weight in defense.parameters()]
     with (

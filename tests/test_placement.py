@@ -1,0 +1,302 @@
+"""Everything stays on its device: transformations, games and losses, on an emulated accelerator."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.attacks import (
+    ARC,
+    CW,
+    GMSA,
+    PAA,
+    PGD,
+    TAA,
+    Accelerated,
+    Chunked,
+    Corrupted,
+    DeepFool,
+    EightBit,
+    HighConfidence,
+    OnDifferentiable,
+    OnMember,
+    OnStatic,
+    Partly,
+    RandomMember,
+    Strongest,
+    Targeted,
+    ThroughAdaptation,
+)
+from lightning_rob.callbacks.referee import Match
+from lightning_rob.defenses import (
+    DANN,
+    DENT,
+    RMC,
+    TADV,
+    Ensemble,
+    RandomTransforms,
+    Single,
+    TransformEnsemble,
+    URejectron,
+)
+from lightning_rob.modules import ADP, BAT, DVERGE, GAL, TRS, AdversarialTraining, FreeTraining
+from lightning_rob.modules import TADV as TADVTraining
+from lightning_rob.nets import AthenaCNN, DANNNet, MNISTNet, ResNet20, SmallCNN
+from lightning_rob.objectives import worst_ce
+from lightning_rob.randomness import Streams
+from lightning_rob.rules import ATHENA, majority
+from lightning_rob.threat import Threat
+from lightning_rob.transforms import catalogue
+from lightning_rob.transforms.blur import GaussianBlur
+from lightning_rob.transforms.corruptions import Brightness
+from lightning_rob.transforms.noise import GaussianNoise
+from lightning_rob.transforms.pool import pool
+from tests.fakedev import DEVICE, Misplaced, emulated
+
+LINF, L2 = Threat("linf", 0.1), Threat("l2", 10.0)
+PLAIN = PGD(LINF, 2, 0.05, keep_best=True)
+LEAST = PGD(LINF, 2, 0.05, keep_best=True, objective=worst_ce)
+PLACES = ["clean", "rotate_90", "flip_both", "shift_left"]
+NAMES = [*PLACES, "filter_median", "denoise_wavelet", "noise_gaussian"]
+
+
+def images(count=6, channels=1, size=28):
+    x = torch.rand(count, channels, size, size, generator=torch.Generator().manual_seed(0))
+    return x, torch.arange(count) % 10
+
+
+def source(there):
+    return tuple(t.to(DEVICE) if there else t for t in images(24))
+
+
+@pytest.fixture
+def device():
+    torch.manual_seed(0)
+    with emulated() as there:
+        yield there
+
+
+def placed(transform, x):
+    """Check where a transform's parameters, result and gradient are."""
+    drawn = transform.sample(x, Streams.keyed(torch.arange(len(x)).to(DEVICE)))
+    assert all(part.device == DEVICE for part in drawn)
+    changed = transform(x, *drawn)
+    assert changed.device == DEVICE
+    assert torch.isfinite(changed).all()
+    if transform.reversible:
+        assert transform.undo(changed).device == DEVICE
+    if transform.differentiable:
+        leaf = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(transform(leaf, *drawn).sum(), leaf)
+        assert gradient.device == DEVICE
+
+
+POOL = pool()
+KINDS = {type(transform): name for name, transform in reversed(POOL.items())}
+
+
+def kept(names, default):
+    """All names as parameters, marked slow but for some."""
+    return [pytest.param(name, marks=() if name in default else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", kept(POOL, KINDS.values()))
+def test_transformations_of_the_pool(device, name):
+    placed(POOL[name], images(2)[0].to(device))
+
+
+@pytest.mark.parametrize("name", catalogue())
+def test_differentiable_transforms(device, name):
+    placed(catalogue()[name](), images(2, channels=3, size=16)[0].to(device))
+
+
+def ensemble(names, rule=majority):
+    return TransformEnsemble([AthenaCNN(hidden=8) for _ in names], names, rule)
+
+
+def paa(aggregate, **options):
+    inner = PGD(Threat("linf", 0.05), 2, 0.02)
+    return PAA(inner, aggregate=aggregate, rounds=2, **options)
+
+
+def dann(there=False):
+    return DANN(DANNNet(width=4), source=source(there), epochs=1, batch_size=8)
+
+
+def tadv(there=False, **options):
+    net = MNISTNet(width=4)
+    return TADV(net, source=source(there), attack=PLAIN, epochs=1, batch_size=8, **options)
+
+
+def rmc(there=False):
+    return RMC(MNISTNet(width=4), source=source(there), attack=PLAIN, neighbours=10, epochs=2)
+
+
+def urejectron(there=False):
+    return URejectron(SmallCNN(10, 1), source=source(there), epochs=1, batch_size=8)
+
+
+def single():
+    return Single(SmallCNN(10, 1))
+
+
+def members():
+    return Ensemble([SmallCNN(10, 1), SmallCNN(10, 1)], probs=[0.9, 0.1])
+
+
+def random_transforms():
+    drawn = [GaussianNoise(alpha=0.1), GaussianBlur()]
+    return RandomTransforms(SmallCNN(10, 1), drawn, size=2, draws=2)
+
+
+GAMES = {
+    "DANN, GMSA": (dann, GMSA(PLAIN, rounds=1)),
+    "TADV, transferred": (tadv, OnStatic(PLAIN)),
+    "RMC, GMSA": (rmc, GMSA(PLAIN, rounds=1)),
+    "URejectron, part of the images": (urejectron, Partly(PLAIN)),
+    "DENT, confident": (
+        lambda: DENT(SmallCNN(10, 1)),
+        GMSA(HighConfidence(PLAIN, 1, 1), rounds=1),
+    ),
+    "DENT, through adaptation": (lambda: DENT(SmallCNN(10, 1)), ThroughAdaptation(PLAIN)),
+    "ensemble of transformations, TAA": (partial(ensemble, NAMES), TAA(PLAIN)),
+    "ensemble of transformations, PAA": (partial(ensemble, PLACES), paa("AvgP")),
+    "ensemble of transformations, a relative radius": (
+        partial(ensemble, NAMES),
+        OnDifferentiable(PGD(Threat("l2", 0.3, relative=True), 2, 0.1)),
+    ),
+    "CW": (single, CW(L2, steps=3, binary_steps=2)),
+    "DeepFool": (single, DeepFool(L2, steps=3)),
+    "ARC": (members, ARC(LINF, steps=2, step_size=0.1)),
+    "ARC in l2": (members, ARC(Threat("l2", 1.0), steps=2, step_size=0.1)),
+    "random member": (members, RandomMember(PLAIN)),
+    "one member": (members, OnMember(PLAIN, 0)),
+    "folded BatchNorm": (lambda: Single(ResNet20(mean=(0.1,), std=(0.3,))), PLAIN),
+    "fooled images leave": (single, PGD(LINF, 3, 0.05, restarts=2, drop_fooled=True)),
+    "chunks": (single, Chunked(PLAIN, 2)),
+    "TF32": (single, Accelerated(PLAIN, tf32=True)),
+    "strongest": (single, Strongest((PLAIN, LEAST))),
+    "targeted": (single, Targeted(PLAIN)),
+    "eight bits": (single, EightBit(PLAIN)),
+    "corrupted": (single, Corrupted(Brightness(1))),
+    "random transforms": (random_transforms, PGD(LINF, 2, 0.05, draws=2)),
+}
+MORE = {
+    "DANN, source there": (partial(dann, True), GMSA(PLAIN, rounds=2)),
+    "TADV, rehearsed": (tadv, GMSA(LEAST, rounds=2)),
+    "TADV, source there": (partial(tadv, True), GMSA(LEAST, rounds=2)),
+    "TADV with the batch": (partial(tadv, use_batch=True), OnStatic(PLAIN)),
+    "TADV with the batch, source there": (partial(tadv, True, use_batch=True), OnStatic(PLAIN)),
+    "RMC, source there": (partial(rmc, True), GMSA(PLAIN, rounds=2)),
+    "URejectron, source there": (partial(urejectron, True), Partly(PLAIN)),
+    "DENT, statistics of the batch": (
+        lambda: DENT(SmallCNN(10, 1), statistics="batch"),
+        OnStatic(PLAIN),
+    ),
+    **{f"PAA by {r}": (partial(ensemble, PLACES, ATHENA[r]), paa("AvgP")) for r in ATHENA},
+    **{f"PAA, {a}": (partial(ensemble, PLACES), paa(a)) for a in ("MaxP", "MVoteP", "WSumP")},
+}
+
+
+def play(defense, attack, count=6):
+    """One round of a game, two if the defense remembers."""
+    x, y = (part.to(DEVICE) for part in images(count))
+    index = torch.arange(count).to(DEVICE)
+    match = Match(attack, defense.to(DEVICE), 0)
+    for _ in range(2 if defense.stateful else 1):
+        x_adv, answers = match.round(x, y, index)
+        assert (x_adv.device, answers.device) == (DEVICE, DEVICE)
+    return x_adv, answers
+
+
+@pytest.mark.parametrize("name", kept(GAMES | MORE, GAMES))
+def test_games(device, name):
+    make, attack = (GAMES | MORE)[name]
+    play(make(), attack)
+
+
+LOSSES = {
+    "AdversarialTraining": lambda net: AdversarialTraining(net, PLAIN),
+    "TRADES": lambda net: AdversarialTraining(net, PGD(LINF, 1, 0.05), trades_beta=6.0),
+    "FreeTraining": lambda net: FreeTraining(net, LINF),
+    "TADV": lambda net: TADVTraining(net, PLAIN),
+    "ADP": lambda net: ADP(net, 2),
+    "GAL": lambda net: GAL(net, 2),
+    "TRS": lambda net: TRS(net, LINF),
+    "DVERGE": lambda net: DVERGE(net, 2),
+    "BAT": lambda net: BAT(net, PLAIN, epochs=1, probs=[0.9, 0.1]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(device, name):
+    module = LOSSES[name](partial(SmallCNN, 10, 1)).to(device)
+    x, y = (part.to(device) for part in images(4))
+    module.noise = Streams.keyed(torch.arange(4).to(device))
+    loss = module.loss(x, y)
+    assert loss.device == device
+    loss.backward()
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    assert gradients
+    assert all(gradient.device == device for gradient in gradients)
+
+
+class Slipping(nn.Module):
+    """A network that forgets about the device.
+
+    Args:
+        slip: what it does to its features.
+    """
+
+    def __init__(self, slip):
+        super().__init__()
+        self.net, self.slip = SmallCNN(10, 1), slip
+
+    def forward(self, x):
+        return self.slip(self.net(x))
+
+
+@pytest.mark.parametrize(
+    "slip",
+    [
+        lambda out: out + torch.zeros(10),
+        lambda out: out @ torch.eye(10),
+        lambda out: out + out.cpu(),
+        lambda out: torch.where(out > 0, out, torch.tensor([0.0])),
+        lambda out: out + torch.rand(out.shape, generator=torch.Generator(), device=out.device),
+        lambda out: out[:, torch.arange(10)].index_select(1, torch.arange(10)),
+    ],
+    ids=["zeros", "matrix", "cpu", "tensor", "generator", "index_select"],
+)
+def test_slips_are_refused(device, slip):
+    with pytest.raises(Misplaced):
+        play(Single(Slipping(slip)), PLAIN)
+
+
+def test_a_result_that_was_left_on_the_cpu_is_noticed(device):
+    with pytest.raises((Misplaced, AssertionError)):
+        play(Single(Slipping(lambda out: out.cpu())), PLAIN)
+
+
+def test_what_a_gpu_allows(device):
+    x = torch.rand(3, 4, device=device)
+    assert (x + torch.tensor(1.0)).device == device  # a number of dimension 0
+    assert x[torch.tensor([0, 2])].device == device  # an index
+    assert x.cpu().device.type == "cpu"
+    assert x[[0, 2]].tolist() == [x[0].tolist(), x[2].tolist()]
+    x[0] = 1.0
+    assert x[0].tolist() == [1.0] * 4
+    assert torch.equal(x.cpu() * 2, (x * 2).cpu())  # it computes, other than torch's own meta
+
+
+def test_figures_are_those_of_the_cpu():
+    """The emulated device answers with numbers, and with the right ones."""
+    torch.manual_seed(0)
+    defense, (x, y) = single(), images()
+    expected = Match(PLAIN, defense, 0).round(x, y, torch.arange(6))
+    with emulated():
+        found = [part.cpu() for part in play(defense, PLAIN)]
+    for one, other in zip(expected, found, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    assert (torch.zeros(1) + torch.tensor([1.0])).device.type == "cpu"  # nothing is left behind
