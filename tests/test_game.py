@@ -25,6 +25,7 @@ from tests.tiny import Blobs, TinyNet, pgd, recipe, records, robust_eval, run, s
 
 THREAT = Threat("linf", 0.1)
 WEAK = PGD(THREAT, 2, 0.05)
+TWO = ["--trainer.devices=2", "--trainer.strategy=ddp"]
 QUIET = {
     "accelerator": "cpu",
     "logger": False,
@@ -275,12 +276,16 @@ def test_two_processes_play_the_rounds_of_one(tmp_path):
     found = []
     for processes in (1, 2):
         log.unlink()
-        extra = ["--trainer.devices=2", "--trainer.strategy=ddp"] if processes == 2 else []
+        extra = TWO if processes == 2 else []
         shell("test", "--config", config, "--ckpt_path", checkpoint, *extra)
         lines = [r for r in records(tmp_path) if r["stage"] == "test"]
         found.append({r["name"]: (r["accuracy"], r["n"]) for r in lines})
     assert found[0] == found[1]
     assert found[0]["gmsa"][1] == 33
+    one_round = ["--trainer.callbacks.game.images=33", *TWO]
+    refused = shell("test", "--config", config, "--ckpt_path", checkpoint, *one_round)
+    assert refused.returncode == 2
+    assert "all 33 images make one round" in refused.stderr
 
 
 class Pupil(Transductive):

@@ -83,6 +83,8 @@ class RobustAudit(Evaluation):
             for other in _evaluations(trainer)
             for name, attack in other.attacks.items()
         }
+        if self.subject.transductive and not trainer.sanity_checking:
+            self.game.check(trainer, self.loader, self.positions)
         self.table = PerImage(len(_auditor().columns(self.subject))).to(pl_module.device)
         if self.progress:
             self.subject.tell = self.progress.advance

@@ -16,6 +16,7 @@ from lightning_rob.callbacks.game import images_within_limits
 from lightning_rob.callbacks.progress import AttackProgress
 from lightning_rob.callbacks.record import SESSION, versions
 from lightning_rob.evaluation import GROUP_SIZE, canonical_groups, group_loader, serves_once
+from lightning_rob.precision import float32_precision, in_float32
 from lightning_rob.threat import pixels
 
 Game = TypeVar("Game")
@@ -156,6 +157,7 @@ class Evaluation(Callback, ABC):
             **moment(trainer),
             "seed": self.seed,
             "group_size": self.group_size if self.grouped else None,
+            "precision": _precision(),
             "session": SESSION,
             "versions": versions(),
         }
@@ -226,6 +228,12 @@ class Evaluation(Callback, ABC):
             self.progress = None
         if concluding:
             self.report(trainer, pl_module, stage)
+
+
+def _precision() -> str:
+    """The precision of float32 operations in an evaluation."""
+    with in_float32():
+        return float32_precision()
 
 
 def moment(trainer: Trainer) -> dict[str, Any]:

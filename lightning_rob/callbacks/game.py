@@ -45,12 +45,21 @@ class Game:
             loader: whose data set is played.
             positions: which images of it, in this order; None is all.
         """
-        size = self.images or loader.batch_size
-        order = torch.arange(len(loader.dataset)) if positions is None else positions
-        order = order[: images_within_limits(trainer, loader, size)]
+        order, size = self._order(trainer, loader, positions)
         count = -(-len(order) // size)
         for number in range(trainer.global_rank, count, trainer.world_size):
             yield trainer.strategy.batch_to_device(self._batch(loader, order, number, size))
+
+    def check(self, trainer: Trainer, loader: Any, positions: Tensor | None) -> None:
+        """Refuse what `check_rounds` refuses; for the arguments see `rounds`."""
+        order, size = self._order(trainer, loader, positions)
+        check_rounds(-(-len(order) // size), trainer.world_size, len(order))
+
+    def _order(self, trainer: Trainer, loader: Any, positions: Tensor | None) -> tuple[Tensor, int]:
+        """The images that are played, in order, and how many make a round."""
+        size = self.images or loader.batch_size
+        order = torch.arange(len(loader.dataset)) if positions is None else positions
+        return order[: images_within_limits(trainer, loader, size)], size
 
     def _batch(self, loader: Any, order: Tensor, number: int, size: int) -> Any:
         if self.order == "natural":

@@ -173,6 +173,8 @@ class RobustEval(Evaluation):
         """Forget the last evaluation; find what is left of one that was stopped."""
         defense = self.target(pl_module.defense)
         self.playing = self.game or (Game() if defense.transductive else None)
+        if self.playing and not trainer.sanity_checking:
+            self.playing.check(trainer, self.loader, self.positions)
         if self.private_draws > 1 and not defense.transductive:
             raise ValueError(
                 f"private_draws is for defenses that adapt, {type(defense).__name__} does not: "
