@@ -123,6 +123,8 @@ def main():
     each, alone = found[..., 0], found[0, :, 1]
     low, high = wilson(float(alone.mean()), len(alone))
     print(f"no history: {percent(alone)} %, Wilson interval over rounds {low:.3f}-{high:.3f}")
+    lost, won = ((each[0] < alone).sum(), (each[0] > alone).sum())
+    print(f"sequence 0, by image: {lost} right without history only, {won} with history only")
     print(f"history: by sequence {[percent(part) for part in each]} %")
     if options.sequences > 1:
         low, high = student(each.mean(1).tolist())
