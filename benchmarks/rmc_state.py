@@ -63,7 +63,7 @@ def rounds(defense, attack, sequence, played, held_out, options):
     clean, attacked, labels = held_out
     for number, (x, y, index) in enumerate(zip(*(t.split(1) for t in played), strict=True)):
         row = [float(robust_accuracy(match.round(x, y, index)[1][0], y)), math.nan]
-        state = match.defenders[0].eval()
+        state = match.defenders[0][0].eval()
         if sequence == 0:
             alone = Match(attack, defense, *keys)
             row[1] = float(robust_accuracy(alone.round(x, y, index)[1][0], y))
