@@ -34,8 +34,8 @@ class AutoAttack(Attack):
     expected loss there. What its images do to the defense, `RobustEval` counts all the same.
 
     The package draws its noise for a batch, not for an image: the same batch and generator give
-    the same images, another batch gives other random starts. With `batch_size=1` an image's noise
-    is its own, at the price of speed. What the package suspects of the defense (no gradients,
+    the same images, another batch gives other random starts. An evaluation attacks the same images
+    together; elsewhere `batch_size=1` gives each image noise of its own, at the price of speed. What the package suspects of the defense (no gradients,
     Square Attack the strongest …) it tells the logger "auto-attack".
 
     Args:
