@@ -26,7 +26,7 @@ class Record:
         seconds: spent attacking.
         attack: the attack with its arguments.
         threat: what it was allowed to do.
-        over: for "worst", the attacks of which it is the minimum.
+        over: for "worst", the attacks of which it is the strongest.
         seed: of the evaluation's noise.
         repeats: evaluations with fresh noise.
         versions: of the packages.
@@ -54,7 +54,7 @@ class Record:
 
     @property
     def an_attack(self) -> bool:
-        """Whether it is of an attack, not of clean images or of several attacks' minimum."""
+        """Whether it is of one attack, not of clean images or of the strongest of several."""
         return self.name not in ("clean", "worst")
 
 
