@@ -1,13 +1,18 @@
 """Paired comparisons, thresholds, and the command that prints them."""
 
 import math
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import norm
 
 from lightning_rob.compare.options import parse
 from lightning_rob.ledger import Columns, Outcome, write_ledger
-from lightning_rob.metrics import clopper_pearson, mcnemar, paired, wilson
+from lightning_rob.metrics import clopper_pearson, holm, mcnemar, paired, wilson
 from lightning_rob.thresholds import fallen, thresholds
 from tests.tiny import run
 
@@ -45,6 +50,40 @@ def test_which_test_depends_on_the_answers():
 def test_scores_of_other_images_are_refused():
     with pytest.raises(ValueError, match="3 scores cannot be paired with 2"):
         paired(torch.zeros(3), torch.zeros(2))
+
+
+def test_holm_by_hand():
+    """Sorted .005, .01, .03, .04 by 4, 3, 2, 1: .02, .03, .06, and .04, which may not be less."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.3, 0.6, 0.5]) == pytest.approx([0.9, 1.0, 1.0])
+    assert (holm([0.2]), holm([])) == ([0.2], [])
+    for wrong in (math.nan, -0.1, 1.1):
+        with pytest.raises(ValueError, match=r"p must be in \[0, 1\], got"):
+            holm([0.5, wrong])
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_holm_lies_between_p_and_bonferroni_and_keeps_the_order(p):
+    adjusted = holm(p)
+    assert all(a <= b <= min(1, len(p) * a) for a, b in zip(p, adjusted, strict=True))
+    order = sorted(range(len(p)), key=p.__getitem__)
+    assert all(adjusted[i] <= adjusted[j] for i, j in pairwise(order))
+    assert len({(a, b) for a, b in zip(p, adjusted, strict=True)}) == len(set(p))
+
+
+def test_holm_makes_any_error_as_rare_as_one():
+    """Of six dependent comparisons two differ; the error is to find another."""
+    chance, times, level = np.random.default_rng(0), 4000, 0.05
+    shared, own = chance.standard_normal((times, 1)), chance.standard_normal((times, 6))
+    z = 0.4**0.5 * shared + 0.6**0.5 * own + np.array([0, 3, 0, 0, 4, 0])
+    p = 2 * norm.sf(abs(z))
+    same = [0, 2, 3, 5]
+    adjusted = np.array([holm(list(row)) for row in p])
+    error = 3 * (level * (1 - level) / times) ** 0.5
+    assert (p[:, same].min(1) < level).mean() > 2 * level
+    assert (adjusted[:, same].min(1) < level).mean() < level + error
+    bonferroni = 6 * p[:, [1, 4]] < level
+    assert (adjusted[:, [1, 4]] < level).mean() > bonferroni.mean() > 0.5
 
 
 def test_clopper_pearson_holds_wilson_and_known_values():
@@ -95,10 +134,15 @@ def test_the_command_compares_attacks_and_checkpoints(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "x → y" in out
     assert "-50.0" in out
-    assert "McNemar" in out
+    assert "p: McNemar, two-sided" in out
+    assert "Holm" not in out  # of one comparison
     run("compare", one, other)
     out = capsys.readouterr().out
     assert "-75.0" in out
+    assert "Holm: p adjusted over 3 comparisons" in " ".join(out.split())
+    cells = [[c.strip() for c in line.split("│")] for line in out.splitlines() if "│" in line]
+    by_figure = {row[1]: row[-3:-1] for row in cells}
+    assert by_figure["x"] == ["0.25", "0.75"]  # 2 / 2**3, three times
     assert "y" not in [line.split("│")[1].strip() for line in out.splitlines() if "│" in line]
 
 

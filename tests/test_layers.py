@@ -17,6 +17,8 @@ LOWER = [
     "rules",
     "objectives",
     "randomness",
+    "precision",
+    "comparisons",
     "nets",
     "transforms",
     "defenses",
@@ -111,11 +113,16 @@ ALLOWED = {
     "rules": set(),
     "objectives": {"rules"},
     "randomness": set(),
-    "metrics": set(),
+    "precision": set(),
+    "comparisons": set(),
+    "metrics": {"comparisons"},
     "nets": {"manifest"},
     "transforms": {"randomness", "files"},
     "defenses": {"randomness", "rules", "transforms", "threat", "nets", "objectives"},
-    "attacks": {"threat", "rules", "objectives", "randomness", "defenses", "transforms", "nets"},
+    "attacks": {
+        *("threat", "rules", "objectives", "randomness", "precision"),
+        *("defenses", "transforms", "nets"),
+    },
 }
 
 

@@ -17,11 +17,12 @@ from scipy.stats import binomtest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rob.attacks import ARC, PGD
-from lightning_rob.metrics import robust_accuracy
+from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.monitor import command, folder
+from lightning_rob.monitor.change import Past, alarms, drops
 from lightning_rob.monitor.command import _changes
 from lightning_rob.monitor.history import History
-from lightning_rob.monitor.options import help_text, parse
+from lightning_rob.monitor.options import Watch, help_text, parse
 from lightning_rob.monitor.suite import Suite
 from lightning_rob.report import report
 from lightning_rob.run import Command
@@ -146,7 +147,12 @@ def test_figures_and_images_are_those_of_direct_calls(trained, watched, put, cap
         assert event["change"]["won_back"] == won
         p = binomtest(len(lost), len(lost) + len(won)).pvalue
         assert event["change"]["p"] == pytest.approx(p)
+        assert event["change"]["test"] == "McNemar"
     assert len(lost) > 5
+    first, second = events(watched, "evaluated")[1:]
+    assert [drop["to"] for drop in first["drops"]] == ["last"]
+    for drop in second["drops"]:
+        assert drop["p"] <= drop["p_adjusted"] <= 1
     alarms = [event["alarm"] for event in events(watched, "evaluated")]
     assert [len(alarm) for alarm in alarms] == [0, 0, 1]
     assert alarms[2][0].startswith("robust/worst fell from ")
@@ -156,6 +162,36 @@ def test_figures_and_images_are_those_of_direct_calls(trained, watched, put, cap
     row = next(line for line in told.out.splitlines() if line.startswith("swapped"))
     assert row.split()[1:4] == ["3", "20", f"{100 * hands[2]['clean'].mean():.1f}"]
     assert row.endswith("ALARM")
+
+
+def past(step, right, count=40):
+    scores = torch.zeros(count, dtype=torch.float64)
+    scores[right] = 1.0
+    return Past(
+        f"{step}.ckpt", step, {"worst": float(scores.mean())}, (torch.arange(count), scores)
+    )
+
+
+def test_drops_are_judged_by_p_adjusted_over_the_last_and_the_best():
+    """Of images 0 to 39 the last has lost 6 and won none since the best, and 5 since the last."""
+    earlier = [past(1, range(30)), past(2, range(28)), past(3, range(29))]
+    now = past(4, range(24))
+    last, best = drops(now, earlier)
+    p = {"last": 2 / 2**5, "best": 2 / 2**6}
+    assert (last.to, last.since, last.p) == ("last", "3.ckpt", pytest.approx(p["last"]))
+    assert (best.to, best.since, best.p) == ("best", "1.ckpt", pytest.approx(p["best"]))
+    assert last.p_adjusted == pytest.approx(2 * p["last"])
+    assert best.p_adjusted == pytest.approx(2 * p["last"])  # of three: 3 / 32, and not below last's
+    assert {last.test, best.test} == {"McNemar, Holm over 2 comparisons"}
+    for level, count in ((0.07, 0), (0.2, 2)):  # p of last is 0.0625, and is no alarm at 0.07
+        told = alarms(Watch(Path(), Path(), level=level), now, [last, best])
+        assert len(told) == count
+    assert told[0] == (
+        "robust/worst fell from 72.5% (last: 3.ckpt) to 60.0%, p = 0.12 "
+        "(McNemar, Holm over 2 comparisons)"
+    )
+    (only,) = drops(now, earlier[:1])
+    assert (only.to, only.p_adjusted, only.test) == ("last", pytest.approx(only.p), "McNemar")
 
 
 def test_started_again_it_evaluates_nothing_twice(trained, watched, put):
@@ -592,6 +628,11 @@ def test_the_report_shows_the_curve(trained, watched, put):
     lost = len(event["change"]["newly_vulnerable"])
     assert re.search(rf"swapped.*\| \**{lost}\** \| \**0\** \|", text)
     assert "**Caution:** checkpoints/swapped.ckpt: robust/worst fell from" in text
+    changes = [event["change"]["p"] for event in events(watched, "evaluated")[1:]]
+    assert "p: McNemar's exact test, Holm over 2 comparisons" in text
+    for p, adjusted in zip(changes, holm(changes), strict=True):
+        assert re.search(rf"\| \**{p:.3g}\** \| \**{adjusted:.3g}\** \|", text)
+    assert changes != holm(changes)
 
 
 def test_help_fits_a_screen():

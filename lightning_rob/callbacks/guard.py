@@ -54,6 +54,8 @@ class Guard(Callback):
     ) -> None:
         """Compare notes with the other processes.
 
+        This waits for the device once a step: to know later would be to have stepped already.
+
         Raises:
             Fault: a loss or a gradient is not finite, here or elsewhere.
         """
@@ -69,7 +71,7 @@ class Guard(Callback):
             self._raise(trainer, pl_module, found)
 
     def _sickness(self, trainer: Trainer, optimizer: torch.optim.Optimizer) -> Tensor | float:
-        """LOSS or GRADIENT if that is not finite, else 0; a GPU need not be waited for."""
+        """LOSS or GRADIENT if that is not finite, else 0; on the device, without a wait for it."""
         sickness: Tensor | float = 0.0
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         gradients = [gradient for gradient in gradients if gradient is not None]

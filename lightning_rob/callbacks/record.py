@@ -3,7 +3,7 @@
 import errno
 import json
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_rob.metrics import wilson_over_draws
+from lightning_rob.metrics import holm, wilson_over_draws
 
 STYLE: dict[str, Any] = {
     "title_justify": "left",
@@ -111,7 +111,9 @@ def print_table(title: str, results: Iterable[Result], console: Console | None =
     """
     console = console or Console()
     last = {(result.name, result.details.get("target")): result for result in results}
-    rows = [_cells(result) for result in last.values()]
+    compared = [r.details["against"]["p"] for r in last.values() if r.details.get("against")]
+    adjusted = iter(holm(compared))
+    rows = [_cells(result, adjusted) for result in last.values()]
     needless = {"on"} if len({row["on"] for row in rows}) == 1 else set()
     kept = [k for k in (rows[0] if rows else ()) if k not in needless and any(r[k] for r in rows)]
     widths = {k: max(len(k), *(len(row[k]) for row in rows)) for k in kept}
@@ -119,7 +121,7 @@ def print_table(title: str, results: Iterable[Result], console: Console | None =
         if sum(widths[k] for k in kept) + 3 * len(kept) + 1 > console.width:
             kept.remove(spare)
     covered = {str(result.details.get("interval_covers", "images")) for result in last.values()}
-    table = Table(title=title, caption=_legend(kept, covered), **STYLE)
+    table = Table(title=title, caption=_legend(kept, covered, len(compared)), **STYLE)
     for name in kept:
         left = name in ("attack", "on", "within")
         width = max(len(row[name]) for row in rows) if name == "attack" else None
@@ -129,24 +131,27 @@ def print_table(title: str, results: Iterable[Result], console: Console | None =
     console.print(table)
 
 
-def _legend(columns: Collection[str], covered: Collection[str]) -> str:
+def _legend(columns: Collection[str], covered: Collection[str], compared: int) -> str:
     """The methods by which the intervals and comparisons of these columns are made."""
     told = [f"interval: Wilson, over {' or '.join(sorted(covered))}"]
     if "chance" in columns:
         told += [f"chance: t over {'private draws' if 'private' in told[0] else 'inferences'}"]
-    told += ["against: McNemar, paired t for expected accuracies"] if "against" in columns else []
+    if "against" in columns:
+        told += ["against: McNemar, paired t for expected accuracies"]
+        told += [f"p: Holm over {compared} comparisons"] if compared > 1 else []
     return "; ".join(told)
 
 
-def _against(told: dict[str, Any] | None) -> str:
-    """Another attack's name, the difference to it and whether that is chance."""
+def _against(told: dict[str, Any] | None, adjusted: Iterator[float]) -> str:
+    """Another attack's name, the difference to it and the next adjusted p."""
     if not told:
         return ""
-    p = f"p {told['p']:.3f}" if told["p"] >= 0.001 else "p < 0.001"
+    value = next(adjusted)
+    p = f"p {value:.3f}" if value >= 0.001 else "p < 0.001"
     return f"{told['attack']} {100 * told['difference']:+.1f}, {p}"
 
 
-def _cells(result: Result) -> dict[str, str]:
+def _cells(result: Result, adjusted: Iterator[float]) -> dict[str, str]:
     """What the table says of a figure, by column."""
     low, high = result.interval
     return {
@@ -158,7 +163,7 @@ def _cells(result: Result) -> dict[str, str]:
         "chance": _span(
             result.details.get("over_inferences") or result.details.get("over_private_draws")
         ),
-        "against": _against(result.details.get("against")),
+        "against": _against(result.details.get("against"), adjusted),
         "images": str(result.n),
         "time": f"{result.seconds:.1f} s" if result.seconds else "",
     }

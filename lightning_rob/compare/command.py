@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_rob.callbacks.record import STYLE
 from lightning_rob.compare.options import Request, parse
 from lightning_rob.ledger import Ledger, read_ledger
-from lightning_rob.metrics import paired
+from lightning_rob.metrics import Paired, holm, paired
 from lightning_rob.reasons import InputError
 
 Pair = tuple[str, Tensor, Tensor]
@@ -94,19 +94,23 @@ def _between(one: Ledger, other: Ledger, request: Request) -> Iterator[Pair]:
 
 def print_comparison(title: str, pairs: Sequence[Pair], console: Console | None = None) -> None:
     """A table of paired scores [N] by name."""
-    tests = dict.fromkeys(paired(one, other).test for _, one, other in pairs)
-    legend = f"interval: paired t, 95 %; p: {' or '.join(tests)}, two-sided, not corrected"
+    found = [paired(one, other) for _, one, other in pairs]
+    tests = " or ".join(dict.fromkeys(pair.test for pair in found))
+    several = len(found) > 1
+    legend = f"interval: paired t, 95 %; p: {tests}, two-sided"
+    legend += f"; Holm: p adjusted over {len(found)} comparisons" if several else ""
     table = Table(title=title, caption=legend, **STYLE)
-    for name in ("figure", "first", "second", "difference", "95 % interval", "lost", "won", "p"):
+    columns = ["figure", "first", "second", "difference", "95 % interval", "lost", "won", "p"]
+    for name in [*columns, "Holm"] if several else columns:
         table.add_column(name, justify="left" if name == "figure" else "right")
-    for name, one, other in pairs:
-        table.add_row(name, *_cells(one, other))
+    adjusted = holm([pair.p for pair in found])
+    for (name, one, other), pair, p in zip(pairs, found, adjusted, strict=True):
+        table.add_row(name, *_cells(one, other, pair), *([f"{p:.3g}"] if several else []))
     (console or Console()).print(table)
 
 
-def _cells(one: Tensor, other: Tensor) -> list[str]:
+def _cells(one: Tensor, other: Tensor, found: Paired) -> list[str]:
     """What the table says: means, their difference, and images that are worse or better."""
-    found = paired(one, other)
     low, high = found.interval
     return [
         f"{float(one.mean()):.1%}",

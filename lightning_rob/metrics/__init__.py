@@ -1,5 +1,6 @@
 """Metrics: a function each, and its torchmetrics twin."""
 
+from lightning_rob.comparisons import holm
 from lightning_rob.metrics.gradient_spread import GradientSpread, gradient_spread
 from lightning_rob.metrics.intervals import (
     Paired,
@@ -32,6 +33,7 @@ __all__ = [
     "Transferability",
     "clopper_pearson",
     "gradient_spread",
+    "holm",
     "mcnemar",
     "paired",
     "rejection_curves",

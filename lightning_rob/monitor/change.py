@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.callbacks.record import Result
-from lightning_rob.metrics import mcnemar, paired
+from lightning_rob.metrics import holm, mcnemar, paired
 from lightning_rob.monitor.history import Fields, History, tag
 from lightning_rob.monitor.options import Watch
 from lightning_rob.sweep.points import Scores, scores_of
@@ -49,6 +49,7 @@ class Change:
         p: exact two-sided p of McNemar's test of lost against won.
         drop: p of the difference in accuracy: the same where answers are right or wrong, else of
             the paired t test.
+        test: by which test drop is.
     """
 
     since: str
@@ -58,11 +59,36 @@ class Change:
     won: list[int]
     p: float
     drop: float
+    test: str
 
     def fields(self) -> Fields:
         """For a line of the history."""
         told = {"since": self.since, "newly_vulnerable": self.lost, "won_back": self.won}
-        return told | {"p": self.p}
+        return told | {"p": self.p, "test": "McNemar"}
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The difference in accuracy to an earlier checkpoint, as it is judged.
+
+    Args:
+        to: which one that is, "last" or "best".
+        since: its name.
+        before: its accuracy under the worst attack.
+        after: that of the checkpoint that is judged.
+        p: of the difference.
+        p_adjusted: by Holm over the checkpoint's comparisons; that with the best of k earlier ones,
+            which is the best by chance too, counts k times.
+        test: what the two are by.
+    """
+
+    to: str
+    since: str
+    before: float
+    after: float
+    p: float
+    p_adjusted: float
+    test: str
 
 
 def pasts(history: History, suite: str) -> list[Past]:
@@ -98,9 +124,10 @@ def change(before: Past, after: Past) -> Change:
     old, new = (_at(index, past.scores) for past in (before, after))
     lost = index[(old >= ROBUST) & ~(new >= ROBUST)].tolist()
     won = index[~(old >= ROBUST) & (new >= ROBUST)].tolist()
-    figures = [past.figures[WORST] for past in (before, after)]
-    drop = paired(old, new).p
-    return Change(before.checkpoint, figures[0], figures[1], lost, won, mcnemar(old, new), drop)
+    old_figure, new_figure = (past.figures[WORST] for past in (before, after))
+    drop = paired(old, new)
+    p = mcnemar(old, new)
+    return Change(before.checkpoint, old_figure, new_figure, lost, won, p, drop.p, drop.test)
 
 
 def _common(one: Tensor, other: Tensor) -> Tensor:
@@ -117,28 +144,35 @@ def last_before(past: Sequence[Past], step: int) -> Past | None:
     return past[max(earlier)[1]] if earlier else None
 
 
-def alarms(watch: Watch, now: Past, past: Sequence[Past]) -> list[str]:
-    """What is wrong with a checkpoint, seen beside those before it.
+def drops(now: Past, past: Sequence[Past]) -> list[Drop]:
+    """Compare a checkpoint with the last and with the best before it, on at least `FEWEST` images.
 
-    The best of k earlier ones is the best by chance too: its p counts k times (Bonferroni).
+    Returns:
+        One for each; none of the best where it is the last.
     """
-    found = below(watch, now)
     earlier = [other for other in past if other.step <= now.step]
-    if watch.level is None or not earlier or len(now.scores[0]) < FEWEST:
-        return found
     last = last_before(earlier, now.step)
+    if last is None or len(now.scores[0]) < FEWEST:
+        return []
     best = max(earlier, key=lambda other: other.figures[WORST])
-    for word, other, times in (("last", last, 1), ("best", best, len(earlier))):
-        if other is None or (word == "best" and other is last):
-            continue
-        seen = change(other, now)
-        p = min(1.0, times * seen.drop)
-        if seen.after < seen.before and p < watch.level:
-            found.append(
-                f"robust/worst fell from {seen.before:.1%} ({word}: {other.checkpoint}) to "
-                f"{seen.after:.1%}, p = {p:.2g}"
-            )
-    return found
+    compared = [("last", 1, change(last, now))]
+    compared += [] if best is last else [("best", len(earlier), change(best, now))]
+    adjusted = holm([min(1.0, times * seen.drop) for _, times, seen in compared])
+    several = f", Holm over {len(compared)} comparisons" if len(compared) > 1 else ""
+    return [
+        Drop(word, seen.since, seen.before, seen.after, seen.drop, p, seen.test + several)
+        for (word, _, seen), p in zip(compared, adjusted, strict=True)
+    ]
+
+
+def alarms(watch: Watch, now: Past, found: Sequence[Drop]) -> list[str]:
+    """What is wrong with a checkpoint, by its figures and seen beside those before it."""
+    return below(watch, now) + [
+        f"robust/worst fell from {drop.before:.1%} ({drop.to}: {drop.since}) to {drop.after:.1%}, "
+        f"p = {drop.p_adjusted:.2g} ({drop.test})"
+        for drop in found
+        if watch.level is not None and drop.after < drop.before and drop.p_adjusted < watch.level
+    ]
 
 
 def below(watch: Watch, now: Past) -> list[str]:

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,15 @@ from lightning.pytorch import LightningDataModule
 
 from lightning_rob.callbacks.record import SESSION, Result
 from lightning_rob.monitor.board import Board
-from lightning_rob.monitor.change import alarms, change, last_before, pasts, present, today
+from lightning_rob.monitor.change import (
+    alarms,
+    change,
+    drops,
+    last_before,
+    pasts,
+    present,
+    today,
+)
 from lightning_rob.monitor.folder import Folder, Sighting, broken, stamp_of
 from lightning_rob.monitor.history import RECORD, Fields, History, identity, now, tag
 from lightning_rob.monitor.options import Watch, parse
@@ -256,8 +265,10 @@ class Watcher:
         past = pasts(self.history, self.suite)
         current = present(facts["checkpoint"], facts["step"], results)
         before = last_before(past, current.step)
-        changed = {"change": change(before, current).fields()} if before else {}
-        told = {"date": now(), "session": SESSION, "alarm": alarms(self.watch, current, past)}
+        changed: Fields = {"change": change(before, current).fields()} if before else {}
+        found = drops(current, past)
+        changed |= {"drops": [asdict(drop) for drop in found]} if found else {}
+        told = {"date": now(), "session": SESSION, "alarm": alarms(self.watch, current, found)}
         return facts | {"event": "evaluated"} | changed | told
 
     def end(self) -> int:

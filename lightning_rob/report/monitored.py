@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_rob.comparisons import holm
 from lightning_rob.report.blocks import Block, Details, Drawing, Heading, Text
 from lightning_rob.report.card import card
 from lightning_rob.report.curve import curve
@@ -91,13 +92,19 @@ def _numbers(found: Sequence[Watched], keys: Sequence[tuple[str, str]]) -> Table
         cells = [percent(figure.accuracy) if figure else NONE for figure in figures]
         event = watched.event
         rows.append([event["checkpoint"], str(watched.step), *cells, *_changed(event)])
+    raw = {i: p for i, watched in enumerate(found) if (p := _p(watched.event)) is not None}
+    adjusted = dict(zip(raw, holm(list(raw.values())), strict=True))
+    for i, row in enumerate(rows if len(raw) > 1 else ()):
+        row.append(f"{adjusted[i]:.3g}" if i in adjusted else NONE)
     strong = frozenset(i for i, watched in enumerate(found) if watched.event.get("alarm"))
     columns = ["checkpoint", "step>", *(f"{line_name(key)}>" for key in keys)]
-    columns += ["newly vulnerable>", "won back>", "p>"]
-    caption = "Accuracy on the test images by checkpoint, the latest first; each change is since "
-    return Table(
-        f"{caption}the checkpoint before, p by McNemar's exact test", columns, rows, strong
+    columns += ["newly vulnerable>", "won back>", "p>", *(["p, Holm>"] if len(raw) > 1 else [])]
+    caption = (
+        "Accuracy on the test images by checkpoint, the latest first; each change is since the "
+        "checkpoint before, p: McNemar's exact test"
     )
+    caption += f", Holm over {len(raw)} comparisons" if len(raw) > 1 else ""
+    return Table(caption, columns, rows, strong)
 
 
 def _changed(event: Fields) -> list[str]:
@@ -105,6 +112,13 @@ def _changed(event: Fields) -> list[str]:
     if not isinstance(change, dict):
         return [NONE] * 3
     counts = [change.get(key) for key in ("newly_vulnerable", "won_back")]
-    p = change.get("p")
+    p = _p(event)
     told = [str(len(images)) if isinstance(images, list) else NONE for images in counts]
-    return [*told, f"{p:.3g}" if isinstance(p, float) else NONE]
+    return [*told, NONE if p is None else f"{p:.3g}"]
+
+
+def _p(event: Fields) -> float | None:
+    """The p of the change since the checkpoint before, if it has one."""
+    change = event.get("change")
+    p = change.get("p") if isinstance(change, dict) else None
+    return p if isinstance(p, float) and 0 <= p <= 1 else None
