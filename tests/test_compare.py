@@ -123,7 +123,7 @@ def record(path, scores, labels=None, brightness=0.0):
     rows = columns.rows(images, zeros if labels is None else labels, parts)
     means = torch.stack(list(scores.values()), 1)
     card = {"attacks": {name: {} for name in names[1:]}}
-    write_ledger(path, columns, torch.arange(count), means, rows, 1, card)
+    write_ledger(path, columns, torch.arange(count), means, rows, 1, card, means.amin(1))
     return path
 
 

@@ -35,9 +35,9 @@ class AutoAttack(Attack):
 
     The package draws its noise for a batch, not for an image: the same batch and generator give
     the same images, another batch gives other random starts. An evaluation attacks the same images
-    together; elsewhere `batch_size=1` gives each image noise of its own, at the price of speed. What
-    the package suspects of the defense (no gradients, Square Attack the strongest …) goes to the
-    logger "auto-attack".
+    together; elsewhere `batch_size=1` gives each image noise of its own, at the price of speed.
+    Warnings of the package (no gradients, Square Attack the strongest …) go to the logger
+    "auto-attack".
 
     Args:
         threat: a ball for linf or l2, images within [0, 1].
