@@ -753,7 +753,7 @@ WRONG = {
     "step -1": (lambda: PGD(LINF, 1, -1), "step_size must be positive, got -1"),
     "step nan": (lambda: PGD(LINF, 1, float("nan")), "step_size must be positive, got nan"),
     "step 0, arc": (lambda: ARC(LINF, 1, 0), "step_size must be positive, got 0"),
-    "damping 1": (lambda: PGD(LINF, 1, 0.1, dampings=(1.0,)), r"dampings must be .*\[0, 1\)"),
+    "damping 2": (lambda: PGD(LINF, 1, 0.1, dampings=(2.0,)), r"dampings must be .*\[0, 1\]"),
     "damping -1": (lambda: PGD(LINF, 1, 0.1, dampings=(0.5, -0.1)), r"dampings must be numbers"),
     "no dampings": (lambda: PGD(LINF, 1, 0.1, dampings=()), r"dampings must be numbers"),
     "same start": (

@@ -128,7 +128,7 @@ def test_a_rehearsal_never_changes_the_referees_result(make):
         defense = make(trained())
         match = Match(Rehearsing(THREAT, rehearsals + 1, 0.05), defense, 7)
         rounds = [match.round(x, y, index) for _ in range(2)]
-        found.append((rounds, fingerprint(match.defenders[0])))
+        found.append((rounds, fingerprint(match.defenders[0][0])))
     for (_, one), (_, other) in zip(found[0][0], found[1][0], strict=True):
         assert torch.equal(one, other)
     assert same(found[0][1], found[1][1])
