@@ -4,7 +4,8 @@
 
 Trains `configs/{iat,adp,gal,trs,dverge}_digits.yaml` unless --folder has their checkpoints, then
 attacks each with adaptive PGD and ARC (as in the paper, the stronger of two local radii, and from
-where the others end) and each member alone with PGD, within linf 0.1. Prints a Markdown table and draws the transfer matrices.
+where the others end) and each member alone with PGD, within linf 0.1. Prints a Markdown table and
+draws the transfer matrices.
 """
 
 import argparse
