@@ -8,6 +8,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -79,7 +80,10 @@ DATA = TensorDataset(torch.arange(12))
     [
         (DataLoader(DATA, 5), True),
         (DataLoader(DATA, 5, shuffle=True), True),
-        (DataLoader(DATA, 5, sampler=DistributedSampler(DATA, 2, 0)), True),
+        (DataLoader(DATA, 5, sampler=DistributedSampler(DATA, 1, 0)), True),
+        (DataLoader(DATA, 5, sampler=DistributedSampler(DATA, 2, 0)), False),
+        (DataLoader(DATA, 5, sampler=SequentialSampler(range(10))), False),
+        (DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, False)), False),
         (DataLoader(DATA, 5, sampler=RandomSampler(DATA, replacement=True)), False),
         (DataLoader(DATA, 5, sampler=RandomSampler(DATA, num_samples=5)), False),
         (DataLoader(DATA, 5, sampler=WeightedRandomSampler([1.0] * 12, 12)), False),
@@ -101,6 +105,7 @@ def test_a_batch_sampler_of_ones_own_is_respected():
 
 def test_groups_come_through_the_loaders_own_workers_and_collation():
     loader = DataLoader(DATA, 5, num_workers=1, collate_fn=lambda items: [int(i[0]) for i in items])
+    assert list(group_loader(loader, [])) == []
     state = torch.get_rng_state()
     assert list(group_loader(loader, [torch.tensor([7, 2]), torch.tensor([0])])) == [[7, 2], [0]]
     assert torch.equal(torch.get_rng_state(), state)
@@ -359,6 +364,91 @@ def test_private_draws_are_for_what_adapts():
         evaluate(AdversarialTraining(TinyNet), RobustEval({"pgd": NOTHING}, private_draws=2))
     with pytest.raises(ValueError, match="sees the defender's state plays against one"):
         Match(NOTHING, Moods(linear()), 0, draws=2, leaking=True)
+
+
+def test_a_network_with_noise_of_its_own_is_evaluated_reproducibly():
+    """Whatever the global random state, which is left as it was."""
+    torch.manual_seed(0)
+    module = AdversarialTraining(TinyNet, defense=lambda net: Single(Noisy(net)))
+    attack = PGD(Threat("linf", 0.1), 2, 0.05)
+    found = []
+    for seed in (1, 2):
+        callback = RobustEval({"pgd": attack})
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        x, y, index = torch.rand(8, 3, 8, 8), torch.arange(8) % 4, torch.arange(8)
+        torch.set_rng_state(before)
+        Match(attack, module.defense, 0).round(x, y, index)
+        is_random(module.defense, x, index)
+        assert torch.equal(torch.get_rng_state(), before)
+        evaluate(module, callback, data=Blobs(test_size=33, eval_batch_size=seed * 7))
+        found.append(callback.scores()[1])
+    assert torch.equal(*found)
+
+
+def test_randomness_is_looked_for_in_every_group():
+    class Late(nn.Module):
+        """Random only where the first pixel is bright."""
+
+        def forward(self, x):
+            bright = (x[:, :1, 0, 0] > 0.6).float()
+            return x.flatten(1)[:, :4] + bright * torch.randn(len(x), 4)
+
+    callback = RobustEval({"pgd": NOTHING}, group_size=4)
+    evaluate(AdversarialTraining(Late), callback)
+    assert callback.random
+
+
+def test_the_worst_of_a_game_is_over_all_callbacks():
+    strong = PGD(Threat("linf", 1.0), 3, 0.5)
+    torch.manual_seed(0)
+    module = AdversarialTraining(linear, defense=Whim)
+    callbacks = [RobustEval({"strong": strong}), RobustEval({"weak": NOTHING}, max_images=20)]
+    evaluate(module, *callbacks)
+    worst = callbacks[1].results[-1]
+    assert worst.details["over"] == ["strong", "weak"]
+    assert worst.n == 20
+    assert worst.accuracy < callbacks[1].results[1].accuracy
+
+
+class Clashing(Blobs):
+    """Two sets in one, each numbered from 0."""
+
+    def test_dataloader(self):
+        return DataLoader(ConcatDataset([self.parts["test"], self.parts["test"]]), 8)
+
+
+def test_images_of_the_same_index_are_refused():
+    with pytest.raises(ValueError, match="66 images have 33 different indices"):
+        evaluate(AdversarialTraining(TinyNet), RobustEval({"pgd": NOTHING}), data=Clashing())
+
+
+class Endless(Blobs):
+    """Images without a number of them."""
+
+    def test_dataloader(self):
+        part = self.parts["test"]
+
+        class Streamed(IterableDataset):
+            def __iter__(self):
+                return (part[i] for i in range(len(part)))
+
+        return DataLoader(Streamed(), 8)
+
+
+def test_images_of_a_stream_are_attacked_as_they_come():
+    callback = RobustEval({"pgd": NOTHING})
+    evaluate(AdversarialTraining(TinyNet), callback, data=Endless())
+    assert (callback.results[0].details["group_size"], callback.results[0].n) == (None, 33)
+    with pytest.raises(ValueError, match="max_images needs a data set that knows its length"):
+        few = RobustEval({"pgd": NOTHING}, max_images=5)
+        evaluate(AdversarialTraining(TinyNet), few, data=Endless())
+
+
+def test_limits_on_batches_hold_before_images_are_chosen():
+    callback = RobustEval({"pgd": NOTHING}, max_images=5)
+    evaluate(AdversarialTraining(TinyNet), callback, limit_test_batches=1)
+    assert callback.results[0].n == 5
 
 
 class Weighted(Blobs):

@@ -117,6 +117,7 @@ def _worst(subject: Subject, seen: Columns) -> Result:
     scores = torch.stack([seen[name].nan_to_num(torch.inf) for name in names], 1)
     scores = scores.reshape(len(scores), len(subject.counted), -1)
     table = torch.arange(len(scores)), scores
-    worst = worst_case([table], random=not subject.exact, joint=subject.transductive)
+    chance = any(bool(seen[name].any()) for name in ("by_chance", "unrepeatable"))
+    worst = worst_case([table], not subject.exact or chance, joint=subject.transductive)
     details = {"attack": worst.choice, "ball": str(subject.threat)}
     return measured("worst", worst.scores.mean(1), 0.0, details)

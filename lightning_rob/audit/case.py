@@ -73,7 +73,7 @@ class Subject:
     @property
     def halves(self) -> list[str]:
         """The columns by which the worst case of a random defense is chosen and scored."""
-        if self.exact or self.transductive:
+        if self.transductive:
             return []
         return [f"{name}/{half}" for name in self.counted for half in ("first", "second")]
 

@@ -82,6 +82,8 @@ class Evaluation(Callback, ABC):
         self.loader: Any = None
         self.positions: Tensor | None = None
         self.seen = 0
+        self.processes = 1
+        self.expected: int | None = None
         self.progress: AttackProgress | None = None
         self.after_group: Callable[[], None] | None = None
 
@@ -114,7 +116,7 @@ class Evaluation(Callback, ABC):
     @property
     def grouped(self) -> bool:
         """Whether images are attacked in canonical groups, not as the loader batches them."""
-        return serves_once(self.loader)
+        return serves_once(self.loader, self.processes)
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this epoch's evaluation is one of ours."""
@@ -170,16 +172,29 @@ class Evaluation(Callback, ABC):
             name = type(self).__name__
             raise ValueError(f"{name} evaluates one data loader at a time, got several")
         self.loader, self.positions, self.seen = loader, None, 0
-        images = len(loader.dataset)
-        if self.max_images is not None and self.max_images < images:
-            chance = torch.Generator().manual_seed(self.seed)
-            images = self.max_images
-            self.positions = torch.randperm(len(loader.dataset), generator=chance)[:images]
+        self.processes, self.expected = trainer.world_size, None
+        images = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+        if self.max_images is not None:
+            self.positions = self._choose(trainer, images)
+            images = images if self.positions is None else len(self.positions)
         if not trainer.sanity_checking:
-            total = -(-images // trainer.world_size) * self.rounds(pl_module)
+            total = images and -(-images // trainer.world_size) * self.rounds(pl_module)
             self.progress = AttackProgress(trainer, "Attacking", total)
         with torch.inference_mode(False):  # whose tensors could not be added to outside of it
             self.begin(trainer, pl_module)
+
+    def _choose(self, trainer: Trainer, images: int | None) -> Tensor | None:
+        """The positions of `max_images` images, of those within limits on batches; None if all."""
+        if images is None:
+            raise ValueError("max_images needs a data set that knows its length: leave it out")
+        assert self.max_images is not None
+        if self.max_images >= images:
+            return None
+        order = torch.randperm(images, generator=torch.Generator().manual_seed(self.seed))
+        if self.grouped:
+            size = self.loader.batch_size
+            order = order[order < images_within_limits(trainer, self.loader, size)]
+        return order[: self.max_images]
 
     def _take(self, trainer: Trainer, pl_module: Any, batch: Any) -> None:
         """Attack a batch of the sanity check, or of a loader that cannot be regrouped."""
@@ -199,6 +214,7 @@ class Evaluation(Callback, ABC):
         within = torch.arange(count)
         if self.positions is not None:
             within = self.positions[self.positions < count]
+        self.expected = len(within)
         share = trainer.global_rank, trainer.world_size
         for batch in group_loader(self.loader, canonical_groups(within, self.group_size, *share)):
             x, y, index = trainer.strategy.batch_to_device(batch)

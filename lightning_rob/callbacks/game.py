@@ -58,6 +58,8 @@ class Game:
     def _order(self, trainer: Trainer, loader: Any, positions: Tensor | None) -> tuple[Tensor, int]:
         """The images that are played, in order, and how many make a round."""
         size = self.images or loader.batch_size
+        if size is None:
+            raise ValueError("the loader has no batch size to make rounds of: give game.images")
         order = torch.arange(len(loader.dataset)) if positions is None else positions
         return order[: images_within_limits(trainer, loader, size)], size
 

@@ -91,7 +91,9 @@ class Match:
             RuntimeError: the attack broke its own threat.
         """
         turns = range(len(self.strategies))
-        outcomes = [self._turn(i, x, y, index, inferences) for i in turns]
+        own = torch.Generator().manual_seed(fold(*self.keys, 5, *index.tolist()))
+        with borrowed_global(own, x.device):  # for noise that a network takes from global streams
+            outcomes = [self._turn(i, x, y, index, inferences) for i in turns]
         likeliest = max(turns, key=lambda i: self.strategies[i][0])
         shares = [p for p, _ in self.strategies]
         expected = [p * found for p, (_, found) in zip(shares, outcomes, strict=True)]

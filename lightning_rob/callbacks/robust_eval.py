@@ -50,6 +50,7 @@ from lightning_rob.ledger import (
 from lightning_rob.metrics import paired, robust_accuracy, student
 from lightning_rob.randomness import Streams
 
+TRIED = 8  # images of each group that are predicted twice, to see whether there is chance in it
 LONGEST_NAME = 80  # of a file, in letters, before it says how many more attacks there are
 
 
@@ -213,7 +214,7 @@ class RobustEval(Evaluation):
             "module": type(pl_module).__name__,
             "rule": describe(defense.rule),
             "target": self._target_name,
-            "data": f"{type(module).__name__}, {len(self.loader.dataset)} images",
+            "data": f"{type(module).__name__}, {_count(self.loader.dataset)} images",
             "max_images": self.max_images,
             "group_size": self.group_size if self.grouped else f"{self.loader.batch_size} loaded",
             "seed": self.seed,
@@ -246,8 +247,7 @@ class RobustEval(Evaluation):
         if self.playing is not None:
             return
         defense = self.target(pl_module.defense)
-        if self.random is None:
-            self.random = is_random(defense, x, index)
+        self.random = self.random or is_random(defense, x[:TRIED], index[:TRIED])
         if not self._recalled(x, y, index):
             noise = Streams.keyed(index, self.seed, 0, 2)  # that of the first repeat of each attack
             clean = answers(defense, x, noise, self.inferences)
@@ -353,6 +353,7 @@ class RobustEval(Evaluation):
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log what was found, and record it."""
+        self._check_indices()
         defense = self.target(pl_module.defense)
         shared = self._circumstances(trainer, stage, defense)
         self.results = results = self._results(trainer, shared) + self._worst(trainer, shared)
@@ -366,6 +367,15 @@ class RobustEval(Evaluation):
             hook(values)
         self._keep(trainer, pl_module, stage, defense)
         self._publish(trainer, stage, results)
+
+    def _check_indices(self) -> None:
+        """Raise ValueError where several images have the same index: one would count for all."""
+        found = len(self.book.means()[0])
+        if self.expected is not None and found < self.expected:
+            raise ValueError(
+                f"{self.expected} images have {found} different indices: give each image of a data "
+                "set an index of its own, by which its scores and its noise are kept"
+            )
 
     def _keep(self, trainer: Trainer, pl_module: Any, stage: str, defense: Defense) -> None:
         """The record image by image."""
@@ -383,6 +393,8 @@ class RobustEval(Evaluation):
         """What a file of this evaluation is called."""
         names = list(names or self.attacks)
         epoch = [f"epoch{trainer.current_epoch:04d}"] if trainer.state.fn == "fit" else []
+        if epoch and trainer.val_check_interval != 1:  # several validations in an epoch
+            epoch.append(f"step{trainer.global_step:06d}")
         target = [self._target_name] if self.target is not whole else []
         told = "+".join(names)
         told = told if len(told) <= LONGEST_NAME else f"{names[0]}+{len(names) - 1}_more"
@@ -394,6 +406,7 @@ class RobustEval(Evaluation):
         shared |= {name: getattr(self, name) for name in counts}
         if self.playing is not None:
             shared["game"] = self.playing.record(defense, self.loader, trainer.world_size)
+            shared["group_size"] = shared["game"]["images"]
         return shared | {"interval_covers": self._covered(defense)}
 
     def _covered(self, defense: Defense) -> str:
@@ -455,15 +468,12 @@ class RobustEval(Evaluation):
     def _worst(self, trainer: Trainer, shared: dict[str, Any]) -> list[Result]:
         """The strongest attack over the callbacks of the run, recorded by the last of them.
 
-        In a game it is over those callbacks that play the same game on the same images.
+        In a game it is over those callbacks that play the same game.
         """
         due = [s for s in _siblings(trainer) if s.due(trainer) and s.target is whole]
         if due[-1:] != [self]:
             return []
         due = [s for s in due if s.playing == self.playing]
-        if self.playing:
-            alike = (self.max_images, self.seed, self.private_draws)
-            due = [s for s in due if (s.max_images, s.seed, s.private_draws) == alike]
         over = [name for sibling in due for name in sibling.attacks]
         random = any(bool(sibling.random) for sibling in due)
         worst = worst_case([s.scores() for s in due], random, joint=self.playing is not None)
@@ -482,6 +492,10 @@ class RobustEval(Evaluation):
             for name, picture in self.panels.items():
                 tag = f"{stage}/adversarial/{name}"
                 trainer.logger.experiment.add_image(tag, picture, trainer.global_step)
+
+
+def _count(dataset: Any) -> int | str:
+    return len(dataset) if hasattr(dataset, "__len__") else "unnumbered"
 
 
 def _on_any(trainer: Trainer, mine: bool | None) -> bool:

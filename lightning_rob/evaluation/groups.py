@@ -44,27 +44,36 @@ def canonical_groups(
     return list(groups[rank::world_size])
 
 
-def serves_once(loader: Any) -> bool:
+def serves_once(loader: Any, world_size: int = 1) -> bool:
     """Return whether a loader serves every image of its data set once, in any order.
 
     Only then can images be fetched by position instead. An `IterableDataset` has no positions; a
-    sampler that weights, repeats or leaves out images decides itself what is evaluated.
+    sampler that weights, repeats or leaves out images, and a loader with an `__iter__` of its own,
+    decide themselves what is evaluated.
+
+    Args:
+        loader: as a process has it.
+        world_size: how many processes share the images.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
+    if type(loader).__iter__ is not DataLoader.__iter__ or loader.batch_size is None:
+        return False
     if type(loader.batch_sampler) is not BatchSampler:
         return False
-    return _in_any_order(loader.sampler, loader.dataset)
+    return _in_any_order(loader.sampler, loader.dataset, world_size)
 
 
-def _in_any_order(sampler: Any, dataset: Any) -> bool:
+def _in_any_order(sampler: Any, dataset: Any, world_size: int) -> bool:
     if isinstance(sampler, DistributedSampler):
         # Lightning puts a loader's own sampler behind a distributed one, as its data set.
         inside = getattr(sampler.dataset, "_sampler", None)
-        return sampler.dataset is dataset or _in_any_order(inside, dataset)
-    if isinstance(sampler, RandomSampler):
-        return not sampler.replacement and len(sampler) == len(dataset)
-    return isinstance(sampler, SequentialSampler)
+        served = sampler.dataset is dataset or _in_any_order(inside, dataset, 1)
+        return served and sampler.num_replicas == world_size
+    if type(sampler) is RandomSampler:
+        served = not sampler.replacement and len(sampler) == len(dataset)
+        return served and sampler.data_source is dataset
+    return type(sampler) is SequentialSampler and sampler.data_source is dataset
 
 
 def group_loader(loader: DataLoader[Any], groups: list[Tensor]) -> DataLoader[Any]:
@@ -74,13 +83,14 @@ def group_loader(loader: DataLoader[Any], groups: list[Tensor]) -> DataLoader[An
         loader: the one that the user gave.
         groups: positions [n] of each group.
     """
+    workers = min(loader.num_workers, len(groups))
     return DataLoader(
         loader.dataset,
         batch_sampler=[group.tolist() for group in groups],
-        num_workers=min(loader.num_workers, len(groups)),
+        num_workers=workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context if loader.num_workers else None,
+        multiprocessing_context=loader.multiprocessing_context if workers else None,
         generator=torch.Generator(),  # else each pass draws from the global stream
     )

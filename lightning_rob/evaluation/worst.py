@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_rob.attacks.base import evaluating
 from lightning_rob.defenses import Defense
-from lightning_rob.randomness import Streams
+from lightning_rob.randomness import Streams, borrowed_global, fold
 
 PRIOR = 4  # predictions of an image that an attack's mean over all images counts for
 ROUNDING = 1e-5  # relative to the largest logit: what a deterministic network's logits may differ
@@ -79,7 +79,6 @@ def _by_inferences(index: Tensor, parts: list[Tensor], joint: bool) -> Worst:
     """Choose on half of the inferences of scores n x [n, A, R], take those of the other half."""
     halves = [[part[..., : part.shape[2] // 2], part[..., part.shape[2] // 2 :]] for part in parts]
     first, second = ([pair[side] for pair in halves] for side in (0, 1))
-    once = torch.cat([_picked(first, second), _picked(second, first)], 1)
     if joint:
         once = torch.cat([_picked(first, second), _picked(second, first)], 1)
         return Worst(index, once, "one attack, chosen on the other half of the private draws")
@@ -125,7 +124,8 @@ def is_random(defense: Defense, x: Tensor, index: Tensor) -> bool:
         x: [B, C, H, W] images.
         index: [B] their indices, by which the noise is keyed.
     """
-    with evaluating(defense), torch.no_grad():
+    own = torch.Generator().manual_seed(fold(*index.tolist()))  # for noise from global streams
+    with evaluating(defense), torch.no_grad(), borrowed_global(own, x.device):
         first, second = (defense.logits(x, Streams.keyed(index, key)) for key in (0, 1))
     largest = float(first.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if first.numel() else 0.0
     same = torch.isclose(first, second, rtol=0.0, atol=ROUNDING * (1 + largest), equal_nan=True)

@@ -151,14 +151,14 @@ def worst(games: Sequence[Game], points: Points, adapts: bool = False) -> list[R
     if len(counted) < 2:
         return []
     clean = [game for game in games if game.attack is None]
-    over = [points[game.key] for game in (*counted, *clean)]
+    over = [points[game.key] for game in (*clean, *counted)]
     tables = [scores_of(result.details["reuse"]) for result in over]
     random = any(result.details["random"] for result in over)
     found = worst_case([(i, scores[:, None]) for i, scores in tables], random, adapts)
     key = key_of(name=WORST, over=[game.key for game in counted])
     told = {"attack": found.choice, "over": [game.name for game in counted]}
-    details = counted[0].details | _measured(over[0].details)
+    details = counted[0].details | _measured(over[-1].details)
     details |= told | kept(key, found.index, found.scores)
     details.pop("threat")
-    draws = found.scores if over[0].details["private_draws"] > 1 else None
+    draws = found.scores if over[-1].details["private_draws"] > 1 else None
     return [measured(WORST, found.scores.mean(1), 0.0, details, draws)]
