@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.around import Around
-from lightning_rob.attacks.base import image_by_image
+from lightning_rob.attacks.base import image_by_image, parts
 from lightning_rob.attacks.memory import in_parts, kept_for_gradients
-from lightning_rob.attacks.rebuild import parts
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.learning import asking
 from lightning_rob.randomness import Generator

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.rebuild import parts
+from lightning_rob.attacks.base import parts
 from lightning_rob.ledger.identity import describe
 
 KNOWS = {
