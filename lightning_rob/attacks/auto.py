@@ -55,7 +55,7 @@ class AutoAttack(Attack):
         ModuleNotFoundError: when called, without the package.
     """
 
-    together: ClassVar[bool] = True
+    batch_dependent: ClassVar[bool] = True
     threat: Threat
     version: Literal["standard", "plus", "rand", "custom"] = "standard"
     attacks: tuple[str, ...] | None = None

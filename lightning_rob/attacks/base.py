@@ -174,7 +174,7 @@ def image_by_image(attack: "Attack", defense: Defense) -> bool:
     """Whether a batch may be attacked in parts: neither goes by the whole of it."""
     layers = (layer for layer in defense.modules() if isinstance(layer, OwnBatch))
     whole = defense.transductive or not all(layer.separable for layer in layers)
-    return not whole and not any(part.together for part in parts(attack))
+    return not whole and not any(part.batch_dependent for part in parts(attack))
 
 
 class Backward(ABC):
@@ -219,7 +219,7 @@ class Attack(ABC):
     """A search for images that a defense gets wrong. Subclasses are frozen dataclasses."""
 
     threat: Threat
-    together: ClassVar[bool] = False  # whether what it does to an image depends on the others
+    batch_dependent: ClassVar[bool] = False  # whether an image's result depends on the others
     lengths: ClassVar[tuple[str, ...]] = ()  # the fields that are lengths in the threat's norm
 
     def __call__(

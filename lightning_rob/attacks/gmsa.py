@@ -44,7 +44,7 @@ class GMSA(Attack):
         ValueError: no rounds.
     """
 
-    together: ClassVar[bool] = True
+    batch_dependent: ClassVar[bool] = True
     inner: Attack
     rounds: int = 10
     memory: bool = True

@@ -99,7 +99,7 @@ class PAA(Attack):
             raise ValueError("project_last is for a bound on each image: leave out mean_bound")
 
     @property
-    def together(self) -> bool:  # type: ignore[override]
+    def batch_dependent(self) -> bool:  # type: ignore[override]
         """Whether the other images of a batch decide when an image stops."""
         return self.mean_bound is not None
 

@@ -30,7 +30,7 @@ class Partly(Around):
         TypeError: an attack that rehearses the whole round.
     """
 
-    together: ClassVar[bool] = True
+    batch_dependent: ClassVar[bool] = True
     clean: float = 0.5
     natural: Attack | None = None
 

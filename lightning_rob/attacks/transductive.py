@@ -42,7 +42,7 @@ class ThroughAdaptation(Attack):
         attack: what the adapting defense is attacked by.
     """
 
-    together: ClassVar[bool] = True
+    batch_dependent: ClassVar[bool] = True
     attack: Attack
 
     @property
