@@ -25,7 +25,7 @@ def card_of(attack: Attack) -> dict[str, Any]:
         Norm and radius, steps, restarts and draws where the attack or a part of it has them, what
         the attacker knows, and the attack with all its arguments.
     """
-    threat, every = attack.threat, parts(attack)
+    threat, every = attack.threat, list(parts(attack))
     card = {
         "norm": str(threat.norm),
         "eps": threat.eps,
