@@ -56,6 +56,7 @@ class AutoAttack(Attack):
     """
 
     batch_dependent: ClassVar[bool] = True
+    knowledge: ClassVar[str] = "the weights and the predictions; Square uses the predictions alone"
     threat: Threat
     version: Literal["standard", "plus", "rand", "custom"] = "standard"
     attacks: tuple[str, ...] | None = None

@@ -220,6 +220,7 @@ class Attack(ABC):
 
     threat: Threat
     batch_dependent: ClassVar[bool] = False  # whether an image's result depends on the others
+    knowledge: ClassVar[str] = "all of the defense but its private randomness"
     lengths: ClassVar[tuple[str, ...]] = ()  # the fields that are lengths in the threat's norm
 
     def __call__(
@@ -307,15 +308,21 @@ def arguments(attack: Attack) -> dict[str, Any]:
     return {field.name: getattr(attack, field.name) for field in fields(attack) if field.init}
 
 
-def parts(attack: Attack) -> Iterator[Attack]:
-    """The attack and all that it is made of."""
-    yield attack
+def inner_attacks(attack: Attack) -> Iterator[Attack]:
+    """The attacks among its arguments, or in tuples there; not those that these are made of."""
     if not is_dataclass(attack):
         return
     for value in arguments(attack).values():
         for part in value if isinstance(value, tuple) else (value,):
             if isinstance(part, Attack):
-                yield from parts(part)
+                yield part
+
+
+def parts(attack: Attack) -> Iterator[Attack]:
+    """The attack and all that it is made of."""
+    yield attack
+    for inner in inner_attacks(attack):
+        yield from parts(inner)
 
 
 def rebuilt(attack: Attack, change: Callable[[Attack], dict[str, Any]]) -> Attack:

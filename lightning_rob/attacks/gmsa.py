@@ -45,6 +45,7 @@ class GMSA(Attack):
     """
 
     batch_dependent: ClassVar[bool] = True
+    knowledge: ClassVar[str] = f"{Attack.knowledge}, and rehearses the adaptation"
     inner: Attack
     rounds: int = 10
     memory: bool = True

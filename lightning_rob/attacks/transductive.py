@@ -20,6 +20,7 @@ class OnStatic(Attack):
         attack: what the static network is attacked by.
     """
 
+    knowledge: ClassVar[str] = "the defense before it adapts"
     attack: Attack
 
     @property
@@ -43,6 +44,7 @@ class ThroughAdaptation(Attack):
     """
 
     batch_dependent: ClassVar[bool] = True
+    knowledge: ClassVar[str] = f"{Attack.knowledge}, and sees it adapt to every image tried"
     attack: Attack
 
     @property
