@@ -6,7 +6,7 @@ where softmax minus one-hot would round to zero on a confident network.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,29 @@ from torch.nn.functional import softplus
 from lightning_rob.rules import expectation
 
 Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
+Reduction = Literal["mean", "least"]
+Declared = TypeVar("Declared", bound=Objective)
+
+
+def reduces(reduction: Reduction) -> Callable[[Declared], Declared]:
+    """Declare, as a decorator, what an objective makes of its values on single draws.
+
+    Attacks then see the parts of a mixture one by one; `HighConfidence` takes no other objectives.
+
+    Args:
+        reduction: "mean" by the weights, or "least" of the draws that can answer.
+    """
+
+    def declared(objective: Declared) -> Declared:
+        objective.reduction = reduction  # type: ignore[attr-defined]
+        return objective
+
+    return declared
+
+
+def over_draws(objective: Objective) -> Reduction | None:
+    """Return the objective's `reduction` over draws; None where it declares none."""
+    return getattr(objective, "reduction", None)
 
 
 class NotNumbersError(ValueError):
@@ -69,11 +92,13 @@ def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(logits, y).mean()
 
 
+@reduces("mean")
 def expected_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """The mean of the draws' cross-entropies: adaptive PGD, EoT, GMSA-AVG."""
     return expectation(weights, cross_entropy(logits, y))
 
 
+@reduces("least")
 def worst_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """The smallest cross-entropy of the draws that can answer: GMSA-MIN."""
     return _least(weights, cross_entropy(logits, y))
@@ -96,21 +121,25 @@ def linear(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     return wrong.amax(-1) - right
 
 
+@reduces("mean")
 def expected_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """The mean over draws of the largest wrong logit minus the right one ("expected h")."""
     return expectation(weights, _margin(logits, y))
 
 
+@reduces("least")
 def worst_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """The smallest margin of the draws that can answer."""
     return _least(weights, _margin(logits, y))
 
 
+@reduces("mean")
 def confident(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """The mean over draws of the largest probability of a wrong class."""
     return expectation(weights, _wrong_confidence(logits, y))
 
 
+@reduces("least")
 def least_confident(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """The smallest, of the draws that can answer, of the largest probability of a wrong class."""
     return _least(weights, _wrong_confidence(logits, y))
@@ -128,21 +157,17 @@ class MarginTo:
     shift: int
     least: bool = False
 
+    @property
+    def reduction(self) -> Reduction:
+        """The least of the draws, or their mean."""
+        return "least" if self.least else "mean"
+
     def __call__(self, logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
         """Logits [S, B, K], weights [S] and labels [B] to [B]."""
         pair = torch.stack((y, (y + self.shift) % logits.shape[-1]), -1)
         right, wrong = logits.gather(-1, pair.expand(*logits.shape[:-1], 2)).unbind(-1)
         reduce = _least if self.least else expectation
         return reduce(weights, wrong - right)
-
-
-def over_draws(objective: Objective) -> Literal["mean", "least"] | None:
-    """Whether an objective is the mean of the draws' own, or the least of them, or neither."""
-    if isinstance(objective, MarginTo):
-        return "least" if objective.least else "mean"
-    if objective in (expected_ce, expected_margin, confident):
-        return "mean"
-    return "least" if objective in (worst_ce, worst_margin, least_confident) else None
 
 
 def _margin(logits: Tensor, y: Tensor) -> Tensor:

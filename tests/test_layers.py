@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,17 @@ def test_layers_lie_on_one_another():
         layer, parts = Path(place).parts[0].removesuffix(".py"), name.split(".")
         if parts[0] == "lightning_rob" and len(parts) > 1:
             assert parts[1] in ALLOWED[layer] | {layer}, f"{place} imports {name}"
+
+
+def test_attacks_import_one_another_in_one_direction():
+    """Imports inside functions count: they would only hide a circle."""
+    graph = {}
+    for place, name in IMPORTS:
+        module = "lightning_rob." + place.removesuffix(".py").replace("/", ".")
+        if module.startswith("lightning_rob.attacks."):
+            graph.setdefault(module.removesuffix(".__init__"), set()).add(name)
+    assert "lightning_rob.attacks.base" in graph["lightning_rob.attacks.pgd"]
+    TopologicalSorter(graph).prepare()  # a circle is a CycleError, which names it
 
 
 def test_every_noun_is_there():

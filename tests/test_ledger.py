@@ -13,11 +13,13 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rob import Ensemble, Mixture, RandomTransforms, Single, TransformEnsemble
+from lightning_rob.attacks import PGD, TAA, Corrupted, OnStatic, Partly, Strongest
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.ledger import (
     Columns,
     Journal,
     Outcome,
+    card_of,
     fingerprint,
     likeliest,
     read_ledger,
@@ -26,6 +28,7 @@ from lightning_rob.ledger import (
 )
 from lightning_rob.ledger.identity import HERE, told
 from lightning_rob.rules import majority
+from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
 from tests.tiny import ROOT, Blobs, TinyNet, arc, pgd, recipe, records, robust_eval, run
 
@@ -84,9 +87,28 @@ def test_the_card_says_what_the_attacker_might_do(ledger):
     assert card["attacks"]["arc"]["norm"] == "linf"
     assert card["attacks"]["arc"]["eps"] == pytest.approx(16 / 255)
     assert card["attacks"]["apgd"]["steps"] == 3
-    assert "private chance" in card["attacks"]["arc"]["knows"]
+    assert "private randomness" in card["attacks"]["arc"]["knows"]
     assert (card["defense"], card["stage"], card["seed"]) == ("Ensemble", "test", 0)
     assert len(card["weights"]) == 16
+
+
+WHITE_BOX = PGD(Threat("linf", 0.1), 3, 0.05, draws=5, restarts=2)
+
+
+def test_the_card_is_that_of_all_parts_of_an_attack():
+    card = card_of(OnStatic(WHITE_BOX))
+    assert [card[name] for name in ("steps", "restarts", "draws")] == [3, 2, 5]
+    assert card["knows"] == "the defense before it adapts"
+
+
+def test_the_card_does_not_tell_less_than_an_attacker_knows():
+    """A part that knows nothing does not speak for another that knows all."""
+    assert card_of(WHITE_BOX)["knows"] == PGD.knowledge
+    assert card_of(Partly(WHITE_BOX, natural=WHITE_BOX))["knows"] == PGD.knowledge
+    partly = Partly(WHITE_BOX, natural=Corrupted(GaussianNoise(0.1)))
+    assert card_of(partly)["knows"] == f"{PGD.knowledge}; {Corrupted.knowledge}"
+    both = Strongest((TAA(WHITE_BOX), WHITE_BOX))
+    assert card_of(both)["knows"] == f"{TAA.knowledge}; {PGD.knowledge}"
 
 
 def test_batches_of_any_size_give_the_same_bytes(ledger, trained, tmp_path):

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from lightning_rob.objectives import (
+    MarginTo,
     ce_of_mean_logits,
     ce_of_mean_probs,
     check_labels,
@@ -12,8 +13,12 @@ from lightning_rob.objectives import (
     cross_entropy,
     expected_ce,
     expected_margin,
+    least_confident,
     linear,
+    over_draws,
+    reduces,
     worst_ce,
+    worst_margin,
 )
 
 CROSS_ENTROPIES = [expected_ce, worst_ce, ce_of_mean_probs, ce_of_mean_logits]
@@ -235,3 +240,26 @@ def test_labels_out_of_range(y):
 @pytest.mark.parametrize("y", [[0, 3], [], [2]])
 def test_labels_in_range(y):
     assert check_labels(torch.tensor(y, dtype=torch.int64), 4) is None
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [*OBJECTIVES, worst_margin, least_confident, MarginTo(1), MarginTo(1, least=True)],
+)
+def test_what_an_objective_declares_is_what_it_makes_of_single_draws(objective):
+    logits, y = draws(3, 30, 4, seed=6, dtype=torch.float64)
+    one, weights = torch.ones(1, dtype=torch.float64), WEIGHTS.double()
+    alone = torch.stack([objective(draw[None], one, y) for draw in logits])
+    made = {"mean": (weights[:, None] * alone).sum(0), "least": alone.amin(0)}
+    value = objective(logits, weights, y)
+    same = [name for name, expected in made.items() if torch.allclose(value, expected)]
+    assert same == ([over_draws(objective)] if over_draws(objective) else [])
+
+
+def test_another_objective_may_declare_it_too():
+    def twice(logits, weights, y):
+        return 2 * worst_ce(logits, weights, y)
+
+    assert over_draws(twice) is None
+    assert reduces("least")(twice) is twice
+    assert over_draws(twice) == "least"

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_rob.attacks import CW, PAA, PGD, TAA, Attack, Chunked, DeepFool, ranking_weights
-from lightning_rob.attacks.base import image_by_image
+from lightning_rob.attacks.base import image_by_image, parts
 from lightning_rob.attacks.paa import AGGREGATES
-from lightning_rob.attacks.rebuild import parts, with_eps
 from lightning_rob.callbacks.referee import play
 from lightning_rob.defenses import Single, TransformEnsemble
 from lightning_rob.randomness import Streams
@@ -539,5 +538,5 @@ def test_is_made_of_its_inner_attack_and_tells_its_bound():
     assert attack.threat == Threat("l2", 0.25, relative=True)
     mean = replace(attack, max_dissimilarity=1.0, mean_bound=0.3)
     assert mean.threat.eps == 1.0
-    assert with_eps(mean, 0.5) == replace(mean, max_dissimilarity=0.5, mean_bound=0.15)
+    assert mean.rescaled(0.5) == replace(mean, max_dissimilarity=0.5, mean_bound=0.15)
     assert hash(attack) == hash(PAA(FGSM, max_dissimilarity=0.25, ranking=("clean",)))

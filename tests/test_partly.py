@@ -6,7 +6,6 @@ import torch
 from lightning_rob.attacks import PGD, OnMember, RandomMember
 from lightning_rob.attacks.corrupted import Corrupted
 from lightning_rob.attacks.partly import Partly
-from lightning_rob.attacks.rebuild import with_eps
 from lightning_rob.callbacks.referee import play
 from lightning_rob.defenses import Ensemble, Single
 from lightning_rob.randomness import Streams
@@ -72,7 +71,7 @@ def test_strategies_are_those_of_the_attack():
 
 
 def test_another_radius_reaches_the_inner_attack():
-    attack = with_eps(Partly(INNER, 0.25, Corrupted(Brightness(1))), 8 / 255)
+    attack = Partly(INNER, 0.25, Corrupted(Brightness(1))).rescaled(8 / 255)
     assert attack.attack.threat.eps == pytest.approx(8 / 255)
     assert attack.attack.step_size == pytest.approx(4 / 255)
     assert attack.natural == Corrupted(Brightness(1))

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_rob.attacks import CW, PGD, TAA, DeepFool, OnDifferentiable, OnMember, RandomMember
-from lightning_rob.attacks.rebuild import with_eps
 from lightning_rob.defenses import Ensemble, TransformEnsemble
 from lightning_rob.objectives import ce_of_mean_probs
 from lightning_rob.randomness import Streams
@@ -275,7 +274,7 @@ def test_streams_do_not_know_the_batch(attack):
 
 
 def test_can_be_built_anew_at_another_radius():
-    assert with_eps(TAA(FGSM, 1), 0.2) == TAA(
+    assert TAA(FGSM, 1).rescaled(0.2) == TAA(
         replace(FGSM, threat=Threat("linf", 0.2), step_size=0.2), 1
     )
     assert TAA(FGSM).threat == OnDifferentiable(FGSM).threat == LINF

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.around import Around
-from lightning_rob.attacks.base import Forward, other_forward
+from lightning_rob.attacks.base import Forward, other_forward, parts
 from lightning_rob.attacks.pgd import PGD
-from lightning_rob.attacks.rebuild import parts
 from lightning_rob.defenses import Defense
 from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator

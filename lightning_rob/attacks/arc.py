@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,7 @@ class ARC(Attack):
             another threat or beside a random one.
     """
 
+    lengths: ClassVar[tuple[str, ...]] = ("step_size",)
     threat: Threat
     steps: int
     step_size: float

@@ -55,7 +55,8 @@ class AutoAttack(Attack):
         ModuleNotFoundError: when called, without the package.
     """
 
-    together: ClassVar[bool] = True
+    batch_dependent: ClassVar[bool] = True
+    knowledge: ClassVar[str] = "the weights and the predictions; Square uses the predictions alone"
     threat: Threat
     version: Literal["standard", "plus", "rand", "custom"] = "standard"
     attacks: tuple[str, ...] | None = None

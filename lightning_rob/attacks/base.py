@@ -3,7 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import ClassVar
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -171,11 +172,9 @@ def _part_by_part(
 
 def image_by_image(attack: "Attack", defense: Defense) -> bool:
     """Whether a batch may be attacked in parts: neither goes by the whole of it."""
-    from lightning_rob.attacks.rebuild import parts
-
     layers = (layer for layer in defense.modules() if isinstance(layer, OwnBatch))
     whole = defense.transductive or not all(layer.separable for layer in layers)
-    return not whole and not any(part.together for part in parts(attack))
+    return not whole and not any(part.batch_dependent for part in parts(attack))
 
 
 class Backward(ABC):
@@ -220,7 +219,9 @@ class Attack(ABC):
     """A search for images that a defense gets wrong. Subclasses are frozen dataclasses."""
 
     threat: Threat
-    together: ClassVar[bool] = False  # whether what it does to an image depends on the others
+    batch_dependent: ClassVar[bool] = False  # whether an image's result depends on the others
+    knowledge: ClassVar[str] = "all of the defense but its private randomness"
+    lengths: ClassVar[tuple[str, ...]] = ()  # the fields that are lengths in the threat's norm
 
     def __call__(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator = None
@@ -273,6 +274,74 @@ class Attack(ABC):
         """
         return [(1.0, self)]
 
+    def rescaled(self, eps: float) -> "Attack":
+        """The attack within a ball of another radius, of which its `lengths` keep their share.
+
+        So do the attacks that it is made of.
+
+        Raises:
+            ValueError: it is not a dataclass, or has a length and a radius of 0.
+        """
+        changes = _with_parts(self, lambda part: part.rescaled(eps))
+        if "threat" in changes:
+            changes["threat"] = replace(self.threat, eps=eps)
+            if self.lengths and self.threat.eps == 0:
+                names = ", ".join(self.lengths)
+                raise ValueError(f"{names} cannot be scaled with eps: it is 0 in {self}")
+            for name in self.lengths:
+                changes[name] = getattr(self, name) * (eps / self.threat.eps)
+        return replace(self, **changes)  # type: ignore[type-var]
+
     @abstractmethod
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """The attack itself, called inside `attacking`; same shapes as `__call__`."""
+
+
+def arguments(attack: Attack) -> dict[str, Any]:
+    """Return the arguments that the attack was made with.
+
+    Raises:
+        ValueError: it is not a dataclass.
+    """
+    if not is_dataclass(attack):
+        raise ValueError(f"{type(attack).__name__} cannot be changed: it is not a dataclass")
+    return {field.name: getattr(attack, field.name) for field in fields(attack) if field.init}
+
+
+def inner_attacks(attack: Attack) -> Iterator[Attack]:
+    """The attacks among its arguments, or in tuples there; not those that these are made of."""
+    if not is_dataclass(attack):
+        return
+    for value in arguments(attack).values():
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, Attack):
+                yield part
+
+
+def parts(attack: Attack) -> Iterator[Attack]:
+    """The attack and all that it is made of."""
+    yield attack
+    for inner in inner_attacks(attack):
+        yield from parts(inner)
+
+
+def rebuilt(attack: Attack, change: Callable[[Attack], dict[str, Any]]) -> Attack:
+    """The attack with fields changed, those of the attacks it is made of as well.
+
+    Args:
+        attack: a dataclass.
+        change: attack -> its fields that become others.
+    """
+    made_of = _with_parts(attack, lambda part: rebuilt(part, change))
+    return replace(attack, **made_of | change(attack))  # type: ignore[type-var]
+
+
+def _with_parts(attack: Attack, change: Callable[[Attack], Attack]) -> dict[str, Any]:
+    """The attack's arguments, those that are attacks, or tuples of attacks, changed."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(changed(part) for part in value)
+        return change(value) if isinstance(value, Attack) else value
+
+    return {name: changed(value) for name, value in arguments(attack).items()}

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.around import Around
-from lightning_rob.attacks.base import image_by_image
+from lightning_rob.attacks.base import image_by_image, parts
 from lightning_rob.attacks.memory import in_parts, kept_for_gradients
-from lightning_rob.attacks.rebuild import parts
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.learning import asking
 from lightning_rob.randomness import Generator
@@ -47,7 +46,7 @@ class Chunked(Around):
             if value is not None and not (number and value > 0):
                 unit = "a positive number of GiB" if name == "memory" else "a positive whole number"
                 raise ValueError(f"{name} must be {unit}, got {value!r}")
-        if whole := [type(part).__name__ for part in parts(self.attack) if part.together]:
+        if whole := [type(part).__name__ for part in parts(self.attack) if part.batch_dependent]:
             raise ValueError(
                 f"{whole[0]} attacks whole batches and cannot be chunked: put Chunked around an "
                 "attack inside it, if it has one"

@@ -1,6 +1,7 @@
 """Corruptions in the place of an attack."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ class Corrupted(Attack):
         transform: `lightning_rob.transforms.corruptions.Brightness` or any other transform.
     """
 
+    knowledge: ClassVar[str] = "nothing: images are corrupted whatever the defense"
     transform: Transform
 
     @property

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack, evaluating, height
+from lightning_rob.attacks.base import Attack, evaluating, height, rebuilt
 from lightning_rob.attacks.pgd import PGD
-from lightning_rob.attacks.rebuild import rebuilt
 from lightning_rob.defenses import Defense, Mixture
 from lightning_rob.objectives import expected_ce, over_draws
 from lightning_rob.randomness import Generator, spawn
@@ -45,7 +44,8 @@ class GMSA(Attack):
         ValueError: no rounds.
     """
 
-    together: ClassVar[bool] = True
+    batch_dependent: ClassVar[bool] = True
+    knowledge: ClassVar[str] = f"{Attack.knowledge}, and rehearses the adaptation"
     inner: Attack
     rounds: int = 10
     memory: bool = True

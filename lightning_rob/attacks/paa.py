@@ -1,7 +1,7 @@
 """Attacks on all sub-models of a transformation ensemble, their perturbations aggregated."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import Any, Literal
 
@@ -99,7 +99,7 @@ class PAA(Attack):
             raise ValueError("project_last is for a bound on each image: leave out mean_bound")
 
     @property
-    def together(self) -> bool:  # type: ignore[override]
+    def batch_dependent(self) -> bool:  # type: ignore[override]
         """Whether the other images of a batch decide when an image stops."""
         return self.mean_bound is not None
 
@@ -107,6 +107,16 @@ class PAA(Attack):
     def threat(self) -> Threat:  # type: ignore[override]
         """The bound on each image's dissimilarity."""
         return Threat("l2", self.max_dissimilarity, self.inner.threat.bounds, relative=True)
+
+    def rescaled(self, eps: float) -> "PAA":
+        """The attack within another `max_dissimilarity`, of which its `mean_bound` keeps its share.
+
+        The inner attack, of one round, stays as it is.
+        """
+        mean = self.mean_bound
+        if mean is not None:
+            mean *= eps / self.max_dissimilarity
+        return replace(self, max_dissimilarity=eps, mean_bound=mean)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""

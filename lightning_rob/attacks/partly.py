@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.around import Around
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.base import Attack, parts
 from lightning_rob.attacks.gmsa import GMSA
-from lightning_rob.attacks.rebuild import parts
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.threat import Threat
@@ -31,7 +30,7 @@ class Partly(Around):
         TypeError: an attack that rehearses the whole round.
     """
 
-    together: ClassVar[bool] = True
+    batch_dependent: ClassVar[bool] = True
     clean: float = 0.5
     natural: Attack | None = None
 

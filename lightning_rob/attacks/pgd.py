@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ class PGD(Attack):
             both dampings and another optimiser.
     """
 
+    lengths: ClassVar[tuple[str, ...]] = ("step_size",)
     threat: Threat
     steps: int
     step_size: float

@@ -1,6 +1,7 @@
 """Attacks on one sub-model of a transformation ensemble, in the space of its own images."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class TAA(Attack):
         ValueError: when called, there is no such target.
     """
 
+    knowledge: ClassVar[str] = "one sub-model, in its own space, and the predictions of the others"
     inner: Attack
     target: str | int | None = None
 
@@ -67,6 +69,7 @@ class OnDifferentiable(Attack):
             members.
     """
 
+    knowledge: ClassVar[str] = "the sub-models that have a gradient"
     attack: Attack
 
     @property

@@ -20,6 +20,7 @@ class OnStatic(Attack):
         attack: what the static network is attacked by.
     """
 
+    knowledge: ClassVar[str] = "the defense before it adapts"
     attack: Attack
 
     @property
@@ -42,7 +43,8 @@ class ThroughAdaptation(Attack):
         attack: what the adapting defense is attacked by.
     """
 
-    together: ClassVar[bool] = True
+    batch_dependent: ClassVar[bool] = True
+    knowledge: ClassVar[str] = f"{Attack.knowledge}, and sees it adapt to every image tried"
     attack: Attack
 
     @property

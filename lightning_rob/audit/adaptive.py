@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import ARC, GMSA, PAA, PGD, TAA, Attack, AutoAttack, OnDifferentiable
-from lightning_rob.attacks.rebuild import parts
+from lightning_rob.attacks.base import parts
 from lightning_rob.audit.case import Subject
 from lightning_rob.audit.finding import (
     Columns,

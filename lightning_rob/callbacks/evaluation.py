@@ -11,7 +11,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.rebuild import with_eps
 from lightning_rob.callbacks.game import images_within_limits
 from lightning_rob.callbacks.progress import AttackProgress
 from lightning_rob.callbacks.record import SESSION, versions
@@ -33,7 +32,7 @@ def at_radius(attacks: Mapping[str, Attack], eps: float | None) -> dict[str, Att
     """The attacks in balls of this radius; as they are if it is None."""
     if eps is None:
         return dict(attacks)
-    return {name: with_eps(attack, pixels(eps)) for name, attack in attacks.items()}
+    return {name: attack.rescaled(pixels(eps)) for name, attack in attacks.items()}
 
 
 def told_apart(mine: Mapping[str, Game], others: Mapping[str, Game]) -> dict[str, Game]:

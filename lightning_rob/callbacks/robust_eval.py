@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, AutoAttack
-from lightning_rob.attacks.rebuild import parts
+from lightning_rob.attacks.base import parts
 from lightning_rob.callbacks.evaluation import (
     Evaluation,
     at_least_one,

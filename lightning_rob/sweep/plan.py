@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.rebuild import parts
+from lightning_rob.attacks.base import parts
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.record import Result, measured
 from lightning_rob.callbacks.robust_eval import whole

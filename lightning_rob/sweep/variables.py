@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.rebuild import arguments, rebuilt, with_eps
+from lightning_rob.attacks.base import arguments, rebuilt
 from lightning_rob.defenses import Defense, Ensemble
 
 
@@ -85,7 +85,7 @@ VARIABLES = {
         "sampling probability of the first member", defense=with_probability, sought="defense"
     ),
     "members": Variable("members of the ensemble", defense=with_members, sought="defense"),
-    "eps": Variable("radius eps", attack=with_eps),
+    "eps": Variable("radius eps", attack=lambda attack, eps: attack.rescaled(eps)),
     "steps": Variable(
         "steps of the attack", attack=with_count("steps"), field="steps", sought="attack"
     ),
