@@ -88,8 +88,7 @@ def _between(one: Ledger, other: Ledger, request: Request) -> Iterator[Pair]:
         for name, ledger in ((mine, one), (theirs, other)):
             if name not in ledger.scores:
                 raise ValueError(f"{ledger.path} has no {name!r}: {', '.join(ledger.scores)}")
-        title = mine if mine == theirs else f"{mine} → {theirs}"
-        yield title, one.scores[mine][first], other.scores[theirs][second]
+        yield mine, one.scores[mine][first], other.scores[theirs][second]
 
 
 def print_comparison(title: str, pairs: Sequence[Pair], console: Console | None = None) -> None:
@@ -98,7 +97,10 @@ def print_comparison(title: str, pairs: Sequence[Pair], console: Console | None 
     legend = f"interval: paired t, 95 %; p: {' or '.join(tests)}, two-sided, not corrected"
     table = Table(title=title, caption=legend, **STYLE)
     for name in ("figure", "first", "second", "difference", "95 % interval", "lost", "won", "p"):
-        table.add_column(name, justify="left" if name == "figure" else "right")
+        if name == "figure":
+            table.add_column(name, min_width=max((len(pair[0]) for pair in pairs), default=0))
+        else:
+            table.add_column(name, justify="right")
     for name, one, other in pairs:
         table.add_row(name, *_cells(one, other))
     (console or Console()).print(table)
@@ -115,5 +117,5 @@ def _cells(one: Tensor, other: Tensor) -> list[str]:
         f"{100 * low:+.1f} … {100 * high:+.1f}",
         str(int((other < one).sum())),
         str(int((other > one).sum())),
-        f"{found.p:.3g}",
+        f"{found.p:.3g}" if found.p >= 0.001 else "<0.001",
     ]
