@@ -155,7 +155,7 @@ def test_an_ensemble_is_compared_with_its_first_member(tmp_path, capsys):
     run("compare", whole, alone, "--pairs", "x=y")
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
     cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells[:4] == ["x → y", "25.0%", "75.0%", "+50.0"]
+    assert cells[:4] == ["x", "25.0%", "75.0%", "+50.0"]
     assert cells[5:7] == ["0", "2"]
 
 

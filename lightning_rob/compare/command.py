@@ -88,8 +88,7 @@ def _between(one: Ledger, other: Ledger, request: Request) -> Iterator[Pair]:
         for name, ledger in ((mine, one), (theirs, other)):
             if name not in ledger.scores:
                 raise ValueError(f"{ledger.path} has no {name!r}: {', '.join(ledger.scores)}")
-        title = mine if mine == theirs else f"{mine} → {theirs}"
-        yield title, one.scores[mine][first], other.scores[theirs][second]
+        yield mine, one.scores[mine][first], other.scores[theirs][second]
 
 
 def print_comparison(title: str, pairs: Sequence[Pair], console: Console | None = None) -> None:
@@ -100,9 +99,10 @@ def print_comparison(title: str, pairs: Sequence[Pair], console: Console | None 
     legend = f"interval: paired t, 95 %; p: {tests}, two-sided"
     legend += f"; Holm: p adjusted over {len(found)} comparisons" if several else ""
     table = Table(title=title, caption=legend, **STYLE)
-    columns = ["figure", "first", "second", "difference", "95 % interval", "lost", "won", "p"]
+    columns = ["first", "second", "difference", "95 % interval", "lost", "won", "p"]
+    table.add_column("figure", min_width=max((len(pair[0]) for pair in pairs), default=0))
     for name in [*columns, "Holm"] if several else columns:
-        table.add_column(name, justify="left" if name == "figure" else "right")
+        table.add_column(name, justify="right")
     adjusted = holm([pair.p for pair in found])
     for (name, one, other), pair, p in zip(pairs, found, adjusted, strict=True):
         table.add_row(name, *_cells(one, other, pair), *([f"{p:.3g}"] if several else []))
@@ -119,5 +119,5 @@ def _cells(one: Tensor, other: Tensor, found: Paired) -> list[str]:
         f"{100 * low:+.1f} … {100 * high:+.1f}",
         str(int((other < one).sum())),
         str(int((other > one).sum())),
-        f"{found.p:.3g}",
+        f"{found.p:.3g}" if found.p >= 0.001 else "<0.001",
     ]
