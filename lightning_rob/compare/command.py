@@ -95,29 +95,28 @@ def print_comparison(title: str, pairs: Sequence[Pair], console: Console | None 
     """A table of paired scores [N] by name."""
     found = [paired(one, other) for _, one, other in pairs]
     tests = " or ".join(dict.fromkeys(pair.test for pair in found))
-    several = len(found) > 1
     legend = f"interval: paired t, 95 %; p: {tests}, two-sided"
-    legend += f"; Holm: p adjusted over {len(found)} comparisons" if several else ""
+    legend += f", adjusted by Holm over {len(found)} comparisons" if len(found) > 1 else ""
     table = Table(title=title, caption=legend, **STYLE)
     columns = ["first", "second", "difference", "95 % interval", "lost", "won", "p"]
     table.add_column("figure", min_width=max((len(pair[0]) for pair in pairs), default=0))
-    for name in [*columns, "Holm"] if several else columns:
+    for name in columns:
         table.add_column(name, justify="right")
     adjusted = holm([pair.p for pair in found])
     for (name, one, other), pair, p in zip(pairs, found, adjusted, strict=True):
-        table.add_row(name, *_cells(one, other, pair), *([f"{p:.3g}"] if several else []))
+        table.add_row(name, *_cells(one, other, pair, p))
     (console or Console()).print(table)
 
 
-def _cells(one: Tensor, other: Tensor, found: Paired) -> list[str]:
+def _cells(one: Tensor, other: Tensor, found: Paired, p: float) -> list[str]:
     """What the table says: means, their difference, and images that are worse or better."""
     low, high = found.interval
     return [
         f"{float(one.mean()):.1%}",
         f"{float(other.mean()):.1%}",
         f"{100 * found.difference:+.1f}",
-        f"{100 * low:+.1f} … {100 * high:+.1f}",
+        f"{100 * low:.1f} … {100 * high:.1f}",
         str(int((other < one).sum())),
         str(int((other > one).sum())),
-        f"{found.p:.3g}" if found.p >= 0.001 else "<0.001",
+        f"{p:.3g}" if p >= 0.001 else "<0.001",
     ]

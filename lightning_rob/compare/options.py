@@ -21,7 +21,7 @@ Of two records: two checkpoints under the same attacks, or an ensemble and its
 first member. Of one record: attacks on the same checkpoint. The test is
 McNemar's where each answer is right or wrong, and the paired t test for
 expected accuracies of randomized ensembles;
-with several rows p is also adjusted by Holm, so that all can be read at once.
+with several rows p is adjusted by Holm, so that all can be read at once.
 
   lightning-rob compare logs/version_0/images/test-arc.csv \\
       logs/version_1/images/test-arc.csv
