@@ -3,7 +3,7 @@
 A linear classifier behind noise, an affine map and erased squares, on 300 embedded digits. Prints,
 for 1 and 10 inferences, clean accuracy, each image's minimum over nine attacks of radius 1e-9 (how
 `worst` was once defined) and `worst_case`. In the first rows every attack meets noise of its own;
-in the last ones all meet the same noise, as `RobustEval` has it. Seconds on a CPU.
+in the last ones all meet the same noise, as `RobustEval` has it. A minute on a CPU.
 """
 
 import torch

@@ -108,6 +108,11 @@ def refusal(message: str) -> str | None:
     if match is None:
         return None
     name = match[1]
+    if name == "lightning.Callback":  # the type of `trainer.callbacks`, where no class fits
+        return (
+            "an option --trainer.callbacks.NAME is of the callback named last before it: none was "
+            "named, or it has no option of this name"
+        )
     package, parent = name.split(".")[0], name.rpartition(".")[0]
     inside = parent if "." in parent else name
     prefix = inside if package in OWNERS else package

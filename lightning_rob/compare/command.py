@@ -97,6 +97,7 @@ def print_comparison(title: str, pairs: Sequence[Pair], console: Console | None 
     tests = " or ".join(dict.fromkeys(pair.test for pair in found))
     legend = f"interval: paired t, 95 %; p: {tests}, two-sided"
     legend += f", adjusted by Holm over {len(found)} comparisons" if len(found) > 1 else ""
+    legend += "; lost, won: images whose score fell, rose"
     table = Table(title=title, caption=legend, **STYLE)
     columns = ["first", "second", "difference", "95 % interval", "lost", "won", "p"]
     table.add_column("figure", min_width=max((len(pair[0]) for pair in pairs), default=0))
