@@ -153,3 +153,10 @@ def test_yaml_that_is_plain(text):
 def test_what_is_no_yaml_is_left_to_the_reader():
     with pytest.raises(yaml.YAMLError):
         check_plain("a: {b")
+
+
+def test_an_option_of_no_callback_is_no_matter_of_trust(tmp_path, capsys):
+    file = recipe(tmp_path, **{"trainer__callbacks+": []})
+    told = fails(capsys, "fit", "--config", file, "--trainer.callbacks.group_size=16")
+    assert "is of the callback named last before it" in told
+    assert "--allow-import" not in told

@@ -178,8 +178,8 @@ class RobustEval(Evaluation):
             self.playing.check(trainer, self.loader, self.positions)
         if self.private_draws > 1 and not defense.transductive:
             raise ValueError(
-                f"private_draws is for defenses that adapt, {type(defense).__name__} does not: leave "
-                "it out; where a defense predicts at random give inferences=10"
+                f"private_draws is for defenses that adapt, {type(defense).__name__} does not: "
+                "leave it out; where a defense predicts at random give inferences=10"
             )
         self.random = None
         self.matches = {}
