@@ -66,7 +66,7 @@ def _recipe(folder: Path, **attack: object) -> Path:
             "callbacks+": [
                 {
                     "class_path": "lightning_rob.callbacks.RobustEval",
-                    "init_args": {"attacks": attacks, "panel": 0},
+                    "init_args": {"attacks": attacks, "panel": 0, "group_size": 4},
                 }
             ],
             **QUIET,
