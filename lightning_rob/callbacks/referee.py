@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack, OnStatic, evaluating
 from lightning_rob.defenses import Defense
+from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator, Streams, borrowed_global, fold
 from lightning_rob.threat import Threat
 
@@ -92,7 +93,8 @@ class Match:
         """
         turns = range(len(self.strategies))
         own = torch.Generator().manual_seed(fold(*self.keys, 5, *index.tolist()))
-        with borrowed_global(own, x.device):  # for noise that a network takes from global streams
+        # The stream is for noise that a network takes from torch's own; adapting is in float32 too.
+        with borrowed_global(own, x.device), in_float32():
             outcomes = [self._turn(i, x, y, index, inferences) for i in turns]
         likeliest = max(turns, key=lambda i: self.strategies[i][0])
         shares = [p for p, _ in self.strategies]
