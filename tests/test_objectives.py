@@ -203,7 +203,7 @@ def test_expected_margin_is_not_below_that_of_the_mean():
     assert (gap >= -1e-5).all()
     assert (gap > 1e-3).any()
     one, sure = logits[:1], torch.ones(1)
-    assert torch.equal(expected_margin(one, sure, y), linear(one, sure, y))
+    torch.testing.assert_close(expected_margin(one, sure, y), linear(one, sure, y))
     two, y = draws(3, 100, 2, seed=9)
     torch.testing.assert_close(expected_margin(two, WEIGHTS, y), linear(two, WEIGHTS, y))
 
