@@ -18,7 +18,17 @@ from importlib.util import find_spec
 import timing
 import torch
 
-from lightning_rob.attacks import ARC, CW, GMSA, PAA, PGD, TAA, Accelerated, DeepFool, SeenAs
+from lightning_rob.attacks import (
+    ARC,
+    CW,
+    GMSA,
+    PAA,
+    PGD,
+    TAA,
+    Accelerated,
+    DeepFool,
+    SurrogateTransforms,
+)
 from lightning_rob.attacks.arc import expected_accuracy
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single, TransformEnsemble
 from lightning_rob.randomness import Streams
@@ -72,11 +82,11 @@ def pgd(nets, x, y, options):
     """PGD-20 on one network."""
     net = nets[0]
     attack = PGD(Threat("linf", EPS), STEPS, STEP, random_start=False)
-    drop = PGD(Threat("linf", EPS), STEPS, STEP, random_start=False, drop_fooled=True)
+    drop = PGD(Threat("linf", EPS), STEPS, STEP, random_start=False, early_stop=True)
     found = {
         "floor": lambda: floor([net], x, y, STEPS),
         "lightning-rob": lambda: attack(Single(net), x, y),
-        "lightning-rob, drop_fooled": lambda: drop(Single(net), x, y),
+        "lightning-rob, early_stop": lambda: drop(Single(net), x, y),
         "lightning-rob, bfloat16": lambda: Accelerated(attack, autocast="bfloat16")(
             Single(net), x, y
         ),
@@ -115,14 +125,14 @@ def adaptive(nets, x, y, options):
     """Adaptive PGD on a randomized ensemble: each member once a step."""
     defense, threat = Ensemble(nets), Threat("linf", EPS)
     attack = PGD(threat, STEPS, STEP, random_start=False)
-    drop = PGD(threat, STEPS, STEP, random_start=False, drop_fooled=True)
+    drop = PGD(threat, STEPS, STEP, random_start=False, early_stop=True)
     return (
         f"adaptive PGD-{STEPS}, two members",
         defense,
         {
             "floor": lambda: floor(nets, x, y, STEPS),
             "lightning-rob": lambda: attack(defense, x, y),
-            "lightning-rob, drop_fooled": lambda: drop(defense, x, y),
+            "lightning-rob, early_stop": lambda: drop(defense, x, y),
         },
     )
 
@@ -133,7 +143,7 @@ def arc_at(eps, neighbours, steps=STEPS):
     def group(nets, x, y, options):
         defense, threat = Ensemble(nets), Threat("linf", eps)
         attack = ARC(threat, steps, eps, neighbours)
-        drop = ARC(threat, steps, eps, neighbours, drop_fooled=True)
+        drop = ARC(threat, steps, eps, neighbours, early_stop=True)
 
         def straight():
             weights = [weight for net in nets for weight in net.parameters()]
@@ -149,7 +159,7 @@ def arc_at(eps, neighbours, steps=STEPS):
             "floor": lambda: floor(nets, x, y, steps),
             "Algorithm 2 as written": straight,
             "lightning-rob": lambda: attack(defense, x, y),
-            "lightning-rob, drop_fooled": lambda: drop(defense, x, y),
+            "lightning-rob, early_stop": lambda: drop(defense, x, y),
         }
         return title, defense, found
 
@@ -243,9 +253,9 @@ def eot(nets, x, y, options):
     kinds = [kind() for kind in catalogue().values()]
     defense = RandomTransforms(nets[0], kinds, 14, 10)
     own = PGD(Threat("linf", EPS), 4, STEP)
-    shared = PGD(Threat("linf", EPS), 4, STEP, backward=SeenAs())
-    batch = PGD(Threat("linf", EPS), 4, STEP, backward=SeenAs(shared_order="batch"))
-    noise = Streams.keyed(torch.arange(len(x), device=x.device), 0)
+    shared = PGD(Threat("linf", EPS), 4, STEP, backward=SurrogateTransforms())
+    batch = PGD(Threat("linf", EPS), 4, STEP, backward=SurrogateTransforms(shared_order="batch"))
+    noise = Streams.from_index(torch.arange(len(x), device=x.device), 0)
     copies, labels = x.repeat(10, 1, 1, 1), y.repeat(10)
     found = {
         "floor": lambda: floor(nets[:1], copies, labels, 4)[: len(x)],
@@ -280,7 +290,7 @@ def transformation(nets, x, y, options):
     inner = PGD(Threat("linf", EPS), 10, STEP, random_start=False)
     one = TAA(inner, target="clean")
     every = PAA(PGD(Threat("linf", EPS / 10), 10, EPS / 40), max_dissimilarity=0.05, rounds=3)
-    noise = Streams.keyed(torch.arange(len(x), device=x.device), 0)
+    noise = Streams.from_index(torch.arange(len(x), device=x.device), 0)
     found = {
         "floor": lambda: floor(nets[:1], x, y, 10),
         "lightning-rob, TAA of ten steps": lambda: one(defense, x, y, noise),
@@ -293,7 +303,7 @@ def half_radius(nets, x, y):
     """The radius of a list at which ARC leaves nearest to half of the expected accuracy."""
     defense, best = Ensemble(nets), (1.0, 0.0)
     for eps in (k / 255 for k in (0.5, 1, 1.5, 2, 3, 4, 5, 6, 6.5, 7, 7.5, 8)):
-        x_adv = ARC(Threat("linf", eps), 10, eps, 4, drop_fooled=True)(defense, x, y)
+        x_adv = ARC(Threat("linf", eps), 10, eps, 4, early_stop=True)(defense, x, y)
         left = float(expected_accuracy(nets, defense.weights, x_adv, y).mean())
         best = min(best, (abs(left - 0.5), eps))
         if left < 0.4:
@@ -324,7 +334,7 @@ def rows(defense, results, times, kept, x, y):
         images = x_adv.detach()
         n = len(images)
         with torch.no_grad():
-            right = defense(images, Streams.keyed(torch.arange(n, device=x.device), 9))
+            right = defense(images, Streams.from_index(torch.arange(n, device=x.device), 9))
             right = right.gather(1, y[:n, None])[:, 0]
         size = (images - x[:n]).flatten(1).norm(dim=1)
         fooled = size[right == 0]

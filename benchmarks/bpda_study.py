@@ -31,7 +31,7 @@ from lightning_rob.defenses import RandomTransforms
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.metrics.intervals import student
 from lightning_rob.nets import SmallCNN
-from lightning_rob.randomness import fold
+from lightning_rob.randomness import derive_seed
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import named
 from lightning_rob.transforms.bpda import load_approximation, place_of, save_approximation
@@ -98,7 +98,7 @@ EVALUATIONS, DRAWS_OF_AN_ANSWER = 10, 20
 
 
 def chance(*keys):
-    return torch.Generator().manual_seed(fold(*keys))
+    return torch.Generator().manual_seed(derive_seed(*keys))
 
 
 def samples(part, count):
@@ -130,7 +130,7 @@ def train(defense, x, y, epochs, name):
     defense.train()
     for _ in tqdm(range(epochs), name, leave=False):
         for chosen in torch.randperm(len(x), generator=noise).split(64):
-            logits, _ = defense.drawn(x[chosen], noise, 1)
+            logits, _ = defense.sample_logits(x[chosen], noise, 1)
             optimizer.zero_grad()
             cross_entropy(logits[0], y[chosen]).backward()
             optimizer.step()

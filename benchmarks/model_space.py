@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-ROWS = [(name, count) for name in ("mean", "least", "mean, at once") for count in (2, 10)]
+ROWS = [(name, count) for name in ("mean", "min", "mean, at once") for count in (2, 10)]
 
 
 def grown() -> float:
@@ -37,7 +37,7 @@ def case(name: str, count: int) -> None:
     nets = [ResNet20().eval() for _ in range(count)]
     at_once = "at once" in name
     space = Ensemble(nets) if at_once else Mixture([Single(net) for net in nets])
-    objective = worst_ce if name == "least" else expected_ce
+    objective = worst_ce if name == "min" else expected_ce
     x, y = torch.rand(128, 3, 32, 32), torch.randint(10, (128,))
     attack = PGD(Threat("linf", 8 / 255), 3, 2 / 255, objective, keep_best=True)
     before, began = grown(), time.perf_counter()

@@ -39,7 +39,7 @@ def digits(count):
 
 
 def batched(transform, net, x, index):
-    streams = Streams.keyed(index, 0)
+    streams = Streams.from_index(index, 0)
     return net(transform(x, *transform.sample(x, streams)))
 
 

@@ -38,7 +38,7 @@ class OneByOne(RandomTransforms):
         for i, kinds in enumerate(order.tolist()):
             image, own = copies[i : i + 1], streams[torch.tensor([i])]
             for kind in kinds:
-                image = self._apply_one(kind, image, own.apart(1 + kind)) if kind >= 0 else image
+                image = self._apply_one(kind, image, own.fold_in(1 + kind)) if kind >= 0 else image
             done.append(image)
         return torch.cat(done).view(draws, *x.shape)
 
@@ -50,11 +50,11 @@ def contestants(net):
 
     def ours(defense):
         return lambda x: defense.transformed(
-            x, Streams.keyed(torch.arange(IMAGES, device=x.device), next(noise)), DRAWS
+            x, Streams.from_index(torch.arange(IMAGES, device=x.device), next(noise)), DRAWS
         )
 
     batch = RandomTransforms(net, kinds, SIZE, DRAWS)
-    batch.shared_order = "batch"  # as SeenAs(shared_order="batch") does for an attack
+    batch.shared_order = "batch"  # as SurrogateTransforms(shared_order="batch") does for an attack
     return {
         "floor": lambda x: net(x.repeat(DRAWS, 1, 1, 1)),
         "order per copy": ours(RandomTransforms(net, kinds, SIZE, DRAWS)),

@@ -25,8 +25,8 @@ from torchmetrics.functional.classification import binary_auroc
 from tqdm import tqdm
 
 from lightning_rob.attacks import CW, PGD
-from lightning_rob.attacks.corrupted import Corrupted
-from lightning_rob.attacks.partly import Partly
+from lightning_rob.attacks.corrupted import CommonCorruption
+from lightning_rob.attacks.partly import PartialBatchAttack
 from lightning_rob.data import Digits5k, Patches10
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.urejectron import URejectron
@@ -34,7 +34,7 @@ from lightning_rob.figures.page import save
 from lightning_rob.figures.rejection import Setting, rejection
 from lightning_rob.metrics.selective import rejection_curves, selective_error
 from lightning_rob.nets import SmallCNN
-from lightning_rob.randomness import fold
+from lightning_rob.randomness import derive_seed
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.corruptions import Brightness
 
@@ -68,11 +68,11 @@ def attacks(options):
     threat = Threat("linf", options.eps)
     pgd = PGD(threat, steps=40, step_size=threat.eps / 8)
     cw = CW(Threat("l2", 100), 100, 0.01, options.binary_steps, initial_const=1.0)
-    brighter = Corrupted(Brightness(options.severity))
+    brighter = CommonCorruption(Brightness(options.severity))
     return {
-        f"PGD, {pgd.threat}": Partly(pgd),
-        "CW, l2": Partly(cw),
-        f"brightness {options.severity}, PGD": Partly(pgd, natural=brighter),
+        f"PGD, {pgd.threat}": PartialBatchAttack(pgd),
+        "CW, l2": PartialBatchAttack(cw),
+        f"brightness {options.severity}, PGD": PartialBatchAttack(pgd, natural=brighter),
     }
 
 
@@ -91,14 +91,16 @@ def shares(answers, y, z):
 def played(defense, attack, x, y, held_out, options):
     """A round: the mean row of numbers, and the curves of the first repeat."""
     x, y = torch.cat([x, x]), torch.cat([y, y])
-    z, net = attack.is_clean(y), defense.static
+    z, net = attack.is_clean(y), defense.base_model
     x_adv = attack(net, x, y, torch.Generator().manual_seed(options.seed))
     with torch.no_grad():
         answers = net(x_adv)
     wrong = 1 - answers.gather(1, y[:, None])[:, 0]
     rows, curves = [], None
     for repeat in range(options.repeats):
-        final = defense.adapt(x_adv, torch.Generator().manual_seed(fold(options.seed, repeat)))
+        final = defense.adapt(
+            x_adv, torch.Generator().manual_seed(derive_seed(options.seed, repeat))
+        )
         with torch.no_grad():
             errors = selective_error(final(x_adv), y, z, options.per)
             curves = curves or rejection_curves(final.scores(x_adv), wrong, z, per=options.per)

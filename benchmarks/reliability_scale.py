@@ -18,7 +18,7 @@ import torch
 
 from lightning_rob.defenses import Defense, Ensemble, Mixture, RandomTransforms, TransformEnsemble
 from lightning_rob.export.program import export
-from lightning_rob.rules import ATHENA, majority
+from lightning_rob.rules import VOTING_RULES, majority
 from lightning_rob.transforms import (
     Affine,
     ColorJitter,
@@ -51,7 +51,8 @@ def defenses() -> dict[str, Defense]:
     members, (net,) = nets(3), nets(1)
     return {
         **{
-            f"Ensemble, {name}": Ensemble(members, [0.5, 0.3, 0.2], r) for name, r in ATHENA.items()
+            f"Ensemble, {name}": Ensemble(members, [0.5, 0.3, 0.2], r)
+            for name, r in VOTING_RULES.items()
         },
         "RandomTransforms": RandomTransforms(net, kinds, size=2, draws=4),
         "RandomTransforms, majority": RandomTransforms(net, kinds[:3], 2, 4, rule=majority),

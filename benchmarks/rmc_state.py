@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from timing import printed
 
-from lightning_rob.attacks import OnStatic
-from lightning_rob.callbacks.referee import Match
+from lightning_rob.attacks import TransferFromStatic
+from lightning_rob.callbacks.protocol import AttackerDefenderSession
 from lightning_rob.cli import main as command_line
 from lightning_rob.data.labelled import give_source
 from lightning_rob.metrics import robust_accuracy, student, wilson
@@ -45,7 +45,7 @@ def trained(folder):
     give_source(built.model.defense, built.trainer)
     test = built.datamodule.parts["test"]
     x, y, index = zip(*(test[i] for i in range(len(test))), strict=True)
-    game = next(c for c in built.trainer.callbacks if getattr(c, "game", None))
+    game = next(c for c in built.trainer.callbacks if getattr(c, "protocol", None))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(game.seed))
     images = torch.stack(x)[order], torch.tensor(y)[order], torch.tensor(index)[order]
     return built.model.defense.eval(), game.attacks, images
@@ -59,13 +59,13 @@ def share_right(defense, x, y):
 def rounds(defense, attack, sequence, played, held_out, options):
     """After each round, in the order of COLUMNS, how often who is right."""
     keys = (0, sequence, *options.attack.encode())  # as RobustEval has them, sequence for repeat
-    match = Match(attack, defense, *keys)
+    match = AttackerDefenderSession(attack, defense, *keys)
     clean, attacked, labels = held_out
     for number, (x, y, index) in enumerate(zip(*(t.split(1) for t in played), strict=True)):
         row = [float(robust_accuracy(match.round(x, y, index)[1][0], y)), math.nan]
         state = match.defenders[0][0].eval()
         if sequence == 0:
-            alone = Match(attack, defense, *keys)
+            alone = AttackerDefenderSession(attack, defense, *keys)
             row[1] = float(robust_accuracy(alone.round(x, y, index)[1][0], y))
         row += [share_right(state, clean, labels), share_right(state, attacked, labels)]
         few = [(number * options.adapted + i) % len(labels) for i in range(options.adapted)]
@@ -92,11 +92,12 @@ def main():
     began = time.perf_counter()
     defense, attacks, images = trained(options.folder)
     x, y, _ = (part[-options.held_out :] for part in images)
-    pgd = next(a for n, a in attacks.items() if n == "pgd" and isinstance(a, OnStatic))
+    pgd = next(a for n, a in attacks.items() if n == "pgd" and isinstance(a, TransferFromStatic))
     held_out = x, pgd(defense, x, y, torch.Generator().manual_seed(0)), y
     print(
-        f"static network on {len(y)} held-out images: clean {share_right(defense.static, x, y):.3f}"
-        f", attacked {share_right(defense.static, held_out[1], y):.3f}"
+        f"unadapted network on {len(y)} held-out images: "
+        f"clean {share_right(defense.base_model, x, y):.3f}"
+        f", attacked {share_right(defense.base_model, held_out[1], y):.3f}"
     )
     table = []
     for sequence in range(options.sequences):

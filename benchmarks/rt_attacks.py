@@ -24,12 +24,12 @@ from lightning_rob.attacks import (
     Adam,
     AggMo,
     LinBP,
-    SeenAs,
+    SurrogateTransforms,
     Targeted,
     aggmo,
     draw_gradients,
 )
-from lightning_rob.callbacks.referee import answers, play
+from lightning_rob.callbacks.protocol import answers, play
 from lightning_rob.metrics import gradient_spread, student
 from lightning_rob.objectives import ce_of_mean_logits, ce_of_mean_probs, expected_ce, linear
 from lightning_rob.randomness import Streams
@@ -38,7 +38,7 @@ from lightning_rob.sweep.command import load
 from lightning_rob.threat import Threat
 
 ANSWERS, BATCH = 10, 50
-SHARED, SIX = SeenAs(), aggmo(6)
+SHARED, SIX = SurrogateTransforms(), aggmo(6)
 SGM_TOO = (SHARED, SGM(0.5))
 
 
@@ -58,11 +58,11 @@ def attacks(steps, draws, eps):
         "linear + SGM": pgd(linear, backward=SGM_TOO),
         "linear + TG": Targeted(pgd(**plain)),
         "linear + Adam": pgd(**plain, ascent=Adam()),
-        "linear + AggMo": pgd(**plain, dampings=SIX),
+        "linear + AggMo": pgd(**plain, momentum=SIX),
         "linear + AggMo, gradients": pgd(**plain, ascent=AggMo(SIX, "gradients")),
         "linear + AggMo, paper": pgd(**plain, ascent=AggMo(SIX, "paper")),
-        "linear + SGM + AggMo": pgd(linear, backward=SGM_TOO, dampings=SIX),
-        "baseline + AggMo": pgd(expected_ce, dampings=SIX),
+        "linear + SGM + AggMo": pgd(linear, backward=SGM_TOO, momentum=SIX),
+        "baseline + AggMo": pgd(expected_ce, momentum=SIX),
     }
 
 
@@ -91,7 +91,7 @@ class Study(Command):
         found = []
         for x, y, index in self.batches():
             if attack is None:
-                given = answers(self.defense, x, Streams.keyed(index, 0), ANSWERS)
+                given = answers(self.defense, x, Streams.from_index(index, 0), ANSWERS)
             else:
                 _, given = play(attack, self.defense, x, y, index, 0, inferences=ANSWERS)
             found.append(given.gather(2, y.expand(ANSWERS, -1)[..., None])[..., 0].T)
@@ -110,7 +110,7 @@ def tell_spread(study, draws=20, repeats=5):
         found = []
         for x, y, index in study.batches():
             see = partial(draw_gradients, study.defense, x, y, draws)
-            drawn = (see(Streams.keyed(index, key), linear, view) for key in range(repeats))
+            drawn = (see(Streams.from_index(index, key), linear, view) for key in range(repeats))
             found.append(sum(torch.stack(gradient_spread(each)) for each in drawn) / repeats)
         cells = []
         for each in torch.cat(found, 1):

@@ -33,7 +33,7 @@ def batch(count):
 def lines(nets):
     """Label, what grows, its values, and the work for a value."""
     x, y = batch(32)
-    noise = Streams.keyed(torch.arange(32, device=x.device), 0)
+    noise = Streams.from_index(torch.arange(32, device=x.device), 0)
 
     def pgd(steps, count=32):
         images, labels = batch(count)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from lightning_rob.attacks.memory import kept_for_gradients
+from lightning_rob.attacks.oom import kept_for_gradients
 from lightning_rob.cli import _keep_freed_memory
 from lightning_rob.data import Patches10
 from lightning_rob.nets import ResNet20

@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 from lightning_rob.rules import expectation
 
 Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
-Reduction = Literal["mean", "least"]
+Reduction = Literal["mean", "min"]
 Declared = TypeVar("Declared", bound=Objective)
 
 
@@ -25,7 +25,7 @@ def reduces(reduction: Reduction) -> Callable[[Declared], Declared]:
     Attacks then see the parts of a mixture one by one; `HighConfidence` takes no other objectives.
 
     Args:
-        reduction: "mean" by the weights, or "least" of the draws that can answer.
+        reduction: "mean" by the weights, or "min" of the draws that can answer.
     """
 
     def declared(objective: Declared) -> Declared:
@@ -40,7 +40,7 @@ def over_draws(objective: Objective) -> Reduction | None:
     return getattr(objective, "reduction", None)
 
 
-class NotNumbersError(ValueError):
+class NonFiniteLogitsError(ValueError):
     """A defense's logits are not numbers, so that no attack can go by them.
 
     Args:
@@ -71,7 +71,7 @@ def check_logits(logits: Tensor, y: Tensor) -> None:
     check_labels(y, logits.shape[-1])
     sick = ~logits.amax(-1).isfinite().all(0)
     if sick.any():
-        raise NotNumbersError(sick)
+        raise NonFiniteLogitsError(sick)
 
 
 def _split(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,7 @@ def expected_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     return expectation(weights, cross_entropy(logits, y))
 
 
-@reduces("least")
+@reduces("min")
 def worst_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """The smallest cross-entropy of the draws that can answer: GMSA-MIN."""
     return _least(weights, cross_entropy(logits, y))
@@ -127,7 +127,7 @@ def expected_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     return expectation(weights, _margin(logits, y))
 
 
-@reduces("least")
+@reduces("min")
 def worst_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """The smallest margin of the draws that can answer."""
     return _least(weights, _margin(logits, y))
@@ -139,14 +139,14 @@ def confident(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     return expectation(weights, _wrong_confidence(logits, y))
 
 
-@reduces("least")
-def least_confident(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+@reduces("min")
+def min_confidence(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """The smallest, of the draws that can answer, of the largest probability of a wrong class."""
     return _least(weights, _wrong_confidence(logits, y))
 
 
 @dataclass(frozen=True)
-class MarginTo:
+class TargetedMargin:
     """The logit of one wrong class minus the right one, of all draws.
 
     Args:
@@ -160,7 +160,7 @@ class MarginTo:
     @property
     def reduction(self) -> Reduction:
         """The least of the draws, or their mean."""
-        return "least" if self.least else "mean"
+        return "min" if self.least else "mean"
 
     def __call__(self, logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
         """Logits [S, B, K], weights [S] and labels [B] to [B]."""

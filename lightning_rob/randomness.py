@@ -28,7 +28,7 @@ def _mix_one(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def fold(*keys: int) -> int:
+def derive_seed(*keys: int) -> int:
     """Mix integers (a seed, an epoch, an image's index …) into one seed of 63 bits."""
     state = 0
     for key in keys:
@@ -46,18 +46,18 @@ class Streams:
 
     def __init__(self, keys: Tensor, world: int = 0) -> None:
         self.keys = keys
-        self.world = world
-        self.drawn = 0
+        self.batch_key = world
+        self.counter = 0
 
     @classmethod
-    def keyed(cls, index: Tensor, *keys: int) -> "Streams":
+    def from_index(cls, index: Tensor, *keys: int) -> "Streams":
         """Streams for the images with these indices, in the world named by the other keys.
 
         Args:
             index: [B] the images' indices in their data set.
             *keys: whatever else tells this noise from other noise: a seed, an epoch, a repeat.
         """
-        world = fold(*keys)
+        world = derive_seed(*keys)
         return cls(_mix(_mix(index.to(torch.int64)) ^ world), world)
 
     def __len__(self) -> int:
@@ -69,32 +69,32 @@ class Streams:
         Args:
             chosen: [B] mask, or indices into the batch.
         """
-        part = Streams(self.keys[chosen], self.world)
-        part.drawn = self.drawn
+        part = Streams(self.keys[chosen], self.batch_key)
+        part.counter = self.counter
         return part
 
-    def apart(self, key: int) -> "Streams":
+    def fold_in(self, key: int) -> "Streams":
         """Other streams for the same images, told from these by a key."""
-        told = fold(key, self.drawn)
-        return Streams(_mix(self.keys ^ told), fold(self.world, told))
+        told = derive_seed(key, self.counter)
+        return Streams(_mix(self.keys ^ told), derive_seed(self.batch_key, told))
 
     def split(self, count: int) -> "Streams":
         """[count * B] streams, so many new ones for each image; another call gives others."""
-        parts = [self.apart(key) for key in range(count)]
-        self.drawn += 1
-        return Streams(torch.cat([part.keys for part in parts]), parts[0].world)
+        parts = [self.fold_in(key) for key in range(count)]
+        self.counter += 1
+        return Streams(torch.cat([part.keys for part in parts]), parts[0].batch_key)
 
-    def together(self) -> "Streams":
+    def shared(self) -> "Streams":
         """The same stream for all images, as it stands now: the same one in any other batch."""
-        part = Streams(torch.full_like(self.keys, self.world), self.world)
-        part.drawn = self.drawn
+        part = Streams(torch.full_like(self.keys, self.batch_key), self.batch_key)
+        part.counter = self.counter
         return part
 
     def uniform(self, shape: Sequence[int]) -> Tensor:
         """[B, *shape] float32 in [0, 1)."""
         count = math.prod(shape)
-        steps = torch.arange(self.drawn + 1, self.drawn + count + 1, device=self.keys.device)
-        self.drawn += count
+        steps = torch.arange(self.counter + 1, self.counter + count + 1, device=self.keys.device)
+        self.counter += count
         bits = _mix(self.keys[:, None] + steps * _signed(GOLDEN))
         unit = (bits >> 40).bitwise_and_(2**24 - 1).to(torch.float32).mul_(2.0**-24)
         return unit.reshape(len(self), *shape)
@@ -133,7 +133,7 @@ def normal(x: Tensor, *shape: int, generator: Generator = None) -> Tensor:
     return (-2 * torch.log1p(-u[:, 0])).sqrt() * torch.cos(2 * math.pi * u[:, 1])
 
 
-def spawn(x: Tensor, generator: Generator = None) -> torch.Generator:
+def generator_from(x: Tensor, generator: Generator = None) -> torch.Generator:
     """A generator for what a whole batch shares, seeded by a draw for each of its images.
 
     Args:
@@ -146,11 +146,11 @@ def spawn(x: Tensor, generator: Generator = None) -> torch.Generator:
 
 def seed_from(drawn: Tensor) -> int:
     """One seed of numbers [B] in [0, 1)."""
-    return fold(*(drawn * 2**24).long().tolist())
+    return derive_seed(*(drawn * 2**24).long().tolist())
 
 
 @contextmanager
-def borrowed_global(generator: torch.Generator, device: torch.device) -> Iterator[None]:
+def seeded_global_rng(generator: torch.Generator, device: torch.device) -> Iterator[None]:
     """Torch's global streams, from which dropout draws, seeded by a generator; then put back.
 
     Args:

@@ -34,8 +34,8 @@ def _plurality(votes: Tensor, weights: Tensor) -> Tensor:
     tied = total >= total.amax(-1, keepdim=True) - 1e-6
     first = torch.arange(len(votes), 0, -1, device=votes.device).to(votes)
     counts = (votes > 0) & (weights.to(votes) > 0)[:, None, None]
-    seniority = (first[:, None, None] * counts).amax(0)
-    return _votes(torch.where(tied, seniority, -1.0)) * (total.amax(-1, keepdim=True) > 0)
+    tie_break = (first[:, None, None] * counts).amax(0)
+    return _votes(torch.where(tied, tie_break, -1.0)) * (total.amax(-1, keepdim=True) > 0)
 
 
 def random_member(logits: Tensor, weights: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def mean_logits(logits: Tensor, weights: Tensor) -> Tensor:
 
 
 # The voting rules of transformation ensembles by their names in Liao et al. (2020).
-ATHENA: dict[str, Rule] = {
+VOTING_RULES: dict[str, Rule] = {
     "RD": random_member,
     "MV": majority,
     "T2MV": top2_majority,

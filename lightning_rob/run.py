@@ -17,7 +17,7 @@ from lightning.pytorch.cli import (
 )
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_rob.callbacks.guard import Guard
+from lightning_rob.callbacks.guard import TerminateOnNonFinite
 from lightning_rob.checkpoints import RECIPE, Checkpoints
 from lightning_rob.data import ImageData
 from lightning_rob.files import UNWRITABLE, threads_may_fail, write_text_whole
@@ -149,7 +149,7 @@ class Command(LightningCLI):
     def instantiate_trainer(self, **options: Any) -> Trainer:
         """The trainer under guard, with checkpoints of our own unless a plugin brings others."""
         trainer = super().instantiate_trainer(**options)
-        guard = Guard(self._rank_timeout())
+        guard = TerminateOnNonFinite(self._rank_timeout())
         trainer.callbacks.insert(0, guard)  # type: ignore[attr-defined]
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = Checkpoints()

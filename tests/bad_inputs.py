@@ -156,7 +156,7 @@ def images_from(content: Callable[[], bytes | str], name: str) -> Make:
     def make(folder: Path) -> list[object]:
         source = {"class_path": "tests.tiny.Blobs"}
         options = {"source": source, "images": str(put(folder, name, content()))}
-        data = {"class_path": "lightning_rob.data.WithTarget", "init_args": options}
+        data = {"class_path": "lightning_rob.data.SourceTargetData", "init_args": options}
         return ["fit", "--config", recipe(folder, data=data)]
 
     return make
@@ -187,7 +187,7 @@ ARGUMENTS: dict[str, tuple[Make, str]] = {
     "step_size nan": (attack(step_size=".nan"), "step_size must be"),
     "restarts zero": (attack(restarts=0), "restarts must be at least 1, got 0"),
     "draws zero": (attack(draws=0), "draws must be at least 1, got 0"),
-    "dampings one": (attack(dampings="[1.0]"), "damping"),
+    "momentum one": (attack(momentum="[1.0]"), "damping"),
     "objective a word": (attack(objective="loss"), "nothing here is called 'loss'"),
     "objective unknown": (attack(objective="lightning_rob.objectives.loss"), "loss"),
     "attack option": (attack(speed=3), "'speed' is not accepted"),

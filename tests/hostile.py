@@ -107,7 +107,7 @@ def images(content: Callable[[], bytes], name: str) -> Make:
     def make(folder: Path) -> list[object]:
         options = {"source": {"class_path": "tests.tiny.Blobs"}, "images": name}
         put(folder, name, content())
-        data = {"class_path": "lightning_rob.data.WithTarget", "init_args": options}
+        data = {"class_path": "lightning_rob.data.SourceTargetData", "init_args": options}
         return ["fit", "--config", recipe(folder, data=data)]
 
     return make

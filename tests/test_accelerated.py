@@ -84,9 +84,9 @@ def test_bad_arguments(options, message):
 
 
 @pytest.mark.parametrize("rounded", [{"autocast": "bfloat16"}, {"tf32": True}])
-@pytest.mark.parametrize("inner", [PGD(LINF, 1, 0.1, drop_fooled=True), "twice"])
+@pytest.mark.parametrize("inner", [PGD(LINF, 1, 0.1, early_stop=True), "twice"])
 def test_what_cannot_be_accelerated(inner, rounded):
     plain = PGD(LINF, 1, 0.1)
     inner = Accelerated(plain, autocast="float16") if inner == "twice" else inner
-    with pytest.raises(ValueError, match=r"accelerated twice|leave out drop_fooled or (auto|tf32)"):
+    with pytest.raises(ValueError, match=r"accelerated twice|leave out early_stop or (auto|tf32)"):
         Accelerated(inner, **rounded)

@@ -230,8 +230,8 @@ def test_theorem_4_2(norm, seed, dim, dtype):
     for blind in (
         plain,
         replace(plain, keep_best=True),
-        replace(plain, dampings=(0.9,)),
-        replace(plain, dampings=(0.0, 0.9, 0.99)),
+        replace(plain, momentum=(0.9,)),
+        replace(plain, momentum=(0.0, 0.9, 0.99)),
         replace(plain, objective=linear),
         replace(plain, objective=ce_of_mean_logits),
     ):
@@ -294,7 +294,7 @@ def test_dropping_the_fooled_changes_no_accuracy(norm, neighbours, count, probs)
     members = mlps(count, seed=8)
     defense, (x, y) = Ensemble(members, probs), batch(members, 64)
     keep = ARC(Threat(norm, 0.2), 6, 0.1, neighbours)
-    drop = replace(keep, drop_fooled=True)
+    drop = replace(keep, early_stop=True)
     all_steps, few_steps = keep(defense, x, y), drop(defense, x, y)
     after_all = scores(members, defense.weights, all_steps, y)
     after_few = scores(members, defense.weights, few_steps, y)
@@ -315,7 +315,7 @@ def test_dropping_the_fooled_from_a_random_start_loses_nothing(norm):
         members = mlps(2, seed=seed)
         defense, (x, y) = Ensemble(members), batch(members, 32, seed=seed)
         keep = ARC(Threat(norm, 0.4), 4, 0.4, random_start=True)
-        drop = replace(keep, drop_fooled=True)
+        drop = replace(keep, early_stop=True)
         streams = [Streams(torch.arange(32)) for _ in range(2)]
         after_all = scores(members, defense.weights, keep(defense, x, y, streams[0]), y)
         after_few = scores(members, defense.weights, drop(defense, x, y, streams[1]), y)
@@ -450,7 +450,7 @@ def test_as_strong_as_the_plain_batched_algorithm(norm, neighbours, drop):
     x, y = batch(members, 24)
     threat = Threat(norm, 0.15 if norm == "linf" else 0.3)
     slow = plain.arc(members, weights, x, y, threat, 5, threat.eps, neighbours)
-    attack = ARC(threat, 5, threat.eps, neighbours, drop_fooled=drop)
+    attack = ARC(threat, 5, threat.eps, neighbours, early_stop=drop)
     fast = attack(Ensemble(members, weights), x, y)
     if not drop:
         torch.testing.assert_close(fast, slow, rtol=0, atol=1e-9)

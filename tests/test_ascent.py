@@ -58,57 +58,57 @@ def close(a, b):
 
 @both_norms
 @pytest.mark.parametrize("variant", ["steepest", "gradients", "normalized", "paper"])
-@pytest.mark.parametrize("dampings", [(0.9,), (0.0, 0.9, 0.99), (0.5,), (0.0,), (0.9, 1.0)])
-def test_aggmo_by_hand(threat, variant, dampings):
+@pytest.mark.parametrize("momentum", [(0.9,), (0.0, 0.9, 0.99), (0.5,), (0.0,), (0.9, 1.0)])
+def test_aggmo_by_hand(threat, variant, momentum):
     given = gradients()
-    velocities = [torch.zeros_like(given[0]) for _ in dampings]
+    velocities = [torch.zeros_like(given[0]) for _ in momentum]
     expected = []
     for g in given:
         if variant == "gradients":
             pushed = g.clamp(-(8**-0.5), 8**-0.5)
         else:
             pushed = unit(g) if variant == "normalized" else steepest(threat, g)
-        velocities = [d * v + pushed for d, v in zip(dampings, velocities, strict=True)]
+        velocities = [d * v + pushed for d, v in zip(momentum, velocities, strict=True)]
         if variant == "paper":
-            expected.append(sum(velocities) / len(dampings))
+            expected.append(sum(velocities) / len(momentum))
         else:
-            expected.append(sum(steepest(threat, v) for v in velocities) / len(dampings))
-    close(moves(AggMo(dampings, variant), threat, given), torch.stack(expected))
+            expected.append(sum(steepest(threat, v) for v in velocities) / len(momentum))
+    close(moves(AggMo(momentum, variant), threat, given), torch.stack(expected))
 
 
-def released(dampings, raw, step_size):
+def released(momentum, raw, step_size):
     """Entry by entry, as the RT authors' optimiser: where one image is after each step."""
-    velocities = [[0.0] * len(raw[0]) for _ in dampings]
+    velocities = [[0.0] * len(raw[0]) for _ in momentum]
     point, most, path = [0.0] * len(raw[0]), 1 / len(raw[0]) ** 0.5, []
     for g in raw:
         for i, entry in enumerate(g):
             entry = min(max(entry, -most), most)
-            for velocity, damping in zip(velocities, dampings, strict=True):
+            for velocity, damping in zip(velocities, momentum, strict=True):
                 velocity[i] = damping * velocity[i] + entry
                 sign = (velocity[i] > 0) - (velocity[i] < 0)
-                point[i] += step_size / len(dampings) * sign
+                point[i] += step_size / len(momentum) * sign
         path.append(list(point))
     return path
 
 
-@pytest.mark.parametrize("dampings", [aggmo(3), aggmo(6), (0.9, 1.0), (0.0,)])
-def test_aggmo_of_gradients_is_that_of_the_released_code(dampings):
+@pytest.mark.parametrize("momentum", [aggmo(3), aggmo(6), (0.9, 1.0), (0.0,)])
+def test_aggmo_of_gradients_is_that_of_the_released_code(momentum):
     """Of the recorded gradients neither the signs nor the lengths alone decide."""
     given = gradients(30)
-    path = 0.3 * moves(AggMo(dampings, "gradients"), LINF, given).cumsum(0)
-    expected = [released(dampings, given[:, i].flatten(1).tolist(), 0.3) for i in range(3)]
+    path = 0.3 * moves(AggMo(momentum, "gradients"), LINF, given).cumsum(0)
+    expected = [released(momentum, given[:, i].flatten(1).tolist(), 0.3) for i in range(3)]
     expected = torch.tensor(expected, dtype=torch.float64)
     close(path, expected.transpose(0, 1).reshape(path.shape))
-    if any(dampings):
+    if any(momentum):
         for variant in ("steepest", "normalized"):
-            other = 0.3 * moves(AggMo(dampings, variant), LINF, given).cumsum(0)
+            other = 0.3 * moves(AggMo(momentum, variant), LINF, given).cumsum(0)
             assert ((other - path).abs() > 0.01).double().mean() > 0.1
 
 
 def test_dampings_of_the_papers():
     assert aggmo(1) == (0.0,)
     assert aggmo(6) == pytest.approx((0, 0.9, 0.99, 0.999, 0.9999, 0.99999))
-    assert AggMo().dampings == aggmo(6)
+    assert AggMo().momentum == aggmo(6)
 
 
 @both_norms
@@ -192,7 +192,7 @@ def test_adam_climbs_as_that_of_torch(steps):
 @all_ascents
 @both_norms
 def test_all_reach_the_top(threat, ascent):
-    """With many short steps; heavy dampings still swing around it when the others stand."""
+    """With many short steps; heavy momentum still swing around it when the others stand."""
     net, x, y = hill()
     attack = PGD(threat, 600, 0.002, fall, random_start=False, keep_best=True, ascent=ascent)
     x_adv = attack(Single(net), x, y)
@@ -251,7 +251,7 @@ def test_no_gradient_no_move(threat, ascent):
 def test_every_run_begins_anew(ascent):
     net, x, y = hill()
     attack = PGD(LINF, 7, 0.05, fall, ascent=ascent)
-    streams = [Streams.keyed(torch.arange(4), 0) for _ in range(2)]
+    streams = [Streams.from_index(torch.arange(4), 0) for _ in range(2)]
     first, again = (attack(Single(net), x, y, each) for each in streams)
     assert torch.equal(first, again)
 
@@ -290,9 +290,9 @@ def test_a_gradient_that_is_no_number_does_not_end_the_climb(threat):
 
 def test_dampings_are_short_for_aggmo():
     net, x, y = hill()
-    for dampings in [(0.0,), (0.9,), (0.0, 0.9, 0.99)]:
-        short = PGD(LINF, 9, 0.05, fall, dampings=dampings)
-        long = replace(short, dampings=(0.0,), ascent=AggMo(dampings))
+    for momentum in [(0.0,), (0.9,), (0.0, 0.9, 0.99)]:
+        short = PGD(LINF, 9, 0.05, fall, momentum=momentum)
+        long = replace(short, momentum=(0.0,), ascent=AggMo(momentum))
         results = [a(Single(net), x, y, torch.Generator().manual_seed(0)) for a in (short, long)]
         assert torch.equal(*results)
 
@@ -300,7 +300,7 @@ def test_dampings_are_short_for_aggmo():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: AggMo(()), r"dampings must be numbers in \[0, 1\], got \(\)"),
+        (lambda: AggMo(()), r"momentum must be numbers in \[0, 1\], got \(\)"),
         (lambda: AggMo((0.5, 1.1)), r"\[0, 1\], got \(0.5, 1.1\)"),
         (lambda: AggMo((-0.1,)), r"\[0, 1\], got \(-0.1,\)"),
         (lambda: AggMo(variant="sum"), "variant must be of .*'paper'.* got 'sum'"),
@@ -308,7 +308,7 @@ def test_dampings_are_short_for_aggmo():
         (lambda: Nesterov(1.1), "damping must be in .* got 1.1"),
         (lambda: Adam((0.9, 1.0)), "betas must be two numbers .* got"),
         (lambda: Adam((0.9,)), "betas must be two numbers .* got"),
-        (lambda: PGD(LINF, 1, 0.1, dampings=(0.9,), ascent=Adam()), "or Adam.*, not both"),
+        (lambda: PGD(LINF, 1, 0.1, momentum=(0.9,), ascent=Adam()), "or Adam.*, not both"),
     ],
 )
 def test_bad_arguments(make, message):

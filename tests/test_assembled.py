@@ -7,7 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_rob.defenses import Ensemble
-from lightning_rob.modules import Assembled
+from lightning_rob.modules import PretrainedEnsemble
 from lightning_rob.nets import ResNet, SmallCNN, ZooNet
 from lightning_rob.rules import mean_probs, random_member
 from tests.test_nets import OTHER_MEAN, OTHER_STD, dverge_state
@@ -48,13 +48,13 @@ def check(assembled, nets, probs):
 
 def test_one_factory_for_all(tmp_path):
     nets = [TinyNet(), TinyNet()]
-    check(Assembled(TinyNet, saved(tmp_path, *nets), probs=[0.9, 0.1]), nets, [0.9, 0.1])
+    check(PretrainedEnsemble(TinyNet, saved(tmp_path, *nets), probs=[0.9, 0.1]), nets, [0.9, 0.1])
 
 
 def test_one_factory_each(tmp_path):
     nets = [TinyNet(), SmallCNN(channels=3, classes=4), TinyNet(width=8)]
     factories = [TinyNet, lambda: SmallCNN(channels=3, classes=4), lambda: TinyNet(width=8)]
-    assembled = Assembled(factories, saved(tmp_path, *nets), rule=mean_probs)
+    assembled = PretrainedEnsemble(factories, saved(tmp_path, *nets), rule=mean_probs)
     check(assembled, nets, [1 / 3] * 3)
     x = torch.rand(5, 3, 8, 8)
     by_hand = torch.stack([net.eval()(x).softmax(-1) for net in nets]).mean(0).argmax(-1)
@@ -63,14 +63,14 @@ def test_one_factory_each(tmp_path):
 
 def test_all_of_one_file(numbered):
     nets, path = numbered
-    check(Assembled(TinyNet, path), nets, [1 / 3] * 3)
-    check(Assembled([TinyNet] * 3, path, members=3), nets, [1 / 3] * 3)
+    check(PretrainedEnsemble(TinyNet, path), nets, [1 / 3] * 3)
+    check(PretrainedEnsemble([TinyNet] * 3, path, members=3), nets, [1 / 3] * 3)
 
 
 def test_the_first_of_one_file(numbered):
     nets, path = numbered
-    check(Assembled(TinyNet, path, members=2, probs=[0.7, 0.3]), nets[:2], [0.7, 0.3])
-    check(Assembled([TinyNet] * 2, path), nets[:2], [0.5, 0.5])
+    check(PretrainedEnsemble(TinyNet, path, members=2, probs=[0.7, 0.3]), nets[:2], [0.7, 0.3])
+    check(PretrainedEnsemble([TinyNet] * 2, path), nets[:2], [0.5, 0.5])
 
 
 def test_members_of_several_files_by_their_prefixes(numbered, tmp_path):
@@ -78,7 +78,7 @@ def test_members_of_several_files_by_their_prefixes(numbered, tmp_path):
     torch.save({"net": nets[0].state_dict()}, tmp_path / "one.pth")
     paths = [path, str(tmp_path / "one.pth"), path]
     check(
-        Assembled(TinyNet, paths, prefix=["members.2", None, "members.1"]),
+        PretrainedEnsemble(TinyNet, paths, prefix=["members.2", None, "members.1"]),
         [nets[2], nets[0], nets[1]],
         [1 / 3] * 3,
     )
@@ -88,7 +88,7 @@ def test_a_file_of_the_authors_of_dverge(tmp_path):
     nets = [ResNet(**SHAPE) for _ in range(3)]
     states = [dverge_state(net.state_dict()) for net in nets]
     torch.save({f"model{i}": s for i, s in enumerate(states)}, tmp_path / "epoch_200.pth")
-    assembled = Assembled(
+    assembled = PretrainedEnsemble(
         lambda: ResNet(**SHAPE),
         str(tmp_path / "epoch_200.pth"),
         rename={"fc": "linear", "downsample": "shortcut"},
@@ -117,8 +117,10 @@ def test_weights_may_come_from_the_factory(tmp_path):
         return ZooNet("squeezenet1_0", classes=4, weights=path)
 
     net = TinyNet()
-    check(Assembled([zoo, TinyNet], [None, *saved(tmp_path, net)]), [zoo(), net], [0.5, 0.5])
-    check(Assembled([Trained, Trained]), [Trained(), Trained()], [0.5, 0.5])
+    check(
+        PretrainedEnsemble([zoo, TinyNet], [None, *saved(tmp_path, net)]), [zoo(), net], [0.5, 0.5]
+    )
+    check(PretrainedEnsemble([Trained, Trained]), [Trained(), Trained()], [0.5, 0.5])
 
 
 BAD = {
@@ -151,12 +153,12 @@ def test_what_cannot_be_assembled(options, message, numbered):
         paths = path if isinstance(given, str) else [one and path for one in given]
         options["checkpoints"] = paths
     with pytest.raises(ValueError, match=message):
-        Assembled(**options)
+        PretrainedEnsemble(**options)
 
 
 def test_there_is_no_loss(numbered):
     with pytest.raises(MisconfigurationException, match="no loss"):
-        Assembled(TinyNet, numbered[1]).loss(torch.rand(2, 3, 8, 8), torch.zeros(2))
+        PretrainedEnsemble(TinyNet, numbered[1]).loss(torch.rand(2, 3, 8, 8), torch.zeros(2))
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +183,7 @@ def trained(tmp_path_factory):
 
 def assembly(folder, **options):
     net = {"class_path": "tests.tiny.TinyNet", "init_args": {"width": 16}}
-    model = {"class_path": "Assembled", "init_args": {"nets": net, **options}}
+    model = {"class_path": "PretrainedEnsemble", "init_args": {"nets": net, **options}}
     folder.mkdir(exist_ok=True)
     return recipe(folder, model=model, **{"trainer__callbacks+": [robust_eval({"arc": arc()})]})
 
@@ -247,7 +249,7 @@ def test_fit_says_that_there_is_nothing_to_train(trained, tmp_path, capsys, tria
 
 def test_members_answer_by_their_probabilities(numbered):
     nets, path = numbered
-    assembled = Assembled(TinyNet, path, probs=[0.5, 0.3, 0.2]).eval()
+    assembled = PretrainedEnsemble(TinyNet, path, probs=[0.5, 0.3, 0.2]).eval()
     x = torch.rand(6, 3, 8, 8)
     logits = torch.stack([net.eval()(x) for net in nets])
     torch.testing.assert_close(
@@ -260,8 +262,8 @@ def test_members_that_training_has_not_begun_are_left_out(tmp_path):
     path = tmp_path / "stopped.ckpt"
     state = nn.ModuleDict({"members": nn.ModuleList(nets)}).state_dict()
     torch.save({"state_dict": state, "staged": {"stage": 1, "best": {}}}, path)
-    members = Assembled(TinyNet, str(path)).defense.classifiers
+    members = PretrainedEnsemble(TinyNet, str(path)).defense.classifiers
     assert len(members) == 2
     assert all(same(one, other) for one, other in zip(members, nets, strict=False))
     with pytest.raises(ValueError, match="holds 2 members, not 3"):
-        Assembled(TinyNet, str(path), members=3)
+        PretrainedEnsemble(TinyNet, str(path), members=3)

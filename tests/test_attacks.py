@@ -34,10 +34,10 @@ ATTACKS = {
     "pgd-worst": PGD(LINF, 5, 0.03, objective=worst_ce),
     "pgd-confident": PGD(L2, 5, 0.2, objective=confident),
     "pgd-draws": PGD(LINF, 5, 0.03, draws=2),
-    "momentum": PGD(LINF, 5, 0.03, dampings=(0.9,)),
-    "momentum-l2": PGD(L2, 5, 0.2, dampings=(0.9,), random_start=False),
-    "aggmo": PGD(LINF, 5, 0.03, dampings=(0.0, 0.9, 0.99)),
-    "aggmo-l2": PGD(L2, 5, 0.2, dampings=(0.0, 0.9, 0.99)),
+    "momentum": PGD(LINF, 5, 0.03, momentum=(0.9,)),
+    "momentum-l2": PGD(L2, 5, 0.2, momentum=(0.9,), random_start=False),
+    "aggmo": PGD(LINF, 5, 0.03, momentum=(0.0, 0.9, 0.99)),
+    "aggmo-l2": PGD(L2, 5, 0.2, momentum=(0.0, 0.9, 0.99)),
     "restarts": PGD(LINF, 4, 0.04, restarts=3),
     "restarts-l2": PGD(L2, 4, 0.25, restarts=2, keep_best=True),
     "best": PGD(LINF, 4, 0.04, keep_best=True),
@@ -48,8 +48,8 @@ ATTACKS = {
     "arc-neighbours-l2": ARC(L2, 3, 0.4, neighbours=2),
     "arc-random": ARC(LINF, 3, LINF.eps, random_start=True),
     "arc-random-l2": ARC(L2, 3, 0.4, random_start=True),
-    "arc-drop": ARC(LINF, 3, LINF.eps, drop_fooled=True),
-    "arc-drop-l2": ARC(L2, 3, 0.4, drop_fooled=True, neighbours=1),
+    "arc-drop": ARC(LINF, 3, LINF.eps, early_stop=True),
+    "arc-drop-l2": ARC(L2, 3, 0.4, early_stop=True, neighbours=1),
     "cw": CW(L2, 20, 0.05, binary_steps=4, initial_const=0.1),
     "cw-logits": CW(L2, 20, 0.05, binary_steps=4, initial_const=0.1, objective=linear),
     "cw-draws": CW(L2, 10, 0.1, binary_steps=3, initial_const=0.3, confidence=0.5, draws=2),
@@ -228,13 +228,13 @@ def test_streams_do_not_know_the_batch(attack, exact):
     """However a data set is cut, ordered or spread over processes: the same images."""
     x, y = images(9, seed=10)
     x, index = x.double(), torch.arange(100, 109)
-    whole = attack(exact, x, y, Streams.keyed(index, 7))
+    whole = attack(exact, x, y, Streams.from_index(index, 7))
     order = torch.tensor([4, 8, 0, 2, 6, 1, 7, 3, 5])
     for part in order.split([1, 5, 3]):
-        again = attack(exact, x[part], y[part], Streams.keyed(index[part], 7))
+        again = attack(exact, x[part], y[part], Streams.from_index(index[part], 7))
         torch.testing.assert_close(again, whole[part], rtol=0, atol=1e-9)
     if attack in RANDOM.values():
-        other = attack(exact, x, y, Streams.keyed(index, 8))
+        other = attack(exact, x, y, Streams.from_index(index, 8))
         assert ((other - whole).flatten(1).abs().amax(1) > 1e-6).all()
 
 
@@ -404,7 +404,7 @@ def test_runs_in_evaluation_loops(attack, defense, place):
         assert accuracy(defense, x_adv, inside_y) == left
     before = snapshot(defense)
     with place():
-        attack(defense, inside_x, inside_y, Streams.keyed(torch.arange(5)))
+        attack(defense, inside_x, inside_y, Streams.from_index(torch.arange(5)))
         temporary = Single(defense.members[0])
         attack(temporary, inside_x, inside_y, seeded())
     assert_same(before, snapshot(defense))
@@ -737,7 +737,7 @@ def test_labels_of_wrong_shape(defense, reshape):
 def test_wrong_number_of_streams(attack, defense):
     x, y = images(4, seed=26)
     with pytest.raises(ValueError, match="3 random streams for 4 images"):
-        attack(defense, x, y, Streams.keyed(torch.arange(3)))
+        attack(defense, x, y, Streams.from_index(torch.arange(3)))
 
 
 WRONG = {
@@ -753,9 +753,9 @@ WRONG = {
     "step -1": (lambda: PGD(LINF, 1, -1), "step_size must be positive, got -1"),
     "step nan": (lambda: PGD(LINF, 1, float("nan")), "step_size must be positive, got nan"),
     "step 0, arc": (lambda: ARC(LINF, 1, 0), "step_size must be positive, got 0"),
-    "damping 2": (lambda: PGD(LINF, 1, 0.1, dampings=(2.0,)), r"dampings must be .*\[0, 1\]"),
-    "damping -1": (lambda: PGD(LINF, 1, 0.1, dampings=(0.5, -0.1)), r"dampings must be numbers"),
-    "no dampings": (lambda: PGD(LINF, 1, 0.1, dampings=()), r"dampings must be numbers"),
+    "damping 2": (lambda: PGD(LINF, 1, 0.1, momentum=(2.0,)), r"momentum must be .*\[0, 1\]"),
+    "damping -1": (lambda: PGD(LINF, 1, 0.1, momentum=(0.5, -0.1)), r"momentum must be numbers"),
+    "no momentum": (lambda: PGD(LINF, 1, 0.1, momentum=()), r"momentum must be numbers"),
     "same start": (
         lambda: PGD(LINF, 1, 0.1, restarts=2, random_start=False),
         "2 restarts without random_start",

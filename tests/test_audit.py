@@ -28,13 +28,13 @@ from lightning_rob.defenses import (
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import (
-    NotNumbersError,
+    NonFiniteLogitsError,
     ce_of_mean_logits,
     ce_of_mean_probs,
     check_logits,
     expected_ce,
 )
-from lightning_rob.rules import ATHENA, majority, mean_logits, mean_probs, random_member
+from lightning_rob.rules import VOTING_RULES, majority, mean_logits, mean_probs, random_member
 from lightning_rob.threat import Threat
 from tests.planted import PLANTED, Decoy, Through, clamped, honest, straight_through, trained
 from tests.tiny import ROOT, Blobs, TinyNet
@@ -393,7 +393,7 @@ def test_a_defense_that_adapts_is_audited_as_a_game(blobs):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("rule", ATHENA.values(), ids=ATHENA)
+@pytest.mark.parametrize("rule", VOTING_RULES.values(), ids=VOTING_RULES)
 def test_no_numbers_are_never_class_0(rule, bad):
     logits = torch.full((3, 4, 5), bad)
     assert torch.equal(rule(logits, torch.full((3,), 1 / 3)), torch.zeros(4, 5))
@@ -411,7 +411,7 @@ def test_a_class_that_is_ruled_out_is_no_missing_number():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_attacks_refuse_what_is_no_number(bad):
-    with pytest.raises(NotNumbersError, match="not numbers on 1 of 2 images"):
+    with pytest.raises(NonFiniteLogitsError, match="not numbers on 1 of 2 images"):
         check_logits(torch.tensor([[[0.0, 1.0], [bad, 0.0]]]), torch.tensor([0, 1]))
 
 
@@ -440,7 +440,7 @@ def test_any_part_may_be_imported_first():
 import sys
 from importlib import import_module
 for part in ("audit.auditor", "audit.case", "audit.measures", "audit.page", "audit.command",
-             "audit.strength", "callbacks.audit", "callbacks.referee"):
+             "audit.strength", "callbacks.audit", "callbacks.protocol"):
     for name in [name for name in sys.modules if name.startswith("lightning_rob")]:
         del sys.modules[name]
     import_module(f"lightning_rob.{part}")

@@ -253,28 +253,28 @@ def test_depends_on_the_generator_alone(single):
 
 def test_streams_of_all_images_make_the_seed(single):
     x, y = images(6, seed=7)
-    noise = [Streams.keyed(torch.tensor(index), 7) for index in ([0, 1, 2, 3, 4, 5],) * 2]
-    other = Streams.keyed(torch.tensor([0, 1, 2, 3, 4, 9]), 7)
+    noise = [Streams.from_index(torch.tensor(index), 7) for index in ([0, 1, 2, 3, 4, 5],) * 2]
+    other = Streams.from_index(torch.tensor([0, 1, 2, 3, 4, 9]), 7)
     first, again, changed = (FIRST(single, x, y, n) for n in (*noise, other))
     assert torch.equal(first, again)
     assert not torch.equal(first, changed)
     with pytest.raises(ValueError, match="3 random streams for 6 images"):
-        FIRST(single, x, y, Streams.keyed(torch.arange(3)))
+        FIRST(single, x, y, Streams.from_index(torch.arange(3)))
 
 
 def test_one_at_a_time_the_batch_is_not_known(single):
     attack, (x, y) = replace(FIRST, batch_size=1), images(7, seed=8)
     index = torch.arange(100, 107)
-    whole = attack(single, x, y, Streams.keyed(index, 7))
+    whole = attack(single, x, y, Streams.from_index(index, 7))
     for part in torch.tensor([4, 0, 2, 6, 1, 5, 3]).split([1, 4, 2]):
-        again = attack(single, x[part], y[part], Streams.keyed(index[part], 7))
+        again = attack(single, x[part], y[part], Streams.from_index(index[part], 7))
         assert torch.equal(again, whole[part])
     assert (whole != x).flatten(1).any(1).sum() > 1
 
 
 def test_batches_of_a_size(single):
     x, y = images(7, seed=8)
-    noise = Streams.keyed(torch.arange(7), 1)
+    noise = Streams.from_index(torch.arange(7), 1)
     parts = torch.arange(7).split(3)
     expected = [FIRST(single, x[part], y[part], noise[part]) for part in parts]
     found = replace(FIRST, batch_size=3)(single, x, y, noise)
@@ -356,11 +356,11 @@ class Noisy(Defense):
 def assert_is_reproducible(attack, defense):
     x, y = images(4, seed=12)
     before = snapshot(defense)
-    x_adv = attack(defense, x, y, Streams.keyed(torch.arange(4)))
+    x_adv = attack(defense, x, y, Streams.from_index(torch.arange(4)))
     assert_same(before, snapshot(defense))
     assert_inside(LINF, x_adv, x)
     assert not torch.equal(x_adv, x)
-    assert torch.equal(attack(defense, x, y, Streams.keyed(torch.arange(4))), x_adv)
+    assert torch.equal(attack(defense, x, y, Streams.from_index(torch.arange(4))), x_adv)
 
 
 def test_random_defense(single):

@@ -11,11 +11,11 @@ from lightning_rob.attacks import (
     PGD,
     Chunked,
     DeepFool,
-    EightBit,
-    Partly,
+    PartialBatchAttack,
+    Quantized8Bit,
     ThroughAdaptation,
 )
-from lightning_rob.attacks.memory import kept_for_gradients
+from lightning_rob.attacks.oom import kept_for_gradients
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
@@ -65,11 +65,11 @@ CASES = {
 def test_the_same_images(name, options):
     attack, defended = CASES[name]
     x, y = batch()
-    streams = [Streams.keyed(torch.arange(len(x)), 5) for _ in "ab"]
+    streams = [Streams.from_index(torch.arange(len(x)), 5) for _ in "ab"]
     whole = attack(defended(Net()), x, y, streams[0])
     parts = Chunked(attack, **options)(defended(Net()), x, y, streams[1])
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-9)
-    assert streams[0].drawn == streams[1].drawn
+    assert streams[0].counter == streams[1].counter
 
 
 def test_so_many_at_a_time():
@@ -105,7 +105,7 @@ def test_memory_does_not_hang_on_who_is_wrong(attack, wrong):
 def test_out_of_memory_goes_on_in_halves(name):
     attack, defended = CASES[name]
     x, y = batch()
-    streams = [Streams.keyed(torch.arange(len(x)), 5) for _ in "ab"]
+    streams = [Streams.from_index(torch.arange(len(x)), 5) for _ in "ab"]
     whole = attack(defended(Net()), x, y, streams[0])
     most = 6 * (3 if name == "eot" else 1)
     with pytest.warns(UserWarning, match="11 images at once ran out of memory and goes on with 6"):
@@ -124,8 +124,8 @@ def test_one_image_that_does_not_fit_is_an_error():
 @pytest.mark.parametrize(
     "attack",
     [
-        Partly(PGD(LINF, 2, 0.03)),
-        EightBit(Partly(PGD(LINF, 2, 0.03))),
+        PartialBatchAttack(PGD(LINF, 2, 0.03)),
+        Quantized8Bit(PartialBatchAttack(PGD(LINF, 2, 0.03))),
         ThroughAdaptation(PGD(LINF, 2, 0.03)),
         GMSA(ThroughAdaptation(PGD(LINF, 2, 0.03))),
     ],
@@ -143,9 +143,9 @@ def test_rounds_whose_inner_attack_runs_out_of_memory():
     """The round stays whole, its attack is made in halves."""
     x, y = batch()
     attack = GMSA(PGD(LINF, 3, 0.03), rounds=1)
-    whole = attack(Single(Net()), x, y, Streams.keyed(torch.arange(11), 1))
+    whole = attack(Single(Net()), x, y, Streams.from_index(torch.arange(11), 1))
     with pytest.warns(UserWarning, match="goes on with 6"):
-        halves = attack(Single(Net(most=6)), x, y, Streams.keyed(torch.arange(11), 1))
+        halves = attack(Single(Net(most=6)), x, y, Streams.from_index(torch.arange(11), 1))
     torch.testing.assert_close(halves, whole, rtol=0, atol=1e-9)
 
 
@@ -169,10 +169,10 @@ def test_bad_arguments(options, message):
 def test_from_a_recipe(tmp_path):
     """Wrapped in the file, the attack finds what it finds alone."""
     wrapped = {
-        "plain": pgd(drop_fooled=True, random_start=False),
+        "plain": pgd(early_stop=True, random_start=False),
         "chunked": {
             "class_path": "lightning_rob.attacks.Chunked",
-            "init_args": {"attack": pgd(drop_fooled=True, random_start=False), "images": 5},
+            "init_args": {"attack": pgd(early_stop=True, random_start=False), "images": 5},
         },
         "fast": {
             "class_path": "lightning_rob.attacks.Accelerated",

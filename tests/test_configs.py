@@ -22,13 +22,13 @@ MIX_INS = [*NETS, *SPACES, *GROUPS] + [
     ROOT / f"configs/{name}.yaml" for name in ("ddp", "debug", "rt_released")
 ]
 CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.yaml") if p not in MIX_INS)
-ASSEMBLED = [p for p in CONFIGS if "class_path: Assembled" in p.read_text()]
+ASSEMBLED = [p for p in CONFIGS if "class_path: PretrainedEnsemble" in p.read_text()]
 RECIPES = [p for p in CONFIGS if p not in ASSEMBLED]
 RT_ONLY = sorted((ROOT / "callbacks").glob("rt_*.yaml"))
 VOTERS = [  # on transformation ensembles, or of many steps
     p
     for p in sorted((ROOT / "callbacks").glob("*.yaml"))
-    if re.search(r"TAA|PAA|callbacks\.Votes|Algorithm 2\)", p.read_text())
+    if re.search(r"TAA|PAA|callbacks\.VotingRuleEval|Algorithm 2\)", p.read_text())
 ]
 CALLBACKS = sorted({*(ROOT / "callbacks").glob("*.yaml")} - {*RT_ONLY, *VOTERS})
 # Data that a fresh machine lacks is replaced by embedded images of the same size.
@@ -38,7 +38,7 @@ GREY = (
     "--data={class_path: Digits5k, init_args: "
     "{limit_train: 10, val_size: 20, eval_batch_size: 2, workers: 0}}"
 )
-PAIR = """--data={class_path: WithTarget, init_args: {source: {class_path: Digits5k,
+PAIR = """--data={class_path: SourceTargetData, init_args: {source: {class_path: Digits5k,
 init_args: {limit_train: 10, batch_size: 10, eval_batch_size: 2, workers: 0}}}}"""
 SMALL = [
     "--trainer.fast_dev_run=true",
@@ -66,7 +66,7 @@ def test_recipe_runs(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if of(file, ["Images"]):
         make_folders(file)
-    if of(file, ["WithTarget"]):
+    if of(file, ["SourceTargetData"]):
         data = [PAIR]
     else:
         grey = of(file, ["MNIST", "FashionMNIST", "Digits5k"])
@@ -123,7 +123,7 @@ def test_the_game_of_a_recipe_is_played(file, tmp_path, monkeypatch):
     (log,) = tmp_path.rglob("robust.jsonl")
     found = {record["name"]: record for record in map(json.loads, log.read_text().splitlines())}
     assert {"clean", "fpa", "gmsa_avg", "gmsa_min", "worst"} <= found.keys()
-    assert found["gmsa_min"]["game"]["defender"] in ("stateless", "stateful")
+    assert found["gmsa_min"]["protocol"]["defender"] in ("stateless", "stateful")
     assert found["gmsa_min"]["n"] == 2
 
 
@@ -167,7 +167,9 @@ def test_recipe_of_trained_networks_tests(file, tmp_path, monkeypatch, capsys):
     write_checkpoints(file)
     run("test", "--config", file, EMBEDDED, *SMALL)
     told = capsys.readouterr().out
-    assert all(name in told for name in ("Assembled", "clean", "worst", *named_attacks(file)))
+    assert all(
+        name in told for name in ("PretrainedEnsemble", "clean", "worst", *named_attacks(file))
+    )
 
 
 def named_attacks(file):

@@ -90,10 +90,12 @@ def test_its_chance_is_the_images_own(package, name):
     x, index = colours(4, 32).float(), torch.arange(4)
     corrupt = Corruption(name)
     state = np.random.get_state()[1].copy()
-    whole = corrupt(x, *corrupt.sample(x, Streams.keyed(index, 0)))
-    parts = [corrupt(x[i], *corrupt.sample(x[i], Streams.keyed(i, 0))) for i in index.split([1, 3])]
+    whole = corrupt(x, *corrupt.sample(x, Streams.from_index(index, 0)))
+    parts = [
+        corrupt(x[i], *corrupt.sample(x[i], Streams.from_index(i, 0))) for i in index.split([1, 3])
+    ]
     assert torch.equal(whole, torch.cat(parts))
-    assert not torch.equal(whole, corrupt(x, *corrupt.sample(x, Streams.keyed(index, 1))))
+    assert not torch.equal(whole, corrupt(x, *corrupt.sample(x, Streams.from_index(index, 1))))
     assert np.array_equal(np.random.get_state()[1], state)
 
 
@@ -114,8 +116,8 @@ def test_what_a_corruption_refuses(package, monkeypatch):
 def test_the_package_itself(name):
     corruptions = pytest.importorskip("imagecorruptions").corruption_dict
     x, corrupt = colours(2, 32), Corruption(name, 2)
-    first = corrupt(x, *corrupt.sample(x, Streams.keyed(torch.arange(2), 0)))
-    again = corrupt(x, *corrupt.sample(x, Streams.keyed(torch.arange(2), 0)))
+    first = corrupt(x, *corrupt.sample(x, Streams.from_index(torch.arange(2), 0)))
+    again = corrupt(x, *corrupt.sample(x, Streams.from_index(torch.arange(2), 0)))
     assert torch.equal(first, again)
     assert not torch.equal(first, x)
     if name in ("contrast", "brightness"):

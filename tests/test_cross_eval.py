@@ -10,7 +10,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rob.attacks import ARC, PGD
-from lightning_rob.callbacks import CrossEval, RobustEval
+from lightning_rob.callbacks import RobustEval, TransferMatrixEval
 from lightning_rob.defenses import Ensemble, Single, TransformEnsemble, first_member
 from lightning_rob.figures.heat_map import heat_map
 from lightning_rob.modules import AdversarialTraining
@@ -75,7 +75,7 @@ def matrix(callback, name):
 
 
 def test_matrix_is_that_of_attacks_by_hand(ensemble):
-    cross = CrossEval({"pgd": PLAIN, "arc": ARC(THREAT, 3, 24 / 255)})
+    cross = TransferMatrixEval({"pgd": PLAIN, "arc": ARC(THREAT, 3, 24 / 255)})
     logged, data = study(ensemble, cross, test_size=50, batch_size=20)
     x, y = images_of(data)
     for name, attack in cross.attacks.items():
@@ -95,7 +95,7 @@ def test_matrix_is_that_of_attacks_by_hand(ensemble):
 
 
 def test_first_member_gets_the_figure_that_robust_eval_gives_it(ensemble):
-    cross, alone = CrossEval({"a": RANDOM}), RobustEval({"a": RANDOM}, target=first_member)
+    cross, alone = TransferMatrixEval({"a": RANDOM}), RobustEval({"a": RANDOM}, target=first_member)
     logged, _ = study(ensemble, cross, alone, test_size=101)
     assert logged["test/member_1/a"] == logged["test/robust/a"]
     assert 0 < logged["test/member_1/a"] < 1
@@ -104,20 +104,20 @@ def test_first_member_gets_the_figure_that_robust_eval_gives_it(ensemble):
 def test_noise_is_keyed_by_image_and_seed(ensemble):
     found = []
     for size, seed in ((101, 0), (32, 0), (7, 0), (101, 1)):
-        cross = CrossEval({"a": RANDOM}, seed=seed)
+        cross = TransferMatrixEval({"a": RANDOM}, seed=seed)
         study(ensemble, cross, test_size=101, batch_size=size)
         found.append(matrix(cross, "a"))
     assert found[0] == found[1] == found[2] != found[3]
 
 
 def test_single_network_is_an_ensemble_of_one(ensemble):
-    cross = CrossEval({"a": PLAIN})
+    cross = TransferMatrixEval({"a": PLAIN})
     study(Single(ensemble.classifiers[0]), cross)
     assert torch.tensor(matrix(cross, "a")).shape == (1, 1)
 
 
 def test_table_of_members(ensemble, capsys):
-    cross = CrossEval({"first": PLAIN}, max_images=20)
+    cross = TransferMatrixEval({"first": PLAIN}, max_images=20)
     study(ensemble, cross)
     table = capsys.readouterr().out
     assert "each member alone, 20 images" in table
@@ -130,7 +130,7 @@ def test_table_of_members(ensemble, capsys):
 
 def cross_eval(attacks, **options):
     init = {"attacks": attacks} | options
-    return {"class_path": "lightning_rob.callbacks.CrossEval", "init_args": init}
+    return {"class_path": "lightning_rob.callbacks.TransferMatrixEval", "init_args": init}
 
 
 def transfers(folder):
@@ -212,7 +212,11 @@ def test_two_processes_give_the_same_matrices_and_the_same_gallery(tmp_path):
 
 
 def test_what_is_there_twice_runs_once_and_equal_names_are_numbered(ensemble):
-    three = [CrossEval({"a": PLAIN}), CrossEval({"a": RANDOM}), CrossEval({"a": PLAIN})]
+    three = [
+        TransferMatrixEval({"a": PLAIN}),
+        TransferMatrixEval({"a": RANDOM}),
+        TransferMatrixEval({"a": PLAIN}),
+    ]
     logged, _ = study(ensemble, *three)
     assert [list(cross.attacks) for cross in three] == [["a"], ["a_2"], []]
     assert {"test/member_3/a", "test/member_3/a_2"} <= set(logged)
@@ -229,7 +233,7 @@ def test_what_is_there_twice_runs_once_and_equal_names_are_numbered(ensemble):
 )
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
-        CrossEval(**options)
+        TransferMatrixEval(**options)
 
 
 # the heat map
@@ -269,7 +273,7 @@ def test_heat_map_needs_a_name_for_each_row_and_column():
 
 
 def test_transferability_and_ranking_are_those_of_the_answers(ensemble, capsys):
-    cross = CrossEval({"pgd": PLAIN})
+    cross = TransferMatrixEval({"pgd": PLAIN})
     _, data = study(ensemble, cross, test_size=50)
     x, y = images_of(data)
     result = cross.results[1]
@@ -292,7 +296,7 @@ def test_transferability_and_ranking_are_those_of_the_answers(ensemble, capsys):
 def test_sub_models_are_attacked_in_their_own_space():
     nets = [trained_net(seed, 16) for seed in range(2)]
     turned = TransformEnsemble(nets, ["clean", "rotate_180"])
-    cross = CrossEval({"pgd": PLAIN})
+    cross = TransferMatrixEval({"pgd": PLAIN})
     _, data = study(turned, cross)
     x, y = images_of(data)
     x_adv = PLAIN(Single(nets[1]), x.rot90(2, (2, 3)), y).rot90(2, (2, 3))
@@ -304,4 +308,4 @@ def test_sub_models_are_attacked_in_their_own_space():
 def test_sub_models_that_cannot_be_attacked_alone_are_refused_at_once():
     pair = TransformEnsemble([TinyNet().eval() for _ in range(2)], ["clean", "quantize_4_colors"])
     with pytest.raises(TypeError, match="quantize_4_colors can neither be undone"):
-        study(pair, CrossEval({"pgd": PLAIN}))
+        study(pair, TransferMatrixEval({"pgd": PLAIN}))

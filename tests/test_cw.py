@@ -265,12 +265,12 @@ def test_random_defense():
     net, x, y = affine(3)
     attack = CW(FREE, 30, 0.02, 5, draws=2)
     index = torch.arange(len(x))
-    whole = attack(Shaky(net), x, y, Streams.keyed(index, 1))
-    assert torch.equal(whole, attack(Shaky(net), x, y, Streams.keyed(index, 1)))
+    whole = attack(Shaky(net), x, y, Streams.from_index(index, 1))
+    assert torch.equal(whole, attack(Shaky(net), x, y, Streams.from_index(index, 1)))
     for part in index.flip(0).split([1, 3, len(x) - 4]):
-        again = attack(Shaky(net), x[part], y[part], Streams.keyed(part, 1))
+        again = attack(Shaky(net), x[part], y[part], Streams.from_index(part, 1))
         torch.testing.assert_close(again, whole[part], rtol=0, atol=1e-9)
-    assert not torch.equal(whole, attack(Shaky(net), x, y, Streams.keyed(index, 2)))
+    assert not torch.equal(whole, attack(Shaky(net), x, y, Streams.from_index(index, 2)))
     seeds = [torch.Generator().manual_seed(seed) for seed in (3, 3, 4)]
     first, same, other = (attack(Shaky(net), x, y, seed) for seed in seeds)
     assert torch.equal(first, same)

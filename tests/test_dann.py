@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from lightning_rob.attacks import PGD, attacking
 from lightning_rob.attacks.folding import folded
-from lightning_rob.data.unlabelled import WithTarget, read_images
+from lightning_rob.data.source_target import SourceTargetData, read_images
 from lightning_rob.defenses.dann import DANN, domain_adversarial_loss, reversal_weight
-from lightning_rob.defenses.learning import learning, redrawn
+from lightning_rob.defenses.learning import learning, reinitialized
 from lightning_rob.modules.dann import DANN as Module
 from lightning_rob.nets.dann import DANNNet, DANNResNet18, reversed_gradient
 from lightning_rob.threat import Threat
@@ -222,9 +222,9 @@ def test_adapting_is_the_authors_loop(size, scale):
     x = x[:32] if size == 16 else x
     ours = defense
     with learning(chance := generator(5), x.device):
-        ours = defense.learnt(x, chance).adapted
+        ours = defense.fit_to_batch(x, chance).adapted
     with learning(chance := generator(5), x.device):
-        net = redrawn(defense.net, chance).train()
+        net = reinitialized(defense.net, chance).train()
         written_out(net, blobs(), x, 4, size, scale, chance)
     for a, b in zip(ours.state_dict().values(), net.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
@@ -321,7 +321,7 @@ def test_it_adapts_wherever_it_is_asked_to():
     attack = PGD(Threat("linf", 0.1), 3, 0.05, random_start=False)
     for final in (inside, rehearsed, cast):
         assert same_weights(final.adapted.state_dict(), expected.adapted.state_dict())
-        assert torch.equal(attack(final.now, x, y), attack(expected.now, x, y))
+        assert torch.equal(attack(final.adapted_model, x, y), attack(expected.adapted_model, x, y))
     assert all(weight.requires_grad for weight in defense.net.parameters())
 
 
@@ -537,7 +537,7 @@ def test_the_parts_fit_together(build, channels, size):
     assert (net(x).shape, net.domain(features).shape) == ((6, 10), (6, 2))
     with torch.no_grad(), folded([net]):
         torch.testing.assert_close(net(x), net.classify(features), rtol=1e-4, atol=1e-5)
-    redrawn(net, generator())  # has no weights that it could not
+    reinitialized(net, generator())  # has no weights that it could not
     net.train()
     domain_adversarial_loss(net, x, torch.zeros(6, dtype=torch.long), x, 0.1).backward()
     assert all(weight.grad is not None for weight in net.parameters())  # DDP asks for it
@@ -553,7 +553,7 @@ def test_images_too_small():
 
 def with_target(**options):
     settings = {"source": Blobs(), "target": Blobs(test_size=40)} | options
-    data = WithTarget(**settings)
+    data = SourceTargetData(**settings)
     data.setup("fit")
     return data
 
@@ -677,9 +677,9 @@ class Large(Blobs):
 
 def test_targets_that_cannot_be():
     with pytest.raises(ValueError, match="not both"):
-        WithTarget(Blobs(), Blobs(), "x.pt")
+        SourceTargetData(Blobs(), Blobs(), "x.pt")
     with pytest.raises(ValueError, match=r"must be \[3, 8, 8\], Large has \[3, 16, 16\]"):
-        WithTarget(Blobs(), Large())
+        SourceTargetData(Blobs(), Large())
 
 
 def test_a_file_of_another_shape(tmp_path):
@@ -705,7 +705,7 @@ def test_evaluation_is_that_of_the_source():
 
 
 def test_evaluation_needs_no_target():
-    data = WithTarget(Blobs(), images="nowhere.pt")
+    data = SourceTargetData(Blobs(), images="nowhere.pt")
     data.setup("test")
     assert len(data.test_dataloader()) == 3
     with pytest.raises(FileNotFoundError, match=r"no file of images nowhere\.pt"):
@@ -736,7 +736,7 @@ def dann(folder, target=None, **overrides):
     }
     target = target or {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 40}}
     data = {
-        "class_path": "lightning_rob.data.unlabelled.WithTarget",
+        "class_path": "lightning_rob.data.source_target.SourceTargetData",
         "init_args": {
             "source": {"class_path": "tests.test_dann.AugmentedBlobs"},
             "target": target,
@@ -852,7 +852,7 @@ def test_plain_data_is_refused(tmp_path, capsys):
 def fit(module, **options):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     settings = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False}
-    data = WithTarget(Blobs(), Blobs(test_size=40))
+    data = SourceTargetData(Blobs(), Blobs(test_size=40))
     Trainer(**quiet, **settings, **options).fit(module, datamodule=data)
 
 

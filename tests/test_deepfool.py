@@ -178,11 +178,11 @@ def test_random_defense(threat):
     net, x, y = affine(3)
     defense, attack = Shaky(net), DeepFool(threat, 10, draws=2)
     index = torch.arange(len(x))
-    whole = attack(defense, x, y, Streams.keyed(index, 1))
+    whole = attack(defense, x, y, Streams.from_index(index, 1))
     for part in index.flip(0).split([1, 3, len(x) - 4]):
-        again = attack(defense, x[part], y[part], Streams.keyed(part, 1))
+        again = attack(defense, x[part], y[part], Streams.from_index(part, 1))
         torch.testing.assert_close(again, whole[part], rtol=0, atol=1e-9)
-    assert not torch.equal(whole, attack(defense, x, y, Streams.keyed(index, 2)))
+    assert not torch.equal(whole, attack(defense, x, y, Streams.from_index(index, 2)))
     seeds = [torch.Generator().manual_seed(seed) for seed in (3, 3, 4)]
     first, same, other = (attack(defense, x, y, seed) for seed in seeds)
     assert torch.equal(first, same)

@@ -186,10 +186,10 @@ every_defense = pytest.mark.parametrize("build", DEFENSES.values(), ids=DEFENSES
 @every_defense
 def test_answers_are_probabilities_of_each_image_alone(build):
     defense, x = build().eval(), images(8)
-    answers = defense(x, Streams.keyed(torch.arange(8)))
+    answers = defense(x, Streams.from_index(torch.arange(8)))
     torch.testing.assert_close(answers.sum(1), torch.ones(8))
     order = torch.tensor([5, 0, 7])
-    torch.testing.assert_close(defense(x[order], Streams.keyed(order)), answers[order])
+    torch.testing.assert_close(defense(x[order], Streams.from_index(order)), answers[order])
     assert defense(x[:0]).shape == (0, 3)
 
 

@@ -187,7 +187,7 @@ def test_adaptation_is_pure(make, statistics):
     assert torch.equal(state, torch.random.get_rng_state())
     assert same(before, fingerprint(defense))
     assert torch.equal(defense.logits(x)[0], plain)
-    assert torch.equal(defense.static.logits(x)[0], plain)
+    assert torch.equal(defense.base_model.logits(x)[0], plain)
     assert not torch.equal(one[0], plain)
     assert all(weight.grad is None for weight in defense.parameters())
 
@@ -267,7 +267,7 @@ def test_the_models_of_a_round_are_attacked_in_parts(inner, monkeypatch):
     """Each image meets its own scales and shifts, also in halves of halves."""
     x, y = images(11).double(), torch.arange(11) % 5
     defense, chunked = DENT(limited(), steps=2), isinstance(inner, Chunked)
-    space = Mixture([defense.now, defense.adapt(x).now])
+    space = Mixture([defense.adapted_model, defense.adapt(x).adapted_model])
     expected = (inner.attack if chunked else inner)(space, x, y)
     monkeypatch.setattr(Limited, "most", 3)
     told = nullcontext() if chunked else pytest.warns(UserWarning, match="ran out of memory")
@@ -297,7 +297,7 @@ def test_a_round_that_is_too_large_is_out_of_memory_and_says_what_to_do(options,
     ):
         GMSA(replace(CLIMB, step_size=1e-4), rounds=2)(DENT(net, steps=2, **options), x, y)
     assert "a round of 8 images as a whole" in found.value.__notes__[0]
-    assert "play rounds of fewer images (game.images" in found.value.__notes__[0]
+    assert "play rounds of fewer images (protocol.images" in found.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

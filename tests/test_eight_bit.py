@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rob import PGD, EightBit, Single, Threat
+from lightning_rob import PGD, Quantized8Bit, Single, Threat
 from lightning_rob.attacks.eight_bit import rounded
 from tests.tiny import TinyNet
 
@@ -56,7 +56,7 @@ def test_it_breaks_what_the_attack_breaks():
     x = eight_bit(40, 3, 8, 8)
     y = defense(x).argmax(1)
     inner = PGD(threat, steps=10, step_size=8 / 255)
-    plain, kept = (attack(defense, x, y) for attack in (inner, EightBit(inner)))
+    plain, kept = (attack(defense, x, y) for attack in (inner, Quantized8Bit(inner)))
     broken = [(defense(images).argmax(1) != y).float().mean() for images in (plain, kept)]
     assert broken[0] > 0.5
     assert broken[1] > broken[0] - 0.1
@@ -65,4 +65,4 @@ def test_it_breaks_what_the_attack_breaks():
 def test_other_bounds_are_refused():
     inner = PGD(Threat("linf", 0.1, bounds=(-1.0, 1.0)), steps=1, step_size=0.1)
     with pytest.raises(ValueError, match="8-bit images range over"):
-        EightBit(inner)
+        Quantized8Bit(inner)

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from lightning_rob.attacks import PGD
 from lightning_rob.callbacks import RobustEval
-from lightning_rob.callbacks.referee import Match, Untouched
+from lightning_rob.callbacks.protocol import AttackerDefenderSession, NoAttack
 from lightning_rob.defenses import (
     Ensemble,
     Mixture,
@@ -203,15 +203,15 @@ class Noisy(nn.Module):
 class Whim(Transductive):
     """Adapts at random: some of its network's weights change by the defender's private draw."""
 
-    learns = False
+    needs_source = False
 
-    def learnt(self, x, chance):
+    def fit_to_batch(self, x, chance):
         net = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
         with torch.no_grad():
             noise = torch.randn(4, 192, generator=chance)
             net[1].weight.copy_(self.net[1].weight + 0.3 * noise)
             net[1].bias.copy_(self.net[1].bias)
-        return self.having(adapted=net)
+        return self.copy_with(adapted=net)
 
 
 class Moods(Whim):
@@ -219,8 +219,8 @@ class Moods(Whim):
 
     stateful = True
 
-    def settle(self, generator=None):
-        return self.having(net=self.adapted, adapted=None)
+    def after_batch(self, generator=None):
+        return self.copy_with(net=self.adapted, adapted=None)
 
 
 def linear(seed=0):
@@ -269,16 +269,16 @@ def runs_of_nothing(defense, inferences, shared=True, runs=200, n=50):
     joint = defense.transductive
     draws, asked = (inferences, 1) if joint else (1, inferences)
     x = torch.rand(n, 3, 8, 8)
-    y = torch.where(torch.rand(n) < 0.7, defense.now(x).argmax(1), torch.randint(4, (n,)))
+    y = torch.where(torch.rand(n) < 0.7, defense.adapted_model(x).argmax(1), torch.randint(4, (n,)))
     together = 1 if joint else 40
     images, labels = x.repeat(together, 1, 1, 1), y.repeat(together)
     index = torch.arange(together * n)
-    nothing = Untouched(NOTHING.threat)
+    nothing = NoAttack(NOTHING.threat)
     for start in range(0, runs, together):
         scores = []
         for name in range(1 + ATTACKS):
             luck = (0, 0) if shared else (0, name)
-            match = Match(nothing, defense, 0, 0, name, private=luck, draws=draws)
+            match = AttackerDefenderSession(nothing, defense, 0, 0, name, private=luck, draws=draws)
             answers = match.round(images, labels, index + start * n, asked)[1]
             scores.append(torch.stack([robust_accuracy(a, labels) for a in answers], 1))
         yield from torch.stack(scores, 1).split(n)
@@ -363,7 +363,7 @@ def test_private_draws_are_for_what_adapts():
     with pytest.raises(ValueError, match="private_draws is for defenses that adapt, Single does"):
         evaluate(AdversarialTraining(TinyNet), RobustEval({"pgd": NOTHING}, private_draws=2))
     with pytest.raises(ValueError, match="sees the defender's state plays against one"):
-        Match(NOTHING, Moods(linear()), 0, draws=2, leaking=True)
+        AttackerDefenderSession(NOTHING, Moods(linear()), 0, draws=2, attacker_sees_state=True)
 
 
 def test_a_network_with_noise_of_its_own_is_evaluated_reproducibly():
@@ -378,7 +378,7 @@ def test_a_network_with_noise_of_its_own_is_evaluated_reproducibly():
         before = torch.get_rng_state()
         x, y, index = torch.rand(8, 3, 8, 8), torch.arange(8) % 4, torch.arange(8)
         torch.set_rng_state(before)
-        Match(attack, module.defense, 0).round(x, y, index)
+        AttackerDefenderSession(attack, module.defense, 0).round(x, y, index)
         is_random(module.defense, x, index)
         assert torch.equal(torch.get_rng_state(), before)
         evaluate(module, callback, data=Blobs(test_size=33, eval_batch_size=seed * 7))

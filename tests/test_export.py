@@ -102,7 +102,7 @@ def test_the_program_answers_as_the_defense_does(case, written, x, keys):
     given = (x, keys) if case in WITH_CHANCE else (x,)
     assert list(card["inputs"]) == ["images", "keys"][: len(given)]
     program = torch.export.load(str(path)).module()
-    expected = defense(x, Streams.keyed(keys, SEED))
+    expected = defense(x, Streams.from_index(keys, SEED))
     for size in (1, 3, 8, 24):
         part = program(*(tensor[:size] for tensor in given))
         torch.testing.assert_close(part, expected[:size], rtol=0, atol=1e-6)
@@ -124,7 +124,7 @@ def test_it_runs_where_this_package_is_not_imported(case, written, x, keys, tmp_
     command = [sys.executable, "-c", LOADER, str(tmp_path / "given.pt"), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    expected = defense(x, Streams.keyed(keys, SEED))
+    expected = defense(x, Streams.from_index(keys, SEED))
     for answers in map(torch.tensor, json.loads(done.stdout)):
         torch.testing.assert_close(answers, expected[: len(answers)], rtol=0, atol=1e-6)
 

@@ -95,7 +95,7 @@ def test_training_against_an_opponent_is_the_plain_loop(norm, replays, tmp_path)
     torch.save(first.state_dict(), tmp_path / "first.pt")
     torch.manual_seed(0)
     path = str(tmp_path / "first.pt")
-    module = FreeTraining(TinyNet, Threat(norm, EPS), replays, sgd, opponent=path).double()
+    module = FreeTraining(TinyNet, Threat(norm, EPS), replays, sgd, attack_target=path).double()
     net = copy.deepcopy(module.defense.net)
     names = set(module.state_dict())
     loader = DataLoader(images(), batch_size=8)
@@ -107,13 +107,13 @@ def test_training_against_an_opponent_is_the_plain_loop(norm, replays, tmp_path)
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     torch.testing.assert_close(module.delta, delta, rtol=0, atol=1e-6)
     assert set(module.state_dict()) == names  # the opponent is no part of what is saved
-    (opponent,) = module._opponent
+    (opponent,) = module._target
     kept = first.state_dict()
     assert all(torch.equal(value, kept[name]) for name, value in opponent.state_dict().items())
 
 
 def test_an_opponent_that_is_not_there():
-    module = FreeTraining(TinyNet, Threat("linf", EPS), opponent="nowhere.ckpt").double()
+    module = FreeTraining(TinyNet, Threat("linf", EPS), attack_target="nowhere.ckpt").double()
     with pytest.raises(FileNotFoundError, match=r"nowhere\.ckpt"):
         fit(module, DataLoader(images(), batch_size=8), 1)
 

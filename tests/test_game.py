@@ -10,9 +10,9 @@ from torch import nn
 
 from lightning_rob.attacks import GMSA, PGD
 from lightning_rob.attacks.base import Attack
-from lightning_rob.callbacks import Game, RobustEval
+from lightning_rob.callbacks import RoundProtocol, RobustEval
 from lightning_rob.callbacks.game import check_rounds
-from lightning_rob.callbacks.referee import Match, Untouched
+from lightning_rob.callbacks.protocol import AttackerDefenderSession, NoAttack
 from lightning_rob.data.labelled import give_source
 from lightning_rob.defenses import DENT, Defense
 from lightning_rob.defenses.learning import Transductive
@@ -50,7 +50,7 @@ class Diary(Defense):
         page = (len(x), round(float(x.sum()), 3), drawn)
         return Diary((*self.pages, page), self.stateful, self.name)
 
-    def settle(self, generator=None):
+    def after_batch(self, generator=None):
         return Diary((*self.pages, torch.rand(1, generator=generator).item()), True, self.name)
 
 
@@ -74,8 +74,8 @@ def batches(count=3, size=4):
         yield torch.rand(size, 3, 8, 8, generator=chance), index % 4, index
 
 
-def match(attack, defense, leaking=False):
-    game = Match(attack, defense, 5, leaking=leaking)
+def match(attack, defense, attacker_sees_state=False):
+    game = AttackerDefenderSession(attack, defense, 5, attacker_sees_state=attacker_sees_state)
     for x, y, index in batches():
         game.round(x, y, index)
     return game
@@ -100,7 +100,7 @@ def test_a_stateless_defense_begins_anew_and_leaves_nothing():
 def test_an_attacker_sees_the_state_only_if_it_leaks():
     blind, sighted = Reader(), Reader()
     hidden = match(blind, Diary()).defenders[0][0].pages
-    leaked = match(sighted, Diary(), leaking=True).defenders[0][0].pages
+    leaked = match(sighted, Diary(), attacker_sees_state=True).defenders[0][0].pages
     assert hidden == leaked
     assert sighted.read == [leaked[:0], leaked[:2], leaked[:4]]
     # It rehearses what it cannot see: the same images, chance of its own.
@@ -110,9 +110,9 @@ def test_an_attacker_sees_the_state_only_if_it_leaks():
     )
 
 
-@pytest.mark.parametrize("leaking", [False, True])
-def test_rehearsals_never_change_what_the_defender_draws(leaking):
-    games = [match(Reader(count), Diary(), leaking) for count in (0, 1, 7)]
+@pytest.mark.parametrize("attacker_sees_state", [False, True])
+def test_rehearsals_never_change_what_the_defender_draws(attacker_sees_state):
+    games = [match(Reader(count), Diary(), attacker_sees_state) for count in (0, 1, 7)]
     assert games[0].defenders[0][0].pages == games[1].defenders[0][0].pages
     assert games[0].defenders[0][0].pages == games[2].defenders[0][0].pages
 
@@ -154,7 +154,7 @@ def test_the_worst_is_one_attack_for_all_images():
 def test_games_of_other_rules_are_games_of_their_own():
     """The same attack in another game has another name; the worst is that of the last game."""
     first = Notes({"pgd": WEAK}, max_images=5)
-    other = Notes({"pgd": WEAK}, game=Game("by_label", images=4))
+    other = Notes({"pgd": WEAK}, protocol=RoundProtocol("by_label", images=4))
     torch.manual_seed(0)
     module = AdversarialTraining(lambda: SmallCNN(4, 3, 4), defense=DENT)
     trainer = Trainer(callbacks=[first, other], **QUIET)
@@ -164,7 +164,7 @@ def test_games_of_other_rules_are_games_of_their_own():
     (worst,) = [r for r in other.results if r.name == "worst"]
     assert worst.n == 33
     assert worst.details["over"] == ["pgd_2"]
-    assert worst.details["game"]["images"] == 4
+    assert worst.details["protocol"]["images"] == 4
     assert logged["test/robust/worst"] == pytest.approx(worst.accuracy)
     assert "test/robust/clean" in logged  # of what has adapted, which test/acc is not
 
@@ -179,7 +179,7 @@ def test_games_of_other_rules_are_games_of_their_own():
     ],
 )
 def test_limits_count_images(limits, images, played):
-    callback = Notes({"pgd": WEAK}, game=Game(images=images))
+    callback = Notes({"pgd": WEAK}, protocol=RoundProtocol(images=images))
     evaluate(callback, **limits)
     assert sum(map(len, callback.played)) == played
 
@@ -191,7 +191,7 @@ def test_rounds_are_the_batches_in_order():
 
 
 def test_some_images_are_played_in_full_rounds():
-    callback = Notes({"pgd": WEAK}, max_images=20, game=Game(images=7))
+    callback = Notes({"pgd": WEAK}, max_images=20, protocol=RoundProtocol(images=7))
     evaluate(callback)
     assert list(map(len, callback.played)) == [7, 7, 6]
     played = [index for part in callback.played for index in part]
@@ -206,7 +206,10 @@ def test_the_trainers_limit_on_batches_is_one_on_rounds():
 
 
 def test_two_rounds_in_a_row_are_sorted_by_label():
-    callback, data = Notes({"pgd": WEAK}, game=Game("by_label")), Blobs(33 + 63, 33, 4, 8)
+    callback, data = (
+        Notes({"pgd": WEAK}, protocol=RoundProtocol("by_label")),
+        Blobs(33 + 63, 33, 4, 8),
+    )
     evaluate(callback, data)
     labels = [data.parts["test"][i][1] for i in range(33)]
     expected = []
@@ -226,7 +229,7 @@ def test_the_figure_is_that_of_the_game_by_hand():
         x = torch.stack([item[0] for item in items])
         y, index = (torch.tensor([item[i] for item in items]) for i in (1, 2))
         keys = (0, 0, *b"gmsa")
-        x_adv = attack(module.defense, x, y, Streams.keyed(index, *keys, 0))
+        x_adv = attack(module.defense, x, y, Streams.from_index(index, *keys, 0))
         final = module.defense.adapt(x_adv).eval()
         right += int((final(x_adv).argmax(1) == y).sum())
     assert logged["test/robust/gmsa"] == pytest.approx(right / 33)
@@ -237,7 +240,7 @@ def test_an_evaluation_says_which_game_was_played(tmp_path):
         "class_path": "lightning_rob.attacks.GMSA",
         "init_args": {"inner": pgd(), "rounds": 1},
     }
-    callback = robust_eval({"gmsa": gmsa}, game={"order": "by_label", "images": 16})
+    callback = robust_eval({"gmsa": gmsa}, protocol={"order": "by_label", "images": 16})
     net = {
         "class_path": "lightning_rob.nets.SmallCNN",
         "init_args": {"classes": 4, "channels": 3, "width": 4},
@@ -249,7 +252,7 @@ def test_an_evaluation_says_which_game_was_played(tmp_path):
     options = {"model": model, "trainer__callbacks+": [callback], "trainer__max_epochs": 1}
     run("fit", "--config", recipe(tmp_path, **options))
     (found,) = [r for r in records(tmp_path) if r["name"] == "gmsa"]
-    assert found["game"] == {"order": "by_label", "images": 16, "defender": "stateless"}
+    assert found["protocol"] == {"order": "by_label", "images": 16, "defender": "stateless"}
     assert "GMSA(inner=PGD(" in found["attack"]
 
 
@@ -264,7 +267,7 @@ def test_two_processes_play_the_rounds_of_one(tmp_path):
         "init_args": {"net": net, "defense": "lightning_rob.defenses.DENT"},
     }
     attacks = {"gmsa": gmsa, "pgd": pgd()}
-    callback = robust_eval(attacks, game={"order": "by_label", "images": 8})
+    callback = robust_eval(attacks, protocol={"order": "by_label", "images": 8})
     options = {"model": model, "trainer__callbacks+": [callback], "trainer__max_epochs": 1}
     config = recipe(tmp_path, **options)
     run("fit", "--config", config)
@@ -282,7 +285,7 @@ def test_two_processes_play_the_rounds_of_one(tmp_path):
         found.append({r["name"]: (r["accuracy"], r["n"]) for r in lines})
     assert found[0] == found[1]
     assert found[0]["gmsa"][1] == 33
-    one_round = ["--trainer.callbacks.game.images=33", *TWO]
+    one_round = ["--trainer.callbacks.protocol.images=33", *TWO]
     refused = shell("test", "--config", config, "--ckpt_path", checkpoint, *one_round)
     assert refused.returncode == 2
     assert "all 33 images make one round" in refused.stderr
@@ -291,9 +294,9 @@ def test_two_processes_play_the_rounds_of_one(tmp_path):
 class Pupil(Transductive):
     """Adapts by looking at the first labelled image."""
 
-    def learnt(self, x, chance):
+    def fit_to_batch(self, x, chance):
         image, label = self.source.take(torch.tensor([0]))
-        return self.having(seen=(image, int(label)))
+        return self.copy_with(seen=(image, int(label)))
 
 
 def test_the_run_gives_its_training_images_unaugmented():
@@ -330,19 +333,19 @@ def test_a_source_that_cannot_be(source):
 
 def test_adapted_defenses_share_what_nobody_writes_to():
     pupil = Pupil(TinyNet(), source=(torch.rand(2, 3, 8, 8), torch.tensor([0, 3])))
-    other = pupil.having(adapted=copy.deepcopy(pupil.net))
+    other = pupil.copy_with(adapted=copy.deepcopy(pupil.net))
     assert other.net is pupil.net
     assert pupil.adapted is None
     assert "adapted" not in dict(pupil.named_modules())
-    assert isinstance(other.now.net, TinyNet)
-    assert other.now.net is other.adapted
-    assert other.static.net is pupil.net
+    assert isinstance(other.adapted_model.net, TinyNet)
+    assert other.adapted_model.net is other.adapted
+    assert other.base_model.net is pupil.net
     assert isinstance(other, nn.Module)
 
 
 def test_untouched_images_stay_as_they_are():
     x = torch.rand(2, 3, 8, 8)
-    assert torch.equal(Untouched(THREAT)(Pupil(TinyNet()), x, torch.zeros(2).long()), x)
+    assert torch.equal(NoAttack(THREAT)(Pupil(TinyNet()), x, torch.zeros(2).long()), x)
 
 
 @pytest.mark.parametrize(
@@ -351,7 +354,7 @@ def test_untouched_images_stay_as_they_are():
 )
 def test_what_makes_no_game(options, message):
     with pytest.raises(ValueError, match=message):
-        Game(**options)
+        RoundProtocol(**options)
 
 
 @pytest.mark.parametrize(("rounds", "processes"), [(1, 1), (0, 2), (2, 8), (8, 8), (9, 2)])
@@ -363,6 +366,6 @@ def test_games_that_processes_can_share(rounds, processes):
 def test_one_round_is_for_one_process(processes, images):
     """The advice leaves no process without a round."""
     told = rf"all 10000 images make one round.* of {processes} processes.*--trainer\.devices=1"
-    with pytest.raises(ValueError, match=rf"{told}.*game\.images={images} or fewer"):
+    with pytest.raises(ValueError, match=rf"{told}.*protocol\.images={images} or fewer"):
         check_rounds(1, processes, 10_000)
     check_rounds(-(-10_000 // images), processes, 10_000)

@@ -7,17 +7,24 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lightning_rob.attacks import GMSA, PGD, Attack, HighConfidence, OnStatic, ThroughAdaptation
+from lightning_rob.attacks import (
+    GMSA,
+    PGD,
+    Attack,
+    HighConfidence,
+    ThroughAdaptation,
+    TransferFromStatic,
+)
 from lightning_rob.attacks.base import attacking, height, slope
 from lightning_rob.defenses import DENT, Defense, Mixture, RandomTransforms, Single
 from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import (
-    MarginTo,
+    TargetedMargin,
     ce_of_mean_probs,
     confident,
     expected_ce,
     expected_margin,
-    least_confident,
+    min_confidence,
     worst_ce,
     worst_margin,
 )
@@ -65,7 +72,7 @@ def authors_loop(nets, x, y, steps, least):
     return torch.where(wins, x_adv, best).detach()
 
 
-@pytest.mark.parametrize("least", [False, True])
+@pytest.mark.parametrize("min", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_model_space_by_hand(count, least):
     nets, (x, y) = [net(seed) for seed in range(count)], batch()
@@ -84,9 +91,9 @@ def test_model_space_by_hand(count, least):
         expected_margin,
         worst_margin,
         confident,
-        least_confident,
-        MarginTo(2),
-        MarginTo(2, least=True),
+        min_confidence,
+        TargetedMargin(2),
+        TargetedMargin(2, least=True),
         ce_of_mean_probs,
     ],
 )
@@ -97,9 +104,9 @@ def test_part_by_part_is_the_same_as_all_at_once(objective):
     x, y = batch()
     index = torch.arange(len(x))
     with attacking(space):
-        value, gradient = slope(objective, None, space, x, y, Streams.keyed(index, 1))
+        value, gradient = slope(objective, None, space, x, y, Streams.from_index(index, 1))
         leaf = x.clone().requires_grad_()
-        expected = height(objective, None, space, leaf, y, Streams.keyed(index, 1))
+        expected = height(objective, None, space, leaf, y, Streams.from_index(index, 1))
         (whole,) = torch.autograd.grad(expected.sum(), leaf)
     torch.testing.assert_close(value, expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-6)
@@ -122,7 +129,7 @@ class Scripted(Defense):
         self.net, self.others, self.saw, self.drew = first, list(others), [], []
 
     @property
-    def networks(self):
+    def foldable_networks(self):
         raise TypeError
 
     def logits(self, x, generator=None):
@@ -276,7 +283,9 @@ def test_the_static_network_is_attacked_by_a_transfer_attack():
     defense = DENT(small())
     adapted = defense.adapt(x)
     expected = PLAIN(Single(defense.net), x, y)
-    torch.testing.assert_close(OnStatic(PLAIN)(adapted, x, y), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        TransferFromStatic(PLAIN)(adapted, x, y), expected, rtol=0, atol=1e-6
+    )
     assert not torch.equal(PLAIN(adapted, x, y), expected)
 
 
@@ -294,7 +303,7 @@ def test_through_adaptation_each_step_meets_the_defense_adapted_to_it():
     torch.testing.assert_close(ThroughAdaptation(attack)(defense, x, y), x_adv, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("least", [False, True])
+@pytest.mark.parametrize("min", [False, True])
 def test_high_confidence_keeps_the_most_confident_of_its_runs(least):
     x, y = batch()
     nets = [net(0), net(1)]

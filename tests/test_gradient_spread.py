@@ -199,9 +199,9 @@ def test_spread_grows_with_the_noise():
 def test_does_not_depend_on_the_batch():
     x, y = batch()
     defense = Noisy(net())
-    whole = draw_gradients(defense, x, y, 3, Streams.keyed(torch.arange(6), 0))
+    whole = draw_gradients(defense, x, y, 3, Streams.from_index(torch.arange(6), 0))
     parts = [
-        draw_gradients(defense, x[i], y[i], 3, Streams.keyed(i, 0))
+        draw_gradients(defense, x[i], y[i], 3, Streams.from_index(i, 0))
         for i in torch.arange(6).split([1, 5])
     ]
     torch.testing.assert_close(torch.cat(parts, 1), whole)

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_rob.callbacks import Guard
+from lightning_rob.callbacks import TerminateOnNonFinite
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.processes import Fault
 from lightning_rob.signals import heeded, stop
@@ -58,7 +58,7 @@ def spoil(module):
 def trainer(folder, *callbacks, guard=True, **options):
     torch.manual_seed(0)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    watching = [Guard()] if guard else []
+    watching = [TerminateOnNonFinite()] if guard else []
     kept = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     return Trainer(
         accelerator="cpu",
@@ -156,7 +156,7 @@ class Waits(TorchDispatchMode):
 
 def test_looking_at_gradients_does_not_wait_for_the_device(tmp_path, monkeypatch):
     """The notes are read once a step, when all processes have written theirs."""
-    looks, look = [], Guard._sickness
+    looks, look = [], TerminateOnNonFinite._sickness
 
     def counted(self, *args):
         with Waits() as waits:
@@ -167,7 +167,7 @@ def test_looking_at_gradients_does_not_wait_for_the_device(tmp_path, monkeypatch
         assert waits.count == looks[-1][0] + 1  # it counts
         return found
 
-    monkeypatch.setattr(Guard, "_sickness", counted)
+    monkeypatch.setattr(TerminateOnNonFinite, "_sickness", counted)
     fit(tmp_path)
     assert looks == [(0, False)] * 8
 

@@ -13,7 +13,14 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rob import Ensemble, Mixture, RandomTransforms, Single, TransformEnsemble
-from lightning_rob.attacks import PGD, TAA, Corrupted, OnStatic, Partly, Strongest
+from lightning_rob.attacks import (
+    PGD,
+    TAA,
+    CommonCorruption,
+    PartialBatchAttack,
+    Strongest,
+    TransferFromStatic,
+)
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.ledger import (
     Columns,
@@ -21,7 +28,7 @@ from lightning_rob.ledger import (
     Outcome,
     card_of,
     fingerprint,
-    likeliest,
+    predicted_class,
     read_ledger,
     save_images,
     write_ledger,
@@ -96,7 +103,7 @@ WHITE_BOX = PGD(Threat("linf", 0.1), 3, 0.05, draws=5, restarts=2)
 
 
 def test_the_card_is_that_of_all_parts_of_an_attack():
-    card = card_of(OnStatic(WHITE_BOX))
+    card = card_of(TransferFromStatic(WHITE_BOX))
     assert [card[name] for name in ("steps", "restarts", "draws")] == [3, 2, 5]
     assert card["knows"] == "the defense before it adapts"
 
@@ -104,9 +111,9 @@ def test_the_card_is_that_of_all_parts_of_an_attack():
 def test_the_card_does_not_tell_less_than_an_attacker_knows():
     """A part that knows nothing does not speak for another that knows all."""
     assert card_of(WHITE_BOX)["knows"] == PGD.knowledge
-    assert card_of(Partly(WHITE_BOX, natural=WHITE_BOX))["knows"] == PGD.knowledge
-    partly = Partly(WHITE_BOX, natural=Corrupted(GaussianNoise(0.1)))
-    assert card_of(partly)["knows"] == f"{PGD.knowledge}; {Corrupted.knowledge}"
+    assert card_of(PartialBatchAttack(WHITE_BOX, natural=WHITE_BOX))["knows"] == PGD.knowledge
+    partly = PartialBatchAttack(WHITE_BOX, natural=CommonCorruption(GaussianNoise(0.1)))
+    assert card_of(partly)["knows"] == f"{PGD.knowledge}; {CommonCorruption.knowledge}"
     both = Strongest((TAA(WHITE_BOX), WHITE_BOX))
     assert card_of(both)["knows"] == f"{TAA.knowledge}; {PGD.knowledge}"
 
@@ -273,7 +280,7 @@ def test_what_cannot_be_described_is_equal_to_nothing_elsewhere():
 
 def test_what_is_no_answer_is_no_class():
     answers = torch.tensor([[0.0, 0.0], [torch.nan, torch.nan], [0.4, 0.6]])
-    assert likeliest(answers).tolist() == [-1, -1, 1]
+    assert predicted_class(answers).tolist() == [-1, -1, 1]
 
 
 def outcome(score, answer, size):

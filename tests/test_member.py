@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_rob.attacks import PGD, OnMember, RandomMember, Strongest
-from lightning_rob.callbacks.referee import play
+from lightning_rob.callbacks.protocol import play
 from lightning_rob.defenses import Ensemble, Single
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
@@ -31,8 +31,8 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("member", [0, 2])
 def test_on_member_attacks_that_member_alone(ensemble, batch, member):
     x, y, index = batch
-    alone = INNER(Single(ensemble.classifiers[member]), x, y, Streams.keyed(index, 0))
-    assert torch.equal(OnMember(INNER, member)(ensemble, x, y, Streams.keyed(index, 0)), alone)
+    alone = INNER(Single(ensemble.classifiers[member]), x, y, Streams.from_index(index, 0))
+    assert torch.equal(OnMember(INNER, member)(ensemble, x, y, Streams.from_index(index, 0)), alone)
 
 
 def test_a_member_that_is_not_there(ensemble, batch):
@@ -48,7 +48,7 @@ def test_equation_62_by_hand(ensemble, batch):
     _, (answers,) = play(RandomMember(INNER), ensemble, x, y, index, 7)
     expected = torch.zeros(len(x))
     for j, attacker in enumerate(PROBS):
-        x_adv = OnMember(INNER, j)(ensemble, x, y, Streams.keyed(index, 7, 0))
+        x_adv = OnMember(INNER, j)(ensemble, x, y, Streams.from_index(index, 7, 0))
         for i, net in enumerate(ensemble.classifiers):
             expected += attacker * PROBS[i] * (net(x_adv).argmax(1) == y)
     assert torch.allclose(answers.gather(1, y[:, None])[:, 0], expected, atol=1e-6)
@@ -78,4 +78,6 @@ def test_within_the_strongest(ensemble, batch):
     x, y, index = batch
     both = Strongest((OnMember(INNER, 1), RandomMember(INNER)))
     assert both.threat == THREAT
-    assert (THREAT.size(both(ensemble, x, y, Streams.keyed(index, 0)) - x) <= 16 / 255 + 1e-6).all()
+    assert (
+        THREAT.size(both(ensemble, x, y, Streams.from_index(index, 0)) - x) <= 16 / 255 + 1e-6
+    ).all()

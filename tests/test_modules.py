@@ -82,11 +82,11 @@ def test_trades_is_the_papers_formula():
     module = AdversarialTraining(TinyNet, attack, trades_beta=4.0)
     x, y = batch()
     index = torch.arange(8)
-    module.noise = Streams.keyed(index, 1)
+    module.noise = Streams.from_index(index, 1)
     module.train()
     twin = TinyNet()
     twin.load_state_dict(module.defense.net.state_dict())
-    expected = reference_trades(twin, x, y, attack, 4.0, Streams.keyed(index, 1))
+    expected = reference_trades(twin, x, y, attack, 4.0, Streams.from_index(index, 1))
     torch.testing.assert_close(module.loss(x, y), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -195,9 +195,11 @@ def test_random_transforms_train_on_the_log_of_the_mean_probability():
     )
     module.defense.eval()
     x, y = torch.rand(8, 3, 8, 8), torch.arange(8) % 4
-    module.noise = Streams.keyed(torch.arange(8), 1)
+    module.noise = Streams.from_index(torch.arange(8), 1)
     found = module.loss(x, y)
-    logits, _ = module.defense.drawn(x, Streams.keyed(torch.arange(8), 1).apart(1), 3)
+    logits, _ = module.defense.sample_logits(
+        x, Streams.from_index(torch.arange(8), 1).fold_in(1), 3
+    )
     assert logits.shape[0] == 3
     expected = F.nll_loss(logits.softmax(-1).mean(0).log(), y)
     assert torch.allclose(found, expected, atol=1e-6)
@@ -214,7 +216,7 @@ def test_advrt_trains_on_images_that_its_own_attack_makes():
     module = AdversarialTraining(
         TinyNet, attack, defense=random_defense, draws=4, criterion=criterion
     )
-    module.noise = Streams.keyed(torch.arange(8), 1)
+    module.noise = Streams.from_index(torch.arange(8), 1)
     module.loss(torch.rand(8, 3, 8, 8), torch.arange(8) % 4).backward()
     assert seen == [2, 2, 4]
     assert all(weight.grad is not None for weight in module.defense.net.parameters())

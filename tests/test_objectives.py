@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from lightning_rob.objectives import (
-    MarginTo,
+    TargetedMargin,
     ce_of_mean_logits,
     ce_of_mean_probs,
     check_labels,
@@ -13,8 +13,8 @@ from lightning_rob.objectives import (
     cross_entropy,
     expected_ce,
     expected_margin,
-    least_confident,
     linear,
+    min_confidence,
     over_draws,
     reduces,
     worst_ce,
@@ -244,13 +244,13 @@ def test_labels_in_range(y):
 
 @pytest.mark.parametrize(
     "objective",
-    [*OBJECTIVES, worst_margin, least_confident, MarginTo(1), MarginTo(1, least=True)],
+    [*OBJECTIVES, worst_margin, min_confidence, TargetedMargin(1), TargetedMargin(1, least=True)],
 )
 def test_what_an_objective_declares_is_what_it_makes_of_single_draws(objective):
     logits, y = draws(3, 30, 4, seed=6, dtype=torch.float64)
     one, weights = torch.ones(1, dtype=torch.float64), WEIGHTS.double()
     alone = torch.stack([objective(draw[None], one, y) for draw in logits])
-    made = {"mean": (weights[:, None] * alone).sum(0), "least": alone.amin(0)}
+    made = {"mean": (weights[:, None] * alone).sum(0), "min": alone.amin(0)}
     value = objective(logits, weights, y)
     same = [name for name, expected in made.items() if torch.allclose(value, expected)]
     assert same == ([over_draws(objective)] if over_draws(objective) else [])
@@ -261,5 +261,5 @@ def test_another_objective_may_declare_it_too():
         return 2 * worst_ce(logits, weights, y)
 
     assert over_draws(twice) is None
-    assert reduces("least")(twice) is twice
-    assert over_draws(twice) == "least"
+    assert reduces("min")(twice) is twice
+    assert over_draws(twice) == "min"

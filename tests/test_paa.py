@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_rob.attacks import CW, PAA, PGD, TAA, Attack, Chunked, DeepFool, ranking_weights
-from lightning_rob.attacks.base import image_by_image, parts
+from lightning_rob.attacks.base import is_batch_separable, parts
 from lightning_rob.attacks.paa import AGGREGATES
-from lightning_rob.callbacks.referee import play
+from lightning_rob.callbacks.protocol import play
 from lightning_rob.defenses import Single, TransformEnsemble
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
@@ -355,8 +355,8 @@ def test_images_that_stand_still_count_and_each_keeps_to_its_own_bound():
 def test_a_bound_on_the_mean_depends_on_the_batch_and_says_so(five):
     x, y = dimmed(6)
     each, mean = PAA(FGSM, "AvgP", 0.3), PAA(FGSM, "AvgP", 1.0, mean_bound=0.3)
-    assert image_by_image(each, five)
-    assert not image_by_image(mean, five)
+    assert is_batch_separable(each, five)
+    assert not is_batch_separable(mean, five)
     whole, alone = (
         mean(five, x, y),
         torch.cat([mean(five, *one) for one in zip(x.split(1), y.split(1), strict=True)]),
@@ -451,12 +451,12 @@ def test_streams_do_not_know_the_batch():
     x, y = images(9, seed=12)
     x, index = x.double(), torch.arange(100, 109)
     attack = PAA(RANDOM, "AvgP", 0.2, project_last=True)
-    whole = attack(ensemble, x, y, Streams.keyed(index, 7))
+    whole = attack(ensemble, x, y, Streams.from_index(index, 7))
     order = torch.tensor([4, 8, 0, 2, 6, 1, 7, 3, 5])
     for part in order.split([1, 5, 3]):
-        again = attack(ensemble, x[part], y[part], Streams.keyed(index[part], 7))
+        again = attack(ensemble, x[part], y[part], Streams.from_index(index[part], 7))
         torch.testing.assert_close(again, whole[part], rtol=0, atol=1e-9)
-    other = attack(ensemble, x, y, Streams.keyed(index, 8))
+    other = attack(ensemble, x, y, Streams.from_index(index, 8))
     assert ((other - whole).flatten(1).abs().amax(1) > 1e-6).float().mean() > 0.8
 
 
@@ -472,7 +472,7 @@ def test_every_candidate_and_round_has_noise_of_its_own():
             return x + 0.01
 
     x, y = torch.full((2, 1, 8, 8), 0.5), torch.zeros(2, dtype=torch.long)
-    PAA(Listening(), rounds=3)(stubborn(2), x, y, Streams.keyed(torch.arange(2)))
+    PAA(Listening(), rounds=3)(stubborn(2), x, y, Streams.from_index(torch.arange(2)))
     assert len(keys) == len({*keys}) == 2 * 2 * 3
 
 

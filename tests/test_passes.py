@@ -13,9 +13,9 @@ from lightning_rob.attacks import (
     TAA,
     AggMo,
     DeepFool,
-    SeenAs,
+    SurrogateTransforms,
 )
-from lightning_rob.attacks.memory import kept_for_gradients
+from lightning_rob.attacks.oom import kept_for_gradients
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single, TransformEnsemble
 from lightning_rob.modules import BAT, DVERGE, IAT, AdversarialTraining
 from lightning_rob.objectives import worst_ce
@@ -94,7 +94,7 @@ def test_eot():
     net = mlp(1)
     x, y = batch(net)
     defense = RandomTransforms(net, [GaussianNoise(), HorizontalFlip()], 2, draws=3)
-    PGD(LINF, 4, 0.03, draws=6, backward=SeenAs())(defense, x, y, seeded())
+    PGD(LINF, 4, 0.03, draws=6, backward=SurrogateTransforms())(defense, x, y, seeded())
     assert net.counts() == (0, 4, 4)
     assert {*net.linearised, *net.backwards} == {6 * B}
 
@@ -104,13 +104,13 @@ def test_fooled_images_leave(restarts):
     """Each image costs what it costs alone, until it is fooled; then it never starts again."""
     net = mlp(1)
     x, y = batch(net, count=16)
-    attack = PGD(Threat("linf", 0.03), 6, 0.01, restarts=restarts, drop_fooled=True)
-    attack(Single(net), x, y, Streams.keyed(torch.arange(16), 0))
+    attack = PGD(Threat("linf", 0.03), 6, 0.01, restarts=restarts, early_stop=True)
+    attack(Single(net), x, y, Streams.from_index(torch.arange(16), 0))
     together, sizes = sum(net.linearised), net.linearised[:6]
     assert len(net.evaluated) == (0 if restarts == 1 else 3)  # whose run was better
     net.clear()
     for i in range(16):
-        attack(Single(net), x[i : i + 1], y[i : i + 1], Streams.keyed(torch.tensor([i]), 0))
+        attack(Single(net), x[i : i + 1], y[i : i + 1], Streams.from_index(torch.tensor([i]), 0))
     assert together == sum(net.linearised) < 16 * 6 * restarts
     assert sizes == sorted(sizes, reverse=True)
 
@@ -146,7 +146,7 @@ def test_arc_drops_the_fooled():
     nets, images = mlps(2), {}
     x, y = batch(*nets, count=32)
     for drop in (False, True):
-        ARC(Threat("linf", 0.2), 6, 0.05, drop_fooled=drop)(Ensemble(nets), x, y)
+        ARC(Threat("linf", 0.2), 6, 0.05, early_stop=drop)(Ensemble(nets), x, y)
         images[drop] = sum(net.images() for net in nets)
         for net in nets:
             net.clear()
@@ -164,7 +164,7 @@ def test_arc_drops_what_has_come_to_rest():
     counts = []
     for drop in (False, True):
         net.clear()
-        ARC(LINF, 9, 0.1, drop_fooled=drop)(Ensemble([net]), x, y)
+        ARC(LINF, 9, 0.1, early_stop=drop)(Ensemble([net]), x, y)
         counts.append(len(net.linearised))
     assert counts[0] == 9
     assert 1 < counts[1] < 5
@@ -186,7 +186,7 @@ def test_the_memory_of_arc_grows_with_neither_classes_nor_members():
 def test_arc_stops_when_all_are_fooled():
     net = mlp(1)
     x, y = batch(net)
-    x_adv = ARC(LINF, 5, 0.1, drop_fooled=True)(Single(net), x, (y + 1) % 5)
+    x_adv = ARC(LINF, 5, 0.1, early_stop=True)(Single(net), x, (y + 1) % 5)
     assert torch.equal(x_adv, x)
     assert net.counts() == (1, 0, 0)
 

@@ -173,33 +173,33 @@ def test_momentum_of_normalised_gradients(threat):
     for _ in range(12):
         velocity = 0.9 * velocity + direction(threat, gradient(defense, x_adv, y))
         x_adv = back_into(threat, x_adv + step * direction(threat, velocity), x)
-    ours = PGD(threat, 12, step, random_start=False, dampings=(0.9,))(defense, x, y)
+    ours = PGD(threat, 12, step, random_start=False, momentum=(0.9,))(defense, x, y)
     torch.testing.assert_close(ours, x_adv, rtol=0, atol=1e-6)
     plain = PGD(threat, 12, step, random_start=False)(defense, x, y)
     assert not torch.allclose(plain, ours)
 
 
 @both_norms
-@pytest.mark.parametrize("dampings", [(0.0, 0.9, 0.99), (0.5, 0.9), (0.0, 0.9, 0.99, 0.999)])
-def test_aggmo(threat, dampings):
+@pytest.mark.parametrize("momentum", [(0.0, 0.9, 0.99), (0.5, 0.9), (0.0, 0.9, 0.99, 0.999)])
+def test_aggmo(threat, momentum):
     """The mean of several velocities' directions, never longer than a step."""
     defense, (x, y) = ensemble(), batch()
     step, x_adv = STEPS[threat.norm], x
-    velocities = [torch.zeros_like(x) for _ in dampings]
+    velocities = [torch.zeros_like(x) for _ in momentum]
     for _ in range(12):
         g = direction(threat, gradient(defense, x_adv, y))
-        velocities = [d * v + g for d, v in zip(dampings, velocities, strict=True)]
-        move = sum(direction(threat, v) for v in velocities) / len(dampings)
+        velocities = [d * v + g for d, v in zip(momentum, velocities, strict=True)]
+        move = sum(direction(threat, v) for v in velocities) / len(momentum)
         x_adv = back_into(threat, x_adv + step * move, x)
-    ours = PGD(threat, 12, step, random_start=False, dampings=dampings)(defense, x, y)
+    ours = PGD(threat, 12, step, random_start=False, momentum=momentum)(defense, x, y)
     torch.testing.assert_close(ours, x_adv, rtol=0, atol=1e-6)
 
 
 def test_damping_zero_is_no_momentum():
     defense, (x, y) = ensemble(), batch()
     plain = PGD(LINF, 5, 0.03, random_start=False)
-    for dampings in [(0,), (0.0, 0.0), [0.0]]:
-        other = replace(plain, dampings=dampings)
+    for momentum in [(0,), (0.0, 0.0), [0.0]]:
+        other = replace(plain, momentum=momentum)
         torch.testing.assert_close(other(defense, x, y), plain(defense, x, y), rtol=0, atol=1e-15)
 
 
@@ -405,7 +405,7 @@ def test_backward_context_is_entered_with_the_defense():
 
 def attacked(attack, defense, x, y):
     """Its images, and how probable the right answer to each is."""
-    x_adv = attack(defense, x, y, Streams.keyed(torch.arange(len(x)), 1))
+    x_adv = attack(defense, x, y, Streams.from_index(torch.arange(len(x)), 1))
     return x_adv, defense(x_adv).gather(1, y[:, None])[:, 0]
 
 
@@ -414,7 +414,7 @@ def test_dropped_images_are_fooled_and_the_others_as_ever():
     y = defense(x).argmax(1)
     attack = PGD(LINF, 8, 0.03)
     plain, right = attacked(attack, defense, x, y)
-    fast, still = attacked(replace(attack, drop_fooled=True), defense, x, y)
+    fast, still = attacked(replace(attack, early_stop=True), defense, x, y)
     assert 0 < right.sum() < 64
     assert torch.equal(right, still)
     torch.testing.assert_close(fast[still > 0], plain[still > 0])
@@ -430,7 +430,7 @@ def test_dropping_raises_no_expected_accuracy(options, objective, threat):
     y = defense(x).argmax(1)
     attack = PGD(threat, 6, STEPS[threat.norm], objective=objective, **options)
     _, plain = attacked(attack, defense, x, y)
-    fast, right = attacked(replace(attack, drop_fooled=True), defense, x, y)
+    fast, right = attacked(replace(attack, early_stop=True), defense, x, y)
     assert 0 < right.mean() <= plain.mean() + 1e-6 < 1
     assert (threat.size(fast - x) <= threat.eps + 1e-6).all()
 
@@ -438,7 +438,7 @@ def test_dropping_raises_no_expected_accuracy(options, objective, threat):
 def test_dropping_needs_answers_without_chance():
     defense = RandomTransforms(mlp(1), [GaussianNoise()], 1, 2)
     with pytest.raises(TypeError, match="no proof"):
-        PGD(LINF, 2, 0.03, drop_fooled=True)(defense, *batch(3))
+        PGD(LINF, 2, 0.03, early_stop=True)(defense, *batch(3))
 
 
 class Saying(nn.Module):
@@ -466,7 +466,7 @@ def test_who_of_a_mixture_is_right_is_for_its_rule_to_say():
     defense = Mixture(parts, rule=mean_probs)
     x, y = batch(6)[0], torch.zeros(6, dtype=torch.int64)
     assert (defense(x).argmax(1) == 0).all()
-    attack = PGD(LINF, 3, 0.03, drop_fooled=True, random_start=False)
+    attack = PGD(LINF, 3, 0.03, early_stop=True, random_start=False)
     with pytest.MonkeyPatch.context() as patched:
         steps = []
         patched.setattr(Saying, "forward", counted(Saying.forward, steps))
@@ -475,19 +475,19 @@ def test_who_of_a_mixture_is_right_is_for_its_rule_to_say():
     net = mlp(1, gain=3.0)
     mixed = Mixture([Single(net), Single(Saying(0.0, 0.0, 0.0))], rule=mean_probs)
     y = mixed(x).argmax(1)
-    exact = mixed(replace(attack, drop_fooled=False)(mixed, x, y)).gather(1, y[:, None])
+    exact = mixed(replace(attack, early_stop=False)(mixed, x, y)).gather(1, y[:, None])
     assert torch.equal(mixed(attack(mixed, x, y)).gather(1, y[:, None]), exact)
 
 
 def test_dropping_from_a_mixture_needs_to_see_who_answers():
     defense = Mixture([ensemble(), ensemble()])
     with pytest.raises(TypeError, match="who of a mixture answers"):
-        PGD(LINF, 1, 0.1, objective=linear, drop_fooled=True)(defense, *batch(3))
+        PGD(LINF, 1, 0.1, objective=linear, early_stop=True)(defense, *batch(3))
 
 
 def test_targets_are_not_dropped():
-    with pytest.raises(ValueError, match="drop_fooled"):
-        Targeted(PGD(LINF, 1, 0.1, drop_fooled=True))
+    with pytest.raises(ValueError, match="early_stop"):
+        Targeted(PGD(LINF, 1, 0.1, early_stop=True))
     with pytest.raises(ValueError, match="put Chunked around Targeted"):
         Targeted(Chunked(PGD(LINF, 1, 0.1), images=3))
 
@@ -495,5 +495,5 @@ def test_targets_are_not_dropped():
 def test_images_that_are_wrong_already_stay():
     x, net = batch(5)[0], mlp(1)
     wrong = (net(x).argmax(1) + 1) % 4
-    attack = PGD(LINF, 5, 0.03, random_start=False, drop_fooled=True)
+    attack = PGD(LINF, 5, 0.03, random_start=False, early_stop=True)
     assert torch.equal(attack(Single(net), x, wrong), x)

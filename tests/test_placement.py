@@ -15,20 +15,20 @@ from lightning_rob.attacks import (
     TAA,
     Accelerated,
     Chunked,
-    Corrupted,
+    CommonCorruption,
     DeepFool,
-    EightBit,
     HighConfidence,
     OnDifferentiable,
     OnMember,
-    OnStatic,
-    Partly,
+    PartialBatchAttack,
+    Quantized8Bit,
     RandomMember,
     Strongest,
     Targeted,
     ThroughAdaptation,
+    TransferFromStatic,
 )
-from lightning_rob.callbacks.referee import Match
+from lightning_rob.callbacks.protocol import AttackerDefenderSession
 from lightning_rob.defenses import (
     DANN,
     DENT,
@@ -45,7 +45,7 @@ from lightning_rob.modules import TADV as TADVTraining
 from lightning_rob.nets import AthenaCNN, DANNNet, MNISTNet, ResNet20, SmallCNN
 from lightning_rob.objectives import worst_ce
 from lightning_rob.randomness import Streams
-from lightning_rob.rules import ATHENA, majority
+from lightning_rob.rules import VOTING_RULES, majority
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import catalogue
 from lightning_rob.transforms.blur import GaussianBlur
@@ -79,7 +79,7 @@ def device():
 
 def placed(transform, x):
     """Check where a transform's parameters, result and gradient are."""
-    drawn = transform.sample(x, Streams.keyed(torch.arange(len(x)).to(DEVICE)))
+    drawn = transform.sample(x, Streams.from_index(torch.arange(len(x)).to(DEVICE)))
     assert all(part.device == DEVICE for part in drawn)
     changed = transform(x, *drawn)
     assert changed.device == DEVICE
@@ -152,9 +152,9 @@ def random_transforms():
 
 GAMES = {
     "DANN, GMSA": (dann, GMSA(PLAIN, rounds=1)),
-    "TADV, transferred": (tadv, OnStatic(PLAIN)),
+    "TADV, transferred": (tadv, TransferFromStatic(PLAIN)),
     "RMC, GMSA": (rmc, GMSA(PLAIN, rounds=1)),
-    "URejectron, part of the images": (urejectron, Partly(PLAIN)),
+    "URejectron, part of the images": (urejectron, PartialBatchAttack(PLAIN)),
     "DENT, confident": (
         lambda: DENT(SmallCNN(10, 1)),
         GMSA(HighConfidence(PLAIN, 1, 1), rounds=1),
@@ -173,28 +173,34 @@ GAMES = {
     "random member": (members, RandomMember(PLAIN)),
     "one member": (members, OnMember(PLAIN, 0)),
     "folded BatchNorm": (lambda: Single(ResNet20(mean=(0.1,), std=(0.3,))), PLAIN),
-    "fooled images leave": (single, PGD(LINF, 3, 0.05, restarts=2, drop_fooled=True)),
+    "fooled images leave": (single, PGD(LINF, 3, 0.05, restarts=2, early_stop=True)),
     "chunks": (single, Chunked(PLAIN, 2)),
     "TF32": (single, Accelerated(PLAIN, tf32=True)),
     "strongest": (single, Strongest((PLAIN, LEAST))),
     "targeted": (single, Targeted(PLAIN)),
-    "eight bits": (single, EightBit(PLAIN)),
-    "corrupted": (single, Corrupted(Brightness(1))),
+    "eight bits": (single, Quantized8Bit(PLAIN)),
+    "corrupted": (single, CommonCorruption(Brightness(1))),
     "random transforms": (random_transforms, PGD(LINF, 2, 0.05, draws=2)),
 }
 MORE = {
     "DANN, source there": (partial(dann, True), GMSA(PLAIN, rounds=2)),
     "TADV, rehearsed": (tadv, GMSA(LEAST, rounds=2)),
     "TADV, source there": (partial(tadv, True), GMSA(LEAST, rounds=2)),
-    "TADV with the batch": (partial(tadv, use_batch=True), OnStatic(PLAIN)),
-    "TADV with the batch, source there": (partial(tadv, True, use_batch=True), OnStatic(PLAIN)),
+    "TADV with the batch": (partial(tadv, use_batch=True), TransferFromStatic(PLAIN)),
+    "TADV with the batch, source there": (
+        partial(tadv, True, use_batch=True),
+        TransferFromStatic(PLAIN),
+    ),
     "RMC, source there": (partial(rmc, True), GMSA(PLAIN, rounds=2)),
-    "URejectron, source there": (partial(urejectron, True), Partly(PLAIN)),
+    "URejectron, source there": (partial(urejectron, True), PartialBatchAttack(PLAIN)),
     "DENT, statistics of the batch": (
         lambda: DENT(SmallCNN(10, 1), statistics="batch"),
-        OnStatic(PLAIN),
+        TransferFromStatic(PLAIN),
     ),
-    **{f"PAA by {r}": (partial(ensemble, PLACES, ATHENA[r]), paa("AvgP")) for r in ATHENA},
+    **{
+        f"PAA by {r}": (partial(ensemble, PLACES, VOTING_RULES[r]), paa("AvgP"))
+        for r in VOTING_RULES
+    },
     **{f"PAA, {a}": (partial(ensemble, PLACES), paa(a)) for a in ("MaxP", "MVoteP", "WSumP")},
 }
 
@@ -203,7 +209,7 @@ def play(defense, attack, count=6):
     """One round of a game, two if the defense remembers."""
     x, y = (part.to(DEVICE) for part in images(count))
     index = torch.arange(count).to(DEVICE)
-    match = Match(attack, defense.to(DEVICE), 0)
+    match = AttackerDefenderSession(attack, defense.to(DEVICE), 0)
     for _ in range(2 if defense.stateful else 1):
         x_adv, answers = match.round(x, y, index)
         assert (x_adv.device, answers.device) == (DEVICE, DEVICE)
@@ -233,7 +239,7 @@ LOSSES = {
 def test_losses(device, name):
     module = LOSSES[name](partial(SmallCNN, 10, 1)).to(device)
     x, y = (part.to(device) for part in images(4))
-    module.noise = Streams.keyed(torch.arange(4).to(device))
+    module.noise = Streams.from_index(torch.arange(4).to(device))
     loss = module.loss(x, y)
     assert loss.device == device
     loss.backward()
@@ -294,7 +300,7 @@ def test_figures_are_those_of_the_cpu():
     """The emulated device answers with numbers, and with the right ones."""
     torch.manual_seed(0)
     defense, (x, y) = single(), images()
-    expected = Match(PLAIN, defense, 0).round(x, y, torch.arange(6))
+    expected = AttackerDefenderSession(PLAIN, defense, 0).round(x, y, torch.arange(6))
     with emulated():
         found = [part.cpu() for part in play(defense, PLAIN)]
     for one, other in zip(expected, found, strict=True):

@@ -51,7 +51,7 @@ def images(count=3, channels=1, height=12, width=12, dtype=torch.float32, seed=0
 
 
 def streams(*indices, seed=5):
-    return Streams.keyed(torch.tensor(indices), seed)
+    return Streams.from_index(torch.tensor(indices), seed)
 
 
 def transformed(name, x, generator=None):

@@ -41,7 +41,7 @@ def planes(function, x=X):
 
 
 def streams(count, seed=0):
-    return Streams.keyed(torch.arange(count), seed)
+    return Streams.from_index(torch.arange(count), seed)
 
 
 def close(y, expected, atol=1e-5):

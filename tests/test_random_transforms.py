@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_rob.attacks import PGD, attacking
-from lightning_rob.attacks.seen_as import SeenAs
+from lightning_rob.attacks.seen_as import SurrogateTransforms
 from lightning_rob.defenses import Mixture, RandomTransforms, Single
 from lightning_rob.defenses.random_transforms import _schedule
 from lightning_rob.objectives import expected_ce
@@ -49,7 +49,7 @@ def images(n=4):
 
 
 def streams(n=4, key=0):
-    return Streams.keyed(torch.arange(n), key)
+    return Streams.from_index(torch.arange(n), key)
 
 
 FLIPS = [HorizontalFlip(), VerticalFlip()]
@@ -60,7 +60,7 @@ def test_shapes_and_weights():
     assert rt.logits(images()).shape == (5, 4, 4)
     assert rt.weights.sum() == pytest.approx(1)
     assert rt(images()).shape == (4, 4)
-    logits, weights = rt.drawn(images(), draws=7)
+    logits, weights = rt.sample_logits(images(), draws=7)
     assert logits.shape == (7, 4, 4)
     assert weights.tolist() == pytest.approx([1 / 7] * 7)
 
@@ -166,11 +166,15 @@ def test_shared_order_is_shared_by_the_copies_of_an_image_and_not_by_images():
 
 def seen_as_batch(kinds, **options):
     rt = defense(kinds, **options)
-    rt.shared_order = "batch"  # as SeenAs does for an attack; a defense does not answer so
+    rt.shared_order = (
+        "batch"  # as SurrogateTransforms does for an attack; a defense does not answer so
+    )
     return rt
 
 
-@pytest.mark.parametrize("chance", [torch.Generator(), Streams.keyed(torch.arange(60) % 20, 3)])
+@pytest.mark.parametrize(
+    "chance", [torch.Generator(), Streams.from_index(torch.arange(60) % 20, 3)]
+)
 def test_an_order_for_the_batch_is_that_of_any_other_batch(chance):
     rt = seen_as_batch([*FLIPS, Sobel(), Affine()], size=2)
     order = rt._orders(torch.rand(60, 1), 20, chance)
@@ -184,9 +188,9 @@ def test_an_order_for_the_batch_is_that_of_any_other_batch(chance):
 def test_an_order_for_the_batch_leaves_each_image_what_it_gets_alone():
     rt = seen_as_batch([*FLIPS, GaussianNoise(0.1), Affine()], size=3)
     x, keys = images(), torch.arange(len(images()))
-    whole = rt.transformed(x, Streams.keyed(keys, 1, 2), 4)
+    whole = rt.transformed(x, Streams.from_index(keys, 1, 2), 4)
     for i in range(len(x)):
-        alone = rt.transformed(x[i : i + 1], Streams.keyed(keys[i : i + 1], 1, 2), 4)
+        alone = rt.transformed(x[i : i + 1], Streams.from_index(keys[i : i + 1], 1, 2), 4)
         torch.testing.assert_close(alone[:, 0], whole[:, i])
 
 
@@ -194,7 +198,7 @@ def test_an_order_for_the_batch_is_as_likely_as_any():
     """Each of six orders of three transforms, over many worlds, within four deviations."""
     rt = seen_as_batch([*FLIPS, Sobel()], size=3)
     orders = [
-        tuple(rt._orders(torch.rand(1, 1), 1, Streams.keyed(torch.zeros(1), k))[0].tolist())
+        tuple(rt._orders(torch.rand(1, 1), 1, Streams.from_index(torch.zeros(1), k))[0].tolist())
         for k in range(1200)
     ]
     counts = [orders.count(order) for order in set(orders)]
@@ -266,7 +270,7 @@ def test_identity_gradient_is_the_networks_own():
 def test_combo_is_exact_where_it_can_be():
     nets = {"HardPrecision": nn.Identity()}
     rt = defense([VerticalFlip(), HardPrecision()], size=2, gradients="identity")
-    seen = SeenAs(shared_order=False, gradients="combo")
+    seen = SurrogateTransforms(shared_order=False, gradients="combo")
     with pytest.raises(ValueError, match="need approximations of HardPrecision"), seen(rt):
         rt.logits(images())
     assert rt.gradients == "identity"
@@ -330,7 +334,7 @@ def test_attack_draws_as_often_as_it_says():
 
 def test_seen_as_changes_the_attack_alone():
     rt = defense([*FLIPS, Sobel()], size=1, draws=3)
-    view = SeenAs(shared_order=True, gradients="identity")
+    view = SurrogateTransforms(shared_order=True, gradients="identity")
     with view(rt):
         assert (rt.shared_order, rt.gradients) == (True, "identity")
         copies = rt.transformed(images(), streams(), 3)
@@ -373,7 +377,7 @@ def test_transforms_from_a_recipe():
 def test_a_mixture_asks_its_random_parts_for_the_draws_of_the_attack():
     rt = defense(draws=20)
     mixture = Mixture([rt, Single(rt.net)], probs=[0.25, 0.75])
-    logits, weights = mixture.drawn(images(), streams(), 3)
+    logits, weights = mixture.sample_logits(images(), streams(), 3)
     assert logits.shape == (6, 4, 4)
     assert weights[:3].sum() == pytest.approx(0.25)
     assert weights[3:].sum() == pytest.approx(0.75)
@@ -406,7 +410,7 @@ def test_a_step_follows_the_expected_gradient_of_a_linear_network_under_noise():
 
 
 @pytest.mark.parametrize(
-    "make", [SeenAs, lambda shared_order: defense(FLIPS, shared_order=shared_order)]
+    "make", [SurrogateTransforms, lambda shared_order: defense(FLIPS, shared_order=shared_order)]
 )
 def test_an_unknown_way_to_share_orders(make):
     with pytest.raises(ValueError, match=r"True.* or .*, got 'image'"):
@@ -414,5 +418,5 @@ def test_an_unknown_way_to_share_orders(make):
 
 
 def test_a_defense_does_not_answer_all_images_by_one_order():
-    with pytest.raises(ValueError, match="got 'batch': see SeenAs"):
+    with pytest.raises(ValueError, match="got 'batch': see SurrogateTransforms"):
         defense(FLIPS, shared_order="batch")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_rob.randomness import Streams, fold, normal, uniform
+from lightning_rob.randomness import Streams, derive_seed, normal, uniform
 
 ALL = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -23,7 +23,7 @@ def splitmix(seed, count):
 
 
 def streams(*indices, keys=(0,)):
-    return Streams.keyed(torch.tensor(indices), *keys)
+    return Streams.from_index(torch.tensor(indices), *keys)
 
 
 # fold
@@ -36,7 +36,7 @@ def test_fold_in_integers(keys):
     state = 0
     for key in keys:
         state = mix((state + GOLDEN) & ALL) ^ mix(key & ALL)
-    assert fold(*keys) == mix(state) & (2**63 - 1)
+    assert derive_seed(*keys) == mix(state) & (2**63 - 1)
 
 
 def test_splitmix_is_the_published_one():
@@ -51,15 +51,15 @@ def test_splitmix_is_the_published_one():
 
 
 def test_fold_tells_keys_apart():
-    seeds = {fold(a, b) for a in range(-50, 50) for b in range(100)}
+    seeds = {derive_seed(a, b) for a in range(-50, 50) for b in range(100)}
     assert len(seeds) == 10_000
-    assert len({fold(), fold(0), fold(0, 0), fold(0, 0, 0)}) == 4
-    assert fold(1, 2) != fold(2, 1)
+    assert len({derive_seed(), derive_seed(0), derive_seed(0, 0), derive_seed(0, 0, 0)}) == 4
+    assert derive_seed(1, 2) != derive_seed(2, 1)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_fold_is_good_enough_for_a_generator():
-    seeds = [fold(3, epoch) for epoch in range(200)]
+    seeds = [derive_seed(3, epoch) for epoch in range(200)]
     firsts = [torch.rand((), generator=torch.Generator().manual_seed(s)).item() for s in seeds]
     assert stats.kstest(firsts, "uniform").pvalue > 1e-3
 
@@ -113,16 +113,16 @@ def test_other_keys_other_noise():
 
 def test_keys_of_any_integer_type():
     index = torch.tensor([3, 200])
-    expected = Streams.keyed(index, 1).uniform((2,))
+    expected = Streams.from_index(index, 1).uniform((2,))
     for dtype in (torch.uint8, torch.int32):
-        assert torch.equal(Streams.keyed(index.to(dtype), 1).uniform((2,)), expected)
+        assert torch.equal(Streams.from_index(index.to(dtype), 1).uniform((2,)), expected)
 
 
 def test_streams_are_uniform_across_images_and_along_them():
-    drawn = Streams.keyed(torch.arange(3000), 0).uniform((4,)).double()
+    drawn = Streams.from_index(torch.arange(3000), 0).uniform((4,)).double()
     for column in drawn.T:
         assert stats.kstest(column.numpy(), "uniform").pvalue > 1e-3
-    along = Streams.keyed(torch.arange(4), 0).uniform((3000,)).double()
+    along = Streams.from_index(torch.arange(4), 0).uniform((3000,)).double()
     for row in along:
         assert stats.kstest(row.numpy(), "uniform").pvalue > 1e-3
         assert abs(stats.pearsonr(row[1:].numpy(), row[:-1].numpy()).statistic) < 0.07
@@ -132,7 +132,7 @@ def test_streams_are_uniform_across_images_and_along_them():
 
 def test_every_bit_is_fair():
     """Of 24 bits drawn for 4000 neighbouring images, none leans and no two go together."""
-    drawn = Streams.keyed(torch.arange(4000), 5).uniform(())
+    drawn = Streams.from_index(torch.arange(4000), 5).uniform(())
     numbers = (drawn.double() * 2**24).long()
     bits = torch.stack([(numbers >> i) & 1 for i in range(24)]).double()
     assert (bits.mean(1) - 0.5).abs().max() < 0.035

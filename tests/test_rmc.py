@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from lightning_rob.attacks import PGD, attacking
 from lightning_rob.defenses import Defense, Single
 from lightning_rob.defenses.learning import shuffled
-from lightning_rob.defenses.memory import Memory, features, fingerprint, nearest, told
+from lightning_rob.defenses.memory import FeatureStore, features, fingerprint, nearest, told
 from lightning_rob.defenses.rmc import RMC, Stopping, split, train_epoch
 from lightning_rob.defenses.source import Source
 from lightning_rob.nets import LeNet, MNISTNet, SmallCNN
@@ -171,7 +171,7 @@ def remembered(memory, net=NET, source=None):
 
 
 def test_clean_images_come_first_then_attacked_ones():
-    found = remembered(Memory(ATTACK, 2))
+    found = remembered(FeatureStore(ATTACK, 2))
     assert len(found) == 3 * len(X)
     assert torch.equal(found.x[: len(X)], X)
     assert torch.equal(found.y, Y.repeat(3))
@@ -184,7 +184,7 @@ def test_clean_images_come_first_then_attacked_ones():
 
 
 def test_nothing_is_attacked_without_an_attack():
-    found = remembered(Memory(None, 1))
+    found = remembered(FeatureStore(None, 1))
     assert torch.equal(found.x, X.repeat(2, 1, 1, 1))
 
 
@@ -196,12 +196,12 @@ def test_every_pass_is_augmented_afresh():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    found = remembered(Memory(None, 1, [darker])).x
+    found = remembered(FeatureStore(None, 1, [darker])).x
     assert torch.equal(torch.rand(3), expected)  # the global stream is where it was
     ratios = (found / X.repeat(2, 1, 1, 1)).nanmedian(-1).values.flatten(1).nanmedian(1).values
     assert len(ratios.unique()) == 2 * len(X)
-    assert torch.equal(found, remembered(Memory(None, 1, [darker])).x)
-    assert not torch.equal(found, remembered(Memory(None, 1, [darker], seed=1)).x)
+    assert torch.equal(found, remembered(FeatureStore(None, 1, [darker])).x)
+    assert not torch.equal(found, remembered(FeatureStore(None, 1, [darker], seed=1)).x)
 
 
 class Recorder:
@@ -221,7 +221,7 @@ class Recorder:
 def test_the_static_network_is_attacked_once():
     recorder = Recorder()
     defense = rmc(attack=recorder, copies=2)
-    final = defense.adapt(TEST_X[:1], seeded()).settle(seeded(1))
+    final = defense.adapt(TEST_X[:1], seeded()).after_batch(seeded(1))
     final.adapt(TEST_X[1:2], seeded(2))
     assert sum(count for _, count, _ in recorder.calls) == 2 * len(X)
     for attacked, count, generator in recorder.calls:
@@ -232,8 +232,8 @@ def test_the_static_network_is_attacked_once():
 
 
 def test_a_data_set_is_a_source_too():
-    found = remembered(Memory(ATTACK, 1), source=Source(TensorDataset(X, Y)))
-    assert torch.equal(found.x, remembered(Memory(ATTACK, 1)).x)
+    found = remembered(FeatureStore(ATTACK, 1), source=Source(TensorDataset(X, Y)))
+    assert torch.equal(found.x, remembered(FeatureStore(ATTACK, 1)).x)
 
 
 # the files
@@ -241,8 +241,8 @@ def test_a_data_set_is_a_source_too():
 
 def test_files_are_used_again(tmp_path):
     recorder = Recorder()
-    first = remembered(Memory(recorder, cache=str(tmp_path / "deep/cache")))
-    again = remembered(Memory(recorder, cache=str(tmp_path / "deep/cache")))
+    first = remembered(FeatureStore(recorder, cache=str(tmp_path / "deep/cache")))
+    again = remembered(FeatureStore(recorder, cache=str(tmp_path / "deep/cache")))
     assert len(recorder.calls) == 1
     for name in ("x", "y", "features"):
         assert torch.equal(getattr(first, name), getattr(again, name))
@@ -251,9 +251,9 @@ def test_files_are_used_again(tmp_path):
 
 
 def test_what_is_read_cannot_change_the_files(tmp_path):
-    memory = Memory(cache=str(tmp_path))
+    memory = FeatureStore(cache=str(tmp_path))
     remembered(memory).x.zero_()
-    assert torch.equal(remembered(Memory(cache=str(tmp_path))).x[: len(X)], X)
+    assert torch.equal(remembered(FeatureStore(cache=str(tmp_path))).x[: len(X)], X)
 
 
 def other_net():
@@ -281,7 +281,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS.keys())
 def test_other_circumstances_make_other_files(tmp_path, change):
-    memory = Memory(PGD(THREAT, 1, 0.04), cache=str(tmp_path))
+    memory = FeatureStore(PGD(THREAT, 1, 0.04), cache=str(tmp_path))
     before = remembered(memory)
     assert change(memory) is not before
     assert len(list(tmp_path.iterdir())) == 2
@@ -290,15 +290,15 @@ def test_other_circumstances_make_other_files(tmp_path, change):
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
 def test_other_settings_make_other_files(tmp_path, options):
     settings = {"attack": PGD(THREAT, 1, 0.04), "cache": str(tmp_path)}
-    remembered(Memory(**settings))
-    remembered(Memory(**settings | options))
+    remembered(FeatureStore(**settings))
+    remembered(FeatureStore(**settings | options))
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_another_network_in_the_same_defense_is_remembered_anew():
     """As when a network in training is evaluated every epoch."""
     net = copy.deepcopy(NET)
-    memory, source = Memory(ATTACK), Source((X, Y))
+    memory, source = FeatureStore(ATTACK), Source((X, Y))
     before = memory.of(net, source, CPU)
     assert memory.of(net, source, CPU) is before
     with torch.no_grad():
@@ -324,7 +324,7 @@ def test_settings_are_told_by_name_not_by_address():
 @pytest.mark.parametrize("thing", [lambda *a: a[1], object(), partial(lambda *a: a[1])])
 def test_a_cache_needs_settings_that_can_be_told(tmp_path, thing):
     with pytest.raises(ValueError, match="files in a cache are told apart by repr"):
-        remembered(Memory(thing, cache=str(tmp_path)))
+        remembered(FeatureStore(thing, cache=str(tmp_path)))
     assert not list(tmp_path.iterdir())
 
 
@@ -343,7 +343,7 @@ def test_ctrl_c_leaves_nothing_and_the_next_run_begins_anew(tmp_path, monkeypatc
     monkeypatch.setattr("lightning_rob.defenses.memory.BATCH", 50)
     attack, cache = Interrupted(), str(tmp_path) if cached else None
     expected = torch.get_rng_state()
-    memory = Memory(attack, cache=cache)
+    memory = FeatureStore(attack, cache=cache)
     with pytest.raises(KeyboardInterrupt):
         remembered(memory)
     assert attack.calls == [50] * 3
@@ -354,7 +354,7 @@ def test_ctrl_c_leaves_nothing_and_the_next_run_begins_anew(tmp_path, monkeypatc
 
 
 def test_what_a_killed_run_left_is_not_taken_for_whole(tmp_path, monkeypatch):
-    memory = Memory(Recorder(), cache=str(tmp_path))
+    memory = FeatureStore(Recorder(), cache=str(tmp_path))
     whole = remembered(memory)
     (place,) = tmp_path.iterdir()
     left = tmp_path / "rmc-unfinished-abc" / "whole"
@@ -363,7 +363,7 @@ def test_what_a_killed_run_left_is_not_taken_for_whole(tmp_path, monkeypatch):
         (left / file.name).write_bytes(file.read_bytes()[: file.stat().st_size // 2])
         file.unlink()
     place.rmdir()
-    again = remembered(Memory(Recorder(), cache=str(tmp_path)))
+    again = remembered(FeatureStore(Recorder(), cache=str(tmp_path)))
     assert torch.equal(again.x, whole.x)
     assert place.is_dir()
 
@@ -373,10 +373,10 @@ def test_files_that_another_process_has_made_meanwhile_are_taken(tmp_path):
         def __call__(self, defense, x, y, generator):
             if not self.calls:
                 self.calls.append(0)
-                remembered(Memory(Recorder(), cache=str(tmp_path)))
+                remembered(FeatureStore(Recorder(), cache=str(tmp_path)))
             return x
 
-    found = remembered(Memory(Overtaken(), cache=str(tmp_path)))
+    found = remembered(FeatureStore(Overtaken(), cache=str(tmp_path)))
     assert len(found) == 480
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -534,7 +534,7 @@ def test_rounds_are_those_of_a_loop_written_by_hand(monkeypatch, stateful):
         assert same_nets(final.adapted, net)
         assert torch.equal(final.logits(x)[0], net.eval()(x))
 
-        defense = final.settle(seeded(2 * turn + 1))
+        defense = final.after_batch(seeded(2 * turn + 1))
         if stateful:
             twin = chances.states[-1]
             drawn = torch.randint(len(X), (40,), generator=twin)
@@ -580,7 +580,7 @@ def test_calibration_draws_from_the_clean_part_only(monkeypatch):
     final = defense.adapt(TEST_X[:1], seeded())
     monkeypatch.setattr("lightning_rob.defenses.rmc.train_epoch", noted)
     for seed in range(20):
-        final.settle(seeded(seed))
+        final.after_batch(seeded(seed))
     clean = {image.numpy().tobytes() for image in X}
     counts = Counter(image.numpy().tobytes() for part in seen for image in part)
     assert set(counts) <= clean
@@ -592,7 +592,7 @@ def test_calibration_draws_from_the_clean_part_only(monkeypatch):
 
 def test_calibration_can_be_left_out():
     final = rmc(calibrate=False).adapt(TEST_X[:1], seeded())
-    assert final.settle(seeded()) is final
+    assert final.after_batch(seeded()) is final
 
 
 def test_a_batch_norm_moves_while_it_learns():
@@ -611,9 +611,9 @@ def test_several_images_a_round():
 
 def test_streams_are_a_generator_too():
     keys = torch.arange(3)
-    one, two = (rmc().adapt(TEST_X[:3], Streams.keyed(keys, s)) for s in (1, 2))
+    one, two = (rmc().adapt(TEST_X[:3], Streams.from_index(keys, s)) for s in (1, 2))
     assert not same(one, two)
-    ends = [one.settle(Streams.keyed(keys, s)) for s in (1, 1, 2)]
+    ends = [one.after_batch(Streams.from_index(keys, s)) for s in (1, 1, 2)]
     assert same(*ends[:2])
     assert not same(*ends[1:])
 
@@ -627,11 +627,11 @@ def test_adapt_and_settle_leave_everything_as_it_was():
     net.last.weight.requires_grad_(False)
     net.norm.train()
     first = rmc(net)
-    begun = first.adapt(TEST_X[:1], seeded()).settle(seeded(1))
+    begun = first.adapt(TEST_X[:1], seeded()).after_batch(seeded(1))
     for defense in (first, begun):
         before, x = state(defense), TEST_X[1:2].clone()
         final = defense.adapt(x, seeded(2))
-        final.settle(seeded(3))
+        final.after_batch(seeded(3))
         assert state(defense) == before
         assert torch.equal(x, TEST_X[1:2])
         assert state(final) != before
@@ -644,8 +644,10 @@ def test_rehearsals_do_not_change_what_follows():
         for turn in range(2):
             for seed in range(rehearsals):
                 rehearsal = defense.adapt(1 - TEST_X[turn : turn + 1], seeded(100 + seed))
-                rehearsal.settle(seeded(200 + seed)).adapt(TEST_X[5:6], seeded(300))
-            defense = defense.adapt(TEST_X[turn : turn + 1], seeded(turn)).settle(seeded(10 + turn))
+                rehearsal.after_batch(seeded(200 + seed)).adapt(TEST_X[5:6], seeded(300))
+            defense = defense.adapt(TEST_X[turn : turn + 1], seeded(turn)).after_batch(
+                seeded(10 + turn)
+            )
         return defense
 
     assert same(game(0), game(2))
@@ -656,14 +658,14 @@ def test_the_same_chance_gives_the_same():
     one = defense.adapt(TEST_X[:1], seeded(1))
     assert same(one, defense.adapt(TEST_X[:1], seeded(1)))
     assert not same(one, defense.adapt(TEST_X[:1], seeded(2)))
-    assert same(one.settle(seeded(1)), one.settle(seeded(1)))
-    assert not same(one.settle(seeded(1)), one.settle(seeded(2)))
+    assert same(one.after_batch(seeded(1)), one.after_batch(seeded(1)))
+    assert not same(one.after_batch(seeded(1)), one.after_batch(seeded(2)))
 
 
 def test_the_global_stream_is_untouched():
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    rmc(augment=[darker]).adapt(TEST_X[:1], seeded()).settle(seeded(1))
+    rmc(augment=[darker]).adapt(TEST_X[:1], seeded()).after_batch(seeded(1))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -678,17 +680,17 @@ def test_dropout_draws_from_the_defender():
 
 
 def test_works_wherever_it_is_asked():
-    plain = rmc().adapt(TEST_X[:1], seeded()).settle(seeded(1))
+    plain = rmc().adapt(TEST_X[:1], seeded()).after_batch(seeded(1))
     with torch.inference_mode():
         x = TEST_X[:1].clone()
-        inside = rmc().adapt(x, seeded()).settle(seeded(1))
+        inside = rmc().adapt(x, seeded()).after_batch(seeded(1))
         inside(x)
     assert same(plain, inside)
     assert not any(weight.is_inference() for weight in inside.adapted.parameters())
     defense = rmc()
     before = state(defense)
     with attacking(defense):
-        rehearsed = defense.adapt(TEST_X[:1], seeded()).settle(seeded(1))
+        rehearsed = defense.adapt(TEST_X[:1], seeded()).after_batch(seeded(1))
     assert same_nets(rehearsed.adapted, plain.adapted)
     assert state(defense) == before
     again = inside.adapt(TEST_X[1:2], seeded(2))
@@ -699,9 +701,9 @@ def test_static_and_now():
     defense = rmc()
     final = defense.adapt(TEST_X[:1], seeded())
     assert isinstance(final, Defense)
-    assert final.static.net is NET
-    assert final.now.net is final.adapted
-    assert defense.now.net is NET
+    assert final.base_model.net is NET
+    assert final.adapted_model.net is final.adapted
+    assert defense.adapted_model.net is NET
     assert final.transductive
 
 
@@ -720,7 +722,7 @@ def test_an_undefended_network_is_repaired():
         x = x_adv[place : place + 1]
         final = defense.adapt(x, seeded(place))
         right += int(final(x).argmax(1) == TEST_Y[place])
-        defense = final.settle(seeded(1000 + place))
+        defense = final.after_batch(seeded(1000 + place))
     assert right / rounds >= 0.9
 
 
@@ -798,7 +800,7 @@ defense:
     parser.add_argument("--config", action="config")
     make = parser.instantiate_classes(parser.parse_args(["--config", str(file)])).defense
     defense = make(NET)
-    defense.given = Source((X, Y))
+    defense.source_data = Source((X, Y))
     final = defense.adapt(TEST_X[:1], seeded())
     assert final.moments["param_groups"][0]["lr"] == 0.001
     assert defense.memory.attack == PGD(Threat("linf", 0.1), 2, 0.05)

@@ -23,7 +23,7 @@ class Flat(nn.Module):
 
 
 def streams(n, key=0):
-    return Streams.keyed(torch.arange(n), key)
+    return Streams.from_index(torch.arange(n), key)
 
 
 @pytest.mark.parametrize("transform", [Gamma(0.5), LAB(0.3), ColorJitter(0.3)])
@@ -38,7 +38,7 @@ def test_attack_sees_black_pixels_through_a_transform(transform):
 
     def height(images):
         with torch.no_grad():
-            return expected_margin(*rt.drawn(images, streams(16, 1), 100), y).mean()
+            return expected_margin(*rt.sample_logits(images, streams(16, 1), 100), y).mean()
 
     assert height(x_adv) > height(x) + 0.01
     assert height(x_adv) > height(delta)

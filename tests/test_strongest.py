@@ -35,11 +35,11 @@ def test_is_the_minimum_of_its_parts_image_by_image(game):
 
 def test_stays_in_the_ball_and_depends_on_the_image_alone(game):
     defense, x, y = game
-    attack, streams = Strongest(PARTS), Streams.keyed(torch.arange(40), 1)
+    attack, streams = Strongest(PARTS), Streams.from_index(torch.arange(40), 1)
     whole = attack(defense, x, y, streams)
     assert THREAT.size(whole - x).max() <= THREAT.eps + 1e-6
     half = torch.arange(20, 40)
-    part = attack(defense, x[half], y[half], Streams.keyed(half, 1))
+    part = attack(defense, x[half], y[half], Streams.from_index(half, 1))
     torch.testing.assert_close(whole[half], part)
 
 
@@ -56,7 +56,9 @@ def test_the_same_random_attack_thrice_has_three_starts():
     x, y = torch.rand(30, 3, 8, 8), torch.randint(0, 4, (30,))
     once = PGD(Threat("linf", 0.1), 1, 0.01)
     right = [
-        robust_accuracy(ensemble(attack(ensemble, x, y, Streams.keyed(torch.arange(30), 1))), y)
+        robust_accuracy(
+            ensemble(attack(ensemble, x, y, Streams.from_index(torch.arange(30), 1))), y
+        )
         for attack in (once, Strongest((once, once, once)))
     ]
     assert (right[1] <= right[0]).all()

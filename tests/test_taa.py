@@ -94,7 +94,9 @@ def members_right(ensemble, x, y):
     """[M, B], with the same noise whoever asks."""
     modes = [module.training for module in ensemble.modules()]
     with torch.no_grad():
-        right = ensemble.eval().logits(x, Streams.keyed(torch.arange(len(x)), 9)).argmax(-1) == y
+        right = (
+            ensemble.eval().logits(x, Streams.from_index(torch.arange(len(x)), 9)).argmax(-1) == y
+        )
     for module, mode in zip(ensemble.modules(), modes, strict=True):
         module.training = mode
     return right
@@ -158,7 +160,7 @@ def test_chance_in_front_of_the_target_is_drawn_at_every_step():
     ensemble = trained(["noise_gaussian"], steps=20).eval()
     x, y = images(6, seed=7)
     inner = PGD(LINF, 5, 0.03, random_start=False, draws=3)
-    streams = [Streams.keyed(torch.arange(6), key) for key in (1, 1, 2)]
+    streams = [Streams.from_index(torch.arange(6), key) for key in (1, 1, 2)]
     first, again, other = (TAA(inner, 0)(ensemble, x, y, noise) for noise in streams)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -264,12 +266,12 @@ def test_streams_do_not_know_the_batch(attack):
     ensemble = trained([*NAMES[:4], "noise_gaussian"], steps=10).double().eval()
     x, y = images(9, seed=12)
     x, index = x.double(), torch.arange(100, 109)
-    whole = attack(ensemble, x, y, Streams.keyed(index, 7))
+    whole = attack(ensemble, x, y, Streams.from_index(index, 7))
     order = torch.tensor([4, 8, 0, 2, 6, 1, 7, 3, 5])
     for part in order.split([1, 5, 3]):
-        again = attack(ensemble, x[part], y[part], Streams.keyed(index[part], 7))
+        again = attack(ensemble, x[part], y[part], Streams.from_index(index[part], 7))
         torch.testing.assert_close(again, whole[part], rtol=0, atol=1e-9)
-    other = attack(ensemble, x, y, Streams.keyed(index, 8))
+    other = attack(ensemble, x, y, Streams.from_index(index, 8))
     assert ((other - whole).flatten(1).abs().amax(1) > 1e-6).all()
 
 

@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 from lightning_rob.attacks import PGD, Attack, attacking
 from lightning_rob.defenses import Single
-from lightning_rob.defenses.learning import redrawn
+from lightning_rob.defenses.learning import reinitialized
 from lightning_rob.defenses.source import Source
 from lightning_rob.defenses.tadv import TADV, half_adversarial, smoothness
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.modules.tadv import TADV as Training
 from lightning_rob.nets import LeNet, MNISTNet, PreActResNet18, ResNet20, SmallCNN
-from lightning_rob.randomness import Streams, borrowed_global, spawn
+from lightning_rob.randomness import Streams, generator_from, seeded_global_rng
 from lightning_rob.run import Command
 from lightning_rob.threat import Threat
 from tests.tiny import (
@@ -157,7 +157,7 @@ def shaken(net):
 def test_every_weight_is_drawn_anew_and_statistics_are_forgotten(make):
     net = shaken(make())
     before = copy.deepcopy(net.state_dict())
-    fresh = redrawn(net, chance())
+    fresh = reinitialized(net, chance())
     old = dict(net.named_parameters())
     for name, weight in fresh.named_parameters():
         assert not (weight == old[name]).any(), name
@@ -170,7 +170,7 @@ def test_every_weight_is_drawn_anew_and_statistics_are_forgotten(make):
 
 
 def test_what_is_drawn_has_the_distribution_of_a_new_network():
-    fresh = redrawn(nn.Linear(400, 100), chance())
+    fresh = reinitialized(nn.Linear(400, 100), chance())
     assert fresh.weight.abs().max() <= 400**-0.5
     assert fresh.weight.std().item() == pytest.approx(400**-0.5 / 3**0.5, rel=0.02)
 
@@ -189,7 +189,7 @@ class OwnStart(nn.Linear):
 
 
 def test_the_whole_has_the_last_word():
-    assert (redrawn(OwnStart(), chance()).inner.bias == 5).all()
+    assert (reinitialized(OwnStart(), chance()).inner.bias == 5).all()
 
 
 class Token(nn.Module):
@@ -231,7 +231,7 @@ def test_a_network_that_cannot_be_drawn_anew_is_refused(make, name):
 def by_hand(net, source, private, epochs, batch_size):
     """Adam with a halved rate each epoch, on batches whose second half is white."""
     images, labels = source
-    net = redrawn(net, private).train()
+    net = reinitialized(net, private).train()
     adam = torch.optim.Adam(net.parameters(), lr=0.01)
     for epoch in range(epochs):
         adam.param_groups[0]["lr"] = 0.01 * 0.5**epoch
@@ -261,8 +261,8 @@ def test_retraining_is_the_loop_by_hand():
     )
     x = batch()[0]
     found = defense.adapt(x, chance(5)).adapted.state_dict()
-    private = spawn(x, chance(5))
-    with borrowed_global(private, x.device):
+    private = generator_from(x, chance(5))
+    with seeded_global_rng(private, x.device):
         expected = by_hand(defense.net, blobs(), private, 3, 20).state_dict()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
@@ -316,9 +316,9 @@ def test_adapting_is_pure(use_batch):
 def test_the_static_and_the_adapted_network_are_told_apart():
     defense, (x, _) = tadv(), batch()
     adapted = defense.adapt(x, chance())
-    assert adapted.static.net is defense.net
-    assert adapted.now.net is adapted.adapted
-    assert defense.now.net is defense.net
+    assert adapted.base_model.net is defense.net
+    assert adapted.adapted_model.net is adapted.adapted
+    assert defense.adapted_model.net is defense.net
     assert not adapted.adapted.training
     assert not any(weight.requires_grad for weight in adapted.adapted.parameters())
 
@@ -361,8 +361,8 @@ def test_a_retraining_can_be_interrupted():
 def robust_accuracy(defense, x, y):
     attack = PGD(THREAT, steps=20, step_size=8 / 255, keep_best=True)
     adapted = defense.adapt(x, chance(1))
-    x_adv = attack(adapted.now, x, y, chance(2))
-    return (adapted.now(x_adv).argmax(1) == y).float().mean().item()
+    x_adv = attack(adapted.adapted_model, x, y, chance(2))
+    return (adapted.adapted_model(x_adv).argmax(1) == y).float().mean().item()
 
 
 def test_the_retrained_network_is_more_robust_than_a_plainly_trained_one():
@@ -423,9 +423,9 @@ def test_the_modules_loss_is_the_defenses():
     spy, (x, y) = Spy(), batch(7)
     module = Training(TinyNet, spy).train()
     twin = copy.deepcopy(module.defense)
-    module.noise = Streams.keyed(torch.arange(7), 1)
+    module.noise = Streams.from_index(torch.arange(7), 1)
     torch.testing.assert_close(module.loss(x, y), half_adversarial(twin, x, y, Spy()))
-    assert torch.equal(spy.seen[0][3].keys, Streams.keyed(torch.arange(7), 1).keys[3:])
+    assert torch.equal(spy.seen[0][3].keys, Streams.from_index(torch.arange(7), 1).keys[3:])
 
 
 def test_it_is_adversarial_training_with_the_halves_in_another_order():
@@ -502,5 +502,5 @@ def test_a_recipe_makes_the_defense_of_the_network_it_trains(tmp_path):
     assert optimizer.param_groups[0]["lr"] == 0.02
     assert built.lr_scheduler(optimizer).step_size == 1
     run("fit", "--config", file, "--trainer.max_epochs=1")
-    built.given = Source(blobs())
+    built.source_data = Source(blobs())
     assert built.adapt(batch()[0], chance()).adapted is not None

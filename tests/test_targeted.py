@@ -121,9 +121,10 @@ class Noisy(Defense):
 def test_random_defense_whatever_the_batches(rank):
     defense, (x, y) = Noisy(mlp(1)), batch()
     attack = Targeted(PGD(LINF, 3, 0.03, linear, draws=4, restarts=2), rank)
-    whole = attack(defense, x, y, Streams.keyed(torch.arange(12), 0))
+    whole = attack(defense, x, y, Streams.from_index(torch.arange(12), 0))
     parts = [
-        attack(defense, x[i], y[i], Streams.keyed(i, 0)) for i in torch.arange(12).split([1, 6, 5])
+        attack(defense, x[i], y[i], Streams.from_index(i, 0))
+        for i in torch.arange(12).split([1, 6, 5])
     ]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-12)
 

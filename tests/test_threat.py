@@ -284,7 +284,7 @@ def test_start_is_repeatable_and_fresh():
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_start_of_half_precision_images_is_finite(norm, dtype):
     x = batch(4, 3, 32, 32).to(dtype)
-    start = Threat(norm, 0.5).start(x, Streams.keyed(torch.arange(4)))
+    start = Threat(norm, 0.5).start(x, Streams.from_index(torch.arange(4)))
     assert start.dtype == dtype
     assert start.isfinite().all()
 

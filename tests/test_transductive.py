@@ -10,14 +10,14 @@ from lightning_rob.attacks import (
     GMSA,
     PGD,
     AutoAttack,
-    OnStatic,
-    Partly,
+    PartialBatchAttack,
     Strongest,
     Targeted,
     ThroughAdaptation,
+    TransferFromStatic,
     attacking,
 )
-from lightning_rob.callbacks.referee import Match
+from lightning_rob.callbacks.protocol import AttackerDefenderSession
 from lightning_rob.defenses import DANN, DENT, RMC, TADV, Mixture, Single, URejectron, static
 from lightning_rob.objectives import worst_ce
 from lightning_rob.threat import Threat
@@ -126,7 +126,7 @@ def test_a_rehearsal_never_changes_the_referees_result(make):
     found = []
     for rehearsals in (0, 3):
         defense = make(trained())
-        match = Match(Rehearsing(THREAT, rehearsals + 1, 0.05), defense, 7)
+        match = AttackerDefenderSession(Rehearsing(THREAT, rehearsals + 1, 0.05), defense, 7)
         rounds = [match.round(x, y, index) for _ in range(2)]
         found.append((rounds, fingerprint(match.defenders[0][0])))
     for (_, one), (_, other) in zip(found[0][0], found[1][0], strict=True):
@@ -166,7 +166,7 @@ def test_the_static_network_is_what_a_transfer_attack_sees(make):
     final = defense.adapt(x, torch.Generator().manual_seed(0))
     attack = PGD(THREAT, 3, 0.05, random_start=False)
     expected = attack(Single(defense.net), x, y)
-    torch.testing.assert_close(OnStatic(attack)(final, x, y), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(TransferFromStatic(attack)(final, x, y), expected, rtol=0, atol=1e-6)
     fresh = Single(trained())
     with torch.no_grad():
         alone = fresh.eval().logits(x)
@@ -204,11 +204,11 @@ def test_attacks_that_go_image_by_image_refuse_what_adapts_to_a_batch():
     defense, (x, y) = DENT(trained()), images(6)
     with pytest.raises(TypeError, match="DENT adapts to whole batches: Strongest cannot pick"):
         Strongest([WEAK, WEAK])(defense, x, y)
-    with pytest.raises(TypeError, match=r"write GMSA\(inner=Partly"):
-        Partly(GMSA(WEAK))
+    with pytest.raises(TypeError, match=r"write GMSA\(inner=PartialBatchAttack"):
+        PartialBatchAttack(GMSA(WEAK))
     with pytest.raises(ValueError, match="the least over models cannot be negated"):
         Targeted(PGD(THREAT, 2, 0.05, worst_ce))
-    GMSA(Partly(WEAK), rounds=1)(defense, x, y)
+    GMSA(PartialBatchAttack(WEAK), rounds=1)(defense, x, y)
 
 
 def test_a_mixture_adapts_with_its_parts():
@@ -220,7 +220,7 @@ def test_a_mixture_adapts_with_its_parts():
     with torch.no_grad():
         found = final.eval().logits(x)
         torch.testing.assert_close(found, torch.cat([part.logits(x) for part in expected]))
-        torch.testing.assert_close(final.static.eval().logits(x)[0], nets[0].eval()(x))
+        torch.testing.assert_close(final.base_model.eval().logits(x)[0], nets[0].eval()(x))
     assert not Mixture([Single(nets[0])]).transductive
 
 

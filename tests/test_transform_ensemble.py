@@ -10,7 +10,7 @@ from lightning_rob.attacks import PGD, OnDifferentiable, OnMember, attacking
 from lightning_rob.defenses import Single, TransformEnsemble
 from lightning_rob.objectives import expected_ce
 from lightning_rob.randomness import Streams
-from lightning_rob.rules import ATHENA, majority, mean_probs, random_member
+from lightning_rob.rules import VOTING_RULES, majority, mean_probs, random_member
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import Transform
 from lightning_rob.transforms.pool import pool
@@ -79,12 +79,12 @@ def test_a_member_that_there_is_not(wrong):
 def test_a_part_answers_as_it_does_in_the_whole(x):
     """Chance is keyed by image and transformation, so figures of parts come from the same votes."""
     whole = TransformEnsemble(nets(5), NAMES)
-    noise = Streams.keyed(torch.arange(6), 3)
+    noise = Streams.from_index(torch.arange(6), 3)
     votes = whole.logits(x, noise)
     for members in ([3], [4, 3], [0, 2, 3]):
-        part = whole.part(members).logits(x, Streams.keyed(torch.arange(6), 3))
+        part = whole.part(members).logits(x, Streams.from_index(torch.arange(6), 3))
         assert torch.equal(part, votes[members])
-    alone = whole.one(3)(x[2:3], Streams.keyed(torch.tensor([2]), 3))
+    alone = whole.one(3)(x[2:3], Streams.from_index(torch.tensor([2]), 3))
     assert torch.equal(alone.argmax(1), votes[3, 2:3].argmax(1))
 
 
@@ -92,7 +92,7 @@ def test_chance_is_other_at_the_next_call_and_the_same_in_the_next_run(x):
     ensemble = TransformEnsemble(nets(1), ["noise_gaussian"])
     runs = []
     for _ in range(2):
-        noise = Streams.keyed(torch.arange(6), 0)
+        noise = Streams.from_index(torch.arange(6), 0)
         runs.append([ensemble.logits(x, noise) for _ in range(2)])
     assert torch.equal(torch.stack(runs[0]), torch.stack(runs[1]))
     assert not torch.equal(runs[0][0], runs[0][1])
@@ -134,7 +134,7 @@ def test_a_gradient_where_there_is_none_is_refused_and_not_zero(x):
     assert after > before
 
 
-@pytest.mark.parametrize("rule", ATHENA.values(), ids=ATHENA)
+@pytest.mark.parametrize("rule", VOTING_RULES.values(), ids=VOTING_RULES)
 def test_every_rule_answers_with_one_class_or_the_share_of_votes(x, rule):
     answers = TransformEnsemble(nets(3), ["clean", "rotate_90", "flip_both"], rule)(x)
     assert torch.allclose(answers.sum(1), torch.ones(6))
@@ -153,7 +153,7 @@ def test_rules_of_the_votes_by_hand():
 
 def test_all_72_stand_together(x):
     ensemble = TransformEnsemble(nets(72), "all")
-    votes = ensemble.logits(x[:2], Streams.keyed(torch.arange(2), 0))
+    votes = ensemble.logits(x[:2], Streams.from_index(torch.arange(2), 0))
     assert votes.shape == (72, 2, 4)
     assert votes.isfinite().all()
     assert ensemble.names == list(pool())

@@ -162,7 +162,7 @@ def test_a_checkpoint_of_other_transformations_is_refused(whole, tmp_path, capsy
 def test_two_processes_train_two_at_a_time_and_both_have_all(tmp_path):
     trainer = {"strategy": "ddp", "devices": 2}
     votes = {
-        "class_path": "lightning_rob.callbacks.Votes",
+        "class_path": "lightning_rob.callbacks.VotingRuleEval",
         "init_args": {"attacks": {"pgd": pgd()}},
     }
     file = recipe(tmp_path, [votes], trainer)

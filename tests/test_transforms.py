@@ -44,7 +44,7 @@ def images(count=4, channels=3, height=19, width=26, dtype=torch.float32, seed=0
 
 
 def streams(*indices):
-    return Streams.keyed(torch.tensor(indices), 5)
+    return Streams.from_index(torch.tensor(indices), 5)
 
 
 def strong(kind, alpha):

@@ -106,7 +106,7 @@ def test_bilateral_has_the_slope_of_finite_differences():
     assert Bilateral not in catalogue().values()
     blur = Bilateral(size=(3, 5), color=(0.1, 0.4))
     x = X[:, :, :4, :5].clone().requires_grad_()
-    params = (*blur.sample(x, Streams.keyed(torch.arange(3), 5))[:2], torch.tensor([3, 5, 3]))
+    params = (*blur.sample(x, Streams.from_index(torch.arange(3), 5))[:2], torch.tensor([3, 5, 3]))
     assert torch.autograd.gradcheck(lambda x: blur(x, *params), x)
 
 

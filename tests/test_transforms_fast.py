@@ -103,7 +103,7 @@ def test_color_jitter():
         return torch.cat([hsv[:, :1], saturation, hsv[:, 2:]], 1)
 
     x, transform = images(40), ColorJitter(0.4)
-    amount, order = transform.sample(x, Streams.keyed(torch.arange(40), 2))
+    amount, order = transform.sample(x, Streams.from_index(torch.arange(40), 2))
 
     def plain(x):
         done = []

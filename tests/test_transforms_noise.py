@@ -118,7 +118,7 @@ def test_erase_blackens_its_box():
 
 def test_boxes_to_erase():
     x = torch.zeros(4000, 1, 60, 50)
-    (box,) = Erase(0.3).sample(x, Streams.keyed(torch.arange(4000), 0))
+    (box,) = Erase(0.3).sample(x, Streams.from_index(torch.arange(4000), 0))
     top, left, height, width = box.double().unbind(1)
     assert (top + height).max() <= 60
     assert (left + width).max() <= 50

@@ -19,7 +19,7 @@ X = torch.rand(3, 3, 40, 48, generator=torch.Generator().manual_seed(0))
 
 
 def streams(*indices):
-    return Streams.keyed(torch.tensor(indices), 5)
+    return Streams.from_index(torch.tensor(indices), 5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -97,9 +97,9 @@ def test_the_loss_is_the_papers():
     x, y = batch()
     x = x.double()
     index = torch.arange(len(x))
-    module.noise = Streams.keyed(index, 1)
+    module.noise = Streams.from_index(index, 1)
     loss = module.loss(x, y).item()
-    rough_x = roughest(module.members, x, y, THREAT, 6, Streams.keyed(index, 1))
+    rough_x = roughest(module.members, x, y, THREAT, 6, Streams.from_index(index, 1))
     ce, terms = 0, []
     for point in (x, rough_x):
         point = point.detach().requires_grad_()

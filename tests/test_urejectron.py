@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import binary_auroc
 
 from lightning_rob.attacks import CW, PGD, attacking
-from lightning_rob.attacks.partly import Partly
-from lightning_rob.callbacks.referee import play
+from lightning_rob.attacks.partly import PartialBatchAttack
+from lightning_rob.callbacks.protocol import play
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.urejectron import URejectron
 from lightning_rob.metrics import RobustAccuracy
@@ -265,7 +265,7 @@ def test_adapting_again_starts_afresh(net):
 
 def test_streams_adapt_alike(net):
     x, _ = blobs(False, 20)
-    one, two = (made(net).adapt(x, Streams.keyed(torch.arange(20), 5)) for _ in range(2))
+    one, two = (made(net).adapt(x, Streams.from_index(torch.arange(20), 5)) for _ in range(2))
     assert torch.equal(one.scores(x), two.scores(x))
 
 
@@ -292,7 +292,7 @@ def test_attacks_are_on_the_network_and_leave_the_discriminator(net):
 def test_a_round_with_a_clean_half(net):
     """The referee's round: z and attacked images in one batch."""
     x, y = blobs(False, 80)
-    attack = Partly(PGD(Threat("linf", 0.3), 5, 0.1))
+    attack = PartialBatchAttack(PGD(Threat("linf", 0.3), 5, 0.1))
     clean, more = attack.is_clean(y), []
     for seed in range(3):
         x_adv, (answers,) = play(attack, made(net, epochs=40), x, y, torch.arange(80), seed)

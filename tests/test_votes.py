@@ -8,11 +8,11 @@ import torch
 from rich.console import Console
 
 from lightning_rob.attacks import PGD
-from lightning_rob.callbacks import Votes
+from lightning_rob.callbacks import VotingRuleEval
 from lightning_rob.callbacks import votes as votes_module
 from lightning_rob.callbacks.votes import print_votes
 from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
-from lightning_rob.rules import ATHENA, majority, random_member
+from lightning_rob.rules import VOTING_RULES, majority, random_member
 from lightning_rob.threat import Threat
 from tests.test_cross_eval import study as evaluated
 from tests.tiny import Blobs, TinyNet
@@ -42,12 +42,12 @@ def figures(votes):
 
 
 def test_each_rule_has_the_accuracy_of_the_ensemble_under_that_rule(ensemble):
-    logged, (votes,) = study(ensemble, Votes({"pgd": WEAK}))
+    logged, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}))
     found = figures(votes)
-    assert set(found) == {(name, "all", rule) for name in ("clean", "pgd") for rule in ATHENA}
+    assert set(found) == {(name, "all", rule) for name in ("clean", "pgd") for rule in VOTING_RULES}
     x, y = images()
     for name, seen in (("clean", x), ("pgd", WEAK(ensemble, x, y))):
-        for rule_name, rule in ATHENA.items():
+        for rule_name, rule in VOTING_RULES.items():
             answers = rule(ensemble.logits(seen), ensemble.weights)
             expected = answers.gather(1, y[:, None]).mean().item()
             assert found[name, "all", rule_name] == pytest.approx(expected, abs=1e-6)
@@ -64,7 +64,7 @@ def test_members_vote_once_whatever_the_number_of_rules_and_ensembles(ensemble):
     handle = ensemble.members[0].register_forward_hook(lambda *_: calls.append(1))
     try:
         parts = {"one": ["clean"], "two": ["clean", "rotate_90"]}
-        study(ensemble, Votes({"pgd": WEAK}, ensembles=parts))
+        study(ensemble, VotingRuleEval({"pgd": WEAK}, ensembles=parts))
     finally:
         handle.remove()
     # one for test/acc, one for the clean images, the attack's step, one for the attacked images
@@ -73,8 +73,8 @@ def test_members_vote_once_whatever_the_number_of_rules_and_ensembles(ensemble):
 
 def test_parts_are_counted_from_the_votes_of_the_whole(ensemble):
     parts = {"two": ["clean", "flip_both"], "one": ["rotate_90"]}
-    _, (votes,) = study(ensemble, Votes({"pgd": WEAK}, ensembles=parts))
-    _, (whole,) = study(ensemble.part([0, 2]), Votes({"pgd": WEAK}))
+    _, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}, ensembles=parts))
+    _, (whole,) = study(ensemble.part([0, 2]), VotingRuleEval({"pgd": WEAK}))
     clean = {k[2]: v for k, v in figures(votes).items() if k[:2] == ("clean", "two")}
     expected = {k[2]: v for k, v in figures(whole).items() if k[0] == "clean"}
     assert clean == pytest.approx(expected, abs=1e-6)
@@ -87,7 +87,9 @@ def test_draws_are_averaged_and_have_an_interval():
     whole = TransformEnsemble(nets(72), "all")
     _, (votes,) = study(
         whole,
-        Votes({"pgd": WEAK}, ensembles={"2i": "2i"}, draws=3, attacked=names, max_images=4),
+        VotingRuleEval(
+            {"pgd": WEAK}, ensembles={"2i": "2i"}, draws=3, attacked=names, max_images=4
+        ),
     )
     for result in votes.results:
         assert result["members"] == 2
@@ -99,7 +101,7 @@ def test_draws_are_averaged_and_have_an_interval():
 
 def test_the_attacker_knows_some_of_the_members_only(ensemble):
     x, y = images()
-    _, (votes,) = study(ensemble, Votes({"pgd": WEAK}, attacked=["rotate_90"]))
+    _, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}, attacked=["rotate_90"]))
     x_adv = WEAK(ensemble.part([1]), x, y)
     answers = majority(ensemble.logits(x_adv), ensemble.weights)
     expected = answers.gather(1, y[:, None]).mean().item()
@@ -109,7 +111,7 @@ def test_the_attacker_knows_some_of_the_members_only(ensemble):
 def test_the_original_is_attacked_and_does_not_vote(ensemble):
     x, y = images()
     words = {"14r": "reversible", "72": "all"}
-    _, (votes,) = study(ensemble, Votes({"pgd": WEAK}, attacked="clean", ensembles=words))
+    _, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}, attacked="clean", ensembles=words))
     x_adv = WEAK(Single(ensemble.members[0]), x, y)
     answers = majority(ensemble.logits(x_adv)[1:], torch.full((2,), 0.5))
     expected = answers.gather(1, y[:, None]).mean().item()
@@ -119,22 +121,22 @@ def test_the_original_is_attacked_and_does_not_vote(ensemble):
 
 
 def test_each_target_in_turn(ensemble):
-    _, (votes,) = study(ensemble, Votes({"pgd": WEAK}, each_target=True))
+    _, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}, each_target=True))
     names = {result["name"] for result in votes.results}
     assert names == {"clean", *(f"pgd_on_{name}" for name in NAMES)}
 
 
 def test_any_ensemble_can_vote():
     plain = Ensemble(nets(2), [0.9, 0.1])
-    _, (votes,) = study(plain, Votes({"pgd": WEAK}, rules={"RD": random_member}))
+    _, (votes,) = study(plain, VotingRuleEval({"pgd": WEAK}, rules={"RD": random_member}))
     assert {result["rule"] for result in votes.results} == {"RD"}
     with pytest.raises(TypeError, match="ensembles are parts of a TransformEnsemble"):
-        study(plain, Votes({"pgd": WEAK}, ensembles={"one": ["clean"]}))
+        study(plain, VotingRuleEval({"pgd": WEAK}, ensembles={"one": ["clean"]}))
 
 
 def test_dissimilarity_is_that_of_the_perturbation(ensemble):
     relative = PGD(Threat("l2", 0.2, relative=True), 5, 0.1, keep_best=False)
-    _, (votes,) = study(ensemble, Votes({"pgd": relative}))
+    _, (votes,) = study(ensemble, VotingRuleEval({"pgd": relative}))
     by_name = {result["name"]: result["dissimilarity"] for result in votes.results}
     assert by_name["clean"] == 0
     assert 0.1 < by_name["pgd"] <= 0.2 * (1 + 1e-5)
@@ -142,7 +144,7 @@ def test_dissimilarity_is_that_of_the_perturbation(ensemble):
 
 def test_what_is_there_twice_runs_once_and_equal_names_are_numbered(ensemble):
     other = PGD(THREAT, 2, 0.1)
-    three = [Votes({"a": WEAK}), Votes({"a": other}), Votes({"a": WEAK})]
+    three = [VotingRuleEval({"a": WEAK}), VotingRuleEval({"a": other}), VotingRuleEval({"a": WEAK})]
     _, found = study(ensemble, *three)
     assert [list(votes.attacks) for votes in found] == [["a"], ["a_2"], []]
 
@@ -166,13 +168,13 @@ class Sick(TinyNet):
 def test_answers_that_are_no_numbers_are_no_success_of_an_attack():
     mixed = TransformEnsemble([*nets(1), Sick().eval()], ["clean", "rotate_90"])
     with pytest.raises(ValueError, match="logits are not numbers on 33 of 33 images"):
-        study(mixed, Votes({"pgd": WEAK}, attacked=["clean"]))
+        study(mixed, VotingRuleEval({"pgd": WEAK}, attacked=["clean"]))
 
 
 def test_a_defense_that_adapts_is_refused():
     net = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(192, 4))
     with pytest.raises(TypeError, match="DENT adapts to the test batch"):
-        study(DENT(net), Votes({"pgd": WEAK}))
+        study(DENT(net), VotingRuleEval({"pgd": WEAK}))
 
 
 @pytest.mark.parametrize(
@@ -185,15 +187,17 @@ def test_a_defense_that_adapts_is_refused():
 )
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
-        Votes(**options)
+        VotingRuleEval(**options)
 
 
 def test_the_table_has_a_column_for_each_rule(ensemble):
-    _, (votes,) = study(ensemble, Votes({"pgd": WEAK}, ensembles={"1": ["clean"], "3": NAMES}))
+    _, (votes,) = study(
+        ensemble, VotingRuleEval({"pgd": WEAK}, ensembles={"1": ["clean"], "3": NAMES})
+    )
     console = Console(width=80, record=True, file=StringIO())
     print_votes("X", votes.results, console)
     text = console.export_text()
-    assert all(rule in text for rule in ATHENA)
+    assert all(rule in text for rule in VOTING_RULES)
     assert text.count("pgd") == 2
     assert "…" not in text
     json.dumps(votes.results)

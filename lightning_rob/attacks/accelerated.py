@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.around import Around
+from lightning_rob.attacks.around import AttackDecorator
 from lightning_rob.attacks.base import Forward, other_forward, parts
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.defenses import Defense
@@ -17,7 +17,7 @@ Precision = Literal["bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
-class Accelerated(Around):
+class Accelerated(AttackDecorator):
     """Another attack, by networks that are compiled, or whose gradients are in a lower precision.
 
     Compiling costs tens of seconds for each network and size of image, and may cost more than it
@@ -34,7 +34,7 @@ class Accelerated(Around):
 
     Raises:
         ValueError: none is wanted, another precision, one within another, or autocast or tf32 of a
-            PGD with `drop_fooled`.
+            PGD with `early_stop`.
         TypeError: when called, with compile or autocast, on a defense that names no networks.
     """
 
@@ -47,9 +47,9 @@ class Accelerated(Around):
         if any(isinstance(part, Accelerated) for part in inner):
             raise ValueError("accelerated twice: give compile, autocast and tf32 to one of them")
         rounded = self.autocast or self.tf32
-        if rounded and any(isinstance(part, PGD) and part.drop_fooled for part in inner):
+        if rounded and any(isinstance(part, PGD) and part.early_stop for part in inner):
             raise ValueError(
-                f"leave out drop_fooled or {'autocast' if self.autocast else 'tf32'}: who is "
+                f"leave out early_stop or {'autocast' if self.autocast else 'tf32'}: who is "
                 "fooled would be told by rounded logits"
             )
         if not self.compile and not rounded:
@@ -59,7 +59,7 @@ class Accelerated(Around):
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
-        nets = defense.networks if self.compile or self.autocast else []
+        nets = defense.foldable_networks if self.compile or self.autocast else []
         with other_forward(nets, self._forward), in_float32(self.tf32 or None):
             return self.attack.perturb(defense, x, y, generator)
 

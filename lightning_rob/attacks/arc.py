@@ -62,7 +62,7 @@ class ARC(Attack):
         random_start: start from a random point of the ball.
         start: search on from the images that this attack finds, where they are no worse than the
             clean ones: never weaker than it. None starts at the images, as the paper does.
-        drop_fooled: stop on images that every member already gets wrong, and on those that an
+        early_stop: stop on images that every member already gets wrong, and on those that an
             iteration has left as they were, as the next one would, and save their cost. Raises no
             accuracy; without a random start it only changes which of several perfect perturbations
             is returned, but for rounding: matrix products of fewer images may round otherwise.
@@ -80,7 +80,7 @@ class ARC(Attack):
     neighbours: int | None = None
     random_start: bool = False
     start: Attack | None = None
-    drop_fooled: bool = False
+    early_stop: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "step_size", pixels(self.step_size))
@@ -114,14 +114,14 @@ class ARC(Attack):
             best = here = torch.minimum(score, best)
         moved = torch.ones_like(here, dtype=torch.bool)
         for _ in range(self.steps):
-            going_on = moved & (here > 0) if self.drop_fooled else moved
+            going_on = moved & (here > 0) if self.early_stop else moved
             live = going_on.nonzero()[:, 0]
             if not len(live):
                 break
             before = delta[live], best[live], here[live]
             after = self._iterate(members, weights, x[live], y[live], *before)
             delta[live], best[live], here[live] = after
-            if self.drop_fooled:
+            if self.early_stop:
                 moved[live] = _differ(before, after)
         return self.threat.apply(delta, x)
 
@@ -186,7 +186,7 @@ def arc_suite(threat: Threat, steps: int) -> dict[str, Attack]:
         steps: iterations over all members.
     """
     radii = (threat.eps, threat.eps / 4)
-    large, small = (ARC(threat, steps, radius, drop_fooled=True) for radius in radii)
+    large, small = (ARC(threat, steps, radius, early_stop=True) for radius in radii)
     paper, other = (large, small) if threat.p == float("inf") else (small, large)
     return {"arc": paper, "arc_two_radii": Strongest((paper, other))}
 

@@ -8,7 +8,7 @@ from lightning_rob.threat import Threat
 
 
 @dataclass(frozen=True)
-class Around(Attack):
+class AttackDecorator(Attack):
     """An attack that does something with another: its threat and its strategies are the other's.
 
     Args:

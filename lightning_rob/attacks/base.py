@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.folding import folded
-from lightning_rob.attacks.memory import in_halves
+from lightning_rob.attacks.oom import retry_with_smaller_batches
 from lightning_rob.defenses import Defense, Mixture
 from lightning_rob.defenses.learning import OwnBatch
 from lightning_rob.objectives import Objective, check_logits, over_draws
@@ -63,7 +63,7 @@ def _called_as_a_whole(defense: nn.Module) -> list[nn.Module]:
     if not isinstance(defense, Defense):
         return [defense]
     try:
-        return defense.networks
+        return defense.foldable_networks
     except TypeError:
         return []
 
@@ -109,7 +109,7 @@ def height(
     With `check` labels out of range and logits that are not numbers raise a ValueError. To `right`
     is added how probable the right answer is: [B].
     """
-    logits, weights = defense.drawn(x, generator, draws)
+    logits, weights = defense.sample_logits(x, generator, draws)
     if check:
         check_logits(logits, y)
     if right is not None:
@@ -152,7 +152,7 @@ def _part_by_part(
     right: list[Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """`slope`, the sum of the parts' by their shares, or for each image that of the least part."""
-    least = over_draws(objective) == "least"
+    least = over_draws(objective) == "min"
     value = x.new_full((len(x),), torch.inf if least else 0.0)
     gradient = torch.zeros_like(x)
     for share, part in zip(defense.shares, defense.defenses, strict=True):
@@ -170,7 +170,7 @@ def _part_by_part(
     return value, gradient
 
 
-def image_by_image(attack: "Attack", defense: Defense) -> bool:
+def is_batch_separable(attack: "Attack", defense: Defense) -> bool:
     """Whether a batch may be attacked in parts: neither goes by the whole of it."""
     layers = (layer for layer in defense.modules() if isinstance(layer, OwnBatch))
     whole = defense.transductive or not all(layer.separable for layer in layers)
@@ -251,8 +251,8 @@ class Attack(ABC):
             x, y = x.detach().clone(), y.clone()
             if not len(x):
                 return x
-            if image_by_image(self, defense):
-                return in_halves(self.perturb, defense, x, y, generator).detach()
+            if is_batch_separable(self, defense):
+                return retry_with_smaller_batches(self.perturb, defense, x, y, generator).detach()
             return self._whole(defense, x, y, generator).detach()
 
     def _whole(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
@@ -263,7 +263,7 @@ class Attack(ABC):
             if not getattr(error, "__notes__", None):
                 error.add_note(
                     f"{type(self).__name__} attacks a round of {len(x)} images as a whole: play "
-                    "rounds of fewer images (game.images, or eval_batch_size)"
+                    "rounds of fewer images (protocol.images, or eval_batch_size)"
                 )
             raise
 

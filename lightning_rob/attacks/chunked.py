@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.around import Around
-from lightning_rob.attacks.base import image_by_image, parts
-from lightning_rob.attacks.memory import in_parts, kept_for_gradients
+from lightning_rob.attacks.around import AttackDecorator
+from lightning_rob.attacks.base import is_batch_separable, parts
+from lightning_rob.attacks.oom import kept_for_gradients, run_in_chunks
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.learning import asking
 from lightning_rob.randomness import Generator
@@ -17,7 +17,7 @@ GRADIENTS = 2.0  # beside what autograd keeps: the gradients themselves, and wha
 
 
 @dataclass(frozen=True)
-class Chunked(Around):
+class Chunked(AttackDecorator):
     """Another attack, on a few images at a time: the same but for rounding, in less memory.
 
     Args:
@@ -54,11 +54,11 @@ class Chunked(Around):
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
-        if not image_by_image(self.attack, defense):
+        if not is_batch_separable(self.attack, defense):
             kind = type(defense).__name__
             raise TypeError(f"{kind} adapts to whole batches: an attack on it cannot be chunked")
         count = self.images or self._fitting(defense, x)
-        return in_parts(self.attack, count, defense, x, y, generator)
+        return run_in_chunks(self.attack, count, defense, x, y, generator)
 
     def _fitting(self, defense: Defense, x: Tensor) -> int:
         """How many images the memory is enough for; at least one."""

@@ -10,10 +10,10 @@ from lightning_rob.attacks.base import Attack, height
 from lightning_rob.attacks.pgd import PGD, better
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import (
-    MarginTo,
+    TargetedMargin,
     confident,
     expected_margin,
-    least_confident,
+    min_confidence,
     over_draws,
     worst_margin,
 )
@@ -74,7 +74,7 @@ class HighConfidence(Attack):
 
     @property
     def _least(self) -> bool:
-        return over_draws(self.attack.objective) == "least"
+        return over_draws(self.attack.objective) == "min"
 
     def _runs(self, classes: int) -> Iterator[PGD]:
         margin = worst_margin if self._least else expected_margin
@@ -82,13 +82,13 @@ class HighConfidence(Attack):
             yield replace(self.attack, objective=margin)
         count = classes - 1 if self.targeted is None else min(self.targeted, classes - 1)
         for shift in range(1, count + 1):
-            yield replace(self.attack, objective=MarginTo(shift, self._least))
+            yield replace(self.attack, objective=TargetedMargin(shift, self._least))
 
     @torch.no_grad()
     def _confidence(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        score = least_confident if self._least else confident
+        score = min_confidence if self._least else confident
         return height(score, self.attack.draws, defense, x, y, generator, check=True)
 
     @torch.no_grad()
     def _classes(self, defense: Defense, x: Tensor, generator: Generator) -> int:
-        return int(defense.drawn(x, generator, self.attack.draws)[0].shape[-1])
+        return int(defense.sample_logits(x, generator, self.attack.draws)[0].shape[-1])

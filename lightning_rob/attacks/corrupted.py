@@ -13,7 +13,7 @@ from lightning_rob.transforms import Transform
 
 
 @dataclass(frozen=True)
-class Corrupted(Attack):
+class CommonCorruption(Attack):
     """What chance or weather does to images, whatever the defense.
 
     Args:

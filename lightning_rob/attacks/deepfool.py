@@ -82,7 +82,7 @@ class DeepFool(Attack):
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
     ) -> Tensor:
         """The mean over draws: [B, K]."""
-        logits, weights = defense.drawn(x, generator, self.draws)
+        logits, weights = defense.sample_logits(x, generator, self.draws)
         if check:
             check_logits(logits, y)
         return expectation(weights, logits)

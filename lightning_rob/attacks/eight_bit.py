@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.around import Around
+from lightning_rob.attacks.around import AttackDecorator
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.threat import Threat, scale
@@ -15,7 +15,7 @@ OUTWARD = 0.499 / 255
 
 
 @dataclass(frozen=True)
-class EightBit(Around):
+class Quantized8Bit(AttackDecorator):
     """Another attack, its images rounded to 8 bits without leaving its threat.
 
     Truncation, as `uint8` does it, leaves a ball of 8/255 by another 255th; rounding to the nearest

@@ -10,7 +10,7 @@ from lightning_rob.attacks.base import Attack, evaluating, height, rebuilt
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.defenses import Defense, Mixture
 from lightning_rob.objectives import expected_ce, over_draws
-from lightning_rob.randomness import Generator, spawn
+from lightning_rob.randomness import Generator, generator_from
 from lightning_rob.threat import Threat
 
 
@@ -63,7 +63,7 @@ class GMSA(Attack):
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
-        models, best, highest = [defense.now], x, (-1.0, 0.0)
+        models, best, highest = [defense.adapted_model], x, (-1.0, 0.0)
         if self.from_clean:
             _, highest = self._rehearse(defense, x, y, generator)
         for _ in range(self.rounds):
@@ -83,7 +83,7 @@ class GMSA(Attack):
         def change(part: Attack) -> dict[str, Any]:
             if not isinstance(part, PGD):
                 return {}
-            least = over_draws(part.objective) == "least"
+            least = over_draws(part.objective) == "min"
             wanted = least if self.steps_per_model is None else self.steps_per_model
             return {"steps": part.steps * models} if wanted else {}
 
@@ -98,8 +98,8 @@ class GMSA(Attack):
         The error is the probability of a wrong answer, the loss the cross-entropy, the mean over
         draws; both are means over the images.
         """
-        final = defense.adapt(x, spawn(x, generator))
+        final = defense.adapt(x, generator_from(x, generator))
         with evaluating(final), torch.no_grad():
             right = final(x, generator).gather(1, y[:, None])
             loss = height(expected_ce, None, final, x, y, generator)
-        return final.now, (1 - float(right.double().mean()), float(loss.double().mean()))
+        return final.adapted_model, (1 - float(right.double().mean()), float(loss.double().mean()))

@@ -37,7 +37,7 @@ def draw_gradients(
     found: list[Tensor] = []
     with attacking(defense), backward(defense) if backward else nullcontext():
         leaf, y = x.detach().clone().requires_grad_(), y.clone()
-        logits, weights = defense.drawn(leaf, generator, draws)
+        logits, weights = defense.sample_logits(leaf, generator, draws)
         check_logits(logits, y)
         shares = (weights * draws).view(draws, -1)
         for draw, share in zip(logits.view(draws, -1, *logits.shape[1:]), shares, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.around import Around
+from lightning_rob.attacks.around import AttackDecorator
 from lightning_rob.attacks.base import Backward, Forward, entered, other_forward
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Generator
@@ -44,7 +44,7 @@ class InsideBounds(Backward):
 
     def __call__(self, defense: Defense) -> AbstractContextManager[None]:
         """A context in which the defense's networks have these gradients."""
-        return other_forward(defense.networks, self._forward)
+        return other_forward(defense.foldable_networks, self._forward)
 
     def _forward(self, plain: Forward) -> Forward:
         low, high = self.bounds
@@ -74,7 +74,7 @@ class _Shown(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class WithBackward(Around):
+class WithBackward(AttackDecorator):
     """Another attack, whose gradients are those of a backward: what `backward` is to PGD, for all.
 
     Args:

@@ -234,7 +234,7 @@ class Front:
         """Noise of its own for each member in each turn, whatever the batch."""
         if not isinstance(self.generator, Streams):
             return self.generator
-        return self.generator.apart(turn).apart(member)
+        return self.generator.fold_in(turn).fold_in(member)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.around import Around
+from lightning_rob.attacks.around import AttackDecorator
 from lightning_rob.attacks.base import Attack, parts
 from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.defenses import Defense
@@ -15,7 +15,7 @@ from lightning_rob.threat import Threat
 
 
 @dataclass(frozen=True)
-class Partly(Around):
+class PartialBatchAttack(AttackDecorator):
     """Attack the last images of a batch only: x~ = [z; attacked] (Goldwasser et al. 2020).
 
     Which ones these are goes by the batch: one batch is one round.
@@ -23,7 +23,7 @@ class Partly(Around):
     Args:
         attack: what the last images are attacked by.
         clean: the share of the batch that is z, its first images.
-        natural: what is done to z, such as `Corrupted`; None leaves it as it is.
+        natural: what is done to z, such as `CommonCorruption`; None leaves it as it is.
 
     Raises:
         ValueError: a share outside [0, 1].
@@ -38,7 +38,7 @@ class Partly(Around):
         if not 0 <= self.clean <= 1:
             raise ValueError(f"clean must be a share in [0, 1], got {self.clean}")
         if any(isinstance(part, GMSA) for part in parts(self.attack)):
-            raise TypeError("GMSA rehearses whole rounds: write GMSA(inner=Partly(…))")
+            raise TypeError("GMSA rehearses whole rounds: write GMSA(inner=PartialBatchAttack(…))")
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]

@@ -146,7 +146,11 @@ def residual_blocks(defense: nn.Module) -> list[list[Block]]:
 
 def _networks(defense: nn.Module) -> list[nn.Module]:
     try:
-        return list(dict.fromkeys(defense.networks)) if isinstance(defense, Defense) else [defense]
+        return (
+            list(dict.fromkeys(defense.foldable_networks))
+            if isinstance(defense, Defense)
+            else [defense]
+        )
     except TypeError:
         return [defense]
 

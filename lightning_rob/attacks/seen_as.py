@@ -10,7 +10,7 @@ from lightning_rob.defenses.random_transforms import Gradients, Shared
 
 
 @dataclass(frozen=True)
-class SeenAs(Backward):
+class SurrogateTransforms(Backward):
     """What an attack on `RandomTransforms` takes for it, as a `backward` of PGD.
 
     The defense answers as ever; only the attack's own draws change.
@@ -41,7 +41,7 @@ class SeenAs(Backward):
 
 
 @contextmanager
-def _seen(defense: Defense, view: SeenAs) -> Iterator[None]:
+def _seen(defense: Defense, view: SurrogateTransforms) -> Iterator[None]:
     found = [part for part in defense.modules() if isinstance(part, RandomTransforms)]
     if not found:
         raise TypeError(f"{view} is for RandomTransforms, got {type(defense).__name__}")

@@ -53,7 +53,7 @@ class Strongest(Attack):
                 break
             part = generator
             if isinstance(generator, Streams):
-                part = generator[live].apart(turn) if turn else generator[live]
+                part = generator[live].fold_in(turn) if turn else generator[live]
             x_adv = attack.perturb(defense, x[live], y[live], part)
             with torch.no_grad():
                 right = defense(x_adv, part).gather(1, y[live, None])[:, 0].to(lowest)

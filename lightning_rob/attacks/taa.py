@@ -118,7 +118,7 @@ def attackable(ensemble: TransformEnsemble) -> list[int]:
     if not found:
         raise TypeError(
             f"none of {', '.join(ensemble.names)} can be undone or has a gradient: attack an "
-            "ensemble of other members, and let this one answer (SeenAs)"
+            "ensemble of other members, and let this one answer (SurrogateTransforms)"
         )
     return found
 

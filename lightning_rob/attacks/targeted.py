@@ -28,7 +28,7 @@ class Targeted(Attack):
 
     Raises:
         ValueError: no rank or one below 1, an objective that is the least over models, or
-            `drop_fooled`; when called, there are not so many wrong classes.
+            `early_stop`; when called, there are not so many wrong classes.
     """
 
     attack: PGD
@@ -40,11 +40,11 @@ class Targeted(Attack):
         if not isinstance(self.attack, PGD):
             kind = type(self.attack).__name__
             raise ValueError(f"Targeted takes a PGD, got {kind}: put {kind} around Targeted")
-        if self.attack.drop_fooled:
+        if self.attack.early_stop:
             raise ValueError(
-                "leave drop_fooled out of the attack in Targeted: its labels are targets"
+                "leave early_stop out of the attack in Targeted: its labels are targets"
             )
-        if over_draws(self.attack.objective) == "least":
+        if over_draws(self.attack.objective) == "min":
             raise ValueError(
                 "an objective that is the least over models cannot be negated, got "
                 f"{self.attack.objective}: HighConfidence has targeted runs for it"

@@ -13,7 +13,7 @@ from lightning_rob.threat import Threat
 
 
 @dataclass(frozen=True)
-class OnStatic(Attack):
+class TransferFromStatic(Attack):
     """A transfer attack: on the network as it was before any test image (Chen et al. 2022, "AA").
 
     Args:
@@ -30,7 +30,7 @@ class OnStatic(Attack):
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
-        return self.attack(defense.static, x, y, generator)
+        return self.attack(defense.base_model, x, y, generator)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Adapting(Defense):
         return True
 
     @property
-    def networks(self) -> list[nn.Module]:
+    def foldable_networks(self) -> list[nn.Module]:
         """None that an attack may fold."""
         raise TypeError("an adapting defense copies its network: it has to stay as it is")
 

@@ -114,7 +114,7 @@ def _averages(attack: Attack) -> bool:
     """Whether it is EoT on the linear loss with several velocities."""
     if not isinstance(attack, PGD):
         return False
-    several = len(attack.dampings) > 1 or attack.ascent is not None
+    several = len(attack.momentum) > 1 or attack.ascent is not None
     return attack.objective is linear and several
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack, attacking, evaluating
 from lightning_rob.audit.suite import Suite, seen, suite_for
-from lightning_rob.callbacks.referee import Match, Untouched
+from lightning_rob.callbacks.protocol import AttackerDefenderSession, NoAttack
 from lightning_rob.defenses import Defense, TransformEnsemble
 from lightning_rob.metrics import robust_accuracy
-from lightning_rob.objectives import NotNumbersError, Objective, expected_ce, expected_margin
+from lightning_rob.objectives import NonFiniteLogitsError, Objective, expected_ce, expected_margin
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 
@@ -47,13 +47,13 @@ class Subject:
         self.defense = defense
         self.threat = threat
         self.suite: Suite = suite_for(defense, threat, steps, queries)
-        self.attacks: dict[str, Attack] = {"clean": Untouched(threat), **self.suite.attacks}
+        self.attacks: dict[str, Attack] = {"clean": NoAttack(threat), **self.suite.attacks}
         self.queries = queries
         self.seed = seed
         self.others = dict(others or {})
         self.tell = tell
         self.seconds = dict.fromkeys(self.attacks, 0.0)
-        self.matches: dict[str, Match] = {}
+        self.matches: dict[str, AttackerDefenderSession] = {}
 
     @property
     def transductive(self) -> bool:
@@ -81,16 +81,18 @@ class Subject:
     def target(self) -> Defense | None:
         """What has gradients: the network as it stands, of some ensembles only some members."""
         if not isinstance(self.defense, TransformEnsemble):
-            return self.defense.now
+            return self.defense.adapted_model
         kinds = self.defense.transforms.values()
         chosen = [i for i, transform in enumerate(kinds) if transform.differentiable]
         return self.defense.part(chosen) if chosen else None
 
-    def match(self, attack: Attack, name: str) -> Match:
+    def match(self, attack: Attack, name: str) -> AttackerDefenderSession:
         """A match of an attack against the defense; a game goes on where it was."""
         if not self.transductive or name not in self.matches:
             keys = (self.seed, *name.encode())
-            self.matches[name] = Match(attack, self.defense, *keys, private=(self.seed,))
+            self.matches[name] = AttackerDefenderSession(
+                attack, self.defense, *keys, private=(self.seed,)
+            )
         return self.matches[name]
 
 
@@ -113,7 +115,7 @@ class Case:
 
     def noise(self, key: str = "") -> Streams:
         """The defense's chance, the same at every call of the same key."""
-        return Streams.keyed(self.index, self.subject.seed, *b"audit", *key.encode())
+        return Streams.from_index(self.index, self.subject.seed, *b"audit", *key.encode())
 
     def unknown(self) -> Tensor:
         """A column [B] of what could not be measured: NaN."""
@@ -147,9 +149,9 @@ class Case:
 
     def outputs(self, x: Tensor, key: str = "") -> Tensor:
         """The logits [S, B, K] of images [B, C, H, W] by the defense as it stands."""
-        defense = self.subject.defense.now
+        defense = self.subject.defense.adapted_model
         with evaluating(defense), torch.no_grad():
-            return defense.drawn(x, self.noise(key))[0].float()
+            return defense.sample_logits(x, self.noise(key))[0].float()
 
     @cached_property
     def logits(self) -> Tensor:
@@ -182,7 +184,7 @@ class Case:
             return None
         with attacking(target), view(target) if view else nullcontext():
             leaf = self.x.detach().clone().requires_grad_()
-            logits, weights = target.drawn(leaf, self.noise())
+            logits, weights = target.sample_logits(leaf, self.noise())
             if not logits.requires_grad:
                 return None
             climbed = objective(logits.float(), weights, self.y.clone()).sum()
@@ -211,7 +213,7 @@ def _round(
     """A round. Where an attack meets no numbers within the ball, the answer there is wrong."""
     try:
         x_adv, found = subject.match(attack, name).round(x, y, index, ANSWERS)
-    except NotNumbersError as error:
+    except NonFiniteLogitsError as error:
         x_adv, scores = x.clone(), x.new_zeros(len(x), ANSWERS)
         for well in _pieces(error.images, len(x)):
             if len(well) and not subject.transductive:

@@ -11,8 +11,8 @@ from lightning_rob.audit.bounds import hidden, inside_bounds
 from lightning_rob.audit.case import Case, no_numbers
 from lightning_rob.audit.slope import slope_far, slope_near, slope_networks
 from lightning_rob.audit.suite import InDouble
-from lightning_rob.callbacks.referee import answers
-from lightning_rob.randomness import borrowed_global, fold
+from lightning_rob.callbacks.protocol import answers
+from lightning_rob.randomness import derive_seed, seeded_global_rng
 
 VERY_LITTLE = 1e-5  # of a pixel: far below the 1/255 of a grey level, far above rounding
 OTHER = 1e-3  # probabilities that differ by more than rounding
@@ -188,8 +188,8 @@ class Seen(Mapping[str, Tensor]):
         """The column by this name, in the same way at every call."""
         if name not in self.columns:
             case = self.case
-            seed = fold(case.subject.seed, *name.encode(), *case.index.tolist())
-            with borrowed_global(torch.Generator().manual_seed(seed), case.x.device):
+            seed = derive_seed(case.subject.seed, *name.encode(), *case.index.tolist())
+            with seeded_global_rng(torch.Generator().manual_seed(seed), case.x.device):
                 attack, _, half = name.partition("/")
                 attacked = attack in case.subject.attacks
                 found = case.score(attack, half) if attacked else MEASURES[name](case).float()

@@ -36,10 +36,10 @@ def slope_far(case: Case) -> Tensor:
 
 def slope_networks(case: Case) -> Tensor:
     """That of the networks without the defense's transforms, the better [B] of the two widths."""
-    defense = case.subject.defense.now
+    defense = case.subject.defense.adapted_model
     if not isinstance(defense, RandomTransforms | TransformEnsemble):
         return case.unknown()
-    bare = Mixture([Single(net) for net in defense.networks])
+    bare = Mixture([Single(net) for net in defense.foldable_networks])
     widths = (partial(_agreement, case, width) for width in (NEAR, FAR))
     return torch.maximum(*(in_double(case, agreement, bare) for agreement in widths))
 

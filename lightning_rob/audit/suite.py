@@ -16,8 +16,8 @@ from lightning_rob.attacks import (
     Attack,
     AutoAttack,
     OnDifferentiable,
-    OnStatic,
-    SeenAs,
+    SurrogateTransforms,
+    TransferFromStatic,
     arc_suite,
 )
 from lightning_rob.defenses import Defense, RandomTransforms, TransformEnsemble
@@ -172,14 +172,16 @@ def climbed(defense: Defense) -> Objective:
     return by_rule.get(defense.rule, expected_ce) if len(defense.weights) > 1 else expected_ce
 
 
-def seen(defense: Defense) -> SeenAs | None:
+def seen(defense: Defense) -> SurrogateTransforms | None:
     """A view that has a gradient where random transforms have none; None where it needs none."""
     parts = [part for part in defense.modules() if isinstance(part, RandomTransforms)]
     kinds = [kind for part in parts for kind in part.transforms.values()]
     lacking = any(part.gradients == "exact" for part in parts) and not all(
         kind.differentiable for kind in kinds
     )
-    return SeenAs(shared_order=False, gradients="straight_through") if lacking else None
+    return (
+        SurrogateTransforms(shared_order=False, gradients="straight_through") if lacking else None
+    )
 
 
 def _wrapped(defense: Defense, attack: Attack) -> Attack:
@@ -226,8 +228,8 @@ def _adaptive(defense: Defense, kind: Kind, usual: PGD) -> dict[str, Attack]:
         return arc_suite(threat, steps)
     if kind == "random":
         has = any(isinstance(part, RandomTransforms) for part in defense.modules())
-        view = replace(seen(defense) or SeenAs(), shared_order=True) if has else None
-        found = replace(usual, draws=10, objective=linear, backward=view, dampings=DAMPINGS)
+        view = replace(seen(defense) or SurrogateTransforms(), shared_order=True) if has else None
+        found = replace(usual, draws=10, objective=linear, backward=view, momentum=DAMPINGS)
         step_size = _step(threat.eps, 2 * steps, 10)
         return {"linear_aggmo": replace(found, steps=2 * steps, step_size=step_size)}
     if kind == "transformed":
@@ -245,7 +247,7 @@ def _transductive(threat: Threat, steps: int) -> Suite:
     usual = PGD(threat, steps, _step(threat.eps, steps, 4), keep_best=True)
     attacks: dict[str, Attack] = {
         "noise": _Once(threat),
-        "transfer": OnStatic(usual),
+        "transfer": TransferFromStatic(usual),
         "gmsa_avg": GMSA(usual, rounds=5),
         "huge": GMSA(_huge(usual), rounds=2),
     }

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from lightning_rob.bpda.options import ALL, Request, parse
 from lightning_rob.data import ImageData
 from lightning_rob.data.samples import Part
-from lightning_rob.randomness import fold
+from lightning_rob.randomness import derive_seed
 from lightning_rob.reasons import InputError
 from lightning_rob.recipes import fractions, numbers
 from lightning_rob.run import USER_ERRORS, Parser
@@ -130,7 +130,7 @@ def _unfit(transform: Transform, images: Tensor) -> str:
 def _train(request: Request, transform: Transform, images: Tensor, bar: Any) -> None:
     began = time.perf_counter()
     path = place_of(request.out, transform, images.shape[1:])
-    chance = torch.Generator().manual_seed(fold(request.seed, *path.name.encode()))
+    chance = torch.Generator().manual_seed(derive_seed(request.seed, *path.name.encode()))
     trained = train_bpda(transform, images, request.epochs, generator=chance, progress=bar.update)
     save_approximation(
         request.out,

@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_rob.callbacks.evaluation import Evaluation, at_least_one, writing_folder
-from lightning_rob.callbacks.game import Game
+from lightning_rob.callbacks.game import RoundProtocol
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, whole
 from lightning_rob.data.labelled import give_source
@@ -39,7 +39,7 @@ class RobustAudit(Evaluation):
         every_n_epochs: audit every so many epochs of `fit`.
         max_images: audit so many images only, a random choice by the seed; None audits all.
         seed: of the audit's noise.
-        game: how a defense that adapts is played against; None is `Game()`.
+        protocol: how a defense that adapts is played against; None is `RoundProtocol()`.
         record: file in the run's folder.
         group_size: images that are attacked together; other sizes may round otherwise.
 
@@ -55,7 +55,7 @@ class RobustAudit(Evaluation):
         every_n_epochs: int = 1,
         max_images: int | None = 100,
         seed: int = 0,
-        game: Game | None = None,
+        protocol: RoundProtocol | None = None,
         record: str = "audit.json",
         group_size: int = GROUP_SIZE,
     ) -> None:
@@ -64,7 +64,7 @@ class RobustAudit(Evaluation):
         self.threat = threat or Threat()
         self.steps = steps
         self.queries = queries
-        self.game = game or Game()
+        self.protocol = protocol or RoundProtocol()
         self.record = record
         self.subject: Subject | None = None
         self.table = PerImage(1)
@@ -84,7 +84,7 @@ class RobustAudit(Evaluation):
             for name, attack in other.attacks.items()
         }
         if self.subject.transductive and not trainer.sanity_checking:
-            self.game.check(trainer, self.loader, self.positions)
+            self.protocol.check(trainer, self.loader, self.positions)
         self.table = PerImage(len(_auditor().columns(self.subject))).to(pl_module.device)
         if self.progress:
             self.subject.tell = self.progress.advance
@@ -113,7 +113,7 @@ class RobustAudit(Evaluation):
         assert subject is not None
         if subject.transductive:
             give_source(subject.defense, trainer)
-            for x, y, index in self.game.rounds(trainer, self.loader, self.positions):
+            for x, y, index in self.protocol.rounds(trainer, self.loader, self.positions):
                 self.table.update(index, _auditor().rows(subject, x, y, index))
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
@@ -129,7 +129,7 @@ class RobustAudit(Evaluation):
         folder = writing_folder(trainer)
         if folder is None:
             return
-        write_text_whole(folder / self.record, found.json(self.circumstances(trainer, stage)))
+        write_text_whole(folder / self.record, found.json(self.run_metadata(trainer, stage)))
         if isinstance(trainer.logger, TensorBoardLogger):
             text = found.markdown()
             trainer.logger.experiment.add_text(f"{stage}/audit", text, trainer.global_step)

@@ -16,9 +16,14 @@ from torchmetrics import SumMetric
 
 from lightning_rob.attacks import TAA, Attack, evaluating
 from lightning_rob.attacks.taa import attackable
-from lightning_rob.callbacks.evaluation import Evaluation, at_radius, told_apart, writing_folder
+from lightning_rob.callbacks.evaluation import (
+    Evaluation,
+    deduplicate_names,
+    with_radius,
+    writing_folder,
+)
+from lightning_rob.callbacks.protocol import play
 from lightning_rob.callbacks.record import append_lines
-from lightning_rob.callbacks.referee import play
 from lightning_rob.defenses import Defense, Single, TransformEnsemble
 from lightning_rob.evaluation import GROUP_SIZE
 from lightning_rob.figures.heat_map import heat_map
@@ -32,7 +37,7 @@ from lightning_rob.rules import random_member
 CLEAN = "clean"  # the matrix of no attack: all its columns are the members' clean accuracies
 
 
-class CrossEval(Evaluation):
+class TransferMatrixEval(Evaluation):
     """Attack each member of the module's `defense` alone and ask all members.
 
     Sub-models of a `TransformEnsemble` are attacked in their own space, as by `TAA`.
@@ -76,7 +81,7 @@ class CrossEval(Evaluation):
                 f"no attack can be called {taken.pop()!r}: that column has another meaning"
             )
         super().__init__(every_n_epochs, max_images, seed, group_size)
-        self.attacks = at_radius(attacks, eps)
+        self.attacks = with_radius(attacks, eps)
         self.record = record
         self.matrices: dict[str, TransferMatrix] = {}
         self.transfers: dict[str, Transferability] = {}
@@ -87,7 +92,7 @@ class CrossEval(Evaluation):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Run once what is there twice; number a name that another attack in the run has."""
         for other in takewhile(lambda other: other is not self, _siblings(trainer)):
-            self.attacks = told_apart(self.attacks, other.attacks)
+            self.attacks = deduplicate_names(self.attacks, other.attacks)
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this epoch's evaluation is one of ours."""
@@ -133,7 +138,7 @@ class CrossEval(Evaluation):
     def _ask(self, defense: Defense, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         """The probability of each member's answers: [M, B, K]."""
         with evaluating(defense):
-            logits = defense.logits(x, Streams.keyed(index, self.seed))
+            logits = defense.logits(x, Streams.from_index(index, self.seed))
         check_logits(logits, y)
         return torch.stack([random_member(one[None], torch.ones(1)) for one in logits])
 
@@ -157,7 +162,7 @@ class CrossEval(Evaluation):
 
     def _results(self, trainer: Trainer, defense: Defense, stage: str) -> list[dict[str, Any]]:
         """One record per matrix, that of no attack first."""
-        shared = self.circumstances(trainer, stage) | {"probs": defense.weights.tolist()}
+        shared = self.run_metadata(trainer, stage) | {"probs": defense.weights.tolist()}
         shared |= {"names": _names(defense)}
         n, found = int(self.images.compute()), []
         size = (len(defense.weights), -1)
@@ -213,8 +218,8 @@ def _check_attackable(defense: Defense) -> None:
         known = {defense.names[i] for i in attackable(defense)}
         if beyond := [name for name in defense.names if name not in known]:
             raise TypeError(
-                f"{', '.join(beyond)} can neither be undone nor have a gradient: CrossEval needs "
-                "sub-models that can be attacked one by one; use Votes"
+                f"{', '.join(beyond)} can neither be undone nor have a gradient: "
+                "TransferMatrixEval attacks sub-models one by one; use VotingRuleEval"
             )
 
 
@@ -271,6 +276,6 @@ def _cell(accuracy: float, low: float, high: float) -> str:
     return f"{accuracy:.1%}\n{100 * low:.1f} … {100 * high:.1f}"
 
 
-def _siblings(trainer: Trainer) -> list[CrossEval]:
+def _siblings(trainer: Trainer) -> list[TransferMatrixEval]:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [other for other in callbacks if isinstance(other, CrossEval) and other.attacks]
+    return [other for other in callbacks if isinstance(other, TransferMatrixEval) and other.attacks]

@@ -18,7 +18,7 @@ from lightning_rob.evaluation import GROUP_SIZE, canonical_groups, group_loader,
 from lightning_rob.precision import float32_precision, in_float32
 from lightning_rob.threat import pixels
 
-Game = TypeVar("Game")
+Kind = TypeVar("Kind")
 
 
 def at_least_one(**counts: int | None) -> None:
@@ -28,22 +28,22 @@ def at_least_one(**counts: int | None) -> None:
             raise ValueError(f"{name} must be at least 1, got {number}")
 
 
-def at_radius(attacks: Mapping[str, Attack], eps: float | None) -> dict[str, Attack]:
+def with_radius(attacks: Mapping[str, Attack], eps: float | None) -> dict[str, Attack]:
     """The attacks in balls of this radius; as they are if it is None."""
     if eps is None:
         return dict(attacks)
     return {name: attack.rescaled(pixels(eps)) for name, attack in attacks.items()}
 
 
-def told_apart(mine: Mapping[str, Game], others: Mapping[str, Game]) -> dict[str, Game]:
+def deduplicate_names(mine: Mapping[str, Kind], others: Mapping[str, Kind]) -> dict[str, Kind]:
     """What is not among the others yet; numbered where they use the name for something else."""
-    kept: dict[str, Game] = {}
-    for name, game in mine.items():
+    kept: dict[str, Kind] = {}
+    for name, item in mine.items():
         if name not in others:
-            kept[name] = game
-        elif all(game != others[k] for k in others if k == name or k.startswith(f"{name}_")):
+            kept[name] = item
+        elif all(item != others[k] for k in others if k == name or k.startswith(f"{name}_")):
             numbered = (f"{name}_{i}" for i in count(2))
-            kept[next(key for key in numbered if key not in {*others, *mine})] = game
+            kept[next(key for key in numbered if key not in {*others, *mine})] = item
     return kept
 
 
@@ -151,11 +151,11 @@ class Evaluation(Callback, ABC):
         """Log what was found."""
         self._finish(trainer, pl_module, "test")
 
-    def circumstances(self, trainer: Trainer, stage: str) -> dict[str, Any]:
+    def run_metadata(self, trainer: Trainer, stage: str) -> dict[str, Any]:
         """When it was, and what is needed to repeat it."""
         return {
             "stage": stage,
-            **moment(trainer),
+            **checkpoint_position(trainer),
             "seed": self.seed,
             "group_size": self.group_size if self.grouped else None,
             "precision": _precision(),
@@ -251,7 +251,7 @@ def _precision() -> str:
         return float32_precision()
 
 
-def moment(trainer: Trainer) -> dict[str, Any]:
+def checkpoint_position(trainer: Trainer) -> dict[str, Any]:
     """Epoch and step of the training, or those of the checkpoint that is tested, and its file."""
     now: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
     if trainer.state.fn == "fit" or not trainer.ckpt_path:

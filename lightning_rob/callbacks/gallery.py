@@ -11,9 +11,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
-from lightning_rob.callbacks.evaluation import Evaluation, at_least_one, at_radius, writing_folder
+from lightning_rob.callbacks.evaluation import Evaluation, at_least_one, with_radius, writing_folder
+from lightning_rob.callbacks.protocol import play
 from lightning_rob.callbacks.record import append_lines
-from lightning_rob.callbacks.referee import play
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import GROUP_SIZE
 from lightning_rob.figures.gallery import Case, Shown, gallery
@@ -65,7 +65,7 @@ class Gallery(Evaluation):
         at_least_one(count=count)
         if names is not None and len(names) != 2:
             raise ValueError(f"names must be two, of the weak and the strong attack, got {names}")
-        self.weak, self.strong = at_radius({"weak": weak, "strong": strong}, eps).values()
+        self.weak, self.strong = with_radius({"weak": weak, "strong": strong}, eps).values()
         self.names = names or [type(attack).__name__ for attack in (weak, strong)]
         self.count = count
         self.name = name
@@ -123,7 +123,7 @@ class Gallery(Evaluation):
             return [], torch.zeros(0)
         x_adv, _ = play(attack, defense, x, y, index, self.seed, side)
         with evaluating(defense), torch.no_grad():
-            logits = defense.logits(x_adv, Streams.keyed(index, self.seed, side, 2))
+            logits = defense.logits(x_adv, Streams.from_index(index, self.seed, side, 2))
         confidence, answers = logits.softmax(-1).max(-1)
         parts = (x_adv.cpu(), answers.T.cpu(), confidence.T.cpu())
         # Cloned, for a view would keep the whole batch alive.
@@ -145,7 +145,7 @@ class Gallery(Evaluation):
 
     def _publish(self, trainer: Trainer, stage: str, folder: Path) -> None:
         attacks = {"weak": describe(self.weak), "strong": describe(self.strong)}
-        record = {"name": self.name} | self.circumstances(trainer, stage) | attacks | self.counts
+        record = {"name": self.name} | self.run_metadata(trainer, stage) | attacks | self.counts
         append_lines(folder / f"{self.name}.jsonl", [json.dumps(record)])
         if not self.kept:
             return

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Game:
+class RoundProtocol:
     """How a defense that adapts to the test batch is played against.
 
     Args:
@@ -18,8 +18,8 @@ class Game:
             or "by_label", in which every two rounds in a row are sorted by label, so that a round
             has few classes (Chen et al. 2022, Table 5).
         images: how many images make a round; None is the batch size of the evaluation.
-        leaking: whether the attacker sees what a stateful defense has become; otherwise it knows
-            only what becomes of its own rehearsal.
+        attacker_sees_state: show the attacker the state of a stateful defense; otherwise it knows
+            only the state of its own rehearsal.
 
     Raises:
         ValueError: another order, or rounds without images.
@@ -27,7 +27,7 @@ class Game:
 
     order: Literal["natural", "by_label"] = "natural"
     images: int | None = None
-    leaking: bool = False
+    attacker_sees_state: bool = False
 
     def __post_init__(self) -> None:
         if self.order not in ("natural", "by_label"):
@@ -59,7 +59,7 @@ class Game:
         """The images that are played, in order, and how many make a round."""
         size = self.images or loader.batch_size
         if size is None:
-            raise ValueError("the loader has no batch size to make rounds of: give game.images")
+            raise ValueError("the loader has no batch size to make rounds of: give protocol.images")
         order = torch.arange(len(loader.dataset)) if positions is None else positions
         return order[: images_within_limits(trainer, loader, size)], size
 
@@ -77,7 +77,9 @@ class Game:
         told: dict[str, Any] = {"order": self.order, "images": self.images or loader.batch_size}
         told["defender"] = "stateful" if defense.stateful else "stateless"
         if defense.stateful:
-            told["attacker"] = "sees its state" if self.leaking else "rehearses its state"
+            told["attacker"] = (
+                "sees its state" if self.attacker_sees_state else "rehearses its state"
+            )
             told["sequences"] = world_size  # each process plays one of its own
         return told
 
@@ -124,5 +126,5 @@ def check_rounds(rounds: int, processes: int, images: int) -> None:
         raise ValueError(
             f"all {images} images make one round, which one of {processes} processes plays while "
             "the others wait for it and time out: start one process (--trainer.devices=1), or "
-            f"play smaller rounds, game.images={-(-images // processes)} or fewer"
+            f"play smaller rounds, protocol.images={-(-images // processes)} or fewer"
         )

@@ -13,7 +13,7 @@ from lightning_rob.signals import stop
 GRADIENT, LOSS = 1.0, 2.0
 
 
-class Guard(Callback):
+class TerminateOnNonFinite(Callback):
     """Stops all processes before an optimizer steps by what is not finite on one of them.
 
     No checkpoint is written of weights that are not finite, and none is tested. SIGTERM and Ctrl-C

@@ -16,15 +16,16 @@ from lightning_rob.attacks.base import parts
 from lightning_rob.callbacks.evaluation import (
     Evaluation,
     at_least_one,
-    at_radius,
-    moment,
+    checkpoint_position,
+    deduplicate_names,
     run_folder,
-    told_apart,
+    with_radius,
     writing_folder,
 )
-from lightning_rob.callbacks.game import Game
+from lightning_rob.callbacks.game import RoundProtocol
 from lightning_rob.callbacks.panels import panel as draw
 from lightning_rob.callbacks.progress import console_of
+from lightning_rob.callbacks.protocol import AttackerDefenderSession, NoAttack, answers
 from lightning_rob.callbacks.record import (
     Result,
     append_records,
@@ -32,7 +33,6 @@ from lightning_rob.callbacks.record import (
     print_table,
     versions,
 )
-from lightning_rob.callbacks.referee import Match, Untouched, answers
 from lightning_rob.data.labelled import give_source
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.learning import listener
@@ -44,7 +44,7 @@ from lightning_rob.ledger import (
     describe,
     fingerprint,
     key_of,
-    likeliest,
+    predicted_class,
     save_images,
 )
 from lightning_rob.metrics import paired, robust_accuracy, student
@@ -86,10 +86,10 @@ class RobustEval(Evaluation):
         record: file in the run's folder to which each result is appended as a line of JSON.
         eps: radius of all attacks instead of their own, in pixel units; the steps of PGD and ARC
             keep their share of it.
-        game: how a defense that adapts is played against; None is `Game()` for such a defense, and
-            batch by batch for any other.
+        protocol: the rounds in which a defense that adapts is attacked; None is `RoundProtocol()`
+            for such a defense, and batch by batch for any other.
         save_images: keep the perturbed images in the run's folder, without loss: PNG of those an
-            `EightBit` attack makes, else float32 arrays.
+            `Quantized8Bit` attack makes, else float32 arrays.
         private_draws: how many fresh defenders, each with private randomness of its own, adapt to
             the same perturbed batch; with more than one the intervals hold that randomness too.
         group_size: images that are attacked together; other sizes may round otherwise.
@@ -111,7 +111,7 @@ class RobustEval(Evaluation):
         record: str = "robust.jsonl",
         eps: float | None = None,
         inferences: int = 1,
-        game: Game | None = None,
+        protocol: RoundProtocol | None = None,
         save_images: bool = False,
         private_draws: int = 1,
         group_size: int = GROUP_SIZE,
@@ -124,18 +124,18 @@ class RobustEval(Evaluation):
             )
         super().__init__(every_n_epochs, max_images, seed, group_size)
         at_least_one(repeats=repeats, inferences=inferences, private_draws=private_draws)
-        self.attacks = at_radius(attacks, eps)
+        self.attacks = with_radius(attacks, eps)
         self.target = target
         self.repeats = repeats
         self.inferences = inferences
         self.panel = panel
         self.record = record
-        self.game = game
+        self.protocol = protocol
         self.save_images = save_images
         self.private_draws = private_draws
         self.random: bool | None = None
-        self.playing: Game | None = None
-        self.matches: dict[tuple[str, int], Match] = {}
+        self.playing: RoundProtocol | None = None
+        self.matches: dict[tuple[str, int], AttackerDefenderSession] = {}
         self.folder: Path | None = None
         self.book = Book(("clean", *attacks), inferences * private_draws)
         self.seconds = dict.fromkeys(attacks, 0.0)
@@ -155,10 +155,10 @@ class RobustEval(Evaluation):
         for other in _siblings(trainer):
             images = (other.max_images, other.seed, other.group_size)
             counts = (other.repeats, other.inferences, other.private_draws)
-            how = (other.target, other.game, *images, *counts)
+            how = (other.target, other.protocol, *images, *counts)
             games = {k: (attack, *how) for k, attack in other.attacks.items()}
             if other is self:
-                self.attacks = {k: game[0] for k, game in told_apart(games, earlier).items()}
+                self.attacks = {k: game[0] for k, game in deduplicate_names(games, earlier).items()}
                 return
             earlier |= games
 
@@ -173,7 +173,7 @@ class RobustEval(Evaluation):
     def begin(self, trainer: Trainer, pl_module: Any) -> None:
         """Forget the last evaluation; find what is left of one that was stopped."""
         defense = self.target(pl_module.defense)
-        self.playing = self.game or (Game() if defense.transductive else None)
+        self.playing = self.protocol or (RoundProtocol() if defense.transductive else None)
         if self.playing and not trainer.sanity_checking:
             self.playing.check(trainer, self.loader, self.positions)
         if self.private_draws > 1 and not defense.transductive:
@@ -222,7 +222,8 @@ class RobustEval(Evaluation):
             "inferences": self.inferences,
             "private_draws": self.private_draws,
             "save_images": self.save_images,
-            "game": self.playing and self.playing.record(defense, self.loader, trainer.world_size),
+            "protocol": self.playing
+            and self.playing.record(defense, self.loader, trainer.world_size),
             "attacks": {name: card_of(attack) for name, attack in self.attacks.items()},
             "versions": versions(),
         }
@@ -249,7 +250,9 @@ class RobustEval(Evaluation):
         defense = self.target(pl_module.defense)
         self.random = self.random or is_random(defense, x[:TRIED], index[:TRIED])
         if not self._recalled(x, y, index):
-            noise = Streams.keyed(index, self.seed, 0, 2)  # that of the first repeat of each attack
+            noise = Streams.from_index(
+                index, self.seed, 0, 2
+            )  # that of the first repeat of each attack
             clean = answers(defense, x, noise, self.inferences)
             self._score_all(trainer, defense, clean, (x, y, index))
 
@@ -265,7 +268,7 @@ class RobustEval(Evaluation):
             return
         defense = self.target(pl_module.defense)
         give_source(defense, trainer)
-        nothing = Untouched(next(iter(self.attacks.values())).threat)
+        nothing = NoAttack(next(iter(self.attacks.values())).threat)
         untouched = self._new_match(nothing, defense, self.seed, repeat=0)
         token = listener.set(self.progress.tell if self.progress and self.progress.rich else None)
         try:
@@ -297,7 +300,7 @@ class RobustEval(Evaluation):
         x, y, index = batch
         before = list(self.seconds.values())
         scores = torch.stack([robust_accuracy(answer, y) for answer in clean], 1)
-        outcomes = [Outcome(scores, likeliest(clean[0]), torch.zeros_like(scores[:, 0]))]
+        outcomes = [Outcome(scores, predicted_class(clean[0]), torch.zeros_like(scores[:, 0]))]
         for name, attack in self.attacks.items():
             outcomes.append(self._score(trainer, name, attack, defense, clean[0], batch))
         if not trainer.sanity_checking:
@@ -332,9 +335,11 @@ class RobustEval(Evaluation):
             self.progress.advance(name, len(x))
         self.seconds[name] += time.perf_counter() - began
         sizes = attack.threat.distance(x_adv, x)
-        return Outcome(total / self.repeats, likeliest(found[0]), sizes)
+        return Outcome(total / self.repeats, predicted_class(found[0]), sizes)
 
-    def _match(self, name: str, attack: Attack, defense: Defense, repeat: int) -> Match:
+    def _match(
+        self, name: str, attack: Attack, defense: Defense, repeat: int
+    ) -> AttackerDefenderSession:
         """A new match, or in a game the one that is going on."""
         keys = (self.seed, repeat, *name.encode())
         if self.playing is None:
@@ -344,12 +349,21 @@ class RobustEval(Evaluation):
             self.matches[name, repeat] = new
         return self.matches[name, repeat]
 
-    def _new_match(self, attack: Attack, defense: Defense, *keys: int, repeat: int) -> Match:
+    def _new_match(
+        self, attack: Attack, defense: Defense, *keys: int, repeat: int
+    ) -> AttackerDefenderSession:
         """A match whose defender has the same private randomness under every attack."""
-        leaking = self.playing is not None and self.playing.leaking
+        attacker_sees_state = self.playing is not None and self.playing.attacker_sees_state
         private = (self.seed, repeat)
         draws = self.private_draws
-        return Match(attack, defense, *keys, private=private, draws=draws, leaking=leaking)
+        return AttackerDefenderSession(
+            attack,
+            defense,
+            *keys,
+            private=private,
+            draws=draws,
+            attacker_sees_state=attacker_sees_state,
+        )
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log what was found, and record it."""
@@ -382,7 +396,7 @@ class RobustEval(Evaluation):
         folder = writing_folder(trainer)
         path = folder and folder / "images" / f"{self._stem(stage, trainer)}.csv"
         card = self._told(trainer, pl_module, defense)
-        card |= {"stage": stage, **moment(trainer), "random": self.random}
+        card |= {"stage": stage, **checkpoint_position(trainer), "random": self.random}
         worst = worst_case([self.scores()], bool(self.random), joint=self.playing is not None)
         card["worst"] = worst.choice
         self.book.write(path, len(defense.weights), card, worst.scores.mean(1))
@@ -401,12 +415,12 @@ class RobustEval(Evaluation):
         return "-".join([stage, *epoch, *target, told])
 
     def _circumstances(self, trainer: Trainer, stage: str, defense: Defense) -> dict[str, Any]:
-        shared = self.circumstances(trainer, stage) | {"target": self._target_name}
+        shared = self.run_metadata(trainer, stage) | {"target": self._target_name}
         counts = ("repeats", "inferences", "private_draws", "random")
         shared |= {name: getattr(self, name) for name in counts}
         if self.playing is not None:
-            shared["game"] = self.playing.record(defense, self.loader, trainer.world_size)
-            shared["group_size"] = shared["game"]["images"]
+            shared["protocol"] = self.playing.record(defense, self.loader, trainer.world_size)
+            shared["group_size"] = shared["protocol"]["images"]
         return shared | {"interval_covers": self._covered(defense)}
 
     def _covered(self, defense: Defense) -> str:

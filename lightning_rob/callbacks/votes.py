@@ -16,13 +16,13 @@ from lightning_rob.attacks.taa import attackable
 from lightning_rob.callbacks.evaluation import (
     Evaluation,
     at_least_one,
-    at_radius,
-    told_apart,
+    deduplicate_names,
+    with_radius,
     writing_folder,
 )
 from lightning_rob.callbacks.progress import console_of
+from lightning_rob.callbacks.protocol import NoAttack, check_within
 from lightning_rob.callbacks.record import append_lines
-from lightning_rob.callbacks.referee import Untouched, check_within
 from lightning_rob.callbacks.votes_table import CLEAN, print_votes
 from lightning_rob.defenses import Defense, TransformEnsemble
 from lightning_rob.evaluation import GROUP_SIZE
@@ -30,7 +30,7 @@ from lightning_rob.ledger.identity import describe
 from lightning_rob.metrics import PerImage, robust_accuracy, wilson_over_draws
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Streams
-from lightning_rob.rules import ATHENA, Rule
+from lightning_rob.rules import VOTING_RULES, Rule
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import WORDS, chosen
 
@@ -39,7 +39,7 @@ DISSIMILARITY = Threat("l2", 1.0, relative=True)
 Names = list[str] | str
 
 
-class Votes(Evaluation):
+class VotingRuleEval(Evaluation):
     """Attack an ensemble once, and count its members' votes by every rule.
 
     Prints a table with the accuracy under each rule, as Tables 4 to 7 of Liao et al. (2020), at the
@@ -89,13 +89,13 @@ class Votes(Evaluation):
             raise ValueError("no attack can be called 'clean': that row has another meaning")
         super().__init__(every_n_epochs, max_images, seed, group_size)
         at_least_one(draws=draws)
-        self.attacks = at_radius(attacks, eps)
-        self.rules = rules or dict(ATHENA)
+        self.attacks = with_radius(attacks, eps)
+        self.rules = rules or dict(VOTING_RULES)
         self.ensembles = ensembles
         self.draws = draws
         self.attacked = attacked
         self.each_target = each_target
-        self.playing: dict[str, Attack] = {}
+        self.rounds_of: dict[str, Attack] = {}
         self.record = record
         self.parts: dict[str, list[list[int]]] = {}
         self.tables: dict[str, PerImage] = {}
@@ -107,7 +107,7 @@ class Votes(Evaluation):
         earlier: dict[str, Any] = {}
         for other in takewhile(lambda other: other is not self, _siblings(trainer)):
             earlier |= other.games()
-        self.attacks = {k: game[0] for k, game in told_apart(self.games(), earlier).items()}
+        self.attacks = {k: game[0] for k, game in deduplicate_names(self.games(), earlier).items()}
 
     def games(self) -> dict[str, Any]:
         """What tells an attack here from another."""
@@ -131,10 +131,10 @@ class Votes(Evaluation):
             raise TypeError(f"{kind} adapts to the test batch: play games against it by RobustEval")
         self.parts = self._parts(pl_module.defense)
         votes = sum(map(len, self.parts.values())) * len(self.rules)
-        self.playing = self._made(pl_module.defense)
-        names = (CLEAN, *self.playing)
+        self.rounds_of = self._made(pl_module.defense)
+        names = (CLEAN, *self.rounds_of)
         self.tables = {name: PerImage(1 + votes).to(pl_module.device) for name in names}
-        self.seconds = dict.fromkeys(self.playing, 0.0)
+        self.seconds = dict.fromkeys(self.rounds_of, 0.0)
 
     def _target(self, defense: Any) -> Any:
         """What the attacker knows of the defense."""
@@ -170,12 +170,12 @@ class Votes(Evaluation):
         """Let the members vote on the batch, untouched and under every attack."""
         defense = pl_module.defense
         target = self._target(defense)
-        nothing = Untouched(next(iter(self.attacks.values())).threat)
-        for name, attack in {CLEAN: nothing, **self.playing}.items():
+        nothing = NoAttack(next(iter(self.attacks.values())).threat)
+        for name, attack in {CLEAN: nothing, **self.rounds_of}.items():
             began, keys = time.perf_counter(), (self.seed, 0, *name.encode())
-            x_adv = attack(target, x, y, Streams.keyed(index, *keys, 0))
+            x_adv = attack(target, x, y, Streams.from_index(index, *keys, 0))
             check_within(attack, x_adv, x)
-            scores = self._scores(defense, x_adv, y, Streams.keyed(index, *keys, 2))
+            scores = self._scores(defense, x_adv, y, Streams.from_index(index, *keys, 2))
             dissimilarity = DISSIMILARITY.distance(x_adv, x)
             if not trainer.sanity_checking:
                 self.tables[name].update(index, torch.stack([dissimilarity, *scores], 1))
@@ -200,7 +200,7 @@ class Votes(Evaluation):
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log the accuracies, and record them."""
-        self.results = self._results(self.circumstances(trainer, stage))
+        self.results = self._results(self.run_metadata(trainer, stage))
         for result in self.results:
             middle = "" if self.ensembles is None else f"{result['ensemble']}/"
             key = f"{stage}/votes/{result['name']}/{middle}{result['rule']}"
@@ -228,7 +228,7 @@ class Votes(Evaluation):
     def _details(self, name: str) -> dict[str, Any]:
         if name == CLEAN:
             return {}
-        attack = self.playing[name]
+        attack = self.rounds_of[name]
         told = {"attack": describe(attack), "threat": repr(attack.threat)}
         return told | {"attacked": self.attacked, "seconds": self.seconds[name]}
 
@@ -264,6 +264,6 @@ def _places(defense: Defense, names: Names, seed: int) -> list[int]:
     return [defense.place(name) for name in dict.fromkeys(wanted)]
 
 
-def _siblings(trainer: Trainer) -> list[Votes]:
+def _siblings(trainer: Trainer) -> list[VotingRuleEval]:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [other for other in callbacks if isinstance(other, Votes) and other.attacks]
+    return [other for other in callbacks if isinstance(other, VotingRuleEval) and other.attacks]

@@ -45,7 +45,7 @@ def main(args: Sequence[str]) -> None:
 def _otherwise(ledgers: Sequence[Ledger], pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
     """What else tells two records apart than their checkpoints, so that it might be the cause."""
     cards = [ledger.card for ledger in ledgers]
-    for name in ("target", "seed", "repeats", "inferences", "game", "versions"):
+    for name in ("target", "seed", "repeats", "inferences", "protocol", "versions"):
         values = [card.get(name) for card in cards]
         if any(value != values[0] for value in values):
             yield f"They differ in {name}: {values[0]} and {values[1]}"

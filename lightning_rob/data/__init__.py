@@ -7,8 +7,8 @@ from lightning_rob.data.image_data import ImageData
 from lightning_rob.data.images import Images
 from lightning_rob.data.mnist import MNIST, FashionMNIST
 from lightning_rob.data.patches import Patches10
+from lightning_rob.data.source_target import SourceTargetData
 from lightning_rob.data.svhn import SVHN
-from lightning_rob.data.unlabelled import WithTarget
 
 __all__ = [
     "CIFAR10",
@@ -21,5 +21,5 @@ __all__ = [
     "ImageData",
     "Images",
     "Patches10",
-    "WithTarget",
+    "SourceTargetData",
 ]

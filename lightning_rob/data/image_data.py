@@ -15,7 +15,7 @@ from lightning_rob.data.sampling import (
     every_image_once,
     resumption,
 )
-from lightning_rob.randomness import fold
+from lightning_rob.randomness import derive_seed
 
 
 def at_least(minimum: int, **values: int | None) -> None:
@@ -104,7 +104,7 @@ class ImageData(LightningDataModule, ABC):
 
     def split_generator(self, *keys: int) -> torch.Generator:
         """A stream for the split, which `seed` has no part in."""
-        return torch.Generator().manual_seed(fold(self.split_seed, *keys))
+        return torch.Generator().manual_seed(derive_seed(self.split_seed, *keys))
 
     def setup(self, stage: str | None = None) -> None:
         """Load what the stage needs, once."""

@@ -15,11 +15,11 @@ def give_source(defense: nn.Module, trainer: Trainer) -> None:
         ValueError: the run's data module is none of ours.
     """
     for part in defense.modules():
-        if isinstance(part, Transductive) and part.learns and part.given is None:
+        if isinstance(part, Transductive) and part.needs_source and part.source_data is None:
             data = trainer.datamodule  # type: ignore[attr-defined]
             if not isinstance(data, ImageData):
                 raise ValueError(
                     f"{type(part).__name__} learns from labelled images: give it source=(x, y), or "
                     "evaluate it with one of the data modules of lightning_rob.data"
                 )
-            part.given = Source(data.labelled())
+            part.source_data = Source(data.labelled())

@@ -75,7 +75,7 @@ class Part(Dataset[Sample]):
         if not self.steps:
             return [self._sample(i) for i in index.tolist()]
         moment = place // len(self) * len(self.source) + index
-        keys = Streams.keyed(moment, self.seed).keys
+        keys = Streams.from_index(moment, self.seed).keys
         with torch.random.fork_rng(devices=[]):
             return [
                 self._sample(i, key) for i, key in zip(index.tolist(), keys.tolist(), strict=True)

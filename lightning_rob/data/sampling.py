@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_rob.randomness import fold
+from lightning_rob.randomness import derive_seed
 
 
 class Start(NamedTuple):
@@ -82,7 +82,7 @@ class EpochSampler(DistributedSampler[int]):
         """This process's images of this epoch, in order."""
         assert isinstance(self.dataset, Sized)
         count = len(self.dataset)
-        generator = torch.Generator().manual_seed(fold(self.seed, self.epoch))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         order = torch.randperm(count, generator=generator).repeat(self.num_replicas)
         mine = order[self.rank : self.total_size : self.num_replicas] + self.epoch * count
         return iter(mine.tolist()[self.seen if self.epoch == self.start.epoch else 0 :])

@@ -60,7 +60,7 @@ class Shown:
         for start in range(0, len(self.x), CHUNK):
             x, index = self.x[start : start + CHUNK], self.index[start : start + CHUNK]
             with torch.no_grad():
-                chunks.append(transformed(transform, name, x, Streams.keyed(index, seed)))
+                chunks.append(transformed(transform, name, x, Streams.from_index(index, seed)))
             if tell:
                 tell(len(x))
         found = torch.cat(chunks)

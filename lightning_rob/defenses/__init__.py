@@ -1,6 +1,6 @@
 """Defenses: one idea, `Defense`, and what it is made of."""
 
-from lightning_rob.defenses.base import Defense, Single, static
+from lightning_rob.defenses.base import Defense, Single, base_model
 from lightning_rob.defenses.dann import DANN
 from lightning_rob.defenses.dent import DENT
 from lightning_rob.defenses.ensemble import Ensemble, Mixture, first_member
@@ -22,6 +22,6 @@ __all__ = [
     "Single",
     "TransformEnsemble",
     "URejectron",
+    "base_model",
     "first_member",
-    "static",
 ]

@@ -52,7 +52,7 @@ class Defense(nn.Module, ABC):
         )
 
     @property
-    def networks(self) -> list[nn.Module]:
+    def foldable_networks(self) -> list[nn.Module]:
         """The networks that see images, and nothing else calls a part of: an attack may fold them.
 
         Raises:
@@ -62,7 +62,7 @@ class Defense(nn.Module, ABC):
             raise TypeError(f"{type(self).__name__} adapts: its network has to stay as it is")
         return self.classifiers
 
-    def drawn(
+    def sample_logits(
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """The logits of repeated draws, and their weights.
@@ -94,7 +94,7 @@ class Defense(nn.Module, ABC):
         """The defense after it has seen the unlabelled test batch; this one stays as it was."""
         return self
 
-    def settle(self, generator: Generator = None) -> "Defense":
+    def after_batch(self, generator: Generator = None) -> "Defense":
         """What a stateful defense goes on with after it has answered; this one stays as it was."""
         return self
 
@@ -104,12 +104,12 @@ class Defense(nn.Module, ABC):
         return type(self).adapt is not Defense.adapt
 
     @property
-    def static(self) -> "Defense":
+    def base_model(self) -> "Defense":
         """The defense before it has seen any test image: what a transfer attack attacks."""
         return self
 
     @property
-    def now(self) -> "Defense":
+    def adapted_model(self) -> "Defense":
         """What answers at this moment, without what it adapts by: a point of GMSA's model space."""
         return self
 
@@ -145,6 +145,6 @@ class Single(Defense):
         return torch.as_tensor(self.net(x)).unsqueeze(0)
 
 
-def static(defense: Defense) -> Defense:
+def base_model(defense: Defense) -> Defense:
     """The defense before it has seen any test image, for an evaluation's target."""
-    return defense.static
+    return defense.base_model

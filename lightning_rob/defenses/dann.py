@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_rob.defenses.learning import Transductive, redrawn, shown, shuffled
+from lightning_rob.defenses.learning import Transductive, reinitialized, shown, shuffled
 from lightning_rob.defenses.source import Augment, Source, SourceData
 from lightning_rob.nets.dann import reversed_gradient
 from lightning_rob.objectives import classification_loss
@@ -120,7 +120,7 @@ class DANN(Transductive):
         self.lr_scheduler = lr_scheduler
         self.augment = augment
 
-    def learnt(self, x: Tensor, chance: torch.Generator) -> Self:
+    def fit_to_batch(self, x: Tensor, chance: torch.Generator) -> Self:
         """The defense with a network trained from the beginning, on the source and on x.
 
         Args:
@@ -128,9 +128,9 @@ class DANN(Transductive):
             chance: draws the weights, the orders of source and x, and dropout.
 
         Raises:
-            TypeError: the network has weights that cannot be drawn anew, see `redrawn`.
+            TypeError: the network has weights that cannot be drawn anew, see `reinitialized`.
         """
-        net = redrawn(self.net, chance).train()
+        net = reinitialized(self.net, chance).train()
         optimizer = self.optimizer(net.parameters())
         schedule = self.lr_scheduler and self.lr_scheduler(optimizer)
         target = Source((x, x.new_full((len(x),), -1, dtype=torch.long)))
@@ -146,7 +146,7 @@ class DANN(Transductive):
             if schedule and last:
                 schedule.step()
         optimizer.zero_grad()
-        return self.having(adapted=net.eval().requires_grad_(False))
+        return self.copy_with(adapted=net.eval().requires_grad_(False))
 
     def _steps(
         self, count: int, chance: torch.Generator

@@ -47,7 +47,7 @@ class DENT(Transductive):
         ValueError: no steps, unknown statistics, or a network without BatchNorm2d.
     """
 
-    learns = False
+    needs_source = False
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class DENT(Transductive):
         self.statistics = statistics
         self.diversity = diversity
 
-    def learnt(self, x: Tensor, chance: torch.Generator) -> Self:
+    def fit_to_batch(self, x: Tensor, chance: torch.Generator) -> Self:
         """The defense with scales and shifts for each of the images [B, C, H, W]."""
         net = trainable(self.net).requires_grad_(False)
         layers = _per_image(net, len(x), self.statistics)
@@ -89,7 +89,7 @@ class DENT(Transductive):
         for weight in weights:
             weight.grad = None
             weight.requires_grad_(False)
-        return self.having(adapted=net.eval())
+        return self.copy_with(adapted=net.eval())
 
 
 def information(logits: Tensor, diversity: float = 1.0) -> Tensor:

@@ -93,9 +93,9 @@ class Mixture(Defense):
         return [net for part in self.defenses for net in part.classifiers]
 
     @property
-    def networks(self) -> list[nn.Module]:
+    def foldable_networks(self) -> list[nn.Module]:
         """The networks of all the parts."""
-        return [net for part in self.defenses for net in part.networks]
+        return [net for part in self.defenses for net in part.foldable_networks]
 
     @property
     def transductive(self) -> bool:
@@ -103,14 +103,14 @@ class Mixture(Defense):
         return any(part.transductive for part in self.defenses)
 
     @property
-    def static(self) -> "Mixture":
+    def base_model(self) -> "Mixture":
         """The parts before they have seen any test image."""
-        return self._of([part.static for part in self.defenses])
+        return self._of([part.base_model for part in self.defenses])
 
     @property
-    def now(self) -> "Mixture":
+    def adapted_model(self) -> "Mixture":
         """The parts as they stand."""
-        return self._of([part.now for part in self.defenses])
+        return self._of([part.adapted_model for part in self.defenses])
 
     def adapt(self, x: Tensor, generator: Generator = None) -> "Mixture":
         """The parts after each of them has seen the unlabelled test batch."""
@@ -118,9 +118,9 @@ class Mixture(Defense):
             return self
         return self._of([part.adapt(x, generator) for part in self.defenses])
 
-    def settle(self, generator: Generator = None) -> "Mixture":
+    def after_batch(self, generator: Generator = None) -> "Mixture":
         """What the parts go on with after they have answered."""
-        return self._of([part.settle(generator) for part in self.defenses])
+        return self._of([part.after_batch(generator) for part in self.defenses])
 
     def _of(self, parts: list[Defense]) -> "Mixture":
         return Mixture(parts, self.shares, self.rule)
@@ -136,11 +136,11 @@ class Mixture(Defense):
         answers = [part(x, generator) for part in self.defenses]
         return torch.stack([p * a for p, a in zip(self.shares, answers, strict=True)]).sum(0)
 
-    def drawn(
+    def sample_logits(
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """The draws of all the parts, each asked for so many."""
-        found = [part.drawn(x, generator, draws) for part in self.defenses]
+        found = [part.sample_logits(x, generator, draws) for part in self.defenses]
         weights = [share * part for share, (_, part) in zip(self.shares, found, strict=True)]
         return torch.cat([logits for logits, _ in found]), torch.cat(weights)
 

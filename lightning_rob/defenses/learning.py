@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from lightning_rob.defenses.base import Defense, Single, check_network
 from lightning_rob.defenses.source import Source, SourceData
-from lightning_rob.randomness import Generator, borrowed_global, spawn
+from lightning_rob.randomness import Generator, generator_from, seeded_global_rng
 from lightning_rob.rules import Rule, mean_probs
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Transductive(Defense):
             line gives those that the run was trained on.
     """
 
-    learns = True  # whether `adapt` needs labelled images
+    needs_source = True  # whether `adapt` needs labelled images
 
     def __init__(
         self, net: nn.Module, rule: Rule = mean_probs, source: SourceData | None = None
@@ -41,7 +41,7 @@ class Transductive(Defense):
         super().__init__(torch.ones(1), rule)
         self.net = net
         self.adapted: nn.Module | None = None
-        self.given = None if source is None else Source(source)
+        self.source_data = None if source is None else Source(source)
 
     @property
     def source(self) -> Source:
@@ -50,24 +50,24 @@ class Transductive(Defense):
         Raises:
             ValueError: nobody has given any.
         """
-        if self.given is None:
+        if self.source_data is None:
             raise ValueError(
                 f"{type(self).__name__} learns from labelled images: give it source=(x, y)"
             )
-        return self.given
+        return self.source_data
 
     @property
-    def networks(self) -> list[nn.Module]:
+    def foldable_networks(self) -> list[nn.Module]:
         """None that an attack may fold: the defense calls parts of them, and copies them."""
         raise TypeError(f"{type(self).__name__} copies its network: it has to stay as it is")
 
     @property
-    def static(self) -> Defense:
+    def base_model(self) -> Defense:
         """The network before it has seen any test image."""
         return Single(self.net, self.rule)
 
     @property
-    def now(self) -> Defense:
+    def adapted_model(self) -> Defense:
         """The network as it stands."""
         return Single(self.adapted or self.net, self.rule)
 
@@ -85,12 +85,12 @@ class Transductive(Defense):
         Returns:
             A defense whose network has learnt from x. What else it holds is shared with this one.
         """
-        chance = spawn(x, generator)
+        chance = generator_from(x, generator)
         with learning(chance, x.device):
-            return self.learnt(x.detach().clone(), chance)
+            return self.fit_to_batch(x.detach().clone(), chance)
 
     @abstractmethod
-    def learnt(self, x: Tensor, chance: torch.Generator) -> Self:
+    def fit_to_batch(self, x: Tensor, chance: torch.Generator) -> Self:
         """`adapt`, with gradients for weights and with chance of its own.
 
         Args:
@@ -98,7 +98,7 @@ class Transductive(Defense):
             chance: the defender's; torch's global streams are seeded from it too.
         """
 
-    def having(self, **changed: Any) -> Self:
+    def copy_with(self, **changed: Any) -> Self:
         """This defense with other attributes, all else shared."""
         other = copy.copy(self)
         for table in ("_modules", "_parameters", "_buffers"):
@@ -115,7 +115,7 @@ def learning(chance: torch.Generator, device: torch.device) -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
-        borrowed_global(chance, device),
+        seeded_global_rng(chance, device),
     ):
         yield
 
@@ -168,7 +168,7 @@ def asking(defense: nn.Module, index: Tensor) -> Iterator[None]:
             layer.asked = rows
 
 
-def redrawn(net: nn.Module, chance: torch.Generator) -> nn.Module:
+def reinitialized(net: nn.Module, chance: torch.Generator) -> nn.Module:
     """A copy of a network with all weights drawn anew, by the `reset_parameters` of its modules.
 
     That of a module comes after those of its parts, so that a network with an initialisation of its
@@ -184,7 +184,7 @@ def redrawn(net: nn.Module, chance: torch.Generator) -> nn.Module:
     fresh = trainable(net)
     weights = dict(fresh.named_parameters())
     device = next(iter(weights.values()), torch.zeros(0)).device
-    with torch.no_grad(), borrowed_global(chance, device):
+    with torch.no_grad(), seeded_global_rng(chance, device):
         for weight in weights.values():
             weight.fill_(torch.nan)  # what is still there afterwards has not been drawn
         for module in reversed(list(fresh.modules())):

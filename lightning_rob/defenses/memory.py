@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_rob.defenses.base import Defense, Single
 from lightning_rob.defenses.learning import shown
 from lightning_rob.defenses.source import Augment, Source
-from lightning_rob.randomness import Generator, Streams, borrowed_global, fold
+from lightning_rob.randomness import Generator, Streams, derive_seed, seeded_global_rng
 
 Attacker = Callable[[Defense, Tensor, Tensor, Generator], Any]  # to a Tensor, see `data.samples`
 FORMAT = 1  # of the files and of how they are made: another number makes all of them anew
@@ -27,7 +27,7 @@ SAMPLED = 64  # images that tell a source from another of the same length
 
 
 @dataclass(frozen=True)
-class Remembered:
+class FeatureSet:
     """Labelled images with their features, on the CPU, mapped from files.
 
     Args:
@@ -48,7 +48,7 @@ class Remembered:
         return self.x[index].to(device), self.y[index].to(device)
 
 
-class Memory:
+class FeatureStore:
     """D' of RMC: the source once as it is, then attacked, all with the features of a network.
 
     Made when first asked for, and anew for a network of other weights. Every pass over the source
@@ -79,9 +79,9 @@ class Memory:
         self.layer = layer
         self.seed = seed
         self.cache = cache
-        self._last: tuple[Source, str, Remembered] | None = None
+        self._last: tuple[Source, str, FeatureSet] | None = None
 
-    def of(self, net: nn.Module, source: Source, device: torch.device) -> Remembered:
+    def of(self, net: nn.Module, source: Source, device: torch.device) -> FeatureSet:
         """The images and features for a network; its modes and weights are left as they are.
 
         Args:
@@ -100,7 +100,7 @@ class Memory:
 
     def _found(
         self, net: nn.Module, network: str, source: Source, device: torch.device
-    ) -> Remembered:
+    ) -> FeatureSet:
         place = Path(self.cache) / f"rmc-{self._key(network, source)}" if self.cache else None
         if place and place.is_dir():
             return _read(place)
@@ -132,12 +132,12 @@ class Memory:
         self, net: nn.Module, source: Source, turn: int, index: Tensor, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """The images and labels at these positions [B]: clean in the first turn, else attacked."""
-        chance = torch.Generator().manual_seed(fold(self.seed, turn, int(index[0])))
-        with borrowed_global(chance, device):
+        chance = torch.Generator().manual_seed(derive_seed(self.seed, turn, int(index[0])))
+        with seeded_global_rng(chance, device):
             x, y = source.take(index, self.augment)
             x, y = x.to(device, torch.float32), y.to(device, torch.int64)
             if turn and self.attack:
-                noise = Streams.keyed(index.to(device), self.seed, turn)
+                noise = Streams.from_index(index.to(device), self.seed, turn)
                 x = self.attack(Single(net), x, y, noise)
         return x, y
 
@@ -262,11 +262,11 @@ def _digest(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _write(folder: Path, parts: Iterable[Sequence[Tensor]], count: int) -> None:
-    """Batches of so many rows in all into one .npy file for each of `Remembered`'s tensors."""
+    """Batches of so many rows in all into one .npy file for each of `FeatureSet`'s tensors."""
     with ExitStack() as stack:
         files: dict[str, BinaryIO] = {}
         for batch in parts:
-            for name, part in zip(Remembered.__annotations__, batch, strict=True):
+            for name, part in zip(FeatureSet.__annotations__, batch, strict=True):
                 array = part.cpu().contiguous().numpy()
                 if name not in files:
                     files[name] = stack.enter_context(open(folder / f"{name}.npy", "wb"))
@@ -279,9 +279,9 @@ def _write(folder: Path, parts: Iterable[Sequence[Tensor]], count: int) -> None:
             os.fsync(file.fileno())
 
 
-def _read(folder: Path) -> Remembered:
-    arrays = (np.load(folder / f"{name}.npy", mmap_mode="c") for name in Remembered.__annotations__)
-    return Remembered(*map(torch.from_numpy, arrays))
+def _read(folder: Path) -> FeatureSet:
+    arrays = (np.load(folder / f"{name}.npy", mmap_mode="c") for name in FeatureSet.__annotations__)
+    return FeatureSet(*map(torch.from_numpy, arrays))
 
 
 def _rename(folder: Path, place: Path) -> None:

@@ -32,7 +32,7 @@ class RandomTransforms(Defense):
         draws: n, how many copies are drawn for an answer; attacks and training may draw others.
         rule: how the copies' logits become an answer: `mean_probs`, `majority`, `mean_logits`.
         shared_order: all copies of an image go through the same transforms in the same order, with
-            parameters of their own: an attacker's variance reduction, see `SeenAs`.
+            parameters of their own: an attacker's variance reduction, see `SurrogateTransforms`.
         gradients: what the transforms' gradient is: "exact"; "identity"; "straight_through", exact
             where there is one, else the identity; "bpda", that of the networks in `approximations`;
             or "combo", exact where there is one, else by network. The images are the same.
@@ -74,7 +74,7 @@ class RandomTransforms(Defense):
         self.draws = draws
         if shared_order not in (True, False):  # one order for all images is no way to answer
             raise ValueError(
-                f"shared_order must be True or False, got {shared_order!r}: see SeenAs"
+                f"shared_order must be True or False, got {shared_order!r}: see SurrogateTransforms"
             )
         self.shared_order: Shared = shared_order
         self.released_code = released_code
@@ -88,15 +88,15 @@ class RandomTransforms(Defense):
         self._check_gradients(wanted=False)
 
     @property
-    def networks(self) -> list[nn.Module]:
+    def foldable_networks(self) -> list[nn.Module]:
         """The network."""
         return [self.net]
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         """[B, C, H, W] -> [draws, B, K]."""
-        return self.drawn(x, generator)[0]
+        return self.sample_logits(x, generator)[0]
 
-    def drawn(
+    def sample_logits(
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """The logits [n, B, K] of n copies, in one batch, and their weights [n]."""
@@ -128,7 +128,7 @@ class RandomTransforms(Defense):
             batch, noise = torch.cat([parts[i] for i in chosen]), generator
             if isinstance(generator, Streams):
                 some = torch.tensor([copy for i in chosen for copy in units[i]])
-                noise = generator[some].apart(1 + kind)
+                noise = generator[some].fold_in(1 + kind)
             done = torch.split(self._apply_one(kind, batch, noise), [len(units[i]) for i in chosen])
             for i, part in zip(chosen, done, strict=True):
                 parts[i] = part
@@ -142,7 +142,7 @@ class RandomTransforms(Defense):
         for place in order.unbind(1):
             before = images
             for kind in range(len(self.transforms)):
-                noise = generator.apart(1 + kind) if isinstance(generator, Streams) else generator
+                noise = generator.fold_in(1 + kind) if isinstance(generator, Streams) else generator
                 chosen = (place == kind)[:, None, None, None]
                 images = torch.where(chosen, self._apply_one(kind, before, noise), images)
         return images
@@ -160,8 +160,8 @@ class RandomTransforms(Defense):
     def _ranks(self, copies: Tensor, images: int, generator: Generator) -> Tensor:
         """[N, K] numbers by which each copy's transforms are sorted."""
         if self.shared_order == "batch" and isinstance(generator, Streams):
-            ranks = uniform(copies, len(self.transforms), generator=generator.together())
-            generator.drawn += len(self.transforms)
+            ranks = uniform(copies, len(self.transforms), generator=generator.shared())
+            generator.counter += len(self.transforms)
             return ranks
         ranks = uniform(copies, len(self.transforms), generator=generator)
         if not self.shared_order:
@@ -194,7 +194,7 @@ class RandomTransforms(Defense):
         if self.gradients == "exact" and wanted and without:
             raise ValueError(
                 f"{', '.join(without)} have no gradient: attack with gradients 'straight_through', "
-                "'bpda' or 'combo', as SeenAs(gradients=…) does"
+                "'bpda' or 'combo', as SurrogateTransforms(gradients=…) does"
             )
         need = {"bpda": [name for name, _ in kinds], "combo": without}.get(self.gradients, [])
         if missing := [name for name in need if name not in self.approximations]:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_rob.defenses.learning import Transductive, learning, shown, shuffled, trainable
-from lightning_rob.defenses.memory import Attacker, Memory, Remembered, features, nearest
+from lightning_rob.defenses.memory import Attacker, FeatureSet, FeatureStore, features, nearest
 from lightning_rob.defenses.source import Augment, SourceData
-from lightning_rob.randomness import Generator, Streams, spawn
+from lightning_rob.randomness import Generator, Streams, generator_from
 from lightning_rob.rules import Rule, mean_probs
 
 Stop = Literal["either", "both"]
@@ -107,10 +107,10 @@ class RMC(Transductive):
         self.stopping = Stopping(target_loss, patience, stop)
         self.stateful = stateful
         self.calibrate = calibrate
-        self.memory = Memory(attack, copies, augment, layer, seed, cache)
+        self.memory = FeatureStore(attack, copies, augment, layer, seed, cache)
         self.moments: dict[str, Any] | None = None
 
-    def learnt(self, x: Tensor, chance: torch.Generator) -> Self:
+    def fit_to_batch(self, x: Tensor, chance: torch.Generator) -> Self:
         """The defense with a network trained on the neighbours of the images [B, C, H, W]."""
         images = self._remembered(x.device)
         given = features(self.net, x, self.memory.layer)
@@ -118,31 +118,31 @@ class RMC(Transductive):
         train, held = split(found, self.share, self.validation, chance)
         return self._trained(images, train, held, x.device, chance)
 
-    def settle(self, generator: Generator = None) -> Self:
+    def after_batch(self, generator: Generator = None) -> Self:
         """The defense that the next round begins with, calibrated if it is stateful.
 
         Args:
             generator: the defender's private randomness.
         """
         if not self.stateful:
-            return self.having(adapted=None, moments=None)
+            return self.copy_with(adapted=None, moments=None)
         if not self.calibrate:
             return self
         device = next(self.net.parameters()).device
         count = len(generator) if isinstance(generator, Streams) else 1
-        chance = spawn(torch.zeros(count, device=device), generator)
+        chance = generator_from(torch.zeros(count, device=device), generator)
         with learning(chance, device):
             drawn = torch.randint(len(self.source), (self.neighbours,), generator=chance)
             held = math.ceil(CALIBRATION_HELD_OUT * self.neighbours)
             images = self._remembered(device)
             return self._trained(images, drawn[held:], drawn[:held], device, chance)
 
-    def _remembered(self, device: torch.device) -> Remembered:
+    def _remembered(self, device: torch.device) -> FeatureSet:
         return self.memory.of(self.net, self.source, device)
 
     def _trained(
         self,
-        images: Remembered,
+        images: FeatureSet,
         train: Tensor,
         held: Tensor,
         device: torch.device,
@@ -162,7 +162,7 @@ class RMC(Transductive):
                 break
         optimizer.zero_grad()
         net.eval().requires_grad_(False)
-        return self.having(adapted=net, moments=optimizer.state_dict())
+        return self.copy_with(adapted=net, moments=optimizer.state_dict())
 
     def _resumed(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """A copy of the network as it stands, and an optimizer as it stands."""

@@ -10,7 +10,7 @@ from torch.nn.functional import kl_div
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rob.defenses.base import Defense, Single
-from lightning_rob.defenses.learning import Transductive, redrawn, shown, shuffled
+from lightning_rob.defenses.learning import Transductive, reinitialized, shown, shuffled
 from lightning_rob.defenses.source import Augment, SourceData
 from lightning_rob.objectives import check_labels, cross_entropy
 from lightning_rob.randomness import Generator, Streams
@@ -76,7 +76,7 @@ class TADV(Transductive):
         self.augment = augment
         self.use_batch = use_batch
 
-    def learnt(self, x: Tensor, chance: torch.Generator) -> Self:
+    def fit_to_batch(self, x: Tensor, chance: torch.Generator) -> Self:
         """The defense with a network trained from the beginning.
 
         Args:
@@ -85,9 +85,9 @@ class TADV(Transductive):
 
         Raises:
             ValueError: there is no attack.
-            TypeError: the network has weights that cannot be drawn anew, see `redrawn`.
+            TypeError: the network has weights that cannot be drawn anew, see `reinitialized`.
         """
-        net = redrawn(self.net, chance).train()
+        net = reinitialized(self.net, chance).train()
         optimizer = self.optimizer(net.parameters())
         schedule = self.lr_scheduler and self.lr_scheduler(optimizer)
         epoch = math.ceil(len(self.source) / self.batch_size)
@@ -99,7 +99,7 @@ class TADV(Transductive):
             if schedule and step % epoch == 0:
                 schedule.step()
         optimizer.zero_grad()
-        return self.having(adapted=net.eval().requires_grad_(False))
+        return self.copy_with(adapted=net.eval().requires_grad_(False))
 
     def _order(self, chance: torch.Generator) -> Iterator[Tensor]:
         for _ in range(self.epochs):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_rob.defenses.base import Defense, check_network
 from lightning_rob.defenses.ensemble import sampling_probabilities
-from lightning_rob.randomness import Generator, Streams, fold
+from lightning_rob.randomness import Generator, Streams, derive_seed
 from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.transforms import Transform
 from lightning_rob.transforms.pool import chosen
@@ -16,7 +16,7 @@ from lightning_rob.transforms.pool import chosen
 Transforms = str | Sequence[str] | Mapping[str, Transform]
 
 
-class Behind(nn.Module):
+class TransformedNetwork(nn.Module):
     """A network that sees images through a transformation without chance.
 
     Args:
@@ -142,10 +142,10 @@ class TransformEnsemble(Defense):
             if transform.sample(probe, torch.Generator()):
                 raise TypeError(f"{name} is random: its member is no fixed classifier")
         pairs = zip(self.transforms.values(), self.members, strict=True)
-        return [Behind(transform, net) for transform, net in pairs]
+        return [TransformedNetwork(transform, net) for transform, net in pairs]
 
     @property
-    def networks(self) -> list[nn.Module]:
+    def foldable_networks(self) -> list[nn.Module]:
         """The members, which see transformed images."""
         return list(self.members)
 
@@ -160,5 +160,5 @@ class TransformEnsemble(Defense):
 def transformed(transform: Transform, name: str, x: Tensor, generator: Generator = None) -> Tensor:
     """Images [B, C, H, W] behind a transformation, by chance of its own where it has any."""
     if isinstance(generator, Streams):
-        generator = generator.apart(fold(*name.encode()))
+        generator = generator.fold_in(derive_seed(*name.encode()))
     return transform(x, *transform.sample(x, generator))

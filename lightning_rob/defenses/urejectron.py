@@ -70,7 +70,7 @@ class URejectron(Transductive):
         self.judge: nn.Module | None = None
 
     @property
-    def networks(self) -> list[nn.Module]:
+    def foldable_networks(self) -> list[nn.Module]:
         """The classifier, which is never copied."""
         return [self.net]
 
@@ -92,7 +92,7 @@ class URejectron(Transductive):
         logits: Tensor = self.judge(x)
         return logits.softmax(1)[:, TEST]
 
-    def learnt(self, x: Tensor, chance: torch.Generator) -> Self:
+    def fit_to_batch(self, x: Tensor, chance: torch.Generator) -> Self:
         """The defense with a discriminator of the training images against x [B, C, H, W]."""
         judge = (self.discriminator or (lambda: SmallCNN(2, x.shape[1])))().to(x)
         source = self.source
@@ -105,7 +105,7 @@ class URejectron(Transductive):
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
-        return self.having(judge=judge.eval().requires_grad_(False))
+        return self.copy_with(judge=judge.eval().requires_grad_(False))
 
 
 def _mixed(source: Source, chosen: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

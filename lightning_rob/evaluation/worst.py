@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_rob.attacks.base import evaluating
 from lightning_rob.defenses import Defense
-from lightning_rob.randomness import Streams, borrowed_global, fold
+from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng
 
 PRIOR = 4  # predictions of an image that an attack's mean over all images counts for
 ROUNDING = 1e-5  # relative to the largest logit: what a deterministic network's logits may differ
@@ -124,9 +124,11 @@ def is_random(defense: Defense, x: Tensor, index: Tensor) -> bool:
         x: [B, C, H, W] images.
         index: [B] their indices, by which the noise is keyed.
     """
-    own = torch.Generator().manual_seed(fold(*index.tolist()))  # for noise from global streams
-    with evaluating(defense), torch.no_grad(), borrowed_global(own, x.device):
-        first, second = (defense.logits(x, Streams.keyed(index, key)) for key in (0, 1))
+    own = torch.Generator().manual_seed(
+        derive_seed(*index.tolist())
+    )  # for noise from global streams
+    with evaluating(defense), torch.no_grad(), seeded_global_rng(own, x.device):
+        first, second = (defense.logits(x, Streams.from_index(index, key)) for key in (0, 1))
     largest = float(first.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if first.numel() else 0.0
     same = torch.isclose(first, second, rtol=0.0, atol=ROUNDING * (1 + largest), equal_nan=True)
     return not bool(same.all())

@@ -31,7 +31,7 @@ class Answers(nn.Module):
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         """[B, C, H, W] in [0, 1] and [B] int64 -> [B, K]; no keys where there is no chance."""
-        chance = None if keys is None else Streams.keyed(keys, self.seed)
+        chance = None if keys is None else Streams.from_index(keys, self.seed)
         answers: Tensor = self.defense(images, chance)
         return answers
 
@@ -49,7 +49,7 @@ class Seen(nn.Module):
 
     def forward(self, images: Tensor, keys: Tensor) -> Tensor:
         """[B, C, H, W] and [B] -> [B, C, H, W]."""
-        return self.transform(images, *self.transform.sample(images, Streams.keyed(keys, 0)))
+        return self.transform(images, *self.transform.sample(images, Streams.from_index(keys, 0)))
 
 
 def traced(net: Answers, inputs: Inputs, batch: int | None) -> tuple[ExportedProgram, Inputs]:

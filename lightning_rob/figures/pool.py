@@ -35,5 +35,5 @@ def _label(name: str) -> str:
 
 
 def _transformed(transform: Transform, x: Tensor, seed: int) -> Tensor:
-    streams = Streams.keyed(torch.zeros(1, dtype=torch.int64), seed)
+    streams = Streams.from_index(torch.zeros(1, dtype=torch.int64), seed)
     return transform(x[None], *transform.sample(x[None], streams))[0].expand(3, -1, -1)

@@ -73,7 +73,7 @@ def examples(kind: type[Transform], x: Tensor, seed: int) -> list[tuple[str, Ten
 
 
 def _transformed(transform: Transform, x: Tensor, seed: int, draw: int) -> Tensor:
-    streams = Streams.keyed(torch.tensor([draw]), seed)
+    streams = Streams.from_index(torch.tensor([draw]), seed)
     return transform(x[None], *transform.sample(x[None], streams))[0]
 
 

@@ -2,7 +2,7 @@
 
 from lightning_rob.ledger.book import Book
 from lightning_rob.ledger.card import card_of
-from lightning_rob.ledger.columns import Columns, Outcome, likeliest
+from lightning_rob.ledger.columns import Columns, Outcome, predicted_class
 from lightning_rob.ledger.identity import describe, fingerprint, key_of
 from lightning_rob.ledger.journal import Journal
 from lightning_rob.ledger.pictures import save_images
@@ -18,7 +18,7 @@ __all__ = [
     "describe",
     "fingerprint",
     "key_of",
-    "likeliest",
+    "predicted_class",
     "read_ledger",
     "save_images",
     "write_ledger",

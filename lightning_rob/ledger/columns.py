@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
     sizes: Tensor
 
 
-def likeliest(answers: Tensor) -> Tensor:
+def predicted_class(answers: Tensor) -> Tensor:
     """The answer [B] of probabilities [B, K]; -1 for a refusal or what is not a number."""
     given = answers.nan_to_num().sum(1) > 0
     return torch.where(given, answers.nan_to_num().argmax(1), -1)

@@ -13,7 +13,7 @@ from lightning_rob.files import write_whole
 def save_images(folder: Path, index: Tensor, x: Tensor) -> None:
     """Write each image as a file named after its index.
 
-    A PNG where every pixel is a whole 255th, as `EightBit` makes them; else the float32 array
+    A PNG where every pixel is a whole 255th, as `Quantized8Bit` makes them; else the float32 array
     [C, H, W] as it is, `.npy`, for rounding could undo the perturbation or leave the ball.
 
     Args:

@@ -10,7 +10,7 @@ from torch.nn.functional import kl_div
 
 from lightning_rob.attacks import PGD, Attack, attacking
 from lightning_rob.defenses import Defense, Single
-from lightning_rob.modules.robust_module import RobustModule
+from lightning_rob.modules.base import RobustModule
 from lightning_rob.nets import load_weights
 from lightning_rob.objectives import (
     Objective,
@@ -93,8 +93,8 @@ class AdversarialTraining(RobustModule):
             count = round(self.fraction * len(x))
             noise = self.noise and self.noise[torch.arange(count)]
             x = torch.cat([self.attack(self.defense, x[:count], y[:count], noise), x[count:]])
-        private = self.noise and self.noise.apart(1)  # not what the attack has drawn from
-        logits, weights = self.defense.drawn(x, private, self.draws)
+        private = self.noise and self.noise.fold_in(1)  # not what the attack has drawn from
+        logits, weights = self.defense.sample_logits(x, private, self.draws)
         check_labels(y, logits.shape[-1])
         return self.criterion(logits, weights, y).mean()
 

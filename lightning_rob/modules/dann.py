@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.dann import check_parts, domain_adversarial_loss, reversal_weight
-from lightning_rob.modules.robust_module import RobustModule
+from lightning_rob.modules.base import RobustModule
 
 
 @final
@@ -18,7 +18,8 @@ class DANN(RobustModule):
     """Train features that tell the classes but not the domains (Ganin et al. 2016).
 
     It is what the defense of that name does for a test batch, as a run of its own: with
-    `WithTarget` for data, under any strategy, evaluated every epoch. The result is a plain network.
+    `SourceTargetData` for data, under any strategy, evaluated every epoch. The result is a plain
+    network.
 
     Args:
         net: makes the network, [B, C, H, W] -> [B, K] with `features`, `classify` and `domain`,
@@ -62,7 +63,8 @@ class DANN(RobustModule):
         """The loss on the batch's source and target images."""
         if not (isinstance(batch, dict) and {"source", "target"} <= set(batch)):
             raise MisconfigurationException(
-                "DANN needs unlabelled images beside the labelled ones: give it the data WithTarget"
+                "DANN needs unlabelled images beside the labelled ones: "
+                "use the data module SourceTargetData"
             )
         self.target = batch["target"][0]
         return super().training_step(batch["source"], batch_idx)

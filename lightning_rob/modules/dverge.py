@@ -10,7 +10,7 @@ from lightning_rob.attacks import PGD, Attack, attacking
 from lightning_rob.defenses import Defense, Single
 from lightning_rob.modules.joint import JointTraining
 from lightning_rob.objectives import Objective, classification_loss
-from lightning_rob.randomness import Generator, fold
+from lightning_rob.randomness import Generator, derive_seed
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat, pixels
 
@@ -60,7 +60,7 @@ class _Features(Defense):
         self.net, self.layer = net, layer
 
     @property
-    def networks(self) -> list[nn.Module]:
+    def foldable_networks(self) -> list[nn.Module]:
         """The network, where folding BatchNorm into the layer before leaves the features alone."""
         whole = not self.layer or isinstance(self.net.get_submodule(self.layer), ACTIVATIONS)
         return [self.net] if whole else []
@@ -164,7 +164,7 @@ class DVERGE(JointTraining):
 
     def layer(self) -> str:
         """The layer of this epoch."""
-        chance = torch.Generator().manual_seed(fold(self.seed, self.current_epoch))
+        chance = torch.Generator().manual_seed(derive_seed(self.seed, self.current_epoch))
         return self.layers[int(torch.randint(len(self.layers), (), generator=chance))]
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

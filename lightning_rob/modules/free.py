@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rob.defenses import Single
-from lightning_rob.modules.robust_module import RobustModule
+from lightning_rob.modules.base import RobustModule
 from lightning_rob.nets import load_weights
 from lightning_rob.objectives import classification_loss
 from lightning_rob.threat import Threat
@@ -35,7 +35,7 @@ class FreeTraining(RobustModule):
         replays: m; the paper uses 8 for CIFAR-10 and 4 for ImageNet.
         optimizer: parameters -> optimizer.
         lr_scheduler: optimizer -> schedule by epoch.
-        opponent: checkpoint of a trained network of the same kind, to train on its adversarial
+        attack_target: checkpoint of a trained network of the same kind, to train on its adversarial
             images, as the second member of BAT is (ARC paper, appendix B.1): the perturbation goes
             up by its gradient, at the cost of one more forward and backward pass a replay.
 
@@ -51,7 +51,7 @@ class FreeTraining(RobustModule):
         replays: int = 8,
         optimizer: OptimizerCallable = torch.optim.SGD,
         lr_scheduler: LRSchedulerCallable | None = None,
-        opponent: str | None = None,
+        attack_target: str | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         if replays < 1:
@@ -60,8 +60,8 @@ class FreeTraining(RobustModule):
             raise ValueError(f"FreeTraining is for a radius in pixel units, got {threat}")
         self.net = net
         self.defense = Single(net())
-        self.opponent = opponent
-        self._opponent: tuple[nn.Module, ...] = ()  # in a tuple: no part of what is saved
+        self.attack_target = attack_target
+        self._target: tuple[nn.Module, ...] = ()  # in a tuple: no part of what is saved
         self.threat = threat
         self.replays = replays
         self.delta = torch.zeros(0)
@@ -69,10 +69,10 @@ class FreeTraining(RobustModule):
 
     def on_fit_start(self) -> None:
         """Load the opponent, if there is one."""
-        if self.opponent is not None:
+        if self.attack_target is not None:
             kind = next(self.defense.parameters())
-            net = load_weights(self.net(), self.opponent).to(kind.device, kind.dtype)
-            self._opponent = (net.eval().requires_grad_(False),)
+            net = load_weights(self.net(), self.attack_target).to(kind.device, kind.dtype)
+            self._target = (net.eval().requires_grad_(False),)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Cross-entropy on the images with the perturbation as it stands."""
@@ -80,10 +80,10 @@ class FreeTraining(RobustModule):
         self.delta = torch.cat([self.delta.to(x), x.new_zeros(missing, *x.shape[1:])])
         # The gradient is taken by the image: clamping has none at a pixel that is black or white.
         self._live = self.threat.apply(self.delta[: len(x)], x).detach().requires_grad_()
-        for opponent in self._opponent:
-            height = classification_loss(opponent(self._live), y)
+        for target in self._target:
+            height = classification_loss(target(self._live), y)
             (self._live.grad,) = torch.autograd.grad(height, self._live)
-        seen = self._live.detach() if self._opponent else self._live
+        seen = self._live.detach() if self._target else self._live
         return classification_loss(self.defense.logits(seen)[0], y)
 
     def on_after_backward(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_rob.attacks import Attack
 from lightning_rob.defenses import Ensemble
-from lightning_rob.modules.robust_module import RobustModule
+from lightning_rob.modules.base import RobustModule
 from lightning_rob.nets import load_weights
 from lightning_rob.objectives import check_labels, cross_entropy
 

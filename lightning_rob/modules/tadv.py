@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_rob.attacks import Attack
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.tadv import check_fraction, half_adversarial
-from lightning_rob.modules.robust_module import RobustModule
+from lightning_rob.modules.base import RobustModule
 
 
 @final

@@ -18,7 +18,7 @@ from lightning_rob.data.image_data import ImageData, at_least
 from lightning_rob.data.transformed import CHUNK, Shown
 from lightning_rob.defenses.transform_ensemble import TransformEnsemble, transformed
 from lightning_rob.files import save_whole
-from lightning_rob.modules.robust_module import Batch, RobustModule
+from lightning_rob.modules.base import Batch, RobustModule
 from lightning_rob.nets.contents import read_file
 from lightning_rob.objectives import classification_loss, cross_entropy
 from lightning_rob.randomness import Streams
@@ -130,7 +130,10 @@ class TransformTraining(RobustModule):
         if "train" in self.images:
             x = self._seen("train")[self.images["train"].rows(index)].to(x.device)
         else:
-            name, noise = self.names[self.mine], Streams.keyed(index, self.seed, self.current_epoch)
+            name, noise = (
+                self.names[self.mine],
+                Streams.from_index(index, self.seed, self.current_epoch),
+            )
             x = transformed(self.transforms[name], name, x, noise)
         return super().training_step((x, y, index), batch_idx)
 

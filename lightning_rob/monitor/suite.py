@@ -174,7 +174,7 @@ def _silent(evaluation: RobustEval) -> Silent:
         inferences=evaluation.inferences,
         seed=evaluation.seed,
         panel=0,
-        game=evaluation.game,
+        protocol=evaluation.protocol,
         private_draws=evaluation.private_draws,
         group_size=evaluation.group_size,
     )
@@ -185,5 +185,5 @@ def _told(evaluation: RobustEval) -> dict[str, Any]:
     counts = ("max_images", "repeats", "inferences", "private_draws", "seed", "group_size")
     attacks = {name: describe(attack) for name, attack in evaluation.attacks.items()}
     target = describe(evaluation.target)
-    told = {"attacks": attacks, "target": target, "game": repr(evaluation.game)}
+    told = {"attacks": attacks, "target": target, "protocol": repr(evaluation.protocol)}
     return told | {name: getattr(evaluation, name) for name in counts}

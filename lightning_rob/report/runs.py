@@ -24,8 +24,8 @@ class Run:
         folder: where it is.
         label: what tells it from the other runs on the page.
         evaluations: of `RobustEval`.
-        matrices: lines of `CrossEval`, the last of each stage and attack.
-        votes: lines of `Votes`, the last of each stage, attack, ensemble and rule.
+        matrices: lines of `TransferMatrixEval`, the last of each stage and attack.
+        votes: lines of `VotingRuleEval`, the last of each stage, attack, ensemble and rule.
         sweep: lines of a sweep.
         monitor: lines of `lightning-rob monitor`.
         audit: of `RobustAudit`; empty where there is none.

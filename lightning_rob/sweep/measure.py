@@ -126,7 +126,7 @@ def _evaluations(games: Iterable[Game], points: Points) -> list[Silent]:
             inferences=target.source.inferences,
             seed=target.source.seed,
             panel=0,
-            game=target.source.game,
+            protocol=target.source.protocol,
             private_draws=target.source.private_draws,
             group_size=target.source.group_size,
         )

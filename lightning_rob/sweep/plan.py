@@ -128,7 +128,7 @@ def _games(
         "max_images": source.max_images,
         "group_size": source.group_size,
         "private_draws": source.private_draws,
-    } | ({"game": repr(source.game)} if source.game else {})
+    } | ({"protocol": repr(source.protocol)} if source.protocol else {})
     depends = shared | settings | {"defense": fingerprint(target(defense))}
     attacks: dict[str, Attack | None] = {CLEAN: None} if source.target is whole else {}
     for name, attack in source.attacks.items():

@@ -15,7 +15,7 @@ import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_rob.ledger.identity import key_of
-from lightning_rob.randomness import fold
+from lightning_rob.randomness import derive_seed
 from lightning_rob.reasons import InputError
 from lightning_rob.run import Command
 from lightning_rob.tune.options import Budget, Options, parse
@@ -63,7 +63,7 @@ class Fit:
     def build(self, number: int, values: Point) -> Command:
         """The trainer, model and data of a trial; its recipe is in its folder."""
         folder = self.folder / "trials" / f"{number:04}"
-        seed = {"seed_everything": fold(self.seed, number) % 2**32}
+        seed = {"seed_everything": derive_seed(self.seed, number) % 2**32}
         place = {"trainer.default_root_dir": str(folder)}
         whole = changed(self.recipe, QUIET | place | seed | self.space.trial | values)
         recipe, _ = self.space.pruned(whole, values)

@@ -10,7 +10,7 @@ from typing import Any
 from bayes_opt import BayesianOptimization
 from bayes_opt.acquisition import UpperConfidenceBound
 
-from lightning_rob.randomness import fold
+from lightning_rob.randomness import derive_seed
 from lightning_rob.tune.options import Budget
 from lightning_rob.tune.space import Bound, Point
 
@@ -59,7 +59,7 @@ class Search:
             return self.own
         if number <= self.budget.diagonal:
             return self._diagonal((number - 1) / self.budget.diagonal)
-        optimizer = self._optimizer(fold(self.seed, number) % 2**32)
+        optimizer = self._optimizer(derive_seed(self.seed, number) % 2**32)
         if number < self.initial:
             return self._typed(optimizer.random_sample(1)[0])
         for point, objective in self._known(trials, pending):

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 import torch
 
-from lightning_rob.randomness import fold
+from lightning_rob.randomness import derive_seed
 from lightning_rob.transforms.base import Transform
 from lightning_rob.transforms.pool.affine import ThreePoints
 from lightning_rob.transforms.pool.cartoon import Cartoon
@@ -186,6 +186,6 @@ def _drawn(word: str, count: str | None, seed: int) -> list[str]:
     names, wanted = WORDS[word], int(count or 0)
     if wanted > len(names):
         raise ValueError(f"there are {len(names)} {word} ones to draw from, got {wanted}")
-    chance = torch.Generator().manual_seed(fold(seed, len(names)))
+    chance = torch.Generator().manual_seed(derive_seed(seed, len(names)))
     taken = set(torch.randperm(len(names), generator=chance)[:wanted].tolist())
     return [name for place, name in enumerate(names) if place in taken]

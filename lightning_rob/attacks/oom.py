@@ -14,7 +14,9 @@ from lightning_rob.randomness import Generator, Streams
 Work = Callable[[Defense, Tensor, Tensor, Generator], Tensor]
 
 
-def in_halves(work: Work, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+def retry_with_smaller_batches(
+    work: Work, defense: Defense, x: Tensor, y: Tensor, generator: Generator
+) -> Tensor:
     """Work on a batch, and on its halves where that runs out of memory, with a warning.
 
     The device's memory is meant: what the processor lacks is found by the system, which kills.
@@ -29,7 +31,7 @@ def in_halves(work: Work, defense: Defense, x: Tensor, y: Tensor, generator: Gen
     Returns:
         [B, …].
     """
-    drawn = generator.drawn if isinstance(generator, Streams) else 0
+    drawn = generator.counter if isinstance(generator, Streams) else 0
     try:
         return work(defense, x, y, generator)
     except torch.OutOfMemoryError:
@@ -45,14 +47,14 @@ def in_halves(work: Work, defense: Defense, x: Tensor, y: Tensor, generator: Gen
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if isinstance(generator, Streams):
-        generator.drawn = drawn
-    return in_parts(partial(in_halves, work), half, defense, x, y, generator)
+        generator.counter = drawn
+    return run_in_chunks(partial(retry_with_smaller_batches, work), half, defense, x, y, generator)
 
 
-def in_parts(
+def run_in_chunks(
     work: Work, count: int, defense: Defense, x: Tensor, y: Tensor, generator: Generator
 ) -> Tensor:
-    """Work on a batch part by part; see `in_halves`.
+    """Work on a batch part by part; see `retry_with_smaller_batches`.
 
     Args:
         work: the defense, images [b, …], labels [b] and their noise -> [b, …].
@@ -71,9 +73,9 @@ def in_parts(
         part = generator[some] if isinstance(generator, Streams) else generator
         with asking(defense, some):
             done.append(work(defense, x[some], y[some], part))
-        drawn = max(drawn, part.drawn) if isinstance(part, Streams) else 0
+        drawn = max(drawn, part.counter) if isinstance(part, Streams) else 0
     if isinstance(generator, Streams):
-        generator.drawn = drawn
+        generator.counter = drawn
     return torch.cat(done)
 
 

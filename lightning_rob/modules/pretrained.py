@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_rob.defenses import Defense, Ensemble
-from lightning_rob.modules.robust_module import RobustModule
+from lightning_rob.modules.base import RobustModule
 from lightning_rob.nets import load_weights, member_prefixes
 from lightning_rob.nets.contents import members_begun
 from lightning_rob.rules import Rule, random_member
@@ -16,7 +16,7 @@ from lightning_rob.rules import Rule, random_member
 Factory = Callable[[], nn.Module]
 
 
-class Assembled(RobustModule):
+class PretrainedEnsemble(RobustModule):
     """Trained networks, an ensemble or one alone, for `lightning-rob test`; nothing is to fit.
 
     Args:

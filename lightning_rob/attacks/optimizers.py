@@ -1,6 +1,6 @@
 """How gradients become moves: the optimisers of `PGD(ascent=…)`.
 
-Sign-SGD is PGD's default, AggMo without dampings. Momentum is AggMo with one damping, and momentum
+Sign-SGD is PGD's default, AggMo without momentum. Momentum is AggMo with one damping, and momentum
 boosting (MI-FGSM) that of its variant "normalized": `AggMo([0.9], "normalized")`.
 """
 
@@ -34,7 +34,7 @@ class Ascent(ABC):
 
 
 def aggmo(count: int) -> tuple[float, ...]:
-    """The dampings 0, 0.9, 0.99 … 1 - 10^-j of AggMo, so many of them.
+    """The momentum 0, 0.9, 0.99 … 1 - 10^-j of AggMo, so many of them.
 
     Raises:
         ValueError: count is below 1.
@@ -62,7 +62,7 @@ class AggMo(Ascent):
     The RT authors' code is for linf and takes signs; in other norms it is the steepest direction.
 
     Args:
-        dampings: one for each velocity, in [0, 1]; `aggmo(B)` are those of the papers. With 1, the
+        momentum: one for each velocity, in [0, 1]; `aggmo(B)` are those of the papers. With 1, the
             usual one of MI-FGSM, a velocity is the sum of all gradients so far.
         variant: what is accumulated, and where the direction is taken.
 
@@ -70,13 +70,13 @@ class AggMo(Ascent):
         ValueError: a damping outside [0, 1], or an unknown variant.
     """
 
-    dampings: tuple[float, ...] = aggmo(6)
+    momentum: tuple[float, ...] = aggmo(6)
     variant: Variant = "steepest"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dampings", tuple(self.dampings))
-        if not self.dampings or not all(0 <= d <= 1 for d in self.dampings):
-            raise ValueError(f"dampings must be numbers in [0, 1], got {self.dampings}")
+        object.__setattr__(self, "momentum", tuple(self.momentum))
+        if not self.momentum or not all(0 <= d <= 1 for d in self.momentum):
+            raise ValueError(f"momentum must be numbers in [0, 1], got {self.momentum}")
         if self.variant not in get_args(Variant):
             raise ValueError(f"variant must be of {get_args(Variant)}, got {self.variant!r}")
 
@@ -85,13 +85,13 @@ class AggMo(Ascent):
         pushes = {"gradients": _clamped, "normalized": _unit}
         push = pushes.get(self.variant, threat.steepest)
         turn = torch.clone if self.variant == "paper" else threat.steepest
-        if not any(self.dampings) and push is not _clamped:
+        if not any(self.momentum) and push is not _clamped:
             return threat.steepest
-        velocities = [torch.zeros(()) for _ in self.dampings]
+        velocities = [torch.zeros(()) for _ in self.momentum]
 
         def move(gradient: Tensor) -> Tensor:
             g = push(gradient)
-            for i, damping in enumerate(self.dampings):
+            for i, damping in enumerate(self.momentum):
                 velocities[i] = damping * velocities[i].to(g) + g
             return torch.stack([turn(v) for v in velocities]).mean(0)
 
@@ -139,7 +139,7 @@ class Adam(Ascent):
     `torch.optim.Adam` with the step size as its rate and an eps of next to nothing.
 
     Args:
-        betas: dampings of the gradients' mean and mean square, in [0, 1).
+        betas: momentum of the gradients' mean and mean square, in [0, 1).
 
     Raises:
         ValueError: a beta is not in [0, 1).

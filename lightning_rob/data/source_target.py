@@ -13,7 +13,7 @@ from lightning_rob.data.image_data import ImageData
 from lightning_rob.data.samples import Augment, Part, Source
 from lightning_rob.data.sampling import EpochSampler, ResumableLoader, resumption
 from lightning_rob.nets.contents import read_file
-from lightning_rob.randomness import fold
+from lightning_rob.randomness import derive_seed
 
 NO_LABEL = -1  # no loss takes it for a class
 
@@ -77,7 +77,7 @@ def _arrays(path: str) -> Tensor | dict[str, Tensor]:
     return {name: torch.from_numpy(held[name]) for name in held.files if name == "x"}
 
 
-class WithTarget(ImageData):
+class SourceTargetData(ImageData):
     """Labelled training images of one data set beside unlabelled ones of another, for `DANN`.
 
     A training batch is {"source": x, y and index, "target": likewise, with labels -1}. An epoch has
@@ -168,7 +168,7 @@ class WithTarget(ImageData):
             self._check(self.images, tuple(pixels.shape[1:]))
             images, steps = TensorDataset(pixels), augment
         indices = torch.arange(len(images))
-        return Part(Unlabelled(images), indices, steps, fold(self.seed, 1))
+        return Part(Unlabelled(images), indices, steps, derive_seed(self.seed, 1))
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         wanted = (self.channels, self.size, self.size)

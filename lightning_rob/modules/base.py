@@ -14,7 +14,7 @@ from lightning_rob.data.labelled import give_source
 from lightning_rob.defenses import Defense
 from lightning_rob.metrics import RobustAccuracy
 from lightning_rob.objectives import check_labels
-from lightning_rob.randomness import Streams, fold
+from lightning_rob.randomness import Streams, derive_seed
 
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -51,8 +51,8 @@ class RobustModule(LightningModule, ABC):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss, with this step's own randomness."""
         x, y, index = batch
-        torch.manual_seed(fold(self.seed, self.current_epoch, batch_idx, self.global_rank))
-        self.noise = Streams.keyed(index, self.seed, self.current_epoch)
+        torch.manual_seed(derive_seed(self.seed, self.current_epoch, batch_idx, self.global_rank))
+        self.noise = Streams.from_index(index, self.seed, self.current_epoch)
         loss = self.loss(x, y)
         self.log("train/loss", loss, on_step=False, on_epoch=True, batch_size=len(x))
         return loss
@@ -81,13 +81,13 @@ class RobustModule(LightningModule, ABC):
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
         """The images' indices [B] and the probability of each answer [B, K], batch by batch."""
         x, _, index = batch
-        private = torch.Generator().manual_seed(fold(self.seed, *index.tolist()))
+        private = torch.Generator().manual_seed(derive_seed(self.seed, *index.tolist()))
         final = self.defense.adapt(x, private).eval()
-        return index, final(x, Streams.keyed(index, self.seed))
+        return index, final(x, Streams.from_index(index, self.seed))
 
     def _score(self, stage: str, accuracy: RobustAccuracy, batch: Batch) -> None:
         x, y, index = batch
-        answers = self.defense(x, Streams.keyed(index, self.seed))
+        answers = self.defense(x, Streams.from_index(index, self.seed))
         check_labels(y, answers.shape[-1])
         accuracy.update(answers, y)
         self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, batch_size=len(x))

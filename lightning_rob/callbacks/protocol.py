@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks import Attack, OnStatic, evaluating
+from lightning_rob.attacks import Attack, TransferFromStatic, evaluating
 from lightning_rob.defenses import Defense
 from lightning_rob.precision import in_float32
-from lightning_rob.randomness import Generator, Streams, borrowed_global, fold
+from lightning_rob.randomness import Generator, Streams, derive_seed, seeded_global_rng
 from lightning_rob.threat import Threat
 
 ROUNDING = 1e-5  # of a pixel's range, what float32 arithmetic may add to a perturbation
@@ -25,12 +25,12 @@ def play(
 ) -> tuple[Tensor, Tensor]:
     """One round: the attack perturbs, the defense adapts to what it sees, and answers.
 
-    See `Match`, for arguments and what is returned.
+    See `AttackerDefenderSession`, for arguments and what is returned.
     """
-    return Match(attack, defense, *keys).round(x, y, index, inferences)
+    return AttackerDefenderSession(attack, defense, *keys).round(x, y, index, inferences)
 
 
-class Match:
+class AttackerDefenderSession:
     """An attack against a defense, round after round.
 
     In each round the attacker perturbs a batch, knowing all of the defense but its private
@@ -46,7 +46,7 @@ class Match:
         private: seed of the defender's randomness; None takes `keys`. Matches that share it meet
             the same defender, so that their scores differ by the attacks alone.
         draws: how many defenders, each with randomness of its own, answer the same perturbed batch.
-        leaking: the attacker sees what a stateful defense has become.
+        attacker_sees_state: the attacker sees what a stateful defense has become.
 
     Raises:
         ValueError: several defenders, and an attacker who sees the state of one.
@@ -59,17 +59,17 @@ class Match:
         *keys: int,
         private: tuple[int, ...] | None = None,
         draws: int = 1,
-        leaking: bool = False,
+        attacker_sees_state: bool = False,
     ) -> None:
-        if leaking and draws > 1:
+        if attacker_sees_state and draws > 1:
             raise ValueError(
-                f"an attacker who sees the defender's state plays against one: got leaking with "
-                f"{draws} private draws"
+                f"an attacker who sees the defender's state plays against one: "
+                f"got attacker_sees_state with {draws} private draws"
             )
         self.strategies = attack.strategies(defense)
         self.keys = keys
         self.private = keys if private is None else private
-        self.leaking = leaking
+        self.attacker_sees_state = attacker_sees_state
         self.defenders = [[defense] * draws for _ in self.strategies]
         self.rehearsals: list[Defense] = [defense] * len(self.strategies)
 
@@ -92,9 +92,9 @@ class Match:
             RuntimeError: the attack broke its own threat.
         """
         turns = range(len(self.strategies))
-        own = torch.Generator().manual_seed(fold(*self.keys, 5, *index.tolist()))
+        own = torch.Generator().manual_seed(derive_seed(*self.keys, 5, *index.tolist()))
         # The stream is for noise that a network takes from torch's own; adapting is in float32 too.
-        with borrowed_global(own, x.device), in_float32():
+        with seeded_global_rng(own, x.device), in_float32():
             outcomes = [self._turn(i, x, y, index, inferences) for i in turns]
         likeliest = max(turns, key=lambda i: self.strategies[i][0])
         shares = [p for p, _ in self.strategies]
@@ -106,27 +106,29 @@ class Match:
     ) -> tuple[Tensor, Tensor]:
         """One strategy: the perturbed images and the probability of each class."""
         attack, defenders = self.strategies[turn][1], self.defenders[turn]
-        seen = defenders[0] if self.leaking else self.rehearsals[turn]
-        x_adv = attack(seen, x, y, Streams.keyed(index, *self.keys, 0))
+        seen = defenders[0] if self.attacker_sees_state else self.rehearsals[turn]
+        x_adv = attack(seen, x, y, Streams.from_index(index, *self.keys, 0))
         check_within(attack, x_adv, x)
         found = []
         for draw, defender in enumerate(defenders):
             # The defender's randomness is its own: no attack has seen this generator.
             private = self._generator(index, 1, draw)
             final = defender.adapt(x_adv, private)
-            noise = Streams.keyed(index, *_of_draw(self.private, 2, draw))
+            noise = Streams.from_index(index, *_of_draw(self.private, 2, draw))
             found.append(answers(final, x_adv, noise, inferences))
             if defender.stateful:
-                defenders[draw] = final.settle(private)
-        rehearses = not (self.leaking or isinstance(attack, OnStatic | Untouched))
+                defenders[draw] = final.after_batch(private)
+        rehearses = not (
+            self.attacker_sees_state or isinstance(attack, TransferFromStatic | NoAttack)
+        )
         if defenders[0].stateful and rehearses:
             chance = self._generator(index, 3)
-            self.rehearsals[turn] = seen.adapt(x_adv, chance).settle(chance)
+            self.rehearsals[turn] = seen.adapt(x_adv, chance).after_batch(chance)
         return x_adv, torch.cat(found)
 
     def _generator(self, index: Tensor, key: int, draw: int = 0) -> torch.Generator:
         keys = self.keys if key == 3 else self.private
-        seed = fold(*_of_draw(keys, key, draw), *index.tolist())
+        seed = derive_seed(*_of_draw(keys, key, draw), *index.tolist())
         return torch.Generator().manual_seed(seed)
 
 
@@ -136,7 +138,7 @@ def _of_draw(keys: tuple[int, ...], key: int, draw: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Untouched(Attack):
+class NoAttack(Attack):
     """No attack: the images as they are.
 
     Args:
@@ -155,9 +157,9 @@ def answers(defense: Defense, x: Tensor, noise: Streams, inferences: int = 1) ->
 
     A network with noise of its own, from torch's global streams, draws the same for the same noise.
     """
-    parts = [noise, *(noise.apart(again) for again in range(1, inferences))]
-    own = torch.Generator().manual_seed(fold(noise.world, *noise.keys.tolist()))
-    with evaluating(defense), torch.no_grad(), borrowed_global(own, x.device):
+    parts = [noise, *(noise.fold_in(again) for again in range(1, inferences))]
+    own = torch.Generator().manual_seed(derive_seed(noise.batch_key, *noise.keys.tolist()))
+    with evaluating(defense), torch.no_grad(), seeded_global_rng(own, x.device):
         return torch.stack([defense(x, part) for part in parts])
 
 

@@ -122,7 +122,7 @@ class AutoAttack(Attack):
 
     def _answer(self, defense: Defense, x: Tensor, generator: Generator) -> Tensor:
         """One score per class, of which the largest is the answer: [B, C, H, W] -> [B, K]."""
-        logits, weights = defense.drawn(x, generator, self.draws)
+        logits, weights = defense.sample_logits(x, generator, self.draws)
         logits, weights = logits.float(), weights.to(logits)
         if len(logits) == 1:
             return logits[0]

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from lightning_rob.attacks import Attack
 from lightning_rob.defenses import Defense, Ensemble, Single
 from lightning_rob.defenses.ensemble import sampling_probabilities
+from lightning_rob.modules.base import RobustModule
 from lightning_rob.modules.joint import new_members
-from lightning_rob.modules.robust_module import RobustModule
 from lightning_rob.objectives import classification_loss
 
 
-class StagedTraining(RobustModule):
+class SequentialTraining(RobustModule):
     """One `fit` trains M members in turn, each with an optimizer and schedule of its own.
 
     `defense` is the ensemble of the members begun so far, so every epoch's evaluation is of what
@@ -65,7 +65,7 @@ class StagedTraining(RobustModule):
         self.stage = self._stage_at(0)
 
     @abstractmethod
-    def opponent(self) -> Defense:
+    def attack_target(self) -> Defense:
         """Whose adversarial images the member in training sees."""
 
     @property
@@ -77,7 +77,7 @@ class StagedTraining(RobustModule):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Cross-entropy of the member in training on the opponent's adversarial images."""
-        x_adv = self.attack(self.opponent(), x, y, self.noise)
+        x_adv = self.attack(self.attack_target(), x, y, self.noise)
         return classification_loss(self.trained()(x_adv), y)
 
     def trained(self) -> nn.Module:
@@ -151,23 +151,23 @@ def _per_member(epochs: int | Sequence[int], members: int) -> list[int]:
     return counts
 
 
-class BAT(StagedTraining):
+class BAT(SequentialTraining):
     """Boosted adversarial training (Pinot et al. 2020; ARC paper, appendix B.1).
 
     Member k is trained on adversarial images of the mixture of the members before it, which it
     is there to complement; the first on its own, as in adversarial training.
     """
 
-    def opponent(self) -> Defense:
+    def attack_target(self) -> Defense:
         """The members before, or the first member itself."""
         count = max(self.stage, 1)
         probs = self.probs[:count]
         return Ensemble(self.members[:count], probs / probs.sum()).to(self.device)
 
 
-class IAT(StagedTraining):
+class IAT(SequentialTraining):
     """Independent adversarial training: M members, each on its own adversarial images."""
 
-    def opponent(self) -> Defense:
+    def attack_target(self) -> Defense:
         """The member in training."""
         return Single(self.trained()).to(self.device)
