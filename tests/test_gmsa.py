@@ -72,7 +72,7 @@ def authors_loop(nets, x, y, steps, least):
     return torch.where(wins, x_adv, best).detach()
 
 
-@pytest.mark.parametrize("min", [False, True])
+@pytest.mark.parametrize("least", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_model_space_by_hand(count, least):
     nets, (x, y) = [net(seed) for seed in range(count)], batch()
@@ -303,7 +303,7 @@ def test_through_adaptation_each_step_meets_the_defense_adapted_to_it():
     torch.testing.assert_close(ThroughAdaptation(attack)(defense, x, y), x_adv, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("min", [False, True])
+@pytest.mark.parametrize("least", [False, True])
 def test_high_confidence_keeps_the_most_confident_of_its_runs(least):
     x, y = batch()
     nets = [net(0), net(1)]
