@@ -20,9 +20,9 @@ import torch
 from timing import printed
 
 from lightning_rob.attacks import TransferFromStatic
-from lightning_rob.callbacks.protocol import AttackerDefenderSession
 from lightning_rob.cli import main as command_line
 from lightning_rob.data.labelled import give_source
+from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.metrics import robust_accuracy, student, wilson
 
 RECIPE = Path(__file__).parent.parent / "configs/rmc_digits.yaml"
@@ -62,11 +62,11 @@ def rounds(defense, attack, sequence, played, held_out, options):
     match = AttackerDefenderSession(attack, defense, *keys)
     clean, attacked, labels = held_out
     for number, (x, y, index) in enumerate(zip(*(t.split(1) for t in played), strict=True)):
-        row = [float(robust_accuracy(match.round(x, y, index)[1][0], y)), math.nan]
+        row = [float(robust_accuracy(match.step(x, y, index)[1][0], y)), math.nan]
         state = match.defenders[0][0].eval()
         if sequence == 0:
             alone = AttackerDefenderSession(attack, defense, *keys)
-            row[1] = float(robust_accuracy(alone.round(x, y, index)[1][0], y))
+            row[1] = float(robust_accuracy(alone.step(x, y, index)[1][0], y))
         row += [share_right(state, clean, labels), share_right(state, attacked, labels)]
         few = [(number * options.adapted + i) % len(labels) for i in range(options.adapted)]
         chance = torch.Generator().manual_seed(number)

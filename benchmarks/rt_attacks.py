@@ -29,7 +29,7 @@ from lightning_rob.attacks import (
     aggmo,
     draw_gradients,
 )
-from lightning_rob.callbacks.protocol import answers, play
+from lightning_rob.evaluation.protocol import evaluate_once, predictions
 from lightning_rob.metrics import gradient_spread, student
 from lightning_rob.objectives import ce_of_mean_logits, ce_of_mean_probs, expected_ce, linear
 from lightning_rob.randomness import Streams
@@ -91,9 +91,9 @@ class Study(Command):
         found = []
         for x, y, index in self.batches():
             if attack is None:
-                given = answers(self.defense, x, Streams.from_index(index, 0), ANSWERS)
+                given = predictions(self.defense, x, Streams.from_index(index, 0), ANSWERS)
             else:
-                _, given = play(attack, self.defense, x, y, index, 0, inferences=ANSWERS)
+                _, given = evaluate_once(attack, self.defense, x, y, index, 0, inferences=ANSWERS)
             found.append(given.gather(2, y.expand(ANSWERS, -1)[..., None])[..., 0].T)
         return torch.cat(found)
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from lightning_rob import PGD, RandomTransforms, Threat
-from lightning_rob.callbacks.protocol import AttackerDefenderSession
 from lightning_rob.data import Digits5k
 from lightning_rob.evaluation import worst_case
+from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.metrics import robust_accuracy, wilson
 from lightning_rob.transforms import Affine, Erase, GaussianNoise
 
@@ -58,7 +58,7 @@ def main():
             for name in range(1 + ATTACKS):
                 luck = (0, 0) if shared else (0, name)
                 match = AttackerDefenderSession(nothing, defense, 0, name, private=luck)
-                answers = match.round(x, y, index, inferences)[1]
+                answers = match.step(x, y, index, inferences)[1]
                 scores.append(torch.stack([robust_accuracy(a, y) for a in answers], 1))
             table = torch.stack(scores, 1)
             clean = float(table[:, 0].mean())

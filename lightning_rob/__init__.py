@@ -58,6 +58,12 @@ _HOMES = {
         "TransferMatrix",
         "Transferability",
     ],
+    "evaluation": [
+        "AttackerDefenderSession",
+        "EvaluationResult",
+        "RoundProtocol",
+        "evaluate",
+    ],
     "modules": [
         "ADP",
         "BAT",
@@ -74,7 +80,6 @@ _HOMES = {
     "callbacks": [
         "TransferMatrixEval",
         "Gallery",
-        "RoundProtocol",
         "TerminateOnNonFinite",
         "RobustAudit",
         "RobustCheckpoint",

@@ -20,7 +20,6 @@ from torch.utils.data import (
 
 from lightning_rob.attacks import PGD
 from lightning_rob.callbacks import RobustEval
-from lightning_rob.callbacks.protocol import AttackerDefenderSession, NoAttack
 from lightning_rob.defenses import (
     Ensemble,
     Mixture,
@@ -36,6 +35,7 @@ from lightning_rob.evaluation import (
     serves_once,
     worst_case,
 )
+from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack
 from lightning_rob.metrics import robust_accuracy, wilson, wilson_over_draws
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.rules import majority, mean_probs
@@ -279,7 +279,7 @@ def runs_of_nothing(defense, inferences, shared=True, runs=200, n=50):
         for name in range(1 + ATTACKS):
             luck = (0, 0) if shared else (0, name)
             match = AttackerDefenderSession(nothing, defense, 0, 0, name, private=luck, draws=draws)
-            answers = match.round(images, labels, index + start * n, asked)[1]
+            answers = match.step(images, labels, index + start * n, asked)[1]
             scores.append(torch.stack([robust_accuracy(a, labels) for a in answers], 1))
         yield from torch.stack(scores, 1).split(n)
 
@@ -336,7 +336,7 @@ def test_nine_attacks_that_do_nothing_leave_a_random_defense_as_it_is(inferences
     callback = RobustEval(attacks, inferences=inferences)
     evaluate(module, callback, data=Blobs(test_size=200))
     clean, worst = callback.results[0], callback.results[-1]
-    assert callback.random
+    assert callback.result.random
     assert clean.details["interval_covers"] == "images and inferences"
     assert worst.accuracy == pytest.approx(clean.accuracy)  # every attack meets the same luck
 
@@ -347,15 +347,17 @@ def test_private_draws_widen_the_interval_and_are_recorded():
     one, many = RobustEval({"pgd": NOTHING}), RobustEval({"pgd": NOTHING}, private_draws=5)
     for callback in (one, many):
         evaluate(module, callback)
-    assert many.scores()[1].shape == (33, 2, 5)
-    assert torch.equal(many.scores()[1][..., 0], one.scores()[1][..., 0])  # the first is the same
+    assert many.result.scores.shape == (33, 2, 5)
+    assert torch.equal(
+        many.result.scores[..., 0], one.result.scores[..., 0]
+    )  # the first is the same
     assert one.results[0].details["interval_covers"] == "images"
     for result in many.results:
         spread = result.interval[1] - result.interval[0]
         alone = wilson(result.accuracy, 33)
         assert spread > alone[1] - alone[0]
         assert result.details["interval_covers"] == "images and private draws"
-    assert len(set(many.scores()[1][:, 0].mean(0).tolist())) > 1
+    assert len(set(many.result.scores[:, 0].mean(0).tolist())) > 1
     assert many.results[1].details["over_private_draws"]
 
 
@@ -378,11 +380,11 @@ def test_a_network_with_noise_of_its_own_is_evaluated_reproducibly():
         before = torch.get_rng_state()
         x, y, index = torch.rand(8, 3, 8, 8), torch.arange(8) % 4, torch.arange(8)
         torch.set_rng_state(before)
-        AttackerDefenderSession(attack, module.defense, 0).round(x, y, index)
+        AttackerDefenderSession(attack, module.defense, 0).step(x, y, index)
         is_random(module.defense, x, index)
         assert torch.equal(torch.get_rng_state(), before)
         evaluate(module, callback, data=Blobs(test_size=33, eval_batch_size=seed * 7))
-        found.append(callback.scores()[1])
+        found.append(callback.result.scores)
     assert torch.equal(*found)
 
 
@@ -396,7 +398,7 @@ def test_randomness_is_looked_for_in_every_group():
 
     callback = RobustEval({"pgd": NOTHING}, group_size=4)
     evaluate(AdversarialTraining(Late), callback)
-    assert callback.random
+    assert callback.result.random
 
 
 def test_the_worst_of_a_game_is_over_all_callbacks():

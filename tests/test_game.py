@@ -10,12 +10,12 @@ from torch import nn
 
 from lightning_rob.attacks import GMSA, PGD
 from lightning_rob.attacks.base import Attack
-from lightning_rob.callbacks import RobustEval, RoundProtocol
-from lightning_rob.callbacks.game import check_rounds
-from lightning_rob.callbacks.protocol import AttackerDefenderSession, NoAttack
+from lightning_rob.callbacks import RobustEval
 from lightning_rob.data.labelled import give_source
 from lightning_rob.defenses import DENT, Defense
 from lightning_rob.defenses.learning import Transductive
+from lightning_rob.evaluation import RoundProtocol
+from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack, check_rounds
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Streams
@@ -77,7 +77,7 @@ def batches(count=3, size=4):
 def match(attack, defense, attacker_sees_state=False):
     game = AttackerDefenderSession(attack, defense, 5, attacker_sees_state=attacker_sees_state)
     for x, y, index in batches():
-        game.round(x, y, index)
+        game.step(x, y, index)
     return game
 
 
@@ -130,9 +130,9 @@ class Notes(RobustEval):
         super().__init__(*args, **options)
         self.played = []
 
-    def _score_all(self, trainer, defense, clean, batch):
+    def attack_batch(self, trainer, pl_module, batch):
         self.played.append(batch[2].tolist())
-        super()._score_all(trainer, defense, clean, batch)
+        super().attack_batch(trainer, pl_module, batch)
 
 
 def evaluate(callback, data=None, **trainer):

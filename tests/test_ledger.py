@@ -23,17 +23,16 @@ from lightning_rob.attacks import (
 )
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.ledger import (
-    Columns,
-    Journal,
-    Outcome,
+    PerImageRows,
     card_of,
     fingerprint,
     predicted_class,
     read_ledger,
     save_images,
-    write_ledger,
+    write_per_image,
 )
 from lightning_rob.ledger.identity import HERE, told
+from lightning_rob.ledger.journal import Journal
 from lightning_rob.rules import majority
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
@@ -283,18 +282,15 @@ def test_what_is_no_answer_is_no_class():
     assert predicted_class(answers).tolist() == [-1, -1, 1]
 
 
-def outcome(score, answer, size):
-    return Outcome(torch.tensor([[score]]), torch.tensor([answer]), torch.tensor([size]))
-
-
 def test_a_row_by_hand(tmp_path):
-    columns = Columns(("clean", "pgd", "arc"), 1)
-    parts = [outcome(1.0, 3, 0.0), outcome(0.25, 3, 0.031), outcome(0.125, 1, 0.0314)]
-    rows = columns.rows(torch.zeros(1, 1, 2, 2), torch.tensor([3]), parts)
-    means = torch.tensor([[1.0, 0.25, 0.125]])
+    pixels = f"{crc32(bytes(16)):08x}"
+    scores = torch.tensor([[[1.0], [0.25], [0.125]]])
+    sizes = torch.tensor([[0.0, 0.031, 0.0314]])
+    predicted = torch.tensor([[3, 3, 1]])
+    rows = PerImageRows(torch.tensor([7]), torch.tensor([3]), scores, predicted, sizes, [pixels])
     card = {"attacks": {"pgd": {}, "arc": {}}}
-    worst = torch.tensor([0.125])
-    write_ledger(tmp_path / "a.csv", columns, torch.tensor([7]), means, rows, 4, card, worst)
+    names, worst = ("clean", "pgd", "arc"), torch.tensor([0.125])
+    write_per_image(tmp_path / "a.csv", names, rows, 4, card, worst)
     assert (tmp_path / "a.csv").read_text().split("\n")[1] == (
         f"7,3,1,3,0.25,3,0.031,0.125,1,0.0314,0.125,arc,4,{crc32(bytes(16)):08x}"
     )

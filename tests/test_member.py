@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_rob.attacks import PGD, OnMember, RandomMember, Strongest
-from lightning_rob.callbacks.protocol import play
 from lightning_rob.defenses import Ensemble, Single
+from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from tests.tiny import TinyNet
@@ -45,7 +45,7 @@ def test_a_member_that_is_not_there(ensemble, batch):
 def test_equation_62_by_hand(ensemble, batch):
     """sum_j alpha_j sum_i alpha_i [f_i(x + delta_j) = y], each delta_j found on f_j alone."""
     x, y, index = batch
-    _, (answers,) = play(RandomMember(INNER), ensemble, x, y, index, 7)
+    _, (answers,) = evaluate_once(RandomMember(INNER), ensemble, x, y, index, 7)
     expected = torch.zeros(len(x))
     for j, attacker in enumerate(PROBS):
         x_adv = OnMember(INNER, j)(ensemble, x, y, Streams.from_index(index, 7, 0))

@@ -12,8 +12,8 @@ from torch import nn
 from lightning_rob.attacks import CW, PAA, PGD, TAA, Attack, Chunked, DeepFool, ranking_weights
 from lightning_rob.attacks.base import is_batch_separable, parts
 from lightning_rob.attacks.paa import AGGREGATES
-from lightning_rob.callbacks.protocol import play
 from lightning_rob.defenses import Single, TransformEnsemble
+from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import chosen
@@ -364,7 +364,7 @@ def test_a_bound_on_the_mean_depends_on_the_batch_and_says_so(five):
     assert not torch.equal(whole, alone)
     with pytest.raises(ValueError, match="PAA attacks whole batches and cannot be chunked"):
         Chunked(mean, images=2)
-    _, answers = play(mean, five, x, y, torch.arange(6), 0)  # checks the threat of each image
+    _, answers = evaluate_once(mean, five, x, y, torch.arange(6), 0)
     assert answers.shape == (1, 6, 4)
 
 

@@ -6,8 +6,8 @@ import torch
 from lightning_rob.attacks import PGD, OnMember, RandomMember
 from lightning_rob.attacks.corrupted import CommonCorruption
 from lightning_rob.attacks.partly import PartialBatchAttack
-from lightning_rob.callbacks.protocol import play
 from lightning_rob.defenses import Ensemble, Single
+from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise
@@ -48,7 +48,7 @@ def test_the_first_images_stay(defense, clean, count, kept):
 def test_natural_corruption_of_the_rest(defense):
     x, y, index = batch()
     attack = PartialBatchAttack(INNER, 0.5, CommonCorruption(Brightness(2)))
-    x_adv, _ = play(attack, defense, x, y, index, 0)
+    x_adv, _ = evaluate_once(attack, defense, x, y, index, 0)
     torch.testing.assert_close(x_adv[:10], Brightness(2)(x[:10]))
     assert float((x_adv[10:] - x[10:]).abs().max()) <= 16 / 255 + 1e-6
     assert attack.threat == Threat("linf", 1.0)

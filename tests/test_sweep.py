@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 
 from lightning_rob.attacks import ARC, CW, PGD, OnMember, RandomMember, Strongest
 from lightning_rob.attacks.base import parts
-from lightning_rob.callbacks.robust_eval import whole
+from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.defenses import Ensemble, first_member
 from lightning_rob.ledger import fingerprint
 from lightning_rob.metrics import robust_accuracy
@@ -29,7 +29,7 @@ from tests.tiny import TinyNet, arc, pgd, recipe, robust_eval, run, shell
 CKPT = "run/version_0/checkpoints/last.ckpt"
 THREAT = Threat("linf", 16 / 255)
 APGD = PGD(THREAT, 3, 8 / 255, random_start=False)
-ATTACKS = {"apgd": (APGD, whole), "arc": (ARC(THREAT, 3, 16 / 255), whole)}
+ATTACKS = {"apgd": (APGD, full_defense), "arc": (ARC(THREAT, 3, 16 / 255), full_defense)}
 ATTACKS["alone"] = (APGD, first_member)
 PLAIN = pgd(random_start=False)
 ALONE = robust_eval({"alone": PLAIN}, target="lightning_rob.defenses.first_member")
@@ -142,7 +142,7 @@ def test_figures_are_those_of_direct_calls(over, trained, loaded, tmp_path, caps
     assert len(found) == 5 * len(values)
     for value in values:
         scores = {}
-        for name, (attack, target) in {"clean": (None, whole), **ATTACKS}.items():
+        for name, (attack, target) in {"clean": (None, full_defense), **ATTACKS}.items():
             changed = attack and of_attack(attack, value)
             score = by_hand(changed, target(of_defense(loaded[0], value)), *loaded[1:])
             scores[name] = score

@@ -17,8 +17,8 @@ from lightning_rob.attacks import (
     TransferFromStatic,
     attacking,
 )
-from lightning_rob.callbacks.protocol import AttackerDefenderSession
 from lightning_rob.defenses import DANN, DENT, RMC, TADV, Mixture, Single, URejectron, base_model
+from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.objectives import worst_ce
 from lightning_rob.threat import Threat
 
@@ -127,7 +127,7 @@ def test_a_rehearsal_never_changes_the_referees_result(make):
     for rehearsals in (0, 3):
         defense = make(trained())
         match = AttackerDefenderSession(Rehearsing(THREAT, rehearsals + 1, 0.05), defense, 7)
-        rounds = [match.round(x, y, index) for _ in range(2)]
+        rounds = [match.step(x, y, index) for _ in range(2)]
         found.append((rounds, fingerprint(match.defenders[0][0])))
     for (_, one), (_, other) in zip(found[0][0], found[1][0], strict=True):
         assert torch.equal(one, other)

@@ -267,6 +267,10 @@ class Attack(ABC):
                 )
             raise
 
+    def require_package(self) -> None:
+        """Raise ModuleNotFoundError if the attack needs a package that is not installed."""
+        return
+
     def strategies(self, defense: Defense) -> "list[tuple[float, Attack]]":
         """What the attacker may do against this defense, each with its probability; mostly one.
 

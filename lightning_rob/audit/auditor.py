@@ -16,9 +16,9 @@ from lightning_rob.audit.measures import MEASURES, Seen
 from lightning_rob.audit.page import Report
 from lightning_rob.audit.slope import slope
 from lightning_rob.audit.strength import black_box, noise, radius, restarts, steps
-from lightning_rob.callbacks.record import Result, measured
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import worst_case
+from lightning_rob.evaluation.records import Result, measured
 from lightning_rob.ledger.identity import describe
 from lightning_rob.threat import Threat
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lightning_rob.audit.finding import Finding
-from lightning_rob.callbacks.record import Result, print_table
+from lightning_rob.evaluation.records import Result, print_table
 
 STYLES = {"severe": "bold red", "warning": "yellow", "note": "cyan"}
 

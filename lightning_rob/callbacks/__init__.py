@@ -1,10 +1,9 @@
-"""Callbacks that watch robustness."""
+"""Callbacks that tell the truth about a defense while it trains."""
 
 from lightning_rob.callbacks.audit import RobustAudit
 from lightning_rob.callbacks.checkpoint import RobustCheckpoint, RobustEarlyStopping
 from lightning_rob.callbacks.cross_eval import TransferMatrixEval
 from lightning_rob.callbacks.gallery import Gallery
-from lightning_rob.callbacks.game import RoundProtocol
 from lightning_rob.callbacks.guard import TerminateOnNonFinite
 from lightning_rob.callbacks.robust_eval import RobustEval
 from lightning_rob.callbacks.votes import VotingRuleEval
@@ -15,7 +14,6 @@ __all__ = [
     "RobustCheckpoint",
     "RobustEarlyStopping",
     "RobustEval",
-    "RoundProtocol",
     "TerminateOnNonFinite",
     "TransferMatrixEval",
     "VotingRuleEval",

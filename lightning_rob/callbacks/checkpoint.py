@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
-from lightning_rob.callbacks.robust_eval import RobustEval, whole
+from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
 
 PREFIX = "val/robust/"
 
@@ -18,7 +18,7 @@ def measurers(trainer: Trainer, monitor: str) -> list[RobustEval]:
     """The callbacks that log a robust figure, whatever the epoch."""
     evaluations = [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
     if monitor == f"{PREFIX}worst":
-        return [e for e in evaluations if e.target is whole and e.attacks]
+        return [e for e in evaluations if e.target is full_defense and e.attacks]
     return [e for e in evaluations if monitor.removeprefix(PREFIX) in e.attacks]
 
 

@@ -2,11 +2,10 @@
 
 import json
 import time
-from itertools import takewhile
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -16,16 +15,12 @@ from torchmetrics import SumMetric
 
 from lightning_rob.attacks import TAA, Attack, evaluating
 from lightning_rob.attacks.taa import attackable
-from lightning_rob.callbacks.evaluation import (
-    Evaluation,
-    deduplicate_names,
-    with_radius,
-    writing_folder,
-)
-from lightning_rob.callbacks.protocol import play
-from lightning_rob.callbacks.record import append_lines
+from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
+from lightning_rob.callbacks.robust_eval import with_radius
 from lightning_rob.defenses import Defense, Single, TransformEnsemble
-from lightning_rob.evaluation import GROUP_SIZE
+from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
+from lightning_rob.evaluation.protocol import evaluate_once
+from lightning_rob.evaluation.records import append_lines
 from lightning_rob.figures.heat_map import heat_map
 from lightning_rob.figures.page import pixels, save
 from lightning_rob.ledger.identity import describe
@@ -37,7 +32,7 @@ from lightning_rob.rules import random_member
 CLEAN = "clean"  # the matrix of no attack: all its columns are the members' clean accuracies
 
 
-class TransferMatrixEval(Evaluation):
+class TransferMatrixEval(EvaluationCallback):
     """Attack each member of the module's `defense` alone and ask all members.
 
     Sub-models of a `TransformEnsemble` are attacked in their own space, as by `TAA`.
@@ -80,7 +75,8 @@ class TransferMatrixEval(Evaluation):
             raise ValueError(
                 f"no attack can be called {taken.pop()!r}: that column has another meaning"
             )
-        super().__init__(every_n_epochs, max_images, seed, group_size)
+        settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
+        super().__init__(settings, every_n_epochs)
         self.attacks = with_radius(attacks, eps)
         self.record = record
         self.matrices: dict[str, TransferMatrix] = {}
@@ -90,20 +86,19 @@ class TransferMatrixEval(Evaluation):
         self.results: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Run once what is there twice; number a name that another attack in the run has."""
-        for other in takewhile(lambda other: other is not self, _siblings(trainer)):
-            self.attacks = deduplicate_names(self.attacks, other.attacks)
+        """Drop attacks that an earlier callback runs; number names that it uses for another."""
+        self.attacks = self.collector(trainer).register(self, self.attacks)
 
     def due(self, trainer: Trainer) -> bool:
-        """Whether this epoch's evaluation is one of ours."""
+        """Whether this callback evaluates in the current epoch."""
         return bool(self.attacks) and super().due(trainer)
 
-    def rounds(self, pl_module: Any) -> int:
-        """Once by each attack on each member."""
+    def attack_count(self, pl_module: Any) -> int:
+        """Return the number of attacks on all members."""
         return len(self.attacks) * len(pl_module.defense.weights)
 
-    def begin(self, trainer: Trainer, pl_module: Any) -> None:
-        """Empty matrices, of as many members as there are by now."""
+    def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
+        """Empty the matrices, which have a row for each current member."""
         members = len(pl_module.defense.weights)
         _check_attackable(pl_module.defense)
         names = (CLEAN, *self.attacks)
@@ -112,11 +107,11 @@ class TransferMatrixEval(Evaluation):
         self.transfers = {name: Transferability(members).to(device) for name in self.attacks}
         self.images = SumMetric().to(pl_module.device)
         self.seconds = dict.fromkeys(self.attacks, 0.0)
+        return None
 
-    def attack_batch(
-        self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
-    ) -> None:
+    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
         """Attack the batch once for every member and attack."""
+        x, y, index = batch
         defense, members = pl_module.defense, len(pl_module.defense.weights)
         self.images.update(len(x))
         clean = self._ask(defense, x, y, index)
@@ -125,7 +120,9 @@ class TransferMatrixEval(Evaluation):
             found, began = [], time.perf_counter()
             for j in range(members):
                 target, alone = _alone(defense, attack, j)
-                x_adv, _ = play(alone, target, x, y, index, self.seed, 0, *name.encode())
+                x_adv, _ = evaluate_once(
+                    alone, target, x, y, index, self.settings.seed, 0, *name.encode()
+                )
                 found.append(self._ask(defense, x_adv, y, index))
                 if self.progress:
                     self.progress.advance(f"{name} on member {j + 1}", len(x))
@@ -138,7 +135,7 @@ class TransferMatrixEval(Evaluation):
     def _ask(self, defense: Defense, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         """The probability of each member's answers: [M, B, K]."""
         with evaluating(defense):
-            logits = defense.logits(x, Streams.from_index(index, self.seed))
+            logits = defense.logits(x, Streams.from_index(index, self.settings.seed))
         check_logits(logits, y)
         return torch.stack([random_member(one[None], torch.ones(1)) for one in logits])
 
@@ -149,6 +146,8 @@ class TransferMatrixEval(Evaluation):
             name = "acc" if result["name"] == CLEAN else result["name"]
             for i, row in enumerate(result["matrix"]):
                 pl_module.log(f"{stage}/member_{i + 1}/{name}", row[i], sync_dist=True)
+        if stage == "test":
+            self.collector(trainer).rows.append(self.results)
         folder = writing_folder(trainer)
         if folder is None:
             return
@@ -198,11 +197,9 @@ class TransferMatrixEval(Evaluation):
         return {"attack": describe(attack), "threat": repr(attack.threat), "seconds": seconds}
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table of members once all callbacks are through."""
-        siblings = _siblings(trainer)
-        if siblings[-1:] == [self] and trainer.is_global_zero:
-            for sibling in siblings:
-                print_members(type(pl_module).__name__, sibling.results)
+        """Print the tables of all callbacks of the run, once."""
+        for results in self.collector(trainer).take_rows() if trainer.is_global_zero else ():
+            print_members(type(pl_module).__name__, results)
 
 
 def _alone(defense: Defense, attack: Attack, member: int) -> tuple[Defense, Attack]:
@@ -274,8 +271,3 @@ def print_members(title: str, results: list[dict[str, Any]]) -> None:
 
 def _cell(accuracy: float, low: float, high: float) -> str:
     return f"{accuracy:.1%}\n{100 * low:.1f} … {100 * high:.1f}"
-
-
-def _siblings(trainer: Trainer) -> list[TransferMatrixEval]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [other for other in callbacks if isinstance(other, TransferMatrixEval) and other.attacks]

@@ -1,21 +1,22 @@
 """Pictures of what a weak attack overlooks: right answers that a strong one takes away."""
 
 import json
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
-from lightning_rob.callbacks.evaluation import Evaluation, at_least_one, with_radius, writing_folder
-from lightning_rob.callbacks.protocol import play
-from lightning_rob.callbacks.record import append_lines
+from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
+from lightning_rob.callbacks.robust_eval import with_radius
 from lightning_rob.defenses import Defense
-from lightning_rob.evaluation import GROUP_SIZE
+from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
+from lightning_rob.evaluation.evaluate import at_least_one
+from lightning_rob.evaluation.protocol import evaluate_once
+from lightning_rob.evaluation.records import append_lines
 from lightning_rob.figures.gallery import Case, Shown, gallery
 from lightning_rob.figures.page import pixels, save
 from lightning_rob.ledger.identity import describe
@@ -26,7 +27,7 @@ from lightning_rob.rules import random_member
 Found = tuple[float, int, Case]  # minus the expected accuracy under the weak attack, the index
 
 
-class Gallery(Evaluation):
+class Gallery(EvaluationCallback):
     """At test, show images of which a weak attack leaves some member right and a strong one none.
 
     Draws `{name}.png` in the run's folder and for TensorBoard, counts such images, prints the
@@ -61,7 +62,7 @@ class Gallery(Evaluation):
         eps: float | None = None,
         group_size: int = GROUP_SIZE,
     ) -> None:
-        super().__init__(1, max_images, seed, group_size)
+        super().__init__(EvaluationSettings(seed, max_images=max_images, group_size=group_size))
         at_least_one(count=count)
         if names is not None and len(names) != 2:
             raise ValueError(f"names must be two, of the weak and the strong attack, got {names}")
@@ -75,28 +76,25 @@ class Gallery(Evaluation):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse to write to another gallery's files."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for other in takewhile(lambda other: other is not self, callbacks):
-            if isinstance(other, Gallery) and other.name == self.name:
-                raise ValueError(f"two galleries are called {self.name!r}: rename one of them")
+        if self.name not in self.collector(trainer).register(self, {self.name: self}):
+            raise ValueError(f"two galleries are called {self.name!r}: rename one of them")
 
     def due(self, trainer: Trainer) -> bool:
         """At test only."""
         return trainer.state.fn == "test"
 
-    def rounds(self, pl_module: Any) -> int:
-        """Once by each attack."""
+    def attack_count(self, pl_module: Any) -> int:
+        """Return the number of attacks."""
         return 2
 
-    def begin(self, trainer: Trainer, pl_module: Any) -> None:
+    def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
         """Forget the last test."""
         self.kept, self.counts, self.line = [], dict.fromkeys(self.counts, 0), ""
+        return None
 
-    def attack_batch(
-        self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
-    ) -> None:
+    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
         """Attack the batch, and what is left of it by the weak attack again by the strong one."""
-        defense = pl_module.defense
+        defense, (x, y, index) = pl_module.defense, batch
         for attack in (self.weak, self.strong):
             if len(attack.strategies(defense)) > 1:
                 name = type(attack).__name__
@@ -121,9 +119,9 @@ class Gallery(Evaluation):
         """The perturbed images with their answers, and the expected accuracy on them [B]."""
         if not len(x):
             return [], torch.zeros(0)
-        x_adv, _ = play(attack, defense, x, y, index, self.seed, side)
+        x_adv, _ = evaluate_once(attack, defense, x, y, index, self.settings.seed, side)
         with evaluating(defense), torch.no_grad():
-            logits = defense.logits(x_adv, Streams.from_index(index, self.seed, side, 2))
+            logits = defense.logits(x_adv, Streams.from_index(index, self.settings.seed, side, 2))
         confidence, answers = logits.softmax(-1).max(-1)
         parts = (x_adv.cpu(), answers.T.cpu(), confidence.T.cpu())
         # Cloned, for a view would keep the whole batch alive.

@@ -1,25 +1,24 @@
-"""What is kept of each image of an evaluation, on the way and for good."""
+"""Per-image records of evaluations: on the way in a journal, in the end in a file."""
 
-from lightning_rob.ledger.book import Book
+from lightning_rob.ledger.book import PerImageResults
 from lightning_rob.ledger.card import card_of
-from lightning_rob.ledger.columns import Columns, Outcome, predicted_class
-from lightning_rob.ledger.identity import describe, fingerprint, key_of
-from lightning_rob.ledger.journal import Journal
+from lightning_rob.ledger.columns import Outcome, predicted_class
+from lightning_rob.ledger.identity import describe, fingerprint
+from lightning_rob.ledger.identity import key_of as cache_key
 from lightning_rob.ledger.pictures import save_images
-from lightning_rob.ledger.table import Ledger, read_ledger, write_ledger
+from lightning_rob.ledger.table import Ledger, PerImageRows, read_ledger, write_per_image
 
 __all__ = [
-    "Book",
-    "Columns",
-    "Journal",
     "Ledger",
     "Outcome",
+    "PerImageResults",
+    "PerImageRows",
+    "cache_key",
     "card_of",
     "describe",
     "fingerprint",
-    "key_of",
     "predicted_class",
     "read_ledger",
     "save_images",
-    "write_ledger",
+    "write_per_image",
 ]

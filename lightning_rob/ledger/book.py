@@ -3,18 +3,17 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_rob.ledger.columns import Columns, Outcome
 from lightning_rob.ledger.journal import Journal
-from lightning_rob.ledger.table import write_ledger
+from lightning_rob.ledger.table import PerImageRows
 from lightning_rob.metrics import PerImage
 
 
-class Book:
+class PerImageResults:
     """What became of every image, untouched and under each attack.
 
     Args:
@@ -39,14 +38,14 @@ class Book:
         if place is not None:
             self.journal = Journal(place, len(names), self.columns.width)
 
-    def recall(self, x: Tensor, y: Tensor, index: Tensor) -> bool:
+    def load_cached(self, x: Tensor, y: Tensor, index: Tensor) -> bool:
         """Take a batch from the journal, if it has all of it."""
         rows = self.journal.recall(x, y, index) if self.journal is not None else None
         if rows is not None:
             self._take(index, rows.to(x.device))
         return rows is not None
 
-    def enter(
+    def add_batch(
         self,
         x: Tensor,
         y: Tensor,
@@ -65,29 +64,36 @@ class Book:
         self.table.update(index, rows[:, : len(self.columns.names)])
         self.rest.update(index, rows[:, len(self.columns.names) :])
 
-    def means(self) -> tuple[Tensor, Tensor]:
-        """The indices [N], rising, and scores [N, names]; every process has to ask."""
-        return self.table.rows()
+    def seconds(self) -> dict[str, float]:
+        """Return the run time of each attack on the images of an earlier run, by name."""
+        names = self.columns.names[1:]
+        return self.journal.taken(names) if self.journal is not None else {}
 
-    def single(self) -> Tensor:
-        """The scores [N, names, R] by inference; every process has to ask."""
-        return self.columns.single(self.rest.rows()[1])
+    def __len__(self) -> int:
+        """Return the number of images that an earlier run has scored."""
+        return len(self.journal) if self.journal is not None else 0
 
-    def write(self, path: Path | None, draws: int, card: dict[str, Any], worst: Tensor) -> None:
-        """Write the record on the process that has a path, and move the saved images beside it.
+    def rows(self) -> PerImageRows:
+        """Return the rows of all processes; every process has to call it."""
+        index, _ = self.table.rows()
+        _, rest = self.rest.rows()
+        columns = self.columns
+        return PerImageRows(
+            index,
+            columns.labels(rest),
+            columns.single(rest).double(),
+            columns.answers(rest),
+            columns.sizes(rest),
+            columns.pixels(rest),
+        )
 
-        Every process has to call it. See `write_ledger`.
-        """
-        index, means = self.means()
-        _, rows = self.rest.rows()
-        if path is None:
-            return
-        write_ledger(path, self.columns, index, means, rows, draws, card, worst)
-        for folder in sorted(self.place.iterdir()) if self.place and self.place.exists() else ():
-            if folder.is_dir():
-                shutil.copytree(folder, path.parent / folder.name, dirs_exist_ok=True)
+    def move_images(self, folder: Path) -> None:
+        """Copy the images that were saved beside the journal to another folder."""
+        for own in sorted(self.place.iterdir()) if self.place and self.place.exists() else ():
+            if own.is_dir():
+                shutil.copytree(own, folder / own.name, dirs_exist_ok=True)
 
-    def forget(self) -> None:
+    def delete(self) -> None:
         """Remove this process's journal, once the record is written."""
         if self.journal is not None:
             self.journal.remove()

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_rob.files import write_text_whole
-from lightning_rob.ledger.columns import Columns
 
 FIRST, LAST = ("index", "label"), ("worst", "broken_by", "draws", "pixels")
 
@@ -42,12 +42,31 @@ class Ledger:
         return [name for name in self.scores if name not in ("clean", "worst")]
 
 
-def write_ledger(
+@dataclass(frozen=True)
+class PerImageRows:
+    """Scores of N images, clean and under each attack.
+
+    Args:
+        index: [N] the images' indices, rising.
+        labels: [N].
+        scores: [N, 1 + A, R] the probability of a right prediction, by inference.
+        predictions: [N, 1 + A] the most probable class; -1 where there is none.
+        sizes: [N, 1 + A] of the perturbations, in the threat's norm.
+        checksums: of the images, N of 8 hexadecimal digits.
+    """
+
+    index: Tensor
+    labels: Tensor
+    scores: Tensor
+    predictions: Tensor
+    sizes: Tensor
+    checksums: list[str]
+
+
+def write_per_image(
     path: Path,
-    columns: Columns,
-    index: Tensor,
-    means: Tensor,
-    rows: Tensor,
+    names: Sequence[str],
+    rows: PerImageRows,
     draws: int,
     card: dict[str, Any],
     worst: Tensor,
@@ -56,42 +75,40 @@ def write_ledger(
 
     Args:
         path: the CSV file.
-        columns: what the rows are.
-        index: [N] the images' indices, rising.
-        means: [N, names] scores, the mean over repeats and inferences.
-        rows: [N, width] the rest.
-        draws: S, how many classifiers an answer is made of.
+        names: "clean" and the attacks.
+        rows: the images.
+        draws: S, the number of classifiers in each prediction.
         card: see `card_of`.
         worst: [N] scores under the strongest attack.
     """
-    answers, sizes = columns.answers(rows).tolist(), columns.sizes(rows).tolist()
-    labels, single = columns.labels(rows).tolist(), columns.single(rows).tolist()
-    pixels = columns.pixels(rows)
-    lines = [",".join(_head(columns))]
-    for i, (place, scores) in enumerate(zip(index.tolist(), means.tolist(), strict=True)):
-        cells = [str(place), str(labels[i])]
+    means = rows.scores.mean(2).tolist()
+    predictions, sizes, single = (
+        rows.predictions.tolist(),
+        rows.sizes.tolist(),
+        rows.scores.tolist(),
+    )
+    inferences = rows.scores.shape[2]
+    lines = [",".join(_head(names, inferences))]
+    for i, (place, scores) in enumerate(zip(rows.index.tolist(), means, strict=True)):
+        cells = [str(place), str(int(rows.labels[i]))]
         for j, score in enumerate(scores):
-            cells += [_number(score), str(answers[i][j])]
+            cells += [_number(score), str(predictions[i][j])]
             cells += [f"{sizes[i][j]:.6g}"] if j else []
-            cells += [_number(one) for one in single[i][j]] if columns.inferences > 1 else []
+            cells += [_number(one) for one in single[i][j]] if inferences > 1 else []
         low = min(scores)
-        broken = columns.names[scores.index(low)] if low < scores[0] else ""
-        cells += [
-            _number(float(worst[i])),
-            broken if scores[0] > 0 else "clean",
-            str(draws),
-            pixels[i],
-        ]
+        broken = names[scores.index(low)] if low < scores[0] else ""
+        broken = broken if scores[0] > 0 else "clean"
+        cells += [_number(float(worst[i])), broken, str(draws), rows.checksums[i]]
         lines.append(",".join(cells))
     write_text_whole(path.with_suffix(".json"), json.dumps(card, indent=1) + "\n")
     write_text_whole(path, "\n".join(lines) + "\n")
 
 
-def _head(columns: Columns) -> list[str]:
+def _head(names: Sequence[str], inferences: int) -> list[str]:
     cells = [*FIRST]
-    for j, name in enumerate(columns.names):
+    for j, name in enumerate(names):
         cells += [name, f"{name}_answer", *([f"{name}_size"] if j else [])]
-        again = range(1, columns.inferences + 1) if columns.inferences > 1 else ()
+        again = range(1, inferences + 1) if inferences > 1 else ()
         cells += [f"{name}_{number}" for number in again]
     return [*cells, *LAST]
 

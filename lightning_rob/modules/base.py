@@ -92,6 +92,11 @@ class RobustModule(LightningModule, ABC):
         accuracy.update(answers, y)
         self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, batch_size=len(x))
 
+    @property
+    def complete(self) -> bool:
+        """Whether all members have been trained; voting rules are compared from then on."""
+        return True
+
     def on_robust_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Called after each robust evaluation with what it logged, never with stale values."""
 

@@ -103,6 +103,11 @@ class TransformTraining(RobustModule):
         self.seen: dict[str, Tensor] = {}
 
     @property
+    def complete(self) -> bool:
+        """Whether no sub-model waits for its training."""
+        return not self.waiting
+
+    @property
     def defense(self) -> TransformEnsemble:  # type: ignore[override]
         """The sub-models that are through or in training; all where none has begun."""
         begun = [i for i in range(len(self.names)) if i not in self.waiting]

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from lightning_rob.callbacks.record import SESSION, Result
+from lightning_rob.evaluation.records import SESSION, Result
 from lightning_rob.monitor.board import Board
 from lightning_rob.monitor.change import (
     alarms,

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from lightning_rob.callbacks.record import Result, append_lines
+from lightning_rob.evaluation.records import Result, append_lines
 from lightning_rob.figures.curves import Curve, curves
 from lightning_rob.figures.page import save
 from lightning_rob.sweep.options import Study, Value

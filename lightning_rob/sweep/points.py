@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_rob.callbacks.record import Result, append_records
+from lightning_rob.evaluation.records import Result, append_records
 
 Scores = tuple[Tensor, Tensor]  # indices [N], rising, and scores [N, R] by inference
 

@@ -1,6 +1,7 @@
 """What an evaluation found, as a line of JSON and as a table."""
 
 import errno
+import io
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -167,3 +168,10 @@ def _cells(result: Result, adjusted: Iterator[float]) -> dict[str, str]:
         "images": str(result.n),
         "time": f"{result.seconds:.1f} s" if result.seconds else "",
     }
+
+
+def table_of(title: str, results: Iterable[Result], width: int = 120) -> str:
+    """Return the table as text."""
+    console = Console(file=io.StringIO(), width=width)
+    print_table(title, results, console)
+    return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined,no-any-return]
