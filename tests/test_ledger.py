@@ -180,7 +180,7 @@ def test_a_test_that_was_killed_goes_on_and_ends_in_the_same_bytes(trained, tmp_
     assert not (tmp_path / CSV).exists()
     out, error = slow_test(tmp_path, trained).communicate()
     (found,) = tmp_path.glob("run/version_*/images/test-*.csv")
-    assert f"{2 * known} images are known already" in out, out + error
+    assert f"{2 * known} images are scored already" in out, out + error
     assert found.read_bytes() == through.path.read_bytes()
     assert not list(tmp_path.glob("unfinished/*"))
 

@@ -61,7 +61,7 @@ class Page(HTMLParser):
 
 def line(name, accuracy, stage="test", epoch=3, threat=LINF, **fields):
     attack = f"PGD(threat={threat}, steps=20, step_size=0.1, objective=expected_ce)"
-    shared = {"name": name, "stage": stage, "epoch": epoch, "step": 9, "target": "whole"}
+    shared = {"name": name, "stage": stage, "epoch": epoch, "step": 9, "target": "full_defense"}
     shared |= {"seed": 5, "repeats": 1, "versions": {"torch": "2.99.1"}, "n": 400, "seconds": 1.5}
     low, high = accuracy - 0.031, accuracy + 0.033
     shared |= {"accuracy": accuracy, "interval": [low, high]}
@@ -129,8 +129,10 @@ def test_figures_of_the_records_are_in_both_files(whole):
     for number in ("86.1%", "61.2%", "55.7%", "53.1%", "50.0% … 56.4%", "34.5%", "43.4%"):
         assert number in text
         assert number in markdown
-    assert ["apgd", "whole", "61.2%", "58.1% … 64.5%", "400", "1.5", "linf 8/255"] in rows(markdown)
-    worst = ["**worst**", "**whole**", "**53.1%**", "**50.0% … 56.4%**", "**400**"]
+    assert ["apgd", "full defense", "61.2%", "58.1% … 64.5%", "400", "1.5", "linf 8/255"] in rows(
+        markdown
+    )
+    worst = ["**worst**", "**full defense**", "**53.1%**", "**50.0% … 56.4%**", "**400**"]
     assert [*worst, "", "**linf 8/255**"] in rows(markdown)
     assert "torch 2.99.1" in text
     assert "evaluation seed 5" in text
@@ -147,7 +149,7 @@ def test_the_worst_is_the_figure_to_cite_and_the_best_epoch_is_marked(whole):
 
 def test_arguments_are_on_the_card(whole):
     _, _, markdown = made(whole)
-    card = ["apgd", "whole", "PGD", "linf", "8/255", "20", "0.1", "objective=expected_ce"]
+    card = ["apgd", "full defense", "PGD", "linf", "8/255", "20", "0.1", "objective=expected_ce"]
     assert card in rows(markdown)
 
 
@@ -157,8 +159,8 @@ def test_parts_of_an_attack_have_a_row_each(tmp_path):
     made_of = folder(tmp_path / "run", [line("arc", 0.5, attack=attack, threat=L2)])
     _, _, markdown = made(made_of)
     found = [row[:7] for row in rows(markdown)]
-    assert ["arc", "whole", "Strongest", "l2", "0.5", NONE, NONE] in found
-    assert ["arc, part 2", "whole", "ARC", "l2", "0.5", "7", "0.5"] in found
+    assert ["arc", "full defense", "Strongest", "l2", "0.5", NONE, NONE] in found
+    assert ["arc, part 2", "full defense", "ARC", "l2", "0.5", "7", "0.5"] in found
 
 
 def test_few_images_and_a_single_attack_are_warned_of(tmp_path):
@@ -212,7 +214,7 @@ def test_what_was_evaluated_again_counts_once():
     lines = [line("apgd", 0.1 + 0.1 * e, "val", e) for e in range(5)]
     resumed = [line("apgd", 0.75, "val", 2), line("apgd", 0.8, "val", 3)]
     evaluations = Evaluations(record(fields) for fields in lines + resumed)
-    series = evaluations.series()["apgd", "whole"]
+    series = evaluations.series()["apgd", "full defense"]
     assert [(r.epoch, r.accuracy) for r in series] == [
         (0, 0.1),
         (1, 0.2),
@@ -227,7 +229,7 @@ def test_hostile_names_are_text(tmp_path):
         *(
             line(HOSTILE, 0.5, stage=stage, target=target)
             for stage in ("val", "test")
-            for target in ("whole", "<b>_bold_</b>")
+            for target in ("full defense", "<b>_bold_</b>")
         ),
         line("worst", 0.5, over=[HOSTILE], threat="<i>"),
     ]

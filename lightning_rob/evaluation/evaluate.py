@@ -157,7 +157,9 @@ class Evaluator:
         self.settings = settings or EvaluationSettings()
         self.protocol = self.settings.protocol_for(defense)
         columns = self.settings.inferences * self.settings.private_draws
-        self.store = store or PerImageResults((CLEAN, *self.attacks), columns, device_of(defense))
+        if store is None:
+            store = PerImageResults((CLEAN, *self.attacks), columns, device_of(defense))
+        self.store = store
         self.attacked = attacked
         self.details = dict(details or {})
         self.random = False

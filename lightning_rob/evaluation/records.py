@@ -115,7 +115,7 @@ def print_table(title: str, results: Iterable[Result], console: Console | None =
     compared = [r.details["against"]["p"] for r in last.values() if r.details.get("against")]
     adjusted = iter(holm(compared))
     rows = [_cells(result, adjusted) for result in last.values()]
-    needless = {"on"} if {row["on"] for row in rows} <= {"", "whole"} else set()
+    needless = {"on"} if {row["on"] for row in rows} <= {"", "full defense"} else set()
     kept = [k for k in (rows[0] if rows else ()) if k not in needless and any(r[k] for r in rows)]
     widths = {k: max(len(k), *(len(row[k]) for row in rows)) for k in kept}
     for spare in [name for name in ("against", "time") if name in kept]:

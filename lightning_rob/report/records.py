@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 Fields = dict[str, Any]
-WHOLE = "whole"
+WHOLE = "full_defense"
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Outcome:
     def heading(self, name: str) -> str:
         """The name of a column or a line, with what was attacked unless it was the whole."""
         target = next(iter(self.column(name).values())).details["target"]
-        return name if target == "whole" else f"{name} on {target}".replace("_", " ")
+        return name if target == "full_defense" else f"{name} on {target}".replace("_", " ")
 
     def figure(self) -> Figure:
         """One line per attack."""
