@@ -1,11 +1,12 @@
 """A game between an attack and a defense: who perturbs, who adapts, who counts."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks import Attack, TransferFromStatic, evaluating
+from lightning_rob.attacks import Attack, evaluating
 from lightning_rob.defenses import Defense
 from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator, Streams, derive_seed, seeded_global_rng
@@ -118,9 +119,7 @@ class AttackerDefenderSession:
             found.append(answers(final, x_adv, noise, inferences))
             if defender.stateful:
                 defenders[draw] = final.after_batch(private)
-        rehearses = not (
-            self.attacker_sees_state or isinstance(attack, TransferFromStatic | NoAttack)
-        )
+        rehearses = not (self.attacker_sees_state or attack.ignores_state)
         if defenders[0].stateful and rehearses:
             chance = self._generator(index, 3)
             self.rehearsals[turn] = seen.adapt(x_adv, chance).after_batch(chance)
@@ -145,6 +144,7 @@ class NoAttack(Attack):
         threat: what others may do; its bounds hold for the images.
     """
 
+    ignores_state: ClassVar[bool] = True
     threat: Threat
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from lightning_rob.attacks import Attack, AutoAttack
+from lightning_rob.attacks import Attack
 from lightning_rob.attacks.base import parts
 from lightning_rob.callbacks.evaluation import (
     Evaluation,
@@ -149,8 +149,7 @@ class RobustEval(Evaluation):
             ModuleNotFoundError: an attack needs a package that is not installed.
         """
         for part in (part for attack in self.attacks.values() for part in parts(attack)):
-            if isinstance(part, AutoAttack):
-                part.require_package()
+            part.require_package()
         earlier: dict[str, Any] = {}
         for other in _siblings(trainer):
             images = (other.max_images, other.seed, other.group_size)
