@@ -510,7 +510,7 @@ class Chance:
             return chance
 
         for module in ("learning", "rmc"):
-            monkeypatch.setattr(f"lightning_rob.defenses.{module}.spawn", noted)
+            monkeypatch.setattr(f"lightning_rob.defenses.{module}.generator_from", noted)
 
 
 @pytest.mark.parametrize("stateful", [True, False])

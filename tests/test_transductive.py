@@ -18,7 +18,7 @@ from lightning_rob.attacks import (
     attacking,
 )
 from lightning_rob.callbacks.protocol import AttackerDefenderSession
-from lightning_rob.defenses import DANN, DENT, RMC, TADV, Mixture, Single, URejectron, static
+from lightning_rob.defenses import DANN, DENT, RMC, TADV, Mixture, Single, URejectron, base_model
 from lightning_rob.objectives import worst_ce
 from lightning_rob.threat import Threat
 
@@ -170,7 +170,7 @@ def test_the_static_network_is_what_a_transfer_attack_sees(make):
     fresh = Single(trained())
     with torch.no_grad():
         alone = fresh.eval().logits(x)
-        torch.testing.assert_close(static(final).eval().logits(x), alone)
+        torch.testing.assert_close(base_model(final).eval().logits(x), alone)
 
 
 @every_defense

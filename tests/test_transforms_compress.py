@@ -156,7 +156,7 @@ def test_levels():
 
 
 @pytest.mark.parametrize(
-    ("alpha", "min"), [(0.0, 16), (0.05, 16), (0.1, 15), (0.5, 9), (0.99, 1), (1.0, 1)]
+    ("alpha", "least"), [(0.0, 16), (0.05, 16), (0.1, 15), (0.5, 9), (0.99, 1), (1.0, 1)]
 )
 def test_how_many_levels(alpha, least):
     (steps,) = ColorPrecision(alpha).sample(torch.zeros(2000, 3, 1, 1))
