@@ -118,7 +118,7 @@ def _averages(attack: Attack) -> bool:
 def _climbs(defense: Defense, attack: Attack) -> bool:
     """Whether it goes by what decides the ensemble's answer."""
     by_mean = defense.rule in (mean_logits, mean_probs)
-    if "ensemble" in attack.made_for:  # AutoAttack; of an ensemble that votes, not the prediction
+    if "ensemble" in attack.made_for:  # AutoAttack: it attacks the mean, not a vote
         return by_mean
     margin = linear if by_mean else expected_margin
     return isinstance(attack, PGD) and attack.objective in (climbed(defense), margin)

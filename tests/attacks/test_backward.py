@@ -384,8 +384,8 @@ def test_images_do_not_depend_on_their_batch(trick):
     close(whole, alone)
 
 
-def test_linbp_of_a_dead_branch_is_no_number_of_its_own():
-    """Where no gradient comes back from the branch, none is made up."""
+def test_linbp_of_a_dead_branch_is_zero():
+    """A branch that passes no gradient back gets none."""
     net, x = copy.deepcopy(built("two blocks")), images()
     nn.init.constant_(net.convs[0].bias, -100.0)
     with LinBP(0.0)(net):
@@ -516,7 +516,7 @@ def test_bad_arguments(make, message):
 
 
 class Noisy(Defense):
-    """A network that sees noise; it names no classifiers."""
+    """A network behind noise, which names no members."""
 
     def __init__(self, net):
         super().__init__(torch.ones(1), mean_probs)
@@ -539,7 +539,7 @@ def defenses():
 
 @pytest.mark.parametrize("name", ["single", "ensemble", "noisy", "transformed"])
 @pytest.mark.parametrize("trick", [SGM(0.2), LinBP(0.0), (SGM(0.2), LinBP(0.5))], ids=str)
-def test_attacks_with_tricks(name, trick):
+def test_attacks_with_modified_gradients(name, trick):
     defense, x = defenses()[name], images().float()
     threat = Threat("linf", 0.05)
     y = torch.tensor([0, 1])
@@ -555,7 +555,7 @@ def test_attacks_with_tricks(name, trick):
     assert torch.equal(attacked([trick] if callable(trick) else trick), tricked)
 
 
-def test_one_step_climbs_by_the_tricked_gradient():
+def test_one_step_climbs_by_the_modified_gradient():
     net, x = built("torchvision 18"), images()
     y = torch.tensor([0, 1])
     attack = PGD(Threat("linf", 0.05), 1, 0.05, random_start=False, backward=(SGM(0.5), LinBP(0.5)))

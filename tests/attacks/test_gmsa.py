@@ -38,8 +38,8 @@ def net(seed, channels=3):
 
 
 def batch(count=9, seed=0):
-    chance = torch.Generator().manual_seed(seed)
-    return torch.rand(count, 3, 8, 8, generator=chance), torch.arange(count) % 5
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(count, 3, 8, 8, generator=generator), torch.arange(count) % 5
 
 
 def authors_loop(nets, x, y, steps, least):

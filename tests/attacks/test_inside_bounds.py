@@ -88,7 +88,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("attack", OTHERS.values(), ids=OTHERS)
-def test_other_attacks_see_through_a_clamp(attack):
+def test_other_attacks_through_a_clamp(attack):
     """They find the same images as without the clamp, within the threat."""
     bare, x, y = affine()
     seeing = WithBackward(attack, InsideBounds())
@@ -129,7 +129,7 @@ def test_a_hair_is_at_least_a_step_of_rounding(dtype):
     assert gradient.tolist() == [[1, 1]]
 
 
-def test_members_behind_transforms_are_seen_inside_too():
+def test_members_behind_transforms_have_gradients_inside():
     net, x, y = Through(TinyNet().double().eval(), clamped), torch.zeros(2, 3, 8, 8).double(), None
     flips = {"HorizontalFlip": {}}
     for defense in (RandomTransforms(net, flips, 1, 2), TransformEnsemble([net], ["flip_both"]),
@@ -140,7 +140,7 @@ def test_members_behind_transforms_are_seen_inside_too():
         assert (replace(attack, backward=InsideBounds())(defense, x, y) > 0).double().mean() > 0.2
 
 
-def test_what_adapts_is_seen_inside_once_it_has_adapted():
+def test_an_adapted_model_has_gradients_inside():
     defense, x = DENT(SmallCNN(4, 3, 4), steps=1), torch.zeros(2, 3, 8, 8)
     y, attack = torch.tensor([0, 1]), PGD(Threat("linf", 0.1), 1, 0.1, backward=InsideBounds())
     assert GMSA(attack, 1)(defense, x, y, torch.Generator().manual_seed(0)).shape == x.shape

@@ -24,9 +24,9 @@ def ensemble() -> Ensemble:
 
 @pytest.fixture
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    chance = torch.Generator().manual_seed(1)
-    x = torch.rand(40, 3, 8, 8, generator=chance)
-    return x, torch.randint(0, 4, (40,), generator=chance), torch.arange(40)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(40, 3, 8, 8, generator=generator)
+    return x, torch.randint(0, 4, (40,), generator=generator), torch.arange(40)
 
 
 @pytest.mark.parametrize("member", [0, 2])
@@ -46,14 +46,14 @@ def test_a_member_that_is_not_there(ensemble, batch):
 def test_equation_62_by_hand(ensemble, batch):
     """sum_j alpha_j sum_i alpha_i [f_i(x + delta_j) = y], each delta_j found on f_j alone."""
     x, y, index = batch
-    _, (answers,) = play(RandomMember(INNER), ensemble, x, y, index, 7)
+    _, (probs,) = play(RandomMember(INNER), ensemble, x, y, index, 7)
     expected = torch.zeros(len(x))
     for j, attacker in enumerate(PROBS):
         x_adv = OnMember(INNER, j)(ensemble, x, y, Streams.from_index(index, 7, 0))
         for i, net in enumerate(ensemble.classifiers):
             expected += attacker * PROBS[i] * (net(x_adv).argmax(1) == y)
-    assert torch.allclose(answers.gather(1, y[:, None])[:, 0], expected, atol=1e-6)
-    assert torch.allclose(answers.sum(1), torch.ones(len(x)))
+    assert torch.allclose(probs.gather(1, y[:, None])[:, 0], expected, atol=1e-6)
+    assert torch.allclose(probs.sum(1), torch.ones(len(x)))
 
 
 def test_draws_members_with_their_probabilities(ensemble):

@@ -35,9 +35,9 @@ def defense() -> Single:
 
 
 def batch(count=20):
-    chance = torch.Generator().manual_seed(1)
-    x = torch.rand(count, 3, 8, 8, generator=chance)
-    return x, torch.randint(0, 4, (count,), generator=chance), torch.arange(count)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(count, 3, 8, 8, generator=generator)
+    return x, torch.randint(0, 4, (count,), generator=generator), torch.arange(count)
 
 
 @pytest.mark.parametrize(
