@@ -24,9 +24,7 @@ from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import binary_auroc
 from tqdm import tqdm
 
-from lightning_rob.attacks import CW, PGD
-from lightning_rob.attacks.corrupted import CommonCorruption
-from lightning_rob.attacks.partly import PartialBatchAttack
+from lightning_rob.attacks import CW, PGD, CommonCorruption, PartialBatchAttack
 from lightning_rob.data import Digits5k, Patches10
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.urejectron import URejectron

@@ -17,7 +17,7 @@ from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import chosen
-from tests.test_attacks import assert_same, seeded, snapshot
+from tests.attacks.common import assert_same, seeded, snapshot
 from tests.test_taa import Net, images, members_right, trained
 
 LINF = Threat("linf", 0.05)

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rob.attacks import PGD, attacking
-from lightning_rob.attacks.seen_as import SurrogateTransforms
+from lightning_rob.attacks import PGD, SurrogateTransforms, attacking
 from lightning_rob.defenses import Mixture, RandomTransforms, Single
 from lightning_rob.defenses.random_transforms import _schedule
 from lightning_rob.objectives import expected_ce

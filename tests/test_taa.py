@@ -14,7 +14,7 @@ from lightning_rob.objectives import ce_of_mean_probs
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import chosen
-from tests.test_attacks import assert_inside, assert_same, seeded, snapshot
+from tests.attacks.common import assert_inside, assert_same, seeded, snapshot
 
 LINF, L2 = Threat("linf", 0.1), Threat("l2", 0.8)
 FGSM = PGD(LINF, 1, LINF.eps, random_start=False)

@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import binary_auroc
 
-from lightning_rob.attacks import CW, PGD, attacking
-from lightning_rob.attacks.partly import PartialBatchAttack
+from lightning_rob.attacks import CW, PGD, PartialBatchAttack, attacking
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.urejectron import URejectron
 from lightning_rob.evaluation.protocol import evaluate_once

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.base import Attack
-from lightning_rob.attacks.strongest import Strongest
+from lightning_rob.attacks.members import Strongest
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.ensemble import sampling_probabilities
 from lightning_rob.objectives import check_logits
@@ -74,6 +74,7 @@ class ARC(Attack):
     """
 
     lengths: ClassVar[tuple[str, ...]] = ("step_size",)
+    made_for: ClassVar[tuple[str, ...]] = ("randomized",)
     threat: Threat
     steps: int
     step_size: float

@@ -222,6 +222,9 @@ class Attack(ABC):
     batch_dependent: ClassVar[bool] = False  # whether an image's result depends on the others
     knowledge: ClassVar[str] = "all of the defense but its private randomness"
     lengths: ClassVar[tuple[str, ...]] = ()  # the fields that are lengths in the threat's norm
+    made_for: ClassVar[tuple[str, ...]] = ()  # kinds of defenses whose adaptive attack this is
+    rehearses: ClassVar[bool] = False  # whether it lets the defense adapt to the whole batch
+    ignores_state: ClassVar[bool] = False  # whether it sees nothing of a defense's adapted state
 
     def __call__(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator = None
@@ -267,9 +270,13 @@ class Attack(ABC):
                 )
             raise
 
-    def require_package(self) -> None:
-        """Raise ModuleNotFoundError if the attack needs a package that is not installed."""
-        return
+    @property
+    def stops_on_gradient_logits(self) -> bool:
+        """Whether logits computed for a gradient decide which images are already fooled."""
+        return False
+
+    def require_package(self) -> None:  # noqa: B027 (most attacks need none)
+        """Raise ModuleNotFoundError without an optional package that the attack needs."""
 
     def strategies(self, defense: Defense) -> "list[tuple[float, Attack]]":
         """What the attacker may do against this defense, each with its probability; mostly one.

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import count
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -68,6 +68,7 @@ class PAA(Attack):
         TypeError: when called on a defense that is no `TransformEnsemble`, or has no candidates.
     """
 
+    made_for: ClassVar[tuple[str, ...]] = ("transformed",)
     inner: Attack
     aggregate: Aggregate = "MaxP"
     max_dissimilarity: float = 0.3

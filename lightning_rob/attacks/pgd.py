@@ -84,6 +84,11 @@ class PGD(Attack):
         if self.restarts > 1 and not self.random_start:
             raise ValueError(f"{self.restarts} restarts without random_start are one and the same")
 
+    @property
+    def stops_on_gradient_logits(self) -> bool:
+        """Whether logits computed for a gradient decide which images are already fooled."""
+        return self.early_stop
+
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if self.early_stop:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.base import Attack
-from lightning_rob.attacks.strongest import Strongest
+from lightning_rob.attacks.members import Strongest
 from lightning_rob.defenses import Defense, Single, TransformEnsemble
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
@@ -38,6 +38,7 @@ class TAA(Attack):
         ValueError: when called, there is no such target.
     """
 
+    made_for: ClassVar[tuple[str, ...]] = ("transformed",)
     knowledge: ClassVar[str] = "one sub-model, in its own space, and the predictions of the others"
     inner: Attack
     target: str | int | None = None
@@ -69,6 +70,7 @@ class OnDifferentiable(Attack):
             members.
     """
 
+    made_for: ClassVar[tuple[str, ...]] = ("transformed",)
     knowledge: ClassVar[str] = "the sub-models that have a gradient"
     attack: Attack
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks import Attack, TransferFromStatic, evaluating
+from lightning_rob.attacks import Attack, evaluating
 from lightning_rob.defenses import Defense
 from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator, Streams, derive_seed, seeded_global_rng
@@ -105,9 +105,7 @@ class AttackerDefenderSession:
             found.append(predictions(final, x_adv, noise, inferences))
             if defender.stateful:
                 defenders[draw] = final.after_batch(private)
-        rehearses = not (
-            self.attacker_sees_state or isinstance(attack, TransferFromStatic | NoAttack)
-        )
+        rehearses = not (self.attacker_sees_state or attack.ignores_state)
         if defenders[0].stateful and rehearses:
             generator = self._generator(index, 3)
             self.rehearsals[turn] = seen.adapt(x_adv, generator).after_batch(generator)
@@ -149,6 +147,7 @@ class NoAttack(Attack):
         threat: the threat of the other attacks; its bounds hold for the images.
     """
 
+    ignores_state: ClassVar[bool] = True
     threat: Threat
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:

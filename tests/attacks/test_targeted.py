@@ -1,3 +1,5 @@
+"""Targeted runs and high confidence, against the definitions by hand."""
+
 from dataclasses import replace
 
 import pytest
@@ -5,9 +7,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rob.attacks import PGD, SGM, Strongest, Targeted
-from lightning_rob.defenses import Defense, Ensemble, Single
-from lightning_rob.objectives import ce_of_mean_logits, confident, expected_ce, linear
+from lightning_rob.attacks import PGD, SGM, HighConfidence, Strongest, Targeted
+from lightning_rob.defenses import Defense, Ensemble, Mixture, Single
+from lightning_rob.objectives import (
+    ce_of_mean_logits,
+    ce_of_mean_probs,
+    confident,
+    expected_ce,
+    expected_margin,
+    linear,
+    worst_ce,
+    worst_margin,
+)
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
@@ -62,10 +73,10 @@ def test_climbs_towards_a_runner_up(rank, objective):
         first, second = (member(leaf) for member in defense.members)
         logits = 0.7 * first + 0.3 * second
         if objective is linear:
-            height = towards_linear(logits, target).sum()
+            value = towards_linear(logits, target).sum()
         else:
-            height = -F.cross_entropy(logits, target, reduction="sum")
-        (g,) = torch.autograd.grad(height, leaf)
+            value = -F.cross_entropy(logits, target, reduction="sum")
+        (g,) = torch.autograd.grad(value, leaf)
         x_adv = (x + (x_adv + 0.03 * g.sign() - x).clamp(-0.1, 0.1)).clamp(0, 1)
     attack = Targeted(PGD(LINF, 6, 0.03, objective, random_start=False), rank)
     torch.testing.assert_close(attack(defense, x, y), x_adv, rtol=0, atol=1e-6)
@@ -118,7 +129,7 @@ class Noisy(Defense):
 
 
 @pytest.mark.parametrize("rank", [2, (1, 3)])
-def test_random_defense_whatever_the_batches(rank):
+def test_random_defense_in_other_batches(rank):
     defense, (x, y) = Noisy(mlp(1)), batch()
     attack = Targeted(PGD(LINF, 3, 0.03, linear, draws=4, restarts=2), rank)
     whole = attack(defense, x, y, Streams.from_index(torch.arange(12), 0))
@@ -135,7 +146,7 @@ def test_the_more_draws_the_surer_the_target():
 
     def targets(draws, seed):
         attack = Targeted(PGD(LINF, 1, 0.1, linear, draws=draws))
-        return attack._wrong(defense, x, y, torch.Generator().manual_seed(seed))[:, 0]
+        return attack._wrong_classes(defense, x, y, torch.Generator().manual_seed(seed))[:, 0]
 
     truth = targets(2000, 0)
     hits = [torch.stack([targets(n, s) == truth for s in range(1, 6)]).sum() for n in (1, 30)]
@@ -154,7 +165,7 @@ def test_is_one_of_several():
 
 
 @pytest.mark.parametrize("rank", [5, (1, 5), 100])
-def test_needs_so_many_wrong_classes(rank):
+def test_rank_beyond_the_wrong_classes(rank):
     x, y = batch()
     with pytest.raises(ValueError, match="rank must be 1 … 4 of 5 classes, got"):
         Targeted(PGD(LINF, 1, 0.1), rank)(ensemble(), x, y)
@@ -166,13 +177,52 @@ def test_bad_ranks(rank):
         Targeted(PGD(LINF, 1, 0.1), rank)
 
 
-def test_labels_out_of_range():
-    x, y = batch()
-    with pytest.raises(ValueError, match="labels must be 0 … 4"):
-        Targeted(PGD(LINF, 1, 0.1))(ensemble(), x, y + 3)
-
-
 def test_keeps_to_the_attack():
     attack = Targeted(PGD(LINF, 1, 0.1, backward=SGM()), [1, 2])
     assert attack.threat == LINF
     assert attack == Targeted(replace(attack.attack), (1, 2))
+
+
+# high confidence
+
+KEEPS_BEST = PGD(LINF, 6, 0.03, random_start=False, keep_best=True)
+
+
+@pytest.mark.parametrize("least", [False, True])
+def test_high_confidence_keeps_the_most_confident_of_its_runs(least):
+    x, y = batch()
+    nets = [mlp(0), mlp(1)]
+    space = Mixture([Single(model) for model in nets])
+    climb = replace(KEEPS_BEST, objective=worst_ce if least else expected_ce)
+
+    def confidence(images):
+        probs = torch.stack([model(images).softmax(-1) for model in nets]).detach()
+        wrong = probs.scatter(-1, y.expand(2, -1)[..., None], 0).amax(-1)
+        return wrong.amin(0) if least else wrong.mean(0)
+
+    def margin(k):
+        def objective(logits, weights, y):
+            other = logits.gather(-1, ((y + k) % 5).expand(2, -1)[..., None])[..., 0]
+            gaps = other - logits.gather(-1, y.expand(2, -1)[..., None])[..., 0]
+            return gaps.amin(0) if least else gaps.mean(0)
+
+        return objective
+
+    runs = [replace(KEEPS_BEST, objective=worst_margin if least else expected_margin)]
+    runs += [replace(KEEPS_BEST, objective=margin(k)) for k in range(1, 5)]
+    best = torch.stack([confidence(x), *(confidence(run(space, x, y)) for run in runs)]).amax(0)
+    found = confidence(HighConfidence(climb, untargeted=1)(space, x, y))
+    torch.testing.assert_close(found, best, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"untargeted": 0, "targeted": 0}, "there would be no run"),
+        ({"untargeted": -1}, "must not be negative"),
+        ({"attack": replace(KEEPS_BEST, objective=ce_of_mean_probs)}, "a mean or a least over"),
+    ],
+)
+def test_runs_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        HighConfidence(**{"attack": KEEPS_BEST} | options)

@@ -1,3 +1,5 @@
+"""AutoAttack is its authors' package; what it attacks of a random defense."""
+
 import copy
 import sys
 from dataclasses import replace
@@ -11,13 +13,11 @@ from lightning_rob.defenses import Defense, Ensemble, Single
 from lightning_rob.randomness import Streams, normal, seed_from, uniform
 from lightning_rob.rules import majority, mean_logits, mean_probs, random_member
 from lightning_rob.threat import Threat
-from tests.test_attacks import (
-    Sick,
-    accuracy,
+from tests.attacks.common import (
     assert_inside,
     assert_same,
-    half_frozen,
     images,
+    right,
     seeded,
     snapshot,
     trained_net,
@@ -37,34 +37,23 @@ ATTACKS = {
 every_attack = pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def nets():
-    state = torch.get_rng_state()
-    pair = [trained_net(1), trained_net(2)]
-    torch.set_rng_state(state)
-    return pair
+    return [trained_net(1), trained_net(2)]
 
 
 @pytest.fixture
 def single(nets):
-    for parameter in nets[0].parameters():
-        parameter.grad = None
-        parameter.requires_grad_(True)
-    return Single(nets[0].train())
-
-
-def right(defense, x, y):
-    with attacking(defense), torch.no_grad():
-        return defense(x).gather(1, y[:, None])[:, 0]
+    return Single(nets[0])
 
 
 def seed(x, generator):
-    """The one that is made of a generator's number for each image."""
+    """The seed that a generator's numbers for all images make."""
     return seed_from(uniform(torch.zeros(len(x)), generator=generator))
 
 
 def package(attack, defense, x, y, number):
-    """The package by itself, on the network as it stands in an attack."""
+    """The package by itself, on the network as an attack sees it."""
     norm = {"linf": "Linf", "l2": "L2"}[attack.threat.norm]
     with attacking(defense), torch.random.fork_rng(devices=[]):
         suite = pyautoattack.AutoAttack(
@@ -84,19 +73,20 @@ def package(attack, defense, x, y, number):
 # what it returns
 
 
-def assert_is_the_package(attack, defense, x, y):
+def is_the_package(attack, defense, x, y):
     x_adv = attack(defense, x, y, seeded(1))
-    expected, answers = package(attack, defense, x, y, seed(x, seeded(1)))
+    expected, predicted = package(attack, defense, x, y, seed(x, seeded(1)))
     torch.testing.assert_close(x_adv, expected, rtol=0, atol=1e-6)
-    assert torch.equal(right(defense, x_adv, y) == 1, answers == y)
+    left = right(defense, x_adv, y)
+    assert torch.equal(left == 1, predicted == y)
     assert_inside(attack.threat, x_adv, x)
+    return left
 
 
 @every_attack
 def test_is_the_package(attack, single):
-    x, y = images(16, seed=1)
-    assert_is_the_package(attack, single, x, y)
-    left = right(single, attack(single, x, y, seeded(1)), y).mean()
+    x, y = images(12, seed=1)
+    left = is_the_package(attack, single, x, y).mean()
     assert 0 < left < right(single, x, y).mean() - 0.2
 
 
@@ -113,15 +103,14 @@ def test_the_four_by_name_are_the_standard_version(single):
 def test_version_is_the_package(version, threat, single):
     x, y = images(60, seed=1)
     attack = AutoAttack(threat, version)
-    assert_is_the_package(attack, single, x, y)
-    whole = right(single, attack(single, x, y, seeded()), y)
+    whole = is_the_package(attack, single, x, y)
     first = right(single, replace(FIRST, threat=threat)(single, x, y, seeded()), y)
     assert whole.sum() <= first.sum() + 1
 
 
 def test_more_attacks_leave_no_image_more(single):
-    x, y = images(60, seed=2)
-    both = replace(FIRST, attacks=("apgd-ce", "fab-t"))
+    x, y = images(40, seed=2)
+    both = replace(FIRST, attacks=("apgd-ce", "fab"))
     one, more = (right(single, a(single, x, y, seeded()), y) for a in (FIRST, both))
     assert (more <= one).all()
     weaker = right(single, PGD(LINF, 10, "8/255")(single, x, y, seeded()), y)
@@ -152,7 +141,7 @@ def test_fools_those_whose_distance_is_within_the_radius(norm, name):
     assert 15 <= fooled.sum() <= 25
 
 
-def test_images_that_stand_or_fell_are_returned(single):
+def test_robust_and_wrong_images_are_returned_unchanged(single):
     x, y = images(30, seed=3)
     y[:5] = (y[:5] + 1) % 4
     x_adv = FIRST(single, x, y, seeded())
@@ -174,43 +163,7 @@ def test_memory_layout_does_not_matter(attack):
     assert torch.equal(x_adv, attack(Single(net), x, y, seeded()))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_labels_of_the_usual_types(single, dtype):
-    x, y = images(4, seed=4)
-    expected = FIRST(single, x, y, seeded())
-    assert torch.equal(FIRST(single, x, y.to(dtype), seeded()), expected)
-
-
-def test_autocast(single):
-    x, y = images(12, seed=4)
-    with torch.autocast("cpu", torch.bfloat16):
-        x_adv = FIRST(single, x, y, seeded())
-    assert_inside(LINF, x_adv, x)
-    assert accuracy(single, x_adv, y) < accuracy(single, x, y)
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_few_images(single, count):
-    x, y = images(count, seed=5)
-    x_adv = FIRST(single, x, y, seeded())
-    assert x_adv.shape == (count, 1, 6, 6)
-    assert (x_adv - x).abs().max().item() <= LINF.eps + 1e-6 if count else True
-
-
 # what it leaves behind
-
-
-@pytest.mark.parametrize("attack", [FIRST, ATTACKS["fab-l2"]])
-def test_leaves_nothing_behind(attack, nets, capfd):
-    defense = Ensemble(nets, [0.6, 0.4], rule=mean_probs).train()
-    before = snapshot(half_frozen(defense))
-    x, y = images(2, seed=6)
-    keep = x.clone(), y.clone()
-    attack(defense, x, y, seeded())
-    assert_same(before, snapshot(defense))
-    assert torch.equal(x, keep[0])
-    assert torch.equal(y, keep[1])
-    assert capfd.readouterr() == ("", "")
 
 
 def test_tracing_goes_on(single):
@@ -227,28 +180,7 @@ def test_tracing_goes_on(single):
         sys.settrace(outer)
 
 
-def test_leaves_nothing_behind_when_it_fails(single):
-    before = snapshot(single)
-    x, y = images(3, seed=6)
-    with pytest.raises(ValueError, match="logits are not numbers on 3 of 3 images"):
-        FIRST(Single(Sick(single.net)), x, y, seeded())
-    assert_same(before, snapshot(single))
-
-
-# chance
-
-
-def test_depends_on_the_generator_alone(single):
-    x, y = images(10, seed=7)
-    first = FIRST(single, x, y, seeded(3))
-    torch.rand(5)
-    assert torch.equal(FIRST(single, x, y, seeded(3)), first)
-    assert not torch.equal(FIRST(single, x, y, seeded(4)), first)
-    torch.manual_seed(3)
-    drawn = FIRST(single, x, y)
-    torch.manual_seed(3)
-    assert torch.equal(FIRST(single, x, y), drawn)
-    assert not torch.equal(FIRST(single, x, y), drawn)
+# randomness
 
 
 def test_streams_of_all_images_make_the_seed(single):
@@ -258,24 +190,22 @@ def test_streams_of_all_images_make_the_seed(single):
     first, again, changed = (FIRST(single, x, y, n) for n in (*noise, other))
     assert torch.equal(first, again)
     assert not torch.equal(first, changed)
-    with pytest.raises(ValueError, match="3 random streams for 6 images"):
-        FIRST(single, x, y, Streams.from_index(torch.arange(3)))
 
 
-def test_one_at_a_time_the_batch_is_not_known(single):
-    attack, (x, y) = replace(FIRST, batch_size=1), images(7, seed=8)
-    index = torch.arange(100, 107)
+def test_one_at_a_time_the_batch_does_not_matter(single):
+    attack, (x, y) = replace(FIRST, batch_size=1), images(4, seed=8)
+    index = torch.arange(100, 104)
     whole = attack(single, x, y, Streams.from_index(index, 7))
-    for part in torch.tensor([4, 0, 2, 6, 1, 5, 3]).split([1, 4, 2]):
+    for part in torch.tensor([2, 0, 3, 1]).split([1, 3]):
         again = attack(single, x[part], y[part], Streams.from_index(index[part], 7))
-        assert torch.equal(again, whole[part])
-    assert (whole != x).flatten(1).any(1).sum() > 1
+        torch.testing.assert_close(again, whole[part], rtol=0, atol=1e-6)
+    assert (whole != x).flatten(1).any(1).sum() > 0
 
 
 def test_batches_of_a_size(single):
-    x, y = images(7, seed=8)
-    noise = Streams.from_index(torch.arange(7), 1)
-    parts = torch.arange(7).split(3)
+    x, y = images(4, seed=8)
+    noise = Streams.from_index(torch.arange(4), 1)
+    parts = torch.arange(4).split(3)
     expected = [FIRST(single, x[part], y[part], noise[part]) for part in parts]
     found = replace(FIRST, batch_size=3)(single, x, y, noise)
     assert torch.equal(found, torch.cat(expected))
@@ -286,13 +216,13 @@ def test_batches_of_a_size(single):
 
 @pytest.mark.parametrize("rule", [mean_probs, mean_logits])
 @pytest.mark.parametrize("draws", [None, 3])
-def test_sees_the_answer_of_the_rule(nets, rule, draws):
+def test_scores_are_those_of_the_rule(nets, rule, draws):
     sure = copy.deepcopy(nets[0])
     sure.linear.weight.data *= 8
     nets = [sure, nets[1]]
     defense = Ensemble(nets, [0.3, 0.7], rule=rule).eval()
     x = torch.rand((300, 1, 6, 6), generator=seeded())
-    scores = replace(FIRST, draws=draws)._answer(defense, x, None)
+    scores = replace(FIRST, draws=draws)._scores(defense, x, None)
     assert torch.equal(scores.argmax(1), defense(x).argmax(1))
     other = Ensemble(nets, [0.3, 0.7], rule=mean_probs if rule is mean_logits else mean_logits)
     assert not torch.equal(scores.argmax(1), other.eval()(x).argmax(1))
@@ -300,7 +230,7 @@ def test_sees_the_answer_of_the_rule(nets, rule, draws):
 
 def test_single_network_is_seen_by_its_logits(single):
     x, _ = images(4)
-    assert torch.equal(FIRST._answer(single.eval(), x, None), single.net(x))
+    assert torch.equal(FIRST._scores(single.eval(), x, None), single.net(x))
 
 
 def test_member_of_no_weight_does_not_count(nets):
@@ -310,9 +240,9 @@ def test_member_of_no_weight_does_not_count(nets):
     torch.testing.assert_close(x_adv, FIRST(Single(nets[0]), x, y, seeded()), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", [random_member, mean_probs, majority])
+@pytest.mark.parametrize("rule", [random_member, majority])
 def test_ensemble(nets, rule):
-    defense, (x, y) = Ensemble(nets, [0.6, 0.4], rule=rule), images(40, seed=10)
+    defense, (x, y) = Ensemble(nets, [0.6, 0.4], rule=rule), images(30, seed=10)
     for attack in (FIRST, replace(FIRST, threat=L2)):
         x_adv = attack(defense, x, y, seeded())
         assert_inside(attack.threat, x_adv, x)
@@ -330,8 +260,8 @@ class Wrong(nn.Module):
         return -50 * self.inner(x)
 
 
-def test_is_content_with_half_an_error(nets):
-    """Right four times in ten, and left so: the mean answers wrongly."""
+def test_stops_at_half_an_error(nets):
+    """Right four times in ten, and it stays so: the mean predicts wrongly."""
     defense, (x, y) = Ensemble([Wrong(nets[0]), nets[1]], [0.6, 0.4]), images(20, seed=11)
     left = right(defense, x, y)
     assert left.mean() > 0.3
@@ -341,7 +271,7 @@ def test_is_content_with_half_an_error(nets):
 
 
 class Noisy(Defense):
-    """Two noisy looks at every image, of the given generator."""
+    """Two noisy looks at every image, by the given generator."""
 
     def __init__(self, net):
         super().__init__(torch.tensor([0.75, 0.25]), mean_probs)
@@ -377,7 +307,7 @@ def test_random_defense_by_its_mean_gradient(single):
 def test_draws(single):
     x, _ = images(2, seed=12)
     defense = Noisy(single.net)
-    assert replace(FIRST, draws=3)._answer(defense, x, seeded()).shape == (2, 4)
+    assert replace(FIRST, draws=3)._scores(defense, x, seeded()).shape == (2, 4)
     assert defense.calls == 3
 
 
@@ -418,12 +348,6 @@ def test_too_few_classes():
         AutoAttack(LINF)(Single(net), x, y % 2, seeded())
 
 
-def test_labels_out_of_range(single):
-    x, y = images(4)
-    with pytest.raises(ValueError, match="labels must be 0 … 3 for 4 classes, got 4 … 4"):
-        FIRST(single, x, torch.full_like(y, 4), seeded())
-
-
 def test_without_the_package(single, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyautoattack", None)
     x, y = images(2)
@@ -431,7 +355,5 @@ def test_without_the_package(single, monkeypatch):
         FIRST(single, x, y, seeded())
 
 
-def test_is_a_frozen_value():
-    listed = AutoAttack(LINF, "custom", ["apgd-ce"])
-    assert listed == FIRST
-    assert hash(listed) == hash(FIRST)
+def test_a_list_of_attacks_is_a_tuple():
+    assert AutoAttack(LINF, "custom", ["apgd-ce"]) == FIRST

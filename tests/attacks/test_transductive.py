@@ -1,13 +1,22 @@
-"""Rounds of which a share is not attacked, and corruptions in the place of an attack."""
+"""Attacks on adapting defenses by what they see, against hand-written references."""
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
-from lightning_rob.attacks import PGD, OnMember, RandomMember
-from lightning_rob.attacks.corrupted import CommonCorruption
-from lightning_rob.attacks.partly import PartialBatchAttack
-from lightning_rob.defenses import Ensemble, Single
+from lightning_rob.attacks import (
+    GMSA,
+    PGD,
+    CommonCorruption,
+    OnMember,
+    PartialBatchAttack,
+    RandomMember,
+    ThroughAdaptation,
+    TransferFromStatic,
+)
+from lightning_rob.defenses import DENT, Ensemble, Single
 from lightning_rob.evaluation.protocol import evaluate_once
+from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise
@@ -26,9 +35,9 @@ def defense() -> Single:
 
 
 def batch(count=20):
-    chance = torch.Generator().manual_seed(1)
-    x = torch.rand(count, 3, 8, 8, generator=chance)
-    return x, torch.randint(0, 4, (count,), generator=chance), torch.arange(count)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(count, 3, 8, 8, generator=generator)
+    return x, torch.randint(0, 4, (count,), generator=generator), torch.arange(count)
 
 
 @pytest.mark.parametrize(
@@ -83,11 +92,53 @@ def test_another_radius_reaches_the_inner_attack():
 
 
 def test_any_transform_is_a_corruption(defense):
-    """By each image's own chance, whatever the batch."""
+    """By each image's own randomness."""
     x, y, index = batch()
     noisy = CommonCorruption(GaussianNoise(alpha=0.2))
     whole = noisy(defense, x, y, Streams.from_index(index, 0))
-    parts = [noisy(defense, x[i], y[i], Streams.from_index(index[i], 0)) for i in index.split(6)]
-    assert torch.equal(whole, torch.cat(parts))
     assert 0.1 < float((whole - x).std()) < 0.2
     assert torch.equal(whole, noisy(Single(TinyNet()), x, y, Streams.from_index(index, 0)))
+
+
+def test_rehearsals_are_of_whole_rounds():
+    with pytest.raises(TypeError, match=r"write GMSA\(inner=PartialBatchAttack\(…\)\)"):
+        PartialBatchAttack(GMSA(INNER))
+
+
+# adaptation
+
+WIDE = Threat("linf", 0.1)
+KEEPS_BEST = PGD(WIDE, 6, 0.03, random_start=False, keep_best=True)
+
+
+def small():
+    torch.manual_seed(0)
+    model = SmallCNN(classes=4, channels=3, width=4)
+    for _ in range(3):
+        model(torch.rand(32, 3, 8, 8))  # statistics that are not those of a fresh layer
+    return model.eval()
+
+
+def test_the_static_network_is_attacked_by_a_transfer_attack():
+    x, y, _ = batch(9)
+    defense = DENT(small())
+    adapted = defense.adapt(x)
+    expected = KEEPS_BEST(Single(defense.net), x, y)
+    torch.testing.assert_close(
+        TransferFromStatic(KEEPS_BEST)(adapted, x, y), expected, rtol=0, atol=1e-6
+    )
+    assert not torch.equal(KEEPS_BEST(adapted, x, y), expected)
+
+
+def test_through_adaptation_each_step_meets_the_defense_adapted_to_it():
+    x, y, _ = batch(9)
+    defense = DENT(small())
+    attack = PGD(WIDE, 3, 0.05, random_start=False)
+    x_adv = x
+    for _ in range(3):
+        final = defense.adapt(x_adv).eval()
+        leaf = x_adv.clone().requires_grad_()
+        loss = cross_entropy(final.logits(leaf)[0], y, reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        x_adv = (x + (x_adv + 0.05 * gradient.sign() - x).clamp(-0.1, 0.1)).clamp(0, 1).detach()
+    torch.testing.assert_close(ThroughAdaptation(attack)(defense, x, y), x_adv, rtol=0, atol=1e-6)
