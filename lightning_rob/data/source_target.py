@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from lightning_rob.data.image_data import ImageData
 from lightning_rob.data.samples import Augment, Part, Source
 from lightning_rob.data.sampling import EpochSampler, ResumableLoader, resumption
-from lightning_rob.nets.contents import read_file
+from lightning_rob.nets.weights import read_file
 from lightning_rob.randomness import derive_seed
 
 NO_LABEL = -1  # no loss takes it for a class

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_rob.data.samples import Part
 from lightning_rob.defenses.transform_ensemble import transformed
 from lightning_rob.files import save_whole
-from lightning_rob.nets.contents import read_file
+from lightning_rob.nets.weights import read_file
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms import Transform
 

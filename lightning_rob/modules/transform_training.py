@@ -19,7 +19,7 @@ from lightning_rob.data.transformed import CHUNK, Shown
 from lightning_rob.defenses.transform_ensemble import TransformEnsemble, transformed
 from lightning_rob.files import save_whole
 from lightning_rob.modules.base import Batch, RobustModule
-from lightning_rob.nets.contents import read_file
+from lightning_rob.nets.weights import read_file
 from lightning_rob.objectives import classification_loss, cross_entropy
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import Rule, mean_probs
