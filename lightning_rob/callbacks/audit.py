@@ -11,7 +11,8 @@ from lightning_rob.callbacks.evaluation import Evaluation, at_least_one, writing
 from lightning_rob.callbacks.game import RoundProtocol
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, whole
-from lightning_rob.data.labelled import give_source
+from lightning_rob.data.base import labelled_images
+from lightning_rob.defenses.learning import give_source
 from lightning_rob.evaluation import GROUP_SIZE
 from lightning_rob.files import write_text_whole
 from lightning_rob.metrics import PerImage
@@ -112,7 +113,7 @@ class RobustAudit(Evaluation):
         subject = self.subject
         assert subject is not None
         if subject.transductive:
-            give_source(subject.defense, trainer)
+            give_source(subject.defense, lambda: labelled_images(trainer))
             for x, y, index in self.protocol.rounds(trainer, self.loader, self.positions):
                 self.table.update(index, _auditor().rows(subject, x, y, index))
 

@@ -33,9 +33,9 @@ from lightning_rob.callbacks.record import (
     print_table,
     versions,
 )
-from lightning_rob.data.labelled import give_source
+from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.learning import listener
+from lightning_rob.defenses.learning import give_source, listener
 from lightning_rob.evaluation import GROUP_SIZE, is_random, worst_case
 from lightning_rob.ledger import (
     Book,
@@ -267,7 +267,7 @@ class RobustEval(Evaluation):
         if self.playing is None:
             return
         defense = self.target(pl_module.defense)
-        give_source(defense, trainer)
+        give_source(defense, lambda: labelled_images(trainer))
         nothing = NoAttack(next(iter(self.attacks.values())).threat)
         untouched = self._new_match(nothing, defense, self.seed, repeat=0)
         token = listener.set(self.progress.tell if self.progress and self.progress.rich else None)
