@@ -83,7 +83,7 @@ class CIFAR10(TorchvisionData):
     Training images are shifted and flipped unless `augment` is given.
 
     Args:
-        root: folder with `cifar-10-batches-py`, or for it.
+        root: folder that contains, or will receive, `cifar-10-batches-py`.
         download: download the files if they are missing.
         **options: see `ImageData`.
     """
@@ -106,7 +106,7 @@ class CIFAR100(TorchvisionData):
     Training images are shifted, flipped and rotated unless `augment` is given.
 
     Args:
-        root: folder with `cifar-100-python`, or for it.
+        root: folder that contains, or will receive, `cifar-100-python`.
         download: download the files if they are missing.
         **options: see `ImageData`.
     """
@@ -131,7 +131,7 @@ class SVHN(TorchvisionData):
     Training images are shifted and flipped unless `augment` is given.
 
     Args:
-        root: folder with `train_32x32.mat` and `test_32x32.mat`, or for them.
+        root: folder that contains, or will receive, `train_32x32.mat` and `test_32x32.mat`.
         download: download the files if they are missing.
         **options: see `ImageData`.
     """

@@ -23,7 +23,7 @@ class GTSRB(ImageData):
     angle, unless `augment` is given.
 
     Args:
-        root: folder with `gtsrb`, or for it.
+        root: folder that contains, or will receive, `gtsrb`.
         download: download the files if they are missing.
         classes: K, the signs of classes 0 … K - 1, at most 43; URejectron's experiments have 10.
         equalize: equalise the histogram of each channel of an image, as those experiments do.

@@ -15,7 +15,7 @@ class MNIST(TorchvisionData):
     """Handwritten digits (LeCun et al. 1998): 60,000 images to train, 10,000 to test.
 
     Args:
-        root: folder with `MNIST/raw`, or for it.
+        root: folder that contains, or will receive, `MNIST/raw`.
         download: download the files if they are missing.
         **options: see `ImageData`.
     """
@@ -32,7 +32,7 @@ class FashionMNIST(TorchvisionData):
     """Ten kinds of clothes (Xiao et al. 2017): 60,000 images to train, 10,000 to test.
 
     Args:
-        root: folder with `FashionMNIST/raw`, or for it.
+        root: folder that contains, or will receive, `FashionMNIST/raw`.
         download: download the files if they are missing.
         **options: see `ImageData`.
     """

@@ -325,7 +325,7 @@ class TransformTraining(RobustModule):
         return {
             "transform": repr(self.transforms[self.names[member]]),
             "net": repr(self.members[member]),
-            "images": [len(train), len(train.steps), *digests],
+            "images": [len(train), len(train.augmentations), *digests],
             "training": [self.seed, self.epochs, self.patience, str(trainer.limit_train_batches)],
         }
 
