@@ -21,7 +21,6 @@ from timing import printed
 
 from lightning_rob.attacks import TransferFromStatic
 from lightning_rob.cli import main as command_line
-from lightning_rob.data.labelled import give_source
 from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.metrics import robust_accuracy, student, wilson
 
@@ -42,7 +41,7 @@ def trained(folder):
     built.model.load_state_dict(torch.load(checkpoints[-1], weights_only=True)["state_dict"])
     built.trainer.datamodule = built.datamodule
     built.datamodule.setup("test")
-    give_source(built.model.defense, built.trainer)
+    give_source(built.model.defense, built.datamodule.labelled)
     test = built.datamodule.parts["test"]
     x, y, index = zip(*(test[i] for i in range(len(test))), strict=True)
     game = next(c for c in built.trainer.callbacks if getattr(c, "protocol", None))

@@ -21,7 +21,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from lightning_rob.data.wheels import inside
+from lightning_rob.data.base import packaged_file
 from lightning_rob.figures.page import save
 from lightning_rob.figures.transforms import transforms
 from lightning_rob.transforms import catalogue
@@ -77,7 +77,7 @@ def measure(kind, x, rounds):
 
 
 def draw(path):
-    with Image.open(inside("skimage", "data/chelsea.png")) as photo:
+    with Image.open(packaged_file("skimage", "data/chelsea.png")) as photo:
         small = (
             photo.convert("RGB").crop((110, 20, 366, 276)).resize((64, 64), Image.Resampling.BOX)
         )

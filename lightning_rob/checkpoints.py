@@ -7,7 +7,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rob.files import save_whole
 from lightning_rob.manifest import SUFFIX, write_manifest
-from lightning_rob.nets.contents import read_file
+from lightning_rob.nets.weights import read_file
 from lightning_rob.reasons import InputError
 
 RECIPE = "lightning_rob_recipe"

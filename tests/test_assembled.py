@@ -10,7 +10,7 @@ from lightning_rob.defenses import Ensemble
 from lightning_rob.modules import PretrainedEnsemble
 from lightning_rob.nets import ResNet, SmallCNN, ZooNet
 from lightning_rob.rules import mean_probs, random_member
-from tests.test_nets import OTHER_MEAN, OTHER_STD, dverge_state
+from tests.nets.test_weights import OTHER_MEAN, OTHER_STD, dverge_state
 from tests.tiny import TinyNet, arc, pgd, recipe, records, robust_eval, run
 
 SHAPE = {"depth": 8, "widths": (4, 8, 16), "shortcut": "B"}

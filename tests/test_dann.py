@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from lightning_rob.attacks import PGD, attacking
 from lightning_rob.attacks.folding import folded
-from lightning_rob.data.source_target import SourceTargetData, read_images
+from lightning_rob.data.source_target import SourceTargetData
 from lightning_rob.defenses.dann import DANN, domain_adversarial_loss, reversal_weight
 from lightning_rob.defenses.learning import learning, reinitialized
 from lightning_rob.modules.dann import DANN as Module
-from lightning_rob.nets.dann import DANNNet, DANNResNet18, reversed_gradient
+from lightning_rob.nets.dann import DANNNet, DANNResNet18
 from lightning_rob.threat import Threat
 from tests.tiny import (
     ROOT,
@@ -68,13 +68,6 @@ class Relabelled(Blobs):
         return [(x, (3 * y + 1) % 4) for x, y in super().source(train)]
 
 
-class Untold(Blobs):
-    """Test images that nobody may ask for a label of."""
-
-    def source(self, train):
-        return [(x, None) for x, _ in super().source(train)]
-
-
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
@@ -108,43 +101,6 @@ def fingerprint(module):
     buffer = io.BytesIO()
     torch.save(module.state_dict(), buffer)
     return hashlib.sha256(buffer.getvalue()).hexdigest()
-
-
-def count(net):
-    return sum(parameter.numel() for parameter in net.parameters())
-
-
-# The reversed gradient
-
-
-def test_values_pass_and_the_gradient_is_minus_so_much():
-    x = torch.randn(4, 3, generator=generator()).requires_grad_()
-    a = torch.randn(4, 3, generator=generator(1))
-    out = reversed_gradient(x, 0.3)
-    assert torch.equal(out, x)
-    (gradient,) = torch.autograd.grad((out * a).sum(), x)
-    torch.testing.assert_close(gradient, -0.3 * a)
-
-
-def test_it_is_minus_so_many_times_the_numerical_gradient():
-    x = torch.randn(5, generator=generator(), dtype=torch.float64).requires_grad_()
-
-    def game(x):
-        return torch.sin(x).prod() + (x**3).sum()
-
-    (gradient,) = torch.autograd.grad(game(reversed_gradient(x, 0.7)), x)
-    steps = 1e-6 * torch.eye(5, dtype=torch.float64)
-    slopes = torch.stack([(game(x + s) - game(x - s)) / 2e-6 for s in steps])
-    torch.testing.assert_close(gradient, -0.7 * slopes, rtol=1e-6, atol=1e-8)
-
-
-def test_twice_reversed_is_the_gradient_again():
-    x = torch.randn(4, generator=generator(), dtype=torch.float64).requires_grad_()
-
-    def twice(x):
-        return reversed_gradient(reversed_gradient(x, 2.0).tanh(), 0.5)
-
-    assert torch.autograd.gradcheck(twice, x)
 
 
 # The schedule and the loss
@@ -491,33 +447,6 @@ def test_labels_out_of_range():
 # The networks
 
 
-def test_the_mnist_network_is_the_papers():
-    """2.74M weights: table of appendix A.4.1, with one input channel."""
-    net = DANNNet()
-    conv, linear = 9 * 128 * 128 + 128, 2048 * 256 + 256
-    encoder = (25 * 64 + 64) + 2 * 64 + (25 * 64 * 128 + 128) + 2 * 128 + 2 * (conv + 256)
-    predictor = 3 * (conv + 256) + linear + 2 * 256 + 256 * 10 + 10
-    assert count(net) == encoder + predictor + 5 * conv + linear + 256 * 2 + 2 == 2_736_780
-    assert net.normalize.mean.item() == pytest.approx(0.1307)
-    assert net.normalize.std.item() == pytest.approx(0.3015)
-    assert not [m for m in net.discriminator if isinstance(m, nn.BatchNorm2d | nn.Dropout2d)]
-    assert [m.p for m in net.modules() if isinstance(m, nn.Dropout2d)] == [0.5]
-
-
-def test_the_cifar_network_is_resnet18_in_two():
-    """The discriminator of appendix A.4.2: two BasicBlocks of 512, the first of stride 2."""
-    net = DANNResNet18()
-    blocks = 9 * (256 + 3 * 512) * 512 + 256 * 512 + 5 * 2 * 512
-    judged = count(net.discriminator) + count(net.judge)
-    assert judged == blocks + 512 * 2 + 2 == 8_394_754
-    assert count(net) - judged == 11_173_962
-    small = DANNResNet18(width=4)
-    features = small.features(torch.rand(2, 3, 32, 32))
-    assert features.shape == (2, 16, 8, 8)
-    assert small.discriminator(features).shape == (2, 32, 4, 4)
-    assert small.domain(features).shape == (2, 2)
-
-
 NETS = {
     "mnist": (lambda: DANNNet(width=4), 1, 28),
     "colour": (lambda: DANNNet(channels=3, size=32, width=4), 3, 32),
@@ -541,175 +470,6 @@ def test_the_parts_fit_together(build, channels, size):
     net.train()
     domain_adversarial_loss(net, x, torch.zeros(6, dtype=torch.long), x, 0.1).backward()
     assert all(weight.grad is not None for weight in net.parameters())  # DDP asks for it
-
-
-def test_images_too_small():
-    with pytest.raises(ValueError, match="size must be at least 16 pixels, got 15"):
-        DANNNet(size=15)
-
-
-# The data
-
-
-def with_target(**options):
-    settings = {"source": Blobs(), "target": Blobs(test_size=40)} | options
-    data = SourceTargetData(**settings)
-    data.setup("fit")
-    return data
-
-
-def epochs(data, wanted=2):
-    loader = data.train_dataloader()
-    for epoch in range(wanted):
-        for part in loader.flattened:
-            part.sampler.set_epoch(epoch)
-        yield list(batch for batch, _, _ in loader)
-
-
-def test_both_sets_go_together_and_the_target_has_no_labels():
-    data = with_target()
-    first, second = epochs(data)
-    assert len(first) == len(second) == 3  # 40 target images; 64 source images would be 4
-    x, y, index = (torch.cat(part) for part in zip(*(b["target"] for b in first), strict=True))
-    assert (y == -1).all()
-    assert sorted(index.tolist()) == list(range(40))
-    known = [image for image, _ in Blobs(test_size=40).source(False)]
-    assert all(torch.equal(image, known[i]) for image, i in zip(x, index, strict=True))
-    order = {
-        name: [[b[name][2].tolist() for b in epoch] for epoch in (first, second)]
-        for name in ("source", "target")
-    }
-    assert order["source"][0] != order["source"][1]
-    assert order["target"][0] != order["target"][1]
-    plain = Blobs()
-    plain.setup("fit")
-    expected = [batch[2].tolist() for batch in plain.train_dataloader()]
-    assert order["source"][0] == expected[:3]
-    pairs = dict(enumerate(Blobs().source(True)))
-    for batch in first:
-        for image, label, i in zip(*batch["source"], strict=True):
-            assert torch.equal(image, pairs[int(i)][0])
-            assert int(label) == pairs[int(i)][1]
-
-
-def test_sets_of_one_size_are_not_in_one_order():
-    first, _ = epochs(with_target(target=Blobs(test_size=64)))
-    positions = with_target().parts["train"].indices.tolist()
-    for batch in first:
-        places = [positions.index(int(i)) for i in batch["source"][2]]
-        assert places != batch["target"][2].tolist()
-
-
-def test_the_targets_labels_are_never_read():
-    """Not even where they are no labels."""
-    assert len(next(epochs(with_target(target=Untold(test_size=40))))) == 3
-
-
-def test_without_a_target_the_sources_test_images_are_it():
-    (batches, _) = epochs(with_target(source=Blobs(test_size=33), target=None))
-    index = torch.cat([b["target"][2] for b in batches])
-    assert sorted(index.tolist()) == list(range(33))
-    image = Blobs().source(False)[int(index[0])][0]
-    assert torch.equal(batches[0]["target"][0][0], image)
-
-
-def saved(path, images):
-    if path.suffix == ".pt":
-        torch.save(images, path)
-    elif path.suffix == ".npz":
-        np.savez(path, **images)
-    else:
-        np.save(path, images)
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "wrap"),
-    [
-        ("a.pt", lambda x: x),
-        ("b.pt", lambda x: {"x": x, "y": torch.zeros(len(x))}),
-        ("c.npy", lambda x: x.numpy()),
-        ("d.npz", lambda x: {"x": x.numpy(), "y": np.zeros(len(x))}),
-        ("e.npz", lambda x: {"x": x.double().numpy()}),
-    ],
-)
-def test_images_from_a_file(tmp_path, name, wrap):
-    images = torch.rand(40, 3, 8, 8, generator=generator())
-    path = saved(tmp_path / name, wrap(images))
-    assert torch.equal(read_images(path), images)
-    first, _ = epochs(with_target(target=None, images=path))
-    assert len(first) == 3
-    assert torch.equal(first[0]["target"][0], images[first[0]["target"][2]])
-
-
-def test_bytes_from_a_file(tmp_path):
-    pixels = torch.randint(256, (4, 3, 8, 8), generator=generator(), dtype=torch.uint8)
-    assert torch.equal(read_images(saved(tmp_path / "x.pt", pixels)), pixels / 255)
-
-
-@pytest.mark.parametrize(
-    ("images", "message"),
-    [
-        (torch.rand(3, 8, 8), r"must hold images \[N, C, H, W\], got \[3, 8, 8\]"),
-        (torch.rand(0, 3, 8, 8), r"must hold images \[N, C, H, W\], got \[0, 3, 8, 8\]"),
-        (2 * torch.ones(2, 3, 8, 8), r"must lie in \[0, 1\], got values in \[2, 2\]"),
-        (torch.full((2, 3, 8, 8), torch.nan), r"must lie in \[0, 1\], got values in \[nan, nan\]"),
-        ({"images": torch.rand(2, 3, 8, 8)}, "must hold a tensor, or one called x among others"),
-        ([torch.rand(2, 3, 8, 8)], "must hold a tensor, or one called x among others"),
-    ],
-)
-def test_a_file_of_something_else(tmp_path, images, message):
-    with pytest.raises(ValueError, match=message):
-        read_images(saved(tmp_path / "x.pt", images))
-
-
-def test_a_file_that_is_none(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no file of images nowhere"):
-        read_images("nowhere.pt")
-    (tmp_path / "x.csv").write_text("1,2")
-    with pytest.raises(ValueError, match=r"is not a file of images: \.pt, \.npy or \.npz"):
-        read_images(str(tmp_path / "x.csv"))
-
-
-class Large(Blobs):
-    size = 16
-
-
-def test_targets_that_cannot_be():
-    with pytest.raises(ValueError, match="not both"):
-        SourceTargetData(Blobs(), Blobs(), "x.pt")
-    with pytest.raises(ValueError, match=r"must be \[3, 8, 8\], Large has \[3, 16, 16\]"):
-        SourceTargetData(Blobs(), Large())
-
-
-def test_a_file_of_another_shape(tmp_path):
-    path = saved(tmp_path / "x.pt", torch.rand(4, 1, 8, 8))
-    with pytest.raises(ValueError, match=r"must be \[3, 8, 8\], .*x.pt has \[1, 8, 8\]"):
-        with_target(target=None, images=path)
-
-
-def test_evaluation_is_that_of_the_source():
-    data, plain = with_target(source=Blobs(eval_batch_size=7)), Blobs(eval_batch_size=7)
-    for stage in ("fit", "test"):
-        data.setup(stage)
-        plain.setup(stage)
-    for ours, theirs in zip(
-        (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()),
-        (plain.val_dataloader(), plain.test_dataloader(), plain.predict_dataloader()),
-        strict=True,
-    ):
-        for a, b in zip(ours, theirs, strict=True):
-            assert all(map(torch.equal, a, b))
-    a, b = data.labelled(), plain.labelled()
-    assert torch.equal(a.indices, b.indices)
-
-
-def test_evaluation_needs_no_target():
-    data = SourceTargetData(Blobs(), images="nowhere.pt")
-    data.setup("test")
-    assert len(data.test_dataloader()) == 3
-    with pytest.raises(FileNotFoundError, match=r"no file of images nowhere\.pt"):
-        data.setup("fit")
 
 
 # The run

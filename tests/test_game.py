@@ -11,9 +11,9 @@ from torch import nn
 from lightning_rob.attacks import GMSA, PGD
 from lightning_rob.attacks.base import Attack
 from lightning_rob.callbacks import RobustEval
-from lightning_rob.data.labelled import give_source
+from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import DENT, Defense
-from lightning_rob.defenses.learning import Transductive
+from lightning_rob.defenses.learning import Transductive, give_source
 from lightning_rob.evaluation import RoundProtocol
 from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack, check_rounds
 from lightning_rob.modules import AdversarialTraining
@@ -317,9 +317,9 @@ def test_without_a_data_module_of_ours_the_source_must_be_given():
     with pytest.raises(ValueError, match="Pupil learns from labelled images: give it source"):
         pupil.adapt(torch.rand(2, 3, 8, 8))
     with pytest.raises(ValueError, match="give it source"):
-        give_source(pupil, Trainer(**QUIET))
+        give_source(pupil, lambda: labelled_images(Trainer(**QUIET)))
     given = Pupil(TinyNet(), source=(torch.rand(2, 3, 8, 8), torch.tensor([0, 3])))
-    give_source(given, Trainer(**QUIET))
+    give_source(given, lambda: labelled_images(Trainer(**QUIET)))
     assert given.adapt(torch.rand(2, 3, 8, 8)).seen[1] == 0
 
 

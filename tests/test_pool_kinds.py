@@ -12,7 +12,7 @@ from scipy import ndimage
 from skimage import color, filters, restoration, transform, util
 from skimage.morphology import disk
 
-from lightning_rob.data.digits import _digits
+from lightning_rob.data.mnist import _digits
 from lightning_rob.nets.normalize import USUAL
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms.pool import normalise, pool

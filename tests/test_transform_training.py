@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
-from lightning_rob.data.samples import Part, Pixels
-from lightning_rob.data.transformed import Shown
+from lightning_rob.data.base import IndexedSubset, InMemoryImages
+from lightning_rob.data.transformed import TransformedCache
 from lightning_rob.modules import TransformTraining
 from lightning_rob.reasons import InputError
 from lightning_rob.transforms.pool import pool
@@ -70,8 +70,8 @@ def test_every_sub_model_is_trained_in_turn_and_ends_with_its_best_weights(whole
     model.load_state_dict(weights(whole / LAST))
     data = blobs()
     for member, name in enumerate(NAMES):
-        images = Shown(data.parts["val"])
-        seen = images.through(pool().get(name) or model.transforms[name], name, 0)
+        images = TransformedCache(data.parts["val"])
+        seen = images.transformed(pool().get(name) or model.transforms[name], name, 0)
         with torch.no_grad():
             logits = model.members[member].eval()(seen)
         loss = torch.nn.functional.cross_entropy(logits, images.y).item()
@@ -208,19 +208,23 @@ def test_bad_arguments(tmp_path, options, args, message):
 
 def grey(count):
     images = torch.randint(0, 256, (count, 1, 8, 8), generator=torch.Generator().manual_seed(0))
-    return Part(Pixels(images.byte(), torch.arange(count) % 4), torch.arange(count).flip(0)[2:])
+    return IndexedSubset(
+        InMemoryImages(images.byte(), torch.arange(count) % 4), torch.arange(count).flip(0)[2:]
+    )
 
 
 def test_images_are_transformed_once_and_kept(tmp_path):
     part, noise = grey(20), pool()["noise_gaussian"]
-    shown, told = Shown(part, str(tmp_path)), []
-    first = shown.through(noise, "noise_gaussian", 0, told.append)
+    shown, told = TransformedCache(part, str(tmp_path)), []
+    first = shown.transformed(noise, "noise_gaussian", 0, told.append)
     assert sum(told) == 18
     told.clear()
-    again = Shown(part, str(tmp_path)).through(noise, "noise_gaussian", 0, told.append)
+    again = TransformedCache(part, str(tmp_path)).transformed(
+        noise, "noise_gaussian", 0, told.append
+    )
     assert torch.equal(first, again)
     assert told == []
-    other = shown.through(noise, "noise_gaussian", 1, told.append)
+    other = shown.transformed(noise, "noise_gaussian", 1, told.append)
     assert sum(told) == 18
     assert not torch.equal(first, other)
     assert len(list(tmp_path.iterdir())) == 2
@@ -228,10 +232,12 @@ def test_images_are_transformed_once_and_kept(tmp_path):
 
 def test_an_image_is_found_by_its_index_and_transformed_by_itself():
     part, noise = grey(20), pool()["noise_gaussian"]
-    shown = Shown(part)
-    rows = shown.rows(torch.tensor([5, 17]))
+    shown = TransformedCache(part)
+    rows = shown.positions(torch.tensor([5, 17]))
     assert shown.index[rows].tolist() == [5, 17]
-    whole = shown.through(noise, "noise_gaussian", 0)
-    half = Shown(Part(part.source, part.indices[:7])).through(noise, "noise_gaussian", 0)
+    whole = shown.transformed(noise, "noise_gaussian", 0)
+    half = TransformedCache(IndexedSubset(part.source, part.indices[:7])).transformed(
+        noise, "noise_gaussian", 0
+    )
     torch.testing.assert_close(whole[:7], half)
     assert not math.isclose(float((whole - shown.x).abs().max()), 0)

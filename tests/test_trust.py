@@ -78,7 +78,7 @@ def test_the_environment_allows_too(mine, tmp_path):
         *("torchvision.datasets.CIFAR10", "timm.create_model", "torchmetrics.text.BERTScore"),
         *("lightning_rob.run.Command", "lightning_rob.files.write_whole", "jsonargparse.CLI"),
         *("lightning.pytorch.cli.LightningCLI", "lightning_robber.Net", "torch.nnx.Net"),
-        *("torch.nn.modules.module.torch.load", "lightning_rob.nets.contents.os.system"),
+        *("torch.nn.modules.module.torch.load", "lightning_rob.nets.weights.os.system"),
     ],
 )
 def test_what_loads_starts_or_writes_is_not_trusted(name):

@@ -80,7 +80,7 @@ def inside_bounds(case: Case) -> Tensor:
         return case.score(usual)
     view = InsideBounds(bounds=case.subject.threat.bounds)
     try:
-        return case.evaluate_once(usual, WithBackward(case.subject.attacks[usual], view))[1].mean(1)
+        return case.play(usual, WithBackward(case.subject.attacks[usual], view))[1].mean(1)
     except TypeError:  # of a defense that names no networks
         return case.unknown()
 

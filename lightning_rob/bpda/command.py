@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from lightning_rob.bpda.options import ALL, Request, parse
 from lightning_rob.data import ImageData
-from lightning_rob.data.samples import Part
+from lightning_rob.data.base import IndexedSubset
 from lightning_rob.randomness import derive_seed
 from lightning_rob.reasons import InputError
 from lightning_rob.recipes import fractions, numbers
@@ -82,7 +82,7 @@ def _images(data: ImageData, most: int | None) -> Tensor:
     """The training images as they are, without augmentation: [N, C, H, W]."""
     data.setup("fit")
     train: Any = data.parts["train"]
-    part = Part(train.source, train.indices[:most], data.fixed_steps())
+    part = IndexedSubset(train.source, train.indices[:most], data.preprocessing())
     return torch.stack([x for x, *_ in map(part.__getitem__, range(len(part)))])
 
 

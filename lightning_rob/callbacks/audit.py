@@ -13,7 +13,8 @@ from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_fold
 from lightning_rob.callbacks.collector import collector_of
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
-from lightning_rob.data.labelled import give_source
+from lightning_rob.data.base import labelled_images
+from lightning_rob.defenses.learning import give_source
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.evaluate import at_least_one
 from lightning_rob.files import write_text_whole
@@ -81,7 +82,7 @@ class RobustAudit(EvaluationCallback):
         self.subject = self._subject(pl_module)
         self.subject.others = _other_attacks(trainer)
         if self.subject.transductive and not trainer.sanity_checking:
-            give_source(self.subject.defense, trainer)
+            give_source(self.subject.defense, lambda: labelled_images(trainer))
         self.table = PerImage(len(auditor.columns(self.subject))).to(pl_module.device)
         if self.progress:
             self.subject.tell = self.progress.advance

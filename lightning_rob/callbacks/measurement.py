@@ -7,8 +7,9 @@ from lightning.pytorch import Trainer
 
 from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.base import Batch, EvaluationCallback
-from lightning_rob.data.labelled import give_source
+from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.learning import give_source
 from lightning_rob.evaluation import (
     EvaluationResult,
     EvaluationSettings,
@@ -52,7 +53,7 @@ class Measurement(EvaluationCallback):
         self.result = None
         protocol = self.settings.protocol_for(defense)
         if protocol is not None:
-            give_source(defense, trainer)
+            give_source(defense, lambda: labelled_images(trainer))
         details = self.run_metadata(trainer, "test")
         counts = ("repeats", "inferences", "private_draws")
         details |= {name: getattr(self.settings, name) for name in counts}

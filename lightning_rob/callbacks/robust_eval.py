@@ -19,8 +19,9 @@ from lightning_rob.callbacks.base import (
 )
 from lightning_rob.callbacks.panels import panel as draw
 from lightning_rob.callbacks.progress import console_of
-from lightning_rob.data.labelled import give_source
+from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.learning import give_source
 from lightning_rob.evaluation.evaluate import (
     AttackedBatch,
     EvaluationSettings,
@@ -150,7 +151,7 @@ class RobustEval(EvaluationCallback):
         defense = self.target(pl_module.defense)
         protocol = self.settings.protocol_for(defense)
         if protocol is not None and not trainer.sanity_checking:
-            give_source(defense, trainer)
+            give_source(defense, lambda: labelled_images(trainer))
         folder = run_folder(trainer)
         details = self._details(trainer, defense, protocol)
         place = self._unfinished(trainer, pl_module, defense, details) if folder else None

@@ -108,6 +108,27 @@ class Transductive(Defense):
         return other
 
 
+def give_source(defense: nn.Module, labelled: Callable[[], SourceData | None]) -> None:
+    """Give labelled images to the parts of a defense that need them and have none yet.
+
+    Args:
+        defense: the defense; defenses inside it are found too.
+        labelled: returns the labelled images, None if there are none; called only if needed.
+
+    Raises:
+        ValueError: a part needs labelled images, and there are none.
+    """
+    for part in defense.modules():
+        if isinstance(part, Transductive) and part.needs_source and part.source_data is None:
+            data = labelled()
+            if data is None:
+                raise ValueError(
+                    f"{type(part).__name__} learns from labelled images: give it source=(x, y), or "
+                    "evaluate it with one of the data modules of lightning_rob.data"
+                )
+            part.source_data = Source(data)
+
+
 @contextmanager
 def learning(chance: torch.Generator, device: torch.device) -> Iterator[None]:
     """Gradients for weights whatever the caller forbids; dropout draws from `chance`."""

@@ -19,7 +19,7 @@ from lightning_rob.defenses.learning import shown
 from lightning_rob.defenses.source import Augment, Source
 from lightning_rob.randomness import Generator, Streams, derive_seed, seeded_global_rng
 
-Attacker = Callable[[Defense, Tensor, Tensor, Generator], Any]  # to a Tensor, see `data.samples`
+Attacker = Callable[[Defense, Tensor, Tensor, Generator], Any]  # to a Tensor, see `data.base`
 FORMAT = 1  # of the files and of how they are made: another number makes all of them anew
 BATCH = 256  # images attacked at a time
 CHUNK = 1 << 14  # features that distances are computed to at a time

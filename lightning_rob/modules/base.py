@@ -10,8 +10,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lightning_rob.data.labelled import give_source
+from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.learning import give_source
 from lightning_rob.metrics import RobustAccuracy
 from lightning_rob.objectives import check_labels
 from lightning_rob.randomness import Streams, derive_seed
@@ -75,8 +76,8 @@ class RobustModule(LightningModule, ABC):
         self._score("test", self.test_accuracy, batch)
 
     def on_predict_start(self) -> None:
-        """Let a defense that learns have what it learns from."""
-        give_source(self.defense, self.trainer)
+        """Give transductive defenses the labelled training images."""
+        give_source(self.defense, lambda: labelled_images(self.trainer))
 
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
         """The images' indices [B] and the probability of each answer [B, K], batch by batch."""

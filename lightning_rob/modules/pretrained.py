@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_rob.defenses import Defense, Ensemble
 from lightning_rob.modules.base import RobustModule
 from lightning_rob.nets import load_weights, member_prefixes
-from lightning_rob.nets.contents import members_begun
+from lightning_rob.nets.weights import started_members
 from lightning_rob.rules import Rule, random_member
 
 Factory = Callable[[], nn.Module]
@@ -108,7 +108,7 @@ def _places(
     """Where in the file the members are, as many as wanted."""
     first = [make() for make in nets] if isinstance(nets, list) else [nets()]
     # The others of a run that was stopped early have their random weights still.
-    found = member_prefixes(first, path, prefix, **names)[: members_begun(path)]
+    found = member_prefixes(first, path, prefix, **names)[: started_members(path)]
     if count is not None and len(found) < count:
         raise ValueError(f"{path} holds {len(found)} members, not {count}: {', '.join(found)}")
     return list(found[:count])

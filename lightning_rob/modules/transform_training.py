@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_rob.attacks import evaluating
 from lightning_rob.callbacks.progress import AttackProgress
-from lightning_rob.data.image_data import ImageData, at_least
-from lightning_rob.data.transformed import CHUNK, Shown
+from lightning_rob.data.base import ImageData, at_least
+from lightning_rob.data.transformed import CHUNK, TransformedCache
 from lightning_rob.defenses.transform_ensemble import TransformEnsemble, transformed
 from lightning_rob.files import save_whole
 from lightning_rob.modules.base import Batch, RobustModule
-from lightning_rob.nets.contents import read_file
+from lightning_rob.nets.weights import read_file
 from lightning_rob.objectives import classification_loss, cross_entropy
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import Rule, mean_probs
@@ -99,7 +99,7 @@ class TransformTraining(RobustModule):
         self.waiting = list(range(len(self.names)))
         self.now: list[int] = []
         self.turn = Turn()
-        self.images: dict[str, Shown] = {}
+        self.images: dict[str, TransformedCache] = {}
         self.seen: dict[str, Tensor] = {}
 
     @property
@@ -133,7 +133,7 @@ class TransformTraining(RobustModule):
         """The loss on the images as the sub-model sees them."""
         x, y, index = batch
         if "train" in self.images:
-            x = self._seen("train")[self.images["train"].rows(index)].to(x.device)
+            x = self._seen("train")[self.images["train"].positions(index)].to(x.device)
         else:
             name, noise = (
                 self.names[self.mine],
@@ -152,9 +152,9 @@ class TransformTraining(RobustModule):
                 "TransformTraining needs validation images for early stopping, and one of the data "
                 "modules of lightning_rob.data: set data.val_size to 1 or more"
             )
-        if not data.parts["train"].steps:
-            self.images["train"] = Shown(data.parts["train"], self.cache)
-        self.images["val"] = Shown(data.parts["val"], self.cache)
+        if not data.parts["train"].augmentations:
+            self.images["train"] = TransformedCache(data.parts["train"], self.cache)
+        self.images["val"] = TransformedCache(data.parts["val"], self.cache)
         there = self.trainer.strategy.broadcast(self._there())
         for member, weights in there.items():
             self.members[member].load_state_dict(weights)
@@ -273,7 +273,7 @@ class TransformTraining(RobustModule):
         if part not in self.seen:
             name, images = self.names[self.mine], self.images[part]
             bar = AttackProgress(self.trainer, f"Transforming {part} images", len(images.y))
-            self.seen[part] = images.through(
+            self.seen[part] = images.transformed(
                 self.transforms[name], name, self.seed, lambda count: bar.advance(name, count)
             )
             bar.close()
@@ -330,7 +330,7 @@ class TransformTraining(RobustModule):
         return {
             "transform": repr(self.transforms[self.names[member]]),
             "net": repr(self.members[member]),
-            "images": [len(train), len(train.steps), *digests],
+            "images": [len(train), len(train.augmentations), *digests],
             "training": [self.seed, self.epochs, self.patience, str(trainer.limit_train_batches)],
         }
 

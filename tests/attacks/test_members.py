@@ -5,6 +5,7 @@ import torch
 
 from lightning_rob.attacks import ARC, PGD, OnMember, RandomMember, Strongest
 from lightning_rob.defenses import Ensemble, Single
+from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
