@@ -15,17 +15,17 @@ def digits():
     return _digits()[:, 3].float() / 255
 
 
-def images(count=3, channels=3, height=16, width=21, dtype=torch.float32, seed=0):
-    """Smooth enough that most denoisers and edges have something to do."""
-    generator = torch.Generator().manual_seed(seed)
-    coarse = torch.rand(count, channels, 5, 5, generator=generator, dtype=torch.float64)
-    smooth = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic")
-    noise = 0.1 * torch.rand(smooth.shape, generator=generator, dtype=torch.float64)
-    return (0.8 * smooth + noise).clamp(0, 1).to(dtype)
-
-
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def images(count=3, channels=3, height=16, width=21, dtype=torch.float32, seed=0):
+    """Smooth enough that most denoisers and edges have something to do."""
+    draws = generator(seed)
+    coarse = torch.rand(count, channels, 5, 5, generator=draws, dtype=torch.float64)
+    smooth = torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic")
+    noise = 0.1 * torch.rand(smooth.shape, generator=draws, dtype=torch.float64)
+    return (0.8 * smooth + noise).clamp(0, 1).to(dtype)
 
 
 def streams(*indices, seed=5):
@@ -60,5 +60,5 @@ def shift_hue(x, shift):
 
 
 def scale_saturation(x, factor):
-    none = torch.zeros_like(factor)
-    return jitter_hsv(x, factor, none, none.bool())
+    zero = torch.zeros_like(factor)
+    return jitter_hsv(x, factor, zero, zero.bool())

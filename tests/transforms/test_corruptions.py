@@ -9,11 +9,11 @@ from kornia.color import hsv_to_rgb, rgb_to_hsv
 from PIL import Image
 
 from lightning_rob.transforms.corruptions import OFFSETS, Brightness, Corruption
-from tests.transforms.inputs import streams
+from tests.transforms.inputs import generator, streams
 
 
 def colors(count=12, size=8):
-    return torch.rand((count, 3, size, size), generator=torch.Generator().manual_seed(0)).double()
+    return torch.rand((count, 3, size, size), generator=generator()).double()
 
 
 def test_brightness_is_the_value_of_hsv():

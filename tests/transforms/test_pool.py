@@ -6,6 +6,7 @@ import pytest
 
 from lightning_rob.transforms.pool import GROUPS, IRREVERSIBLE, REVERSIBLE, chosen, pool
 from lightning_rob.transforms.pool.spatial import Identity
+from tests.transforms.inputs import images, streams
 
 POOL = pool()
 
@@ -20,6 +21,18 @@ def test_there_are_72_in_the_order_of_the_paper():
     numbers |= {"compress_jpeg_quality_10": 60, "denoise_wavelet": 66, "seg_gradient": 72}
     assert {name: list(POOL).index(name) + 1 for name in numbers} == numbers
     assert len(set(POOL.values())) == 72  # no two have the same parameters
+    assert sum(one.differentiable for one in POOL.values()) == 50
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_one_on_the_smallest_images(group, channels):
+    x = images(2, channels, 8, 8)
+    for transform in GROUPS[group].values():
+        y = transform(x, *transform.sample(x, streams(0, 1)))
+        assert (y.shape, y.dtype) == (x.shape, x.dtype)
+        assert 0 <= y.min() <= y.max() <= 1
+        assert y.std() > 0.01
 
 
 def test_chosen_by_name_and_by_word():
@@ -63,6 +76,6 @@ def test_chosen_by_draw():
         ([], "no transformations asked for"),
     ],
 )
-def test_what_is_not_there(names, message):
+def test_unknown_names(names, message):
     with pytest.raises(ValueError, match=message):
         chosen(names)

@@ -159,6 +159,12 @@ def test_denoising_leaves_a_digit_upright():
         DenoiseVariation("wiener", 1.0)
 
 
+def test_without_noise_there_is_nothing_to_remove():
+    x = torch.full((2, 3, 8, 8), 0.3)
+    for name in ("wavelet", "nl_means", "nl_means_fast"):
+        assert torch.allclose(POOL[f"denoise_{name}"](x), x)
+
+
 def test_cartoon_of_a_flat_image_is_the_image():
     x = torch.full((1, 3, 16, 16), 0.4)
     for name in (name for name in POOL if name.startswith("cartoon")):

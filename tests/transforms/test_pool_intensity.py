@@ -57,12 +57,13 @@ def test_quantized_to_a_number_of_colors(channels, count):
     for image, result in zip(x, y, strict=True):
         palette = result.flatten(1).T.unique(dim=0)
         assert len(palette) == count
-        least = (image.flatten(1).T[:, None] - palette).norm(dim=-1).amin(1).mean()
-        assert least > 0.8 * (image - result).norm(dim=0).mean()  # nearest, but in another space
+        nearest = (image.flatten(1).T[:, None] - palette).norm(dim=-1).amin(1).mean()
+        # each pixel has the nearest color, but in another color space
+        assert nearest > 0.8 * (image - result).norm(dim=0).mean()
 
 
 def test_quantized_as_well_as_by_many_starts():
-    """Error in L*a*b*, beside the least of k-means with ten starts on all pixels."""
+    """Error in L*a*b*, beside the smallest of k-means with ten starts on all pixels."""
     from sklearn.cluster import KMeans
 
     lab = color.rgb2lab(X[0].permute(1, 2, 0).numpy()).reshape(-1, 3)
@@ -139,7 +140,7 @@ def by_pillow(x, quality):
 
 
 def test_jpeg_is_nearly_that_of_pillow():
-    """Within 2 / 255 on average, though it rounds smoothly; the worse, the farther away."""
+    """Within 2 / 255 on average, though it rounds softly; the worse, the farther away."""
     losses = []
     for quality in (80, 50, 30, 10):
         y, true = POOL[f"compress_jpeg_quality_{quality}"](DIGITS), by_pillow(DIGITS, quality)

@@ -22,6 +22,8 @@ def test_rotations_are_anticlockwise():
     assert (4 * POOL["rotate_270"](x)).flatten().tolist() == [2, 0, 3, 1]
     with pytest.raises(ValueError, match="quarters must be 1, 2 or 3, got 4"):
         Rotate(4)
+    with pytest.raises(ValueError, match=r"a quarter turn needs square images, got \[1, 1, 2, 1\]"):
+        Rotate(1)(x[..., :1])
 
 
 def test_flips():
