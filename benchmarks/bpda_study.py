@@ -34,8 +34,12 @@ from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import derive_seed
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import named
-from lightning_rob.transforms.bpda import load_approximation, place_of, save_approximation
-from lightning_rob.transforms.bpda_training import train_bpda
+from lightning_rob.transforms.bpda import (
+    load_approximation,
+    place_of,
+    save_approximation,
+    train_bpda,
+)
 
 DIFFERENTIABLE = {
     "Crop": {"alpha": 0.5},

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+from figures import Setting, rejection
 from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import cross_entropy
@@ -29,7 +30,6 @@ from lightning_rob.data import Digits5k, Patches10
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.urejectron import URejectron
 from lightning_rob.figures.page import save
-from lightning_rob.figures.rejection import Setting, rejection
 from lightning_rob.metrics.selective import rejection_curves, selective_error
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import derive_seed

@@ -22,8 +22,7 @@ from lightning_rob.transforms import (
     VerticalFlip,
     catalogue,
 )
-from lightning_rob.transforms.bpda import save_approximation
-from lightning_rob.transforms.bpda_training import train_bpda
+from lightning_rob.transforms.bpda import save_approximation, train_bpda
 from lightning_rob.transforms.nondifferentiable import HardPrecision
 
 

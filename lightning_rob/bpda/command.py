@@ -20,8 +20,13 @@ from lightning_rob.reasons import InputError
 from lightning_rob.recipes import fractions, numbers
 from lightning_rob.run import USER_ERRORS, Parser
 from lightning_rob.transforms import Bilateral, Transform, catalogue, named
-from lightning_rob.transforms.bpda import load_approximation, place_of, save_approximation
-from lightning_rob.transforms.bpda_training import held_out, train_bpda
+from lightning_rob.transforms.bpda import (
+    held_out,
+    load_approximation,
+    place_of,
+    save_approximation,
+    train_bpda,
+)
 from lightning_rob.transforms.nondifferentiable import ALL as NONDIFFERENTIABLE
 
 

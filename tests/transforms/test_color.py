@@ -1,3 +1,5 @@
+"""Color spaces against the standard library, scikit-image and closed forms."""
+
 import colorsys
 import math
 
@@ -15,10 +17,11 @@ from lightning_rob.transforms import (
     GrayOneChannel,
     GrayTwoChannels,
 )
-from lightning_rob.transforms.hsv import hsv_to_rgb, rgb_to_hsv, scale_saturation, shift_hue
-from lightning_rob.transforms.smooth import smooth_modulo
+from lightning_rob.transforms.base import soft_modulo
+from lightning_rob.transforms.color import hsv_to_rgb, rgb_to_hsv
+from tests.transforms.inputs import generator, scale_saturation, shift_hue
 
-X = torch.rand(4, 3, 9, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+X = torch.rand(4, 3, 9, 10, generator=generator(), dtype=torch.float64)
 NONE = torch.zeros(4, 3, dtype=torch.float64)
 
 
@@ -27,17 +30,17 @@ def scikit(convert, x):
 
 
 def test_hsv_is_that_of_the_standard_library():
-    """Saturation and value exactly, the hue after the smooth modulo of eq. 15."""
-    ours = rgb_to_hsv(X).permute(0, 2, 3, 1).reshape(-1, 3)
+    """Saturation and value exactly, the hue after the soft modulo of eq. 15."""
+    hsv = rgb_to_hsv(X).permute(0, 2, 3, 1).reshape(-1, 3)
     for (hue, saturation, value), rgb in zip(
-        ours.tolist(), X.permute(0, 2, 3, 1).reshape(-1, 3).tolist(), strict=True
+        hsv.tolist(), X.permute(0, 2, 3, 1).reshape(-1, 3).tolist(), strict=True
     ):
         h, s, v = colorsys.rgb_to_hsv(*rgb)
-        smooth = 2 * math.pi * float(smooth_modulo(torch.tensor(h, dtype=torch.float64)))
+        smooth = 2 * math.pi * float(soft_modulo(torch.tensor(h, dtype=torch.float64)))
         assert (hue, saturation, value) == pytest.approx((smooth, s, v), abs=1e-9)
 
 
-def test_pure_colours_survive_a_round_trip():
+def test_pure_colors_survive_a_round_trip():
     """Their hue is that of an integer in the modulo, or the middle, where it changes nothing."""
     red, cyan = [1.0, 0, 0], [0, 1.0, 1.0]
     x = torch.tensor([red, cyan, [0.3, 0.3, 0.3], [0, 0, 0], [1, 1, 1]]).T.view(1, 3, 1, 5)
@@ -46,13 +49,13 @@ def test_pure_colours_survive_a_round_trip():
 
 
 def test_back_from_hsv():
-    """As the standard library, where the place in the sector is that of the smooth modulo."""
+    """As the standard library, where the place in the sector is that of the soft modulo."""
     turns = torch.tensor([0.01, 0.2, 0.3, 0.45], dtype=torch.float64)
     x = torch.stack([2 * math.pi * turns, 0 * turns + 0.6, 0 * turns + 0.8])
-    ours = hsv_to_rgb(x.view(1, 3, 1, 4))[0, :, 0].T
-    for rgb, turn in zip(ours.tolist(), turns.tolist(), strict=True):
+    found = hsv_to_rgb(x.view(1, 3, 1, 4))[0, :, 0].T
+    for rgb, turn in zip(found.tolist(), turns.tolist(), strict=True):
         sector = math.floor(6 * turn)
-        place = 6 * float(smooth_modulo(torch.tensor(turn, dtype=torch.float64))) - sector
+        place = 6 * float(soft_modulo(torch.tensor(turn, dtype=torch.float64))) - sector
         p, q, t = 0.8 * 0.4, 0.8 * (1 - place * 0.6), 0.8 * (1 - (1 - place) * 0.6)
         expected = [(0.8, t, p), (q, 0.8, p), (p, 0.8, t)][sector]
         assert rgb == pytest.approx(expected, abs=1e-9)
@@ -71,7 +74,7 @@ def test_no_saturation_is_grey():
 
 def test_hsv_shifts_of_grey():
     """A grey pixel has neither hue nor saturation: only its value shifts."""
-    x = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(1)).expand(-1, 3, -1, -1)
+    x = torch.rand(2, 1, 5, 5, generator=generator(1)).expand(-1, 3, -1, -1)
     y = HSV()(x, torch.tensor([[0.1, -0.2, 0.1], [0.05, -0.5, -0.2]]))
     expected = x + torch.tensor([0.1, -0.2]).view(2, 1, 1, 1)
     assert torch.allclose(y, expected.clamp(0, 1), atol=1e-6)
@@ -153,7 +156,7 @@ def test_grey_of_two_channels_and_of_one():
 
 @pytest.mark.parametrize(("kind", "zeros"), [(Gray(), 0), (GrayOneChannel(), 1)])
 def test_shares_sum_to_one(kind, zeros):
-    shares = kind.sample(torch.zeros(500, 3, 1, 1), torch.Generator().manual_seed(0))[0]
+    shares = kind.sample(torch.zeros(500, 3, 1, 1), generator())[0]
     assert torch.allclose(shares.sum(1), torch.ones(500))
     assert ((shares == 0).sum(1) == zeros).all()
     assert ((shares > 0).double().mean(0) > (3 - zeros) / 3 - 0.1).all()

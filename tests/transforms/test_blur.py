@@ -1,11 +1,13 @@
+"""Blurs against scipy, kornia and formulas."""
+
 import math
 
 import numpy as np
 import pytest
 import torch
 from scipy import ndimage
+from torch.nn.functional import pad
 
-from lightning_rob.randomness import Streams
 from lightning_rob.transforms import (
     Bilateral,
     BoxBlur,
@@ -14,12 +16,14 @@ from lightning_rob.transforms import (
     MotionBlur,
     catalogue,
 )
+from tests.transforms.inputs import assert_same, generator, streams
 
-X = torch.rand(3, 3, 11, 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+X = torch.rand(3, 3, 11, 14, generator=generator(), dtype=torch.float64)
 FLAT = torch.full((2, 3, 9, 9), 0.3, dtype=torch.float64)
+MANY = X[:1].expand(600, -1, -1, -1)
 
 
-def slow(x, function):
+def by_planes(x, function):
     """Each channel of each image through scipy."""
     planes = [[function(plane) for plane in image] for image in x.numpy()]
     return torch.from_numpy(np.array(planes))
@@ -27,7 +31,7 @@ def slow(x, function):
 
 @pytest.mark.parametrize("size", [3, 5])
 def test_box_is_the_mean(size):
-    expected = slow(X, lambda plane: ndimage.uniform_filter(plane, size, mode="mirror"))
+    expected = by_planes(X, lambda plane: ndimage.uniform_filter(plane, size, mode="mirror"))
     assert torch.allclose(BoxBlur(size)(X), expected, atol=1e-12)
     assert torch.allclose(BoxBlur(size)(FLAT), FLAT)
 
@@ -41,21 +45,21 @@ def gaussian(plane, size, down, across):
 
 def test_gaussian_is_fixed_by_default():
     assert GaussianBlur().sample(X) == ()
-    expected = slow(X, lambda plane: gaussian(plane, 3, 2.5, 2.5))
+    expected = by_planes(X, lambda plane: gaussian(plane, 3, 2.5, 2.5))
     assert torch.allclose(GaussianBlur()(X), expected, atol=1e-12)
     assert torch.allclose(GaussianBlur()(FLAT), FLAT)
 
 
 def test_gaussian_of_random_size_and_deviation():
     blur = GaussianBlur(sizes=(3, 5, 7), std=(0.5, 2.0))
-    size, std = blur.sample(X, torch.Generator().manual_seed(2))
+    size, std = blur.sample(X, generator(2))
     size = torch.tensor([3, 7, 5])
     y = blur(X, size, std)
     for i in range(3):
         k, (down, across) = int(size[i]), std[i].tolist()
-        expected = slow(X[i : i + 1], lambda p, k=k, d=down, a=across: gaussian(p, k, d, a))
+        expected = by_planes(X[i : i + 1], lambda p, k=k, d=down, a=across: gaussian(p, k, d, a))
         assert torch.allclose(y[i : i + 1], expected, atol=1e-12)
-    sizes, stds = blur.sample(X[:1].expand(600, -1, -1, -1), torch.Generator().manual_seed(0))
+    sizes, stds = blur.sample(MANY, generator())
     assert set(sizes.tolist()) == {3, 5, 7}
     assert 0.5 <= stds.min() < 0.52
     assert 1.98 < stds.max() <= 2
@@ -63,7 +67,9 @@ def test_gaussian_of_random_size_and_deviation():
 
 @pytest.mark.parametrize("size", [3, 5])
 def test_median_with_black_around(size):
-    expected = slow(X, lambda plane: ndimage.median_filter(plane, size, mode="constant", cval=0))
+    expected = by_planes(
+        X, lambda plane: ndimage.median_filter(plane, size, mode="constant", cval=0)
+    )
     assert torch.equal(MedianBlur(size)(X), expected)
 
 
@@ -71,7 +77,7 @@ def test_median_of_a_size_for_each_image():
     blur = MedianBlur([3, 5, 9])
     expected = [MedianBlur(k)(X[i : i + 1]) for i, k in enumerate((9, 3, 9))]
     assert torch.equal(blur(X, torch.tensor([9, 3, 9])), torch.cat(expected))
-    (sizes,) = blur.sample(X[:1].expand(300, -1, -1, -1), torch.Generator().manual_seed(0))
+    (sizes,) = blur.sample(MANY[:300], generator())
     assert sizes.bincount()[[3, 5, 9]].min() > 70
     assert sizes.bincount().sum() == 300
     with pytest.raises(ValueError, match="size must name at least one side, got none"):
@@ -106,13 +112,13 @@ def test_bilateral_has_the_slope_of_finite_differences():
     assert Bilateral not in catalogue().values()
     blur = Bilateral(size=(3, 5), color=(0.1, 0.4))
     x = X[:, :, :4, :5].clone().requires_grad_()
-    params = (*blur.sample(x, Streams.from_index(torch.arange(3), 5))[:2], torch.tensor([3, 5, 3]))
+    params = (*blur.sample(x, streams(0, 1, 2))[:2], torch.tensor([3, 5, 3]))
     assert torch.autograd.gradcheck(lambda x: blur(x, *params), x)
 
 
 def test_bilateral_draws_its_deviations_and_size_image_by_image():
-    blur, many = Bilateral(size=(3, 5)), X[:1].expand(400, -1, -1, -1)
-    space, color, size = blur.sample(many, torch.Generator().manual_seed(0))
+    blur, many = Bilateral(size=(3, 5)), MANY[:400]
+    space, color, size = blur.sample(many, generator())
     assert 5 <= space.min() < 5.2
     assert 19.8 < space.max() <= 20
     assert color.min() >= 5 / 255
@@ -149,7 +155,7 @@ def test_motion_along_the_row_and_the_column(direction):
     taps = taps / taps.sum()
     x = X[:1]
     y = MotionBlur()(x, *torch.tensor([[0.0], [direction]]).double())
-    expected = slow(x, lambda plane: ndimage.correlate1d(plane, taps, 1, mode="constant"))
+    expected = by_planes(x, lambda plane: ndimage.correlate1d(plane, taps, 1, mode="constant"))
     assert torch.allclose(y, expected, atol=1e-6)
     turned = MotionBlur()(x, *torch.tensor([[90.0], [direction]]).double())
     quarter = MotionBlur()(x.rot90(-1, (2, 3)), *torch.tensor([[0.0], [direction]]).double())
@@ -173,3 +179,30 @@ def test_kernels_that_cannot_be():
     with pytest.raises(ValueError, match="no kernel has size"):
         GaussianBlur(std=(2.0, 1.0))
     assert math.isfinite(GaussianBlur(std=(1, 1))(X).sum())
+
+
+SQUARES = torch.rand(6, 3, 9, 9, generator=generator(), dtype=torch.float64)
+
+
+def test_median_by_minima_and_maxima_is_that_of_sorting():
+    def plain(x):
+        padded = pad(x, [1] * 4)
+        return padded.unfold(2, 3, 1).unfold(3, 3, 1).flatten(-2).median(-1).values
+
+    assert_same(MedianBlur().apply, plain, SQUARES + 0.1)  # no ties with the border
+
+
+def test_one_of_equal_pixels_has_the_gradient():
+    x = SQUARES.mul(4).round() / 4
+    squares = pad(x, [1] * 4).unfold(2, 3, 1).unfold(3, 3, 1)
+    assert torch.equal(MedianBlur().apply(x), squares.flatten(-2).median(-1).values)
+    z = x.clone().requires_grad_()
+    inner = MedianBlur().apply(z)[..., 1:-1, 1:-1]
+    assert float(torch.autograd.grad(inner.sum(), z)[0].sum()) == pytest.approx(inner.numel())
+
+
+def test_median_keeps_nan():
+    x = SQUARES.clone()
+    x[3, 1, 4, 4] = torch.nan
+    assert MedianBlur().apply(x)[3].isnan().any()
+    assert not MedianBlur().apply(x)[:3].isnan().any()
