@@ -116,8 +116,8 @@ class VotingRuleEval(Evaluation):
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this epoch's evaluation is one of ours: not while sub-models wait."""
-        waiting: Any = getattr(trainer.lightning_module, "waiting", ())
-        growing = trainer.state.fn == "fit" and bool(waiting)
+        pending: Any = getattr(trainer.lightning_module, "pending", ())
+        growing = trainer.state.fn == "fit" and bool(pending)
         return bool(self.attacks) and not growing and super().due(trainer)
 
     def rounds(self, pl_module: Any) -> int:
