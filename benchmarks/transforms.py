@@ -3,7 +3,7 @@
     python benchmarks/transforms.py
     python benchmarks/transforms.py --figure docs/images/transforms.png
 
-All of a batch at once, image by image, and by kornia.augmentation where it has the transform; in
+The batch at once, image by image, and by kornia.augmentation where it has the transform; in
 turn, medians. With --figure, the picture of all transforms is drawn instead.
 """
 
