@@ -15,13 +15,13 @@ from textwrap import wrap
 
 import numpy as np
 import torch
-from lightning_rob.data.wheels import inside
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
 from lightning_rob.data import Digits5k
+from lightning_rob.data.base import packaged_file
 from lightning_rob.figures.page import COLORS, MARKERS, blank, save
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms import Transform, catalogue
@@ -200,7 +200,7 @@ def draw_setting(axes: Axes, setting: Setting, error: str) -> None:
 
 
 def photo() -> Tensor:
-    with Image.open(inside("skimage", "data/chelsea.png")) as image:
+    with Image.open(packaged_file("skimage", "data/chelsea.png")) as image:
         face = image.convert("RGB").crop((110, 20, 366, 276))
         small = face.resize((64, 64), Image.Resampling.BOX)
     pixels = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8).view(64, 64, 3)

@@ -52,7 +52,7 @@ def seconds(way, *arguments):
 
 
 def measure(transform, net, x, index, rounds):
-    """Medians of both ways, whose predictions must agree."""
+    """Return the median times of both ways, after checking that their predictions agree."""
     times = []
     batched(transform, net, x[:2], index[:2])
     for _ in range(rounds):

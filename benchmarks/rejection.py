@@ -5,12 +5,12 @@
 
 A SmallCNN is trained on embedded images. In each setting x~ is the test images z, clean or
 brighter, and behind them the same images attacked; the attacks are on the classifier alone. A
-discriminator of training images against x~ is trained, from fresh chance for each of --repeats, and
-rejects what it takes for a test image with a probability above the threshold. The table has the
-mean at --tau, the figure all thresholds of the first repeat. The error is the share of all x~, as
-in eq. 1, or with --per answer that of what is accepted, as in the authors' code. AUC is how well
-the discriminator tells the attacked images, and z, from training images that it has not seen: 0.5
-is not at all.
+discriminator of training images against x~ is trained, with a new seed for each of --repeats. It
+rejects images whose probability of being a test image is above the threshold. The table has the
+mean at --tau, the figure all thresholds of the first repeat. The error is a share of all x~, as in
+eq. 1, or of the accepted images with `--per answer`, as in the authors' code. AUC measures how well
+the discriminator separates the attacked images, and z, from held-out training images: 0.5 is
+random.
 """
 
 import argparse
@@ -40,7 +40,7 @@ POOLS = {Digits5k: ("train", "val", "test"), Patches10: ("train",)}  # of one di
 
 
 def images(kind, seed):
-    """Three parts of one pool: 3500 to train on, 500 that nobody sees, 1000 for the test."""
+    """Split one pool: 3500 training images, 500 held out and unused, 1000 test images."""
     data = kind(val_size=500)
     data.setup()
     rows = [data.parts[name][i] for name in POOLS[kind] for i in range(len(data.parts[name]))]
@@ -81,13 +81,13 @@ def auc(defense, held_out, x):
 
 
 def shares(answers, y, z):
-    """Accuracies on z and on the attacked images."""
+    """Return the accuracies on z and on the attacked images."""
     right = answers.gather(1, y[:, None])[:, 0]
     return [float(right[z].mean()), float(right[~z].mean())]
 
 
 def played(defense, attack, x, y, held_out, options):
-    """A round: the mean row of numbers, and the curves of the first repeat."""
+    """Return the mean row of numbers of a round and the curves of the first repeat."""
     x, y = torch.cat([x, x]), torch.cat([y, y])
     z, net = attack.is_clean(y), defense.base_model
     x_adv = attack(net, x, y, torch.Generator().manual_seed(options.seed))

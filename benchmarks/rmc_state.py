@@ -3,10 +3,10 @@
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/rmc_state.py
 
 Trains the network of `configs/rmc_digits.yaml` and plays its GMSA-AVG, round by round, as its test
-does: sequence 0 is the game of the recipe, the others have other images and other chance. After
-every round the state that the next round begins with is asked, without further adaptation, about
-test images that are never played: clean ones, and the same attacked on the static network by PGD.
-A copy of the state adapts to some of them, clean, one by one, as it would if nobody attacked. Each
+does: sequence 0 has the recipe's images, the others have other images and other random streams.
+After every round the state that the next round starts with predicts, without further adaptation,
+held-out test images: clean ones, and the same attacked on the base model by PGD. A copy of the
+state adapts to some of them, clean, one by one, as without an attacker. Each
 image of sequence 0 is attacked once more as the first round of a fresh defender, which has no
 history. The table has means by blocks of rounds.
 """
@@ -30,7 +30,7 @@ COLUMNS = ("attacked", "attacked, no history", "state, clean", "state, attacked"
 
 
 def trained(folder):
-    """The recipe's defense, its attacks by name, and all test images in the order of its game."""
+    """Return the recipe's defense, its attacks by name, and all test images in round order."""
     from lightning_rob.run import Command
 
     logs = f"--trainer.logger={{class_path: TensorBoardLogger, init_args: {{save_dir: {folder}}}}}"
@@ -57,7 +57,7 @@ def share_right(defense, x, y):
 
 
 def rounds(defense, attack, sequence, played, held_out, options):
-    """After each round, in the order of COLUMNS, how often who is right."""
+    """Return the accuracies after each round, in the order of COLUMNS."""
     keys = (0, sequence, *options.attack.encode())  # as RobustEval has them, sequence for repeat
     match = AttackerDefenderSession(attack, defense, *keys)
     clean, attacked, labels = held_out

@@ -3,10 +3,10 @@
     python benchmarks/rt_attacks.py --ckpt_path last.ckpt --data.root=cifar10 \
         --images 100 --draws 4 --steps 50 200
 
-All attack the same test images with the same steps and draws. Each set of images is found once and
-answered ten times; an accuracy has the 95 % t interval over these answers and the difference to the
-baseline one over images, paired. Every finished row is appended to --record and taken from there
-when the same command runs again. Other options are those of `lightning-rob test`.
+All attack the same test images with the same steps and draws. Each attack runs once; its
+images are predicted ten times. An accuracy has the 95 % t interval over these predictions, the
+difference to the baseline a paired one over images. Every finished row is appended to --record and
+read from there when the same command runs again. Other options are those of `lightning-rob test`.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def attacks(steps, draws, eps):
 
 
 class Study(Command):
-    """Builds what `test` would run and attacks it."""
+    """Build the objects that `test` would run, and attack the defense."""
 
     def __init__(self, options, args):
         self.options = options
@@ -87,7 +87,7 @@ class Study(Command):
         return [(self.x[rows], self.y[rows], rows) for rows in index.split(BATCH)]
 
     def scores(self, attack):
-        """[images, answers] of 0 and 1."""
+        """Return the scores [images, predictions], 0 or 1."""
         found = []
         for x, y, index in self.batches():
             if attack is None:
@@ -99,7 +99,7 @@ class Study(Command):
 
 
 def tell_spread(study, draws=20, repeats=5):
-    """How much single draws' gradients differ, with an order for each copy and with one for all.
+    """Measure the spread of single draws' gradients, with an order per copy and with one for all.
 
     Means over images with half their 95 % t interval; each image's are means over the repeats.
     """

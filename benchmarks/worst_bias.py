@@ -1,8 +1,8 @@
-"""Nine attacks that do nothing against a random defense: what "worst" says of them.
+"""Bias of "worst" for nine attacks that do nothing against a random defense.
 
 A linear classifier behind noise, an affine map and erased squares, on 300 embedded digits. Prints,
 for 1 and 10 inferences, clean accuracy, each image's minimum over nine attacks of radius 1e-9 (how
-`worst` was once defined) and `worst_case`. In the first rows every attack meets noise of its own;
+`worst` was once defined) and `worst_case`. In the first rows every attack meets its own noise;
 in the last ones all meet the same noise, as `RobustEval` has it. A minute on a CPU.
 """
 
@@ -25,7 +25,7 @@ def images(part, count):
 
 
 def ridge(data):
-    """A classifier fitted in closed form to transformed copies of the training images."""
+    """Fit a classifier in closed form to transformed copies of the training images."""
     x, y = images(data.parts["train"], 3000)
     noise = torch.Generator().manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 10))

@@ -3,62 +3,30 @@
 import copy
 import hashlib
 import io
-import json
-import signal
 
 import numpy as np
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
 from torch import nn
 from torch.nn import functional as F
 
 from lightning_rob.attacks import PGD, attacking
 from lightning_rob.attacks.folding import folded
-from lightning_rob.data.source_target import SourceTargetData
 from lightning_rob.defenses.dann import DANN, domain_adversarial_loss, reversal_weight
 from lightning_rob.defenses.learning import learning, reinitialized
-from lightning_rob.modules.dann import DANN as Module
 from lightning_rob.nets.dann import DANNNet, DANNResNet18
 from lightning_rob.threat import Threat
 from tests.tiny import (
     ROOT,
     Blobs,
+    TinyDANN,
     pgd,
     recipe,
     records,
     robust_eval,
     run,
     same_weights,
-    shell,
-    weights,
 )
-
-
-class TinyDANN(nn.Module):
-    """Three parts of one or two linear layers; learns in a second."""
-
-    def __init__(
-        self, inputs: int = 192, classes: int = 4, width: int = 16, norm: bool = True
-    ) -> None:
-        super().__init__()
-        middle = nn.BatchNorm1d(width) if norm else nn.Identity()
-        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(inputs, width), middle, nn.ReLU())
-        self.predictor = nn.Linear(width, classes)
-        self.discriminator = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 2))
-
-    def features(self, x):
-        return self.encoder(x)
-
-    def classify(self, features):
-        return self.predictor(features)
-
-    def domain(self, features):
-        return self.discriminator(features)
-
-    def forward(self, x):
-        return self.classify(self.features(x))
 
 
 class Relabelled(Blobs):
@@ -470,172 +438,6 @@ def test_the_parts_fit_together(build, channels, size):
     net.train()
     domain_adversarial_loss(net, x, torch.zeros(6, dtype=torch.long), x, 0.1).backward()
     assert all(weight.grad is not None for weight in net.parameters())  # DDP asks for it
-
-
-# The run
-
-
-def shift(image):
-    """An augmentation that draws."""
-    return (image + 0.1 * torch.rand(3, 1, 1)).clamp(0, 1)
-
-
-class AugmentedBlobs(Blobs):
-    def default_augment(self):
-        return [shift]
-
-
-def dann(folder, target=None, **overrides):
-    model = {
-        "class_path": "lightning_rob.modules.dann.DANN",
-        "init_args": {
-            "net": {"class_path": "tests.test_dann.TinyDANN", "init_args": {"width": 8}},
-            "scale": 0.5,
-            "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-        },
-    }
-    target = target or {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 40}}
-    data = {
-        "class_path": "lightning_rob.data.source_target.SourceTargetData",
-        "init_args": {
-            "source": {"class_path": "tests.test_dann.AugmentedBlobs"},
-            "target": target,
-        },
-    }
-    folder.mkdir(exist_ok=True)
-    callbacks = [robust_eval({"apgd": pgd()})]
-    settings = {"model": model, "data": data, "trainer__callbacks+": callbacks}
-    return recipe(folder, **settings | overrides)
-
-
-CHECKPOINTS = [
-    "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: "
-    "{filename: 'at-{step}', every_n_train_steps: 2, save_top_k: -1, save_last: true}}",
-    "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: "
-    "{filename: 'end-{epoch}', save_top_k: -1}}",
-]
-FOLDER = "run/version_0/checkpoints"
-END = f"{FOLDER}/end-epoch=3.ckpt"
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """An uninterrupted run of 4 epochs of 3 steps."""
-    folder = tmp_path_factory.mktemp("whole")
-    run("fit", "--config", dann(folder), *CHECKPOINTS)
-    return folder
-
-
-def test_a_run_is_attacked_every_epoch(whole):
-    found = [r for r in records(whole) if r["name"] == "apgd"]
-    assert [(r["epoch"], r["step"], r["n"]) for r in found] == [
-        (epoch, 3 * epoch + 3, 32) for epoch in range(4)
-    ]
-    clean = [r["accuracy"] for r in records(whole) if r["name"] == "clean"]
-    assert clean[-1] > 0.6
-    assert all(key.startswith("defense.net.") for key in weights(whole / END))
-
-
-def test_the_targets_labels_never_reach_the_weights(whole, tmp_path):
-    target = {"class_path": "tests.test_dann.Relabelled", "init_args": {"test_size": 40}}
-    run("fit", "--config", dann(tmp_path, target), *CHECKPOINTS)
-    assert same_weights(weights(whole / END), weights(tmp_path / END))
-
-
-def test_the_targets_images_do(whole, tmp_path):
-    target = {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 41}}
-    run("fit", "--config", dann(tmp_path, target), *CHECKPOINTS)
-    assert not same_weights(weights(whole / END), weights(tmp_path / END))
-
-
-def test_monitoring_changes_nothing(whole, tmp_path):
-    run("fit", "--config", dann(tmp_path, **{"trainer__callbacks+": []}), *CHECKPOINTS)
-    assert same_weights(weights(whole / END), weights(tmp_path / END))
-
-
-@pytest.mark.parametrize("name", ["at-step=4", "at-step=6", "end-epoch=0", "end-epoch=2"])
-def test_resuming_from_any_checkpoint_gives_the_same_weights(whole, tmp_path, name):
-    start = whole / FOLDER / f"{name}.ckpt"
-    run("fit", "--config", dann(tmp_path), *CHECKPOINTS, "--ckpt_path", start)
-    assert same_weights(weights(whole / END), weights(tmp_path / END))
-
-
-def test_sigkill_and_resume_gives_the_same_weights(whole, tmp_path):
-    """By number of steps and with a loader process, where Lightning counts epochs otherwise."""
-    length = ["--trainer.max_steps=12", "--trainer.max_epochs=-1", "--data.source.workers=1"]
-    args = [dann(tmp_path), *CHECKPOINTS, *length]
-    killer = "--trainer.callbacks+={class_path: tests.tiny.KillAt, init_args: {step: 7}}"
-    threads = {
-        "OMP_NUM_THREADS": str(torch.get_num_threads())
-    }  # sums are rounded as in this process
-    killed = shell("fit", "--config", *args, killer, **threads)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    last = tmp_path / FOLDER / "last.ckpt"
-    resumed = shell("fit", "--config", *args, "--ckpt_path", last, **threads)
-    assert resumed.returncode == 0, resumed.stderr
-    one, other = (weights(folder / FOLDER / "at-step=12.ckpt") for folder in (whole, tmp_path))
-    assert same_weights(one, other)
-
-
-def test_two_processes_fit_it_under_attack_and_resume(tmp_path):
-    two = ["--trainer.strategy=ddp", "--trainer.devices=2"]
-    done = shell("fit", "--config", dann(tmp_path / "a"), *two, *CHECKPOINTS)
-    assert done.returncode == 0, done.stderr
-    found = records(tmp_path / "a")
-    assert {r["n"] for r in found} == {32}
-    assert [r["step"] for r in found if r["name"] == "apgd"] == [2, 4, 6, 8]  # 20 images each
-    start = tmp_path / "a" / FOLDER / "end-epoch=1.ckpt"
-    again = shell("fit", "--config", dann(tmp_path / "b"), *two, *CHECKPOINTS, "--ckpt_path", start)
-    assert again.returncode == 0, again.stderr
-    one, other = (weights(tmp_path / name / END) for name in "ab")
-    assert same_weights(one, other)
-
-
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_a_checkpoint_can_be_tested_by_itself(whole, tmp_path):
-    logger = {"class_path": "TensorBoardLogger"} | {
-        "init_args": {"save_dir": str(tmp_path), "name": "run", "version": 0}
-    }
-    attacked = f"--trainer.callbacks+={json.dumps(robust_eval({'apgd': pgd()}))}"
-    given = ["--ckpt_path", whole / END, attacked, f"--trainer.logger={json.dumps(logger)}"]
-    run("test", *given, "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false")
-    found = {r["name"]: (r["stage"], r["n"]) for r in records(tmp_path)}
-    assert found["apgd"] == ("test", 33)
-
-
-def test_plain_data_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        run("fit", "--config", dann(tmp_path, data={"class_path": "tests.tiny.Blobs"}))
-    assert "DANN needs unlabelled images beside the labelled ones" in capsys.readouterr().err
-
-
-def fit(module, **options):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False}
-    data = SourceTargetData(Blobs(), Blobs(test_size=40))
-    Trainer(**quiet, **settings, **options).fit(module, datamodule=data)
-
-
-@pytest.mark.parametrize("length", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 9}])
-def test_the_weight_grows_over_the_whole_run(length):
-    module, seen = Module(TinyDANN, scale=0.3), []
-    loss = module.loss
-    module.loss = lambda x, y: seen.append(module.reversal_weight()) or loss(x, y)
-    fit(module, **length)
-    steps = [(i + epoch * 3) / 3 / 3 for epoch in range(3) for i in range(3)]
-    assert seen == pytest.approx([0.3 * (2 / (1 + np.exp(-10 * p)) - 1) for p in steps])
-
-
-def test_a_run_without_an_end_is_refused():
-    with pytest.raises(MisconfigurationException, match=r"set trainer\.max_epochs or max_steps"):
-        fit(Module(TinyDANN), max_epochs=-1)
-
-
-def test_the_module_refuses_what_the_defense_does():
-    with pytest.raises(ValueError, match="scale must not be negative, got -1"):
-        Module(TinyDANN, scale=-1)
-    with pytest.raises(TypeError, match="such as DANNNet: Identity has no features"):
-        Module(nn.Identity)
 
 
 def test_the_defense_is_played_from_a_recipe(tmp_path):

@@ -13,24 +13,17 @@ from lightning_rob.defenses import Single
 from lightning_rob.defenses.learning import reinitialized
 from lightning_rob.defenses.source import Source
 from lightning_rob.defenses.tadv import TADV, half_adversarial, smoothness
-from lightning_rob.modules import AdversarialTraining
-from lightning_rob.modules.tadv import TADV as Training
 from lightning_rob.nets import LeNet, MNISTNet, PreActResNet18, ResNet20, SmallCNN
-from lightning_rob.randomness import Streams, generator_from, seeded_global_rng
+from lightning_rob.randomness import generator_from, seeded_global_rng
 from lightning_rob.run import Command
 from lightning_rob.threat import Threat
 from tests.tiny import (
     Blobs,
     TinyNet,
-    arc,
     pgd,
     recipe,
-    records,
-    robust_eval,
     run,
     same_weights,
-    shell,
-    weights,
 )
 
 THREAT = Threat("linf", 32 / 255)
@@ -414,68 +407,6 @@ def test_it_says_what_it_lacks():
         tadv(attack=None).adapt(batch()[0], chance())
     with pytest.raises(ValueError, match="TADV learns from labelled images"):
         TADV(TinyNet(), attack=ATTACK).adapt(batch()[0], chance())
-
-
-# The training as a fit
-
-
-def test_the_modules_loss_is_the_defenses():
-    spy, (x, y) = Spy(), batch(7)
-    module = Training(TinyNet, spy).train()
-    twin = copy.deepcopy(module.defense)
-    module.noise = Streams.from_index(torch.arange(7), 1)
-    torch.testing.assert_close(module.loss(x, y), half_adversarial(twin, x, y, Spy()))
-    assert torch.equal(spy.seen[0][3].keys, Streams.from_index(torch.arange(7), 1).keys[3:])
-
-
-def test_it_is_adversarial_training_with_the_halves_in_another_order():
-    (x, y), net = batch(), TinyNet()
-    other = AdversarialTraining(lambda: net, Spy(), fraction=0.5)
-    swapped = torch.arange(8).roll(4)
-    expected = other.loss(x[swapped], y[swapped])
-    torch.testing.assert_close(Training(lambda: net, Spy()).loss(x, y), expected)
-
-
-def test_a_fraction_out_of_range_is_refused():
-    with pytest.raises(ValueError, match=r"fraction must be in \(0, 1\], got 0"):
-        Training(TinyNet, Spy(), fraction=0)
-
-
-def fitting(folder, callbacks):
-    net = {"class_path": "tests.tiny.TinyNet", "init_args": {"width": 16}}
-    options = {
-        "net": net,
-        "attack": pgd(keep_best=True),
-        "fraction": 0.5,
-        "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-    }
-    model = {"class_path": "lightning_rob.modules.tadv.TADV", "init_args": options}
-    shown = {"model": model, "trainer__callbacks+": callbacks, "trainer__max_epochs": 2}
-    return recipe(folder, **shown)
-
-
-def last(folder):
-    return next((folder / "run/version_0/checkpoints").glob("epoch=1-*.ckpt"))
-
-
-def test_it_fits_from_a_recipe_and_callbacks_change_nothing(tmp_path):
-    for name, callbacks in {"with": [robust_eval({"apgd": pgd()})], "without": []}.items():
-        (tmp_path / name).mkdir()
-        run("fit", "--config", fitting(tmp_path / name, callbacks))
-    found = [(r["name"], r["epoch"]) for r in records(tmp_path / "with")]
-    assert found == [(name, epoch) for epoch in (0, 1) for name in ("clean", "apgd", "worst")]
-    one, other = (weights(last(tmp_path / name)) for name in ("with", "without"))
-    assert same_weights(one, other)
-    assert {"defense.net.first.weight"} <= one.keys()
-
-
-def test_two_processes_fit_it_with_an_attack_each_epoch(tmp_path):
-    config = fitting(tmp_path, [robust_eval({"apgd": pgd(), "arc": arc()})])
-    done = shell("fit", "--config", config, *TWO)
-    assert done.returncode == 0, done.stderr
-    found = [(r["name"], r["epoch"], r["n"]) for r in records(tmp_path)]
-    names = ("clean", "apgd", "arc", "worst")
-    assert found == [(name, epoch, 32) for epoch in (0, 1) for name in names]
 
 
 def test_a_recipe_makes_the_defense_of_the_network_it_trains(tmp_path):

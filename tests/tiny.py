@@ -31,6 +31,31 @@ class TinyNet(nn.Module):
         return self.last(self.norm(self.first(x.flatten(1))).relu())
 
 
+class TinyDANN(nn.Module):
+    """Three parts of one or two linear layers; learns in a second."""
+
+    def __init__(
+        self, inputs: int = 192, classes: int = 4, width: int = 16, norm: bool = True
+    ) -> None:
+        super().__init__()
+        middle = nn.BatchNorm1d(width) if norm else nn.Identity()
+        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(inputs, width), middle, nn.ReLU())
+        self.predictor = nn.Linear(width, classes)
+        self.discriminator = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+    def classify(self, features: Tensor) -> Tensor:
+        return self.predictor(features)
+
+    def domain(self, features: Tensor) -> Tensor:
+        return self.discriminator(features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classify(self.features(x))
+
+
 class Blobs(ImageData):
     """Four noisy prototypes, 3x8x8; test images as many as asked for."""
 

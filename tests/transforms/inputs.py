@@ -2,8 +2,8 @@
 
 import numpy as np
 import torch
-from lightning_rob.data.digits import _digits
 
+from lightning_rob.data.mnist import _digits
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms.color import jitter_hsv
 

@@ -39,11 +39,11 @@ def numbered(tmp_path):
     return nets, str(path)
 
 
-def check(assembled, nets, probs):
-    assert isinstance(assembled.defense, Ensemble)
-    assert len(assembled.defense.members) == len(nets)
-    assert all(same(a, b) for a, b in zip(assembled.defense.members, nets, strict=True))
-    assert assembled.defense.weights.tolist() == pytest.approx(probs)
+def check(module, nets, probs):
+    assert isinstance(module.defense, Ensemble)
+    assert len(module.defense.members) == len(nets)
+    assert all(same(a, b) for a, b in zip(module.defense.members, nets, strict=True))
+    assert module.defense.weights.tolist() == pytest.approx(probs)
 
 
 def test_one_factory_for_all(tmp_path):
@@ -54,11 +54,11 @@ def test_one_factory_for_all(tmp_path):
 def test_one_factory_each(tmp_path):
     nets = [TinyNet(), SmallCNN(channels=3, classes=4), TinyNet(width=8)]
     factories = [TinyNet, lambda: SmallCNN(channels=3, classes=4), lambda: TinyNet(width=8)]
-    assembled = PretrainedEnsemble(factories, saved(tmp_path, *nets), rule=mean_probs)
-    check(assembled, nets, [1 / 3] * 3)
+    module = PretrainedEnsemble(factories, saved(tmp_path, *nets), rule=mean_probs)
+    check(module, nets, [1 / 3] * 3)
     x = torch.rand(5, 3, 8, 8)
     by_hand = torch.stack([net.eval()(x).softmax(-1) for net in nets]).mean(0).argmax(-1)
-    assert torch.equal(assembled.eval().defense(x), nn.functional.one_hot(by_hand, 4).float())
+    assert torch.equal(module.eval().defense(x), nn.functional.one_hot(by_hand, 4).float())
 
 
 def test_all_of_one_file(numbered):
@@ -88,14 +88,14 @@ def test_a_file_of_the_authors_of_dverge(tmp_path):
     nets = [ResNet(**SHAPE) for _ in range(3)]
     states = [dverge_state(net.state_dict()) for net in nets]
     torch.save({f"model{i}": s for i, s in enumerate(states)}, tmp_path / "epoch_200.pth")
-    assembled = PretrainedEnsemble(
+    module = PretrainedEnsemble(
         lambda: ResNet(**SHAPE),
         str(tmp_path / "epoch_200.pth"),
         rename={"fc": "linear", "downsample": "shortcut"},
         normalizer="model0.normalizer",
     )
-    check(assembled, nets, [1 / 3] * 3)
-    for member in assembled.defense.members:
+    check(module, nets, [1 / 3] * 3)
+    for member in module.defense.members:
         assert member.normalize.mean.flatten().tolist() == pytest.approx(OTHER_MEAN)
         assert member.normalize.std.flatten().tolist() == pytest.approx(OTHER_STD)
 
@@ -146,7 +146,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD.keys())
-def test_what_cannot_be_assembled(options, message, numbered):
+def test_arguments_that_do_not_fit(options, message, numbered):
     options, path = {"nets": TinyNet} | options, numbered[1]
     if "checkpoints" in options:
         given = options["checkpoints"]
@@ -205,13 +205,13 @@ def outcome(folder):
 
 
 @pytest.mark.parametrize("where", FOUND.values(), ids=FOUND.keys())
-def test_the_command_finds_what_the_training_run_found(trained, where, tmp_path):
+def test_the_command_measures_what_the_training_run_measured(trained, where, tmp_path):
     run("test", "--config", assembly(tmp_path, probs=[0.9, 0.1], **where(trained)))
     assert outcome(tmp_path) == outcome(trained)
     assert len(outcome(tmp_path)) == 2
 
 
-def test_what_was_tested_can_be_tested_again(trained, tmp_path):
+def test_the_saved_config_repeats_the_test(trained, tmp_path):
     run("test", "--config", assembly(tmp_path / "a", **FOUND["by prefix"](trained)))
     config = tmp_path / "a/run/version_0/config.yaml"
     assert yaml.safe_load(config.read_text())["model"]["init_args"]["prefix"][1] == "members.1"
@@ -237,27 +237,29 @@ def test_validate_and_predict_work_too(trained, tmp_path):
 
 
 @pytest.mark.parametrize("trial", ["false", "true"])
-def test_fit_says_that_there_is_nothing_to_train(trained, tmp_path, capsys, trial):
+def test_fit_is_refused(trained, tmp_path, capsys, trial):
     file = assembly(tmp_path, checkpoints=str(trained / CKPT))
     with pytest.raises(SystemExit) as exit_:
         run("fit", "--config", file, f"--trainer.fast_dev_run={trial}")
     assert exit_.value.code == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    told = "Assembled has nothing to train: run lightning-rob test (or validate, predict)"
-    assert errors == [f"lightning-rob: error: {told}"]
+    message = (
+        "PretrainedEnsemble has nothing to train: run lightning-rob test (or validate, predict)"
+    )
+    assert errors == [f"lightning-rob: error: {message}"]
 
 
-def test_members_answer_by_their_probabilities(numbered):
+def test_members_are_weighted_by_their_probabilities(numbered):
     nets, path = numbered
-    assembled = PretrainedEnsemble(TinyNet, path, probs=[0.5, 0.3, 0.2]).eval()
+    module = PretrainedEnsemble(TinyNet, path, probs=[0.5, 0.3, 0.2]).eval()
     x = torch.rand(6, 3, 8, 8)
     logits = torch.stack([net.eval()(x) for net in nets])
     torch.testing.assert_close(
-        assembled.defense(x), random_member(logits, torch.tensor([0.5, 0.3, 0.2]))
+        module.defense(x), random_member(logits, torch.tensor([0.5, 0.3, 0.2]))
     )
 
 
-def test_members_that_training_has_not_begun_are_left_out(tmp_path):
+def test_members_whose_training_has_not_started_are_left_out(tmp_path):
     nets = [TinyNet() for _ in range(3)]
     path = tmp_path / "stopped.ckpt"
     state = nn.ModuleDict({"members": nn.ModuleList(nets)}).state_dict()

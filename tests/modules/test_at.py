@@ -1,38 +1,20 @@
-"""Training losses against hand-written references, and what each member is trained on."""
+"""Adversarial training: its losses against hand-written references, and what it attacks."""
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from lightning_rob.attacks import PGD
-from lightning_rob.attacks.base import Attack
-from lightning_rob.defenses import Ensemble, RandomTransforms, Single
-from lightning_rob.modules import BAT, IAT, AdversarialTraining
+from lightning_rob.defenses import RandomTransforms
+from lightning_rob.modules import AdversarialTraining
 from lightning_rob.objectives import ce_of_mean_probs
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, VerticalFlip
+from tests.modules.support import Spy, batch
 from tests.tiny import TinyNet
 
 THREAT = Threat("linf", 16 / 255)
-
-
-def batch(n=8):
-    chance = torch.Generator().manual_seed(3)
-    return torch.rand(n, 3, 8, 8, generator=chance), torch.randint(0, 4, (n,), generator=chance)
-
-
-class Spy(Attack):
-    """Whites the images out and remembers what it was to attack."""
-
-    def __init__(self):
-        self.threat = THREAT
-        self.seen = []
-
-    def perturb(self, defense, x, y, generator):
-        self.seen.append((defense, len(x)))
-        return torch.ones_like(x)
 
 
 def reference_trades(net, x, y, attack, beta, noise):
@@ -61,11 +43,12 @@ def test_standard_training_is_cross_entropy():
 
 
 def test_adversarial_training_sees_the_attacked_images_in_train_mode():
-    module, spy = AdversarialTraining(TinyNet, spy_ := Spy()), spy_
+    spy = Spy()
+    module = AdversarialTraining(TinyNet, spy)
     x, y = batch()
     module.train()
     loss = module.loss(x, y)
-    assert spy.seen == [(module.defense, 8)]
+    assert spy.calls == [(module.defense, 8)]
     torch.testing.assert_close(loss, F.cross_entropy(module.defense.net(torch.ones_like(x)), y))
     assert module.defense.net.training
 
@@ -107,81 +90,10 @@ def test_fraction_out_of_range(fraction):
         AdversarialTraining(TinyNet, Spy(), fraction=fraction)
 
 
-def test_each_bat_member_is_trained_on_images_of_those_before_it():
-    spy = Spy()
-    module = BAT(TinyNet, spy, epochs=1, members=3, probs=[0.6, 0.3, 0.1])
-    opponents = []
-    for module.stage in range(3):
-        module.loss(*batch())
-        opponents.append(spy.seen[-1][0])
-    members = list(module.members)
-    assert [o.classifiers for o in opponents] == [members[:1], members[:1], members[:2]]
-    torch.testing.assert_close(opponents[2].weights, torch.tensor([2 / 3, 1 / 3]))
-
-
-def test_each_iat_member_is_trained_on_its_own_images():
-    spy = Spy()
-    module = IAT(TinyNet, spy, epochs=1, members=2)
-    for module.stage in range(2):
-        module.loss(*batch())
-        assert spy.seen[-1][0].classifiers == [module.members[module.stage]]
-
-
-def test_only_the_member_in_training_is_optimised():
-    module = BAT(TinyNet, Spy(), epochs=[1, 1], members=2)
-    module.stage = 1
-    optimizer = module.configure_optimizers()["optimizer"]
-    assert set(optimizer.param_groups[0]["params"]) == set(module.members[1].parameters())
-    module.loss(*batch()).backward()
-    assert all(p.grad is None for p in module.members[0].parameters())
-    assert all(p.grad is not None for p in module.members[1].parameters())
-
-
-def test_the_defense_is_the_ensemble_of_the_members_begun():
-    module = BAT(TinyNet, Spy(), epochs=1, members=2, probs=[0.8, 0.2])
-    assert module.defense.classifiers == [module.members[0]]
-    module.stage = 1
-    assert isinstance(module.defense, Ensemble)
-    torch.testing.assert_close(module.defense.weights, torch.tensor([0.8, 0.2]))
-
-
-def test_members_start_from_checkpoints(tmp_path):
-    net = TinyNet()
-    nn.init.constant_(net.last.bias, 5.0)
-    torch.save(
-        {"state_dict": {f"defense.net.{k}": v for k, v in net.state_dict().items()}},
-        tmp_path / "a.ckpt",
-    )
-    module = BAT(
-        TinyNet, Spy(), epochs=[0, 2], members=2, checkpoints=[str(tmp_path / "a.ckpt"), None]
-    )
-    torch.testing.assert_close(module.members[0].last.bias, torch.full((4,), 5.0))
-    assert module.stage == 1  # nothing to train in the first
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"epochs": [1]}, "epochs must be a count for each of 2 members"),
-        ({"epochs": 0}, "epochs must be"),
-        ({"probs": [1.0]}, "2 members need 2 probs"),
-        ({"probs": [1.2, -0.2]}, "must not be negative"),
-        ({"checkpoints": [None]}, "checkpoints must be one per member"),
-    ],
-)
-def test_numbers_that_do_not_fit(options, message):
-    with pytest.raises(ValueError, match=message):
-        BAT(TinyNet, Spy(), **({"epochs": 1} | options))
-
-
 def test_labels_out_of_range():
     x, y = batch()
     with pytest.raises(ValueError, match="labels must be 0 … 3 for 4 classes"):
         AdversarialTraining(TinyNet).loss(x, y + 2)
-
-
-def test_single_is_what_adversarial_training_defends():
-    assert isinstance(AdversarialTraining(TinyNet).defense, Single)
 
 
 def random_defense(net):
@@ -205,7 +117,7 @@ def test_random_transforms_train_on_the_log_of_the_mean_probability():
     assert torch.allclose(found, expected, atol=1e-6)
 
 
-def test_advrt_trains_on_images_that_its_own_attack_makes():
+def test_advrt_trains_on_images_of_its_own_attack():
     seen = []
 
     def criterion(logits, weights, y):
@@ -222,7 +134,7 @@ def test_advrt_trains_on_images_that_its_own_attack_makes():
     assert all(weight.grad is not None for weight in module.defense.net.parameters())
 
 
-def test_training_begins_with_the_weights_of_a_checkpoint_and_resumes_with_its_own(tmp_path):
+def test_only_a_fit_starts_from_the_weights_of_a_checkpoint(tmp_path):
     start = TinyNet()
     torch.save({"state_dict": start.state_dict()}, tmp_path / "start.pt")
     module = AdversarialTraining(TinyNet, weights=str(tmp_path / "start.pt"))

@@ -17,9 +17,11 @@ EPS = 0.05
 
 
 def images(n=20):
-    chance = torch.Generator().manual_seed(5)
-    x = torch.rand(n, 3, 8, 8, generator=chance, dtype=torch.float64)
-    return list(zip(x, torch.randint(0, 4, (n,), generator=chance), torch.arange(n), strict=True))
+    generator = torch.Generator().manual_seed(5)
+    x = torch.rand(n, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return list(
+        zip(x, torch.randint(0, 4, (n,), generator=generator), torch.arange(n), strict=True)
+    )
 
 
 def sgd(parameters):
@@ -39,10 +41,10 @@ def fit(module, loader, epochs, **options):
     ).fit(module, loader, loader)
 
 
-def plain_loop(net, loader, epochs, replays, norm, clip=None, opponent=None):
-    """Shafahi et al. 2019, Algorithm 1; the last batch is smaller and leaves the rest as it is.
+def plain_loop(net, loader, epochs, replays, norm, clip=None, target=None):
+    """Shafahi et al. 2019, Algorithm 1; the smaller last batch updates its part of delta.
 
-    With an opponent the perturbation climbs its loss, and the network only learns.
+    With a target the perturbation increases the target's loss; the network is only trained.
     """
     optimizer, delta = sgd(net.parameters()), torch.zeros(8, 3, 8, 8).double()
     net.train()
@@ -53,8 +55,8 @@ def plain_loop(net, loader, epochs, replays, norm, clip=None, opponent=None):
                 z = (x + d).clamp(0, 1).requires_grad_()
                 optimizer.zero_grad()
                 F.cross_entropy(net(z), y).backward()
-                if opponent:
-                    (z.grad,) = torch.autograd.grad(F.cross_entropy(opponent(z), y), z)
+                if target:
+                    (z.grad,) = torch.autograd.grad(F.cross_entropy(target(z), y), z)
                 if clip:
                     torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
                 optimizer.step()
@@ -88,7 +90,7 @@ def test_training_is_the_plain_loop(norm, replays, options):
 
 
 @pytest.mark.parametrize(("norm", "replays"), [("linf", 3), ("l2", 2)])
-def test_training_against_an_opponent_is_the_plain_loop(norm, replays, tmp_path):
+def test_training_on_a_fixed_target_is_the_plain_loop(norm, replays, tmp_path):
     torch.manual_seed(1)
     first = TinyNet().double().eval()
     first.norm.running_mean += 0.25
@@ -100,19 +102,19 @@ def test_training_against_an_opponent_is_the_plain_loop(norm, replays, tmp_path)
     names = set(module.state_dict())
     loader = DataLoader(images(), batch_size=8)
     fit(module, loader, 2)
-    delta = plain_loop(net, loader, 2, replays, norm, opponent=first)
+    delta = plain_loop(net, loader, 2, replays, norm, target=first)
     for a, b in zip(
         module.defense.net.state_dict().values(), net.state_dict().values(), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     torch.testing.assert_close(module.delta, delta, rtol=0, atol=1e-6)
-    assert set(module.state_dict()) == names  # the opponent is no part of what is saved
-    (opponent,) = module._target
+    assert set(module.state_dict()) == names  # the target is not saved
+    (target,) = module._target
     kept = first.state_dict()
-    assert all(torch.equal(value, kept[name]) for name, value in opponent.state_dict().items())
+    assert all(torch.equal(value, kept[name]) for name, value in target.state_dict().items())
 
 
-def test_an_opponent_that_is_not_there():
+def test_a_target_whose_checkpoint_is_missing():
     module = FreeTraining(TinyNet, Threat("linf", EPS), attack_target="nowhere.ckpt").double()
     with pytest.raises(FileNotFoundError, match=r"nowhere\.ckpt"):
         fit(module, DataLoader(images(), batch_size=8), 1)
@@ -126,7 +128,7 @@ def test_a_replay_is_a_step_and_a_batch_a_global_step():
 
 
 def test_black_and_white_pixels_are_perturbed_too():
-    """The slope of torch.clamp is 0 at its bounds."""
+    """The derivative of torch.clamp is 0 at its bounds."""
     pairs = [((x > 0.5).double(), y, i) for x, y, i in images(8)]
     module = FreeTraining(TinyNet, Threat("linf", EPS), 1).double()
     fit(module, DataLoader(pairs, batch_size=8), 1)
@@ -137,14 +139,14 @@ def test_it_withstands_more_than_standard_training():
     pairs = Blobs().source(train=True)
     loader = DataLoader([(x, y, i) for i, (x, y) in enumerate(pairs)], batch_size=16)
     x, y = torch.stack([x for x, _ in pairs]), torch.tensor([y for _, y in pairs])
-    attack, right = PGD(Threat("linf", 0.1), 10, 0.025, random_start=False), []
+    attack, accuracy = PGD(Threat("linf", 0.1), 10, 0.025, random_start=False), []
     for eps in (0, 0.1):
         torch.manual_seed(0)
         module = FreeTraining(TinyNet, Threat("linf", eps), 4, optimizer=sgd)
         fit(module, loader, 8)
-        answers = module.defense.eval()(attack(module.defense, x, y)).argmax(1)
-        right.append((answers == y).float().mean().item())
-    assert right[1] > right[0] + 0.1
+        predictions = module.defense.eval()(attack(module.defense, x, y)).argmax(1)
+        accuracy.append((predictions == y).float().mean().item())
+    assert accuracy[1] > accuracy[0] + 0.1
 
 
 def test_no_replays():

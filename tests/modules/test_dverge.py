@@ -12,8 +12,7 @@ from lightning_rob.modules import DVERGE
 from lightning_rob.modules.dverge import distil, feature_layers, features
 from lightning_rob.nets import ResNet20
 from lightning_rob.threat import Threat
-from tests.test_gal import ConvNet
-from tests.test_modules import Spy, batch
+from tests.modules.support import ConvNet, Spy, batch
 from tests.tiny import TinyNet
 
 
@@ -73,7 +72,7 @@ def test_layers_are_activations_and_the_logits():
     assert len(feature_layers(ResNet20())) == 20  # as many as the authors choose from
 
 
-def test_features_of_an_activation_are_what_enters_it():
+def test_features_of_an_activation_are_its_input():
     net = nn.Sequential(nn.Flatten(), nn.Linear(192, 5), nn.ReLU(inplace=True))
     x, _ = batch()
     torch.testing.assert_close(features(net, "2", x), net[1](x.flatten(1)))
@@ -81,7 +80,7 @@ def test_features_of_an_activation_are_what_enters_it():
     assert not net[2]._forward_pre_hooks
 
 
-def test_features_of_a_layer_that_takes_no_part():
+def test_features_of_a_layer_that_is_not_called():
     net = TinyNet()
     net.idle = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="layer 'idle' takes no part in TinyNet's answer"):
@@ -115,7 +114,7 @@ def test_one_optimizer_on_the_sum_is_an_optimizer_for_each_member():
     torch.manual_seed(0)
     module = DVERGE(ConvNet, members=3, layers=["1"]).double().train()
     members = [copy.deepcopy(member) for member in module.members]
-    together = torch.optim.Adam(module.trained().parameters(), 0.01, weight_decay=1e-4)
+    together = torch.optim.Adam(module.trainable_network().parameters(), 0.01, weight_decay=1e-4)
     each = [torch.optim.Adam(m.parameters(), 0.01, weight_decay=1e-4) for m in members]
     x, y = batch()[0].double(), batch()[1]
     for step in range(3):
@@ -144,7 +143,7 @@ def test_adversarial_training_beside_it_attacks_each_member_alone():
     x, y = batch()
     torch.manual_seed(1)
     loss = module.loss(x, y)
-    assert [d.classifiers for d, _ in spy.seen] == [[m] for m in module.members]
+    assert [d.classifiers for d, _ in spy.calls] == [[m] for m in module.members]
     torch.manual_seed(1)
     target = x[torch.randperm(len(x))]
     diversity = sum(by_hand(module.members, x, y, target, "first"))
@@ -160,7 +159,7 @@ def test_warming_up_is_clean_training():
     torch.testing.assert_close(module.loss(x, y), clean)
 
 
-def test_a_convolution_before_batch_norm_is_distilled_as_it_is():
+def test_a_convolution_before_batch_norm_is_not_folded():
     torch.manual_seed(0)
     net = ConvNet()
     for _ in range(3):
@@ -175,7 +174,7 @@ def test_a_convolution_before_batch_norm_is_distilled_as_it_is():
 
 
 @pytest.mark.parametrize("layer", ["", "relu1", "layer2.0.relu2", "layer1.0.conv1", "bn1"])
-def test_folding_leaves_what_is_distilled_alone(layer, monkeypatch):
+def test_folding_does_not_change_distillation(layer, monkeypatch):
     torch.manual_seed(0)
     net = ResNet20().double().eval()
     x, target = torch.rand(2, 3, 3, 32, 32, dtype=torch.float64)

@@ -6,7 +6,7 @@ import torch
 
 from lightning_rob.modules import ADP
 from lightning_rob.modules.adp import adp
-from tests.test_modules import batch
+from tests.modules.support import batch
 from tests.tiny import TinyNet
 
 
@@ -27,14 +27,14 @@ def reference_adp(logits, y, alpha, beta):
 
 @pytest.mark.parametrize(("members", "classes"), [(2, 4), (3, 10), (5, 6)])
 def test_the_regulariser_is_the_papers(members, classes):
-    chance = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(members, 7, classes, generator=chance, dtype=torch.float64)
-    y = torch.randint(0, classes, (7,), generator=chance)
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(members, 7, classes, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, classes, (7,), generator=generator)
     expected = torch.from_numpy(reference_adp(logits.numpy(), y.tolist(), 2.0, 0.5))
     torch.testing.assert_close(adp(logits, y, 2.0, 0.5), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_members_that_agree_have_no_diversity_and_orthogonal_ones_all_of_it():
+def test_equal_members_have_no_diversity_and_orthogonal_ones_have_all():
     apart = torch.full((2, 1, 3), -60.0)
     apart[0, 0, 1] = apart[1, 0, 2] = 0  # all on different wrong classes
     y = torch.zeros(1, dtype=torch.int64)
@@ -51,7 +51,7 @@ def test_it_is_differentiable_where_probabilities_round_to_zero():
 
 
 def test_the_loss_is_the_sum_of_cross_entropies_less_the_regulariser():
-    torch.manual_seed(0)  # a draw of members so alike that float32 loses digits of their volume
+    torch.manual_seed(0)  # float32 would lose digits: these members are similar
     module = ADP(TinyNet, alpha=1.5, beta=0.3, members=3).double()
     x, y = batch()
     x = x.double()

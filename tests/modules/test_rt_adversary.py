@@ -1,3 +1,5 @@
+"""Attacks on random transformations: gradients, mixtures, and refused nesting."""
+
 import pytest
 import torch
 from torch import nn
@@ -36,16 +38,16 @@ def test_attack_sees_black_pixels_through_a_transform(transform):
     x_adv = PGD(threat, 5, 0.05, linear, draws=10, random_start=False)(rt, x, y, streams(16))
     delta = 0.1 * (torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.5)
 
-    def height(images):
+    def objective(images):
         with torch.no_grad():
             return expected_margin(*rt.sample_logits(images, streams(16, 1), 100), y).mean()
 
-    assert height(x_adv) > height(x) + 0.01
-    assert height(x_adv) > height(delta)
+    assert objective(x_adv) > objective(x) + 0.01
+    assert objective(x_adv) > objective(delta)
 
 
 class Steep(nn.Module):
-    """A linear network whose own answer gains without bound, for a moment, by one black pixel."""
+    """A linear network whose logits have an infinite derivative at one black pixel."""
 
     def __init__(self):
         super().__init__()
@@ -64,14 +66,14 @@ def test_an_infinite_gradient_of_one_pixel_does_not_stop_the_others():
     y = steep(x).argmax(1)
     attack = PGD(Threat("l2", 0.5), 10, 0.1, linear, random_start=False)
 
-    def height(images):
+    def objective(images):
         return linear(steep.net(images)[None], torch.ones(1), y).mean()
 
-    best = height(attack(Single(steep.net), x, y))
-    assert height(attack(Single(steep), x, y)) > height(x) + 0.9 * (best - height(x))
+    best = objective(attack(Single(steep.net), x, y))
+    assert objective(attack(Single(steep), x, y)) > objective(x) + 0.9 * (best - objective(x))
 
 
-def test_a_mixture_of_one_defense_answers_as_that_defense():
+def test_a_mixture_of_one_defense_predicts_like_it():
     x = torch.rand(200, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     net = Flat()
     y = net(x).argmax(1)
@@ -88,7 +90,7 @@ def test_a_mixture_of_one_defense_answers_as_that_defense():
     [Single, lambda rt: Ensemble([rt, rt]), lambda rt: RandomTransforms(rt, [Gamma()], 1, 1)],
 )
 def test_a_defense_in_the_place_of_a_network_is_refused(wrap):
-    """Its answers are one-hot and drawn from the global stream: neither gradients nor seeds."""
+    """Its predictions are one-hot, from the global random stream: no gradient, no seed."""
     rt = RandomTransforms(Flat(), [GaussianNoise(0.1)], 1, 2)
     with pytest.raises((TypeError, ValueError), match=r"Mixture|network"):
         wrap(rt)

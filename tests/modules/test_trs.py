@@ -9,8 +9,7 @@ from lightning_rob.modules import TRS
 from lightning_rob.modules.trs import roughest, roughness, similarity
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
-from tests.test_gal import ConvNet, slope
-from tests.test_modules import batch
+from tests.modules.support import ConvNet, batch, directional_derivatives
 from tests.tiny import TinyNet
 
 THREAT = Threat("linf", 0.03)
@@ -39,7 +38,7 @@ def test_both_terms_are_the_papers(members):
 
 
 class SmoothNet(nn.Sequential):
-    """Whose gradient norm does not jump."""
+    """A network whose gradient norm is continuous."""
 
     def __init__(self):
         super().__init__(nn.Flatten(), nn.Linear(192, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -65,8 +64,8 @@ def test_the_search_beats_random_points_and_stays_in_the_ball(threat):
     assert [m.training for m in members] == modes
     assert (threat.size(found - x) <= threat.eps + 1e-6).all()
     assert found.min() >= 0 and found.max() <= 1
-    chance = torch.Generator().manual_seed(1)
-    random = [norms(members, threat.start(x, chance), y) for _ in range(50)]
+    generator = torch.Generator().manual_seed(1)
+    random = [norms(members, threat.start(x, generator), y) for _ in range(50)]
     assert (norms(members, found, y) > torch.stack(random).amax(0)).all()
 
 
@@ -115,7 +114,7 @@ def test_the_double_backward_goes_through_batch_norm():
     torch.manual_seed(0)
     module = TRS(ConvNet, Threat("linf", 0), similarity_weight=3.0, members=2).double().train()
     x, y = batch()
-    by_backward, by_differences = slope(module, x.double(), y)
+    by_backward, by_differences = directional_derivatives(module, x.double(), y)
     assert by_backward == pytest.approx(by_differences, rel=1e-4)
 
 
