@@ -37,8 +37,8 @@ from lightning_rob.randomness import normal
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import HorizontalFlip
+from tests.attacks.test_cw import Affine, sizes, trained
 from tests.planted import Through, clamped
-from tests.test_cw import Affine, sizes, trained
 from tests.tiny import TinyNet
 
 

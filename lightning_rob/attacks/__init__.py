@@ -12,18 +12,17 @@ from lightning_rob.attacks.cw import CW
 from lightning_rob.attacks.deepfool import DeepFool
 from lightning_rob.attacks.eight_bit import Quantized8Bit
 from lightning_rob.attacks.gmsa import GMSA
-from lightning_rob.attacks.gradients import draw_gradients
+from lightning_rob.attacks.gradient import draw_gradients
 from lightning_rob.attacks.inside_bounds import InsideBounds, WithBackward
 from lightning_rob.attacks.member import OnMember, RandomMember
-from lightning_rob.attacks.optimizers import Adam, AggMo, Ascent, Nesterov, aggmo
-from lightning_rob.attacks.paa import PAA, ranking_weights
+from lightning_rob.attacks.optimizers import Adam, AggMo, AttackOptimizer, Nesterov, aggmo
 from lightning_rob.attacks.partly import PartialBatchAttack
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.seen_as import SurrogateTransforms
 from lightning_rob.attacks.strongest import Strongest
-from lightning_rob.attacks.taa import TAA, OnDifferentiable
 from lightning_rob.attacks.targeted import Targeted
 from lightning_rob.attacks.transductive import ThroughAdaptation, TransferFromStatic
+from lightning_rob.attacks.transform_ensemble import PAA, TAA, OnDifferentiable, ranking_weights
 
 __all__ = [
     "ARC",
@@ -36,8 +35,8 @@ __all__ = [
     "Accelerated",
     "Adam",
     "AggMo",
-    "Ascent",
     "Attack",
+    "AttackOptimizer",
     "AutoAttack",
     "Chunked",
     "CommonCorruption",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.around import AttackDecorator
-from lightning_rob.attacks.base import Forward, other_forward, parts
+from lightning_rob.attacks.base import Forward, other_forward, walk
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.defenses import Defense
 from lightning_rob.precision import in_float32
@@ -43,7 +43,7 @@ class Accelerated(AttackDecorator):
     tf32: bool = False
 
     def __post_init__(self) -> None:
-        inner = list(parts(self.attack))
+        inner = list(walk(self.attack))
         if any(isinstance(part, Accelerated) for part in inner):
             raise ValueError("accelerated twice: give compile, autocast and tf32 to one of them")
         rounded = self.autocast or self.tf32

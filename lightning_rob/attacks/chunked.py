@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.around import AttackDecorator
-from lightning_rob.attacks.base import is_batch_separable, parts
+from lightning_rob.attacks.base import is_batch_separable, walk
 from lightning_rob.attacks.oom import kept_for_gradients, run_in_chunks
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.learning import asking
@@ -46,7 +46,7 @@ class Chunked(AttackDecorator):
             if value is not None and not (number and value > 0):
                 unit = "a positive number of GiB" if name == "memory" else "a positive whole number"
                 raise ValueError(f"{name} must be {unit}, got {value!r}")
-        if whole := [type(part).__name__ for part in parts(self.attack) if part.batch_dependent]:
+        if whole := [type(part).__name__ for part in walk(self.attack) if part.batch_dependent]:
             raise ValueError(
                 f"{whole[0]} attacks whole batches and cannot be chunked: put Chunked around an "
                 "attack inside it, if it has one"

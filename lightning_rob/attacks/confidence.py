@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack, height
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.pgd import PGD, better
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import (
@@ -14,7 +15,7 @@ from lightning_rob.objectives import (
     confident,
     expected_margin,
     min_confidence,
-    over_draws,
+    reduction_of,
     worst_margin,
 )
 from lightning_rob.randomness import Generator
@@ -52,7 +53,7 @@ class HighConfidence(Attack):
             )
         if self.untargeted == 0 and self.targeted == 0:
             raise ValueError("untargeted and targeted must not both be 0: there would be no run")
-        if over_draws(self.attack.objective) is None:
+        if reduction_of(self.attack.objective) is None:
             raise ValueError(
                 "the objective must be a mean or a least over draws, such as expected_ce or "
                 f"worst_ce, got {self.attack.objective}"
@@ -74,7 +75,7 @@ class HighConfidence(Attack):
 
     @property
     def _least(self) -> bool:
-        return over_draws(self.attack.objective) == "min"
+        return reduction_of(self.attack.objective) == "min"
 
     def _runs(self, classes: int) -> Iterator[PGD]:
         margin = worst_margin if self._least else expected_margin
@@ -82,12 +83,15 @@ class HighConfidence(Attack):
             yield replace(self.attack, objective=margin)
         count = classes - 1 if self.targeted is None else min(self.targeted, classes - 1)
         for shift in range(1, count + 1):
-            yield replace(self.attack, objective=TargetedMargin(shift, self._least))
+            yield replace(
+                self.attack, objective=TargetedMargin(shift, "min" if self._least else "mean")
+            )
 
     @torch.no_grad()
     def _confidence(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         score = min_confidence if self._least else confident
-        return height(score, self.attack.draws, defense, x, y, generator, check=True)
+        evaluate = ObjectiveGradient(score, self.attack.draws)
+        return evaluate.value(defense, x, y, generator, check=True)
 
     @torch.no_grad()
     def _classes(self, defense: Defense, x: Tensor, generator: Generator) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.around import AttackDecorator
-from lightning_rob.attacks.base import Attack, parts
+from lightning_rob.attacks.base import Attack, walk
 from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Generator, Streams
@@ -37,7 +37,7 @@ class PartialBatchAttack(AttackDecorator):
     def __post_init__(self) -> None:
         if not 0 <= self.clean <= 1:
             raise ValueError(f"clean must be a share in [0, 1], got {self.clean}")
-        if any(isinstance(part, GMSA) for part in parts(self.attack)):
+        if any(isinstance(part, GMSA) for part in walk(self.attack)):
             raise TypeError("GMSA rehearses whole rounds: write GMSA(inner=PartialBatchAttack(…))")
 
     @property

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack, height
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.pgd import PGD, better
 from lightning_rob.defenses import Defense
-from lightning_rob.objectives import Objective, over_draws
+from lightning_rob.objectives import Objective, reduction_of
 from lightning_rob.randomness import Generator
 from lightning_rob.threat import Threat
 
@@ -44,7 +45,7 @@ class Targeted(Attack):
             raise ValueError(
                 "leave early_stop out of the attack in Targeted: its labels are targets"
             )
-        if over_draws(self.attack.objective) == "min":
+        if reduction_of(self.attack.objective) == "min":
             raise ValueError(
                 "an objective that is the least over models cannot be negated, got "
                 f"{self.attack.objective}: HighConfidence has targeted runs for it"
@@ -88,7 +89,8 @@ class Targeted(Attack):
     def _height(
         self, objective: Objective, defense: Defense, x: Tensor, y: Tensor, generator: Generator
     ) -> Tensor:
-        return height(objective, self.attack.draws, defense, x, y, generator, check=True)
+        evaluate = ObjectiveGradient(objective, self.attack.draws)
+        return evaluate.value(defense, x, y, generator, check=True)
 
 
 def _log_mean_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmetrics import SumMetric
 
 from lightning_rob.attacks import TAA, Attack, evaluating
-from lightning_rob.attacks.taa import attackable
+from lightning_rob.attacks.transform_ensemble import attackable
 from lightning_rob.callbacks.evaluation import (
     Evaluation,
     deduplicate_names,

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, AutoAttack
-from lightning_rob.attacks.base import parts
+from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks.evaluation import (
     Evaluation,
     at_least_one,
@@ -148,7 +148,7 @@ class RobustEval(Evaluation):
         Raises:
             ModuleNotFoundError: an attack needs a package that is not installed.
         """
-        for part in (part for attack in self.attacks.values() for part in parts(attack)):
+        for part in (part for attack in self.attacks.values() for part in walk(attack)):
             if isinstance(part, AutoAttack):
                 part.require_package()
         earlier: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_rob.attacks import TAA, Attack, evaluating
-from lightning_rob.attacks.taa import attackable
+from lightning_rob.attacks.transform_ensemble import attackable
 from lightning_rob.callbacks.evaluation import (
     Evaluation,
     at_least_one,
