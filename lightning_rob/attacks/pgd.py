@@ -101,7 +101,7 @@ class PGD(Attack):
                 step_rule = (self.ascent or AggMo(self.momentum)).init(self.threat)
                 for step in range(self.steps):
                     at = evaluate(defense, run.x_adv, run.y, run.generator, check=step == 0)
-                    gradient = at.gradient.nan_to_num(0.0, 0.0, 0.0)
+                    gradient = at.gradient
                     if self.keep_best:
                         run.keep_better(run.x_adv, at.value)
                     if self.early_stop:
@@ -112,8 +112,8 @@ class PGD(Attack):
                         if not len(run):
                             return x_final
                     length = self.step_size * self.threat.unit(run.x)
-                    moved = run.x_adv + scale(step_rule(gradient), length)
-                    run.x_adv = self.threat.project(moved, run.x)
+                    step_taken = scale(step_rule(gradient.nan_to_num(0.0, 0.0, 0.0)), length)
+                    run.x_adv = self.threat.project(run.x_adv + step_taken, run.x)
                 if self.keep_best or self.restarts > 1:
                     run.keep_better(run.x_adv, run.value(evaluate, defense, run.x_adv))
                 else:
