@@ -3,15 +3,8 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
-from lightning_rob.attacks import draw_gradients
-from lightning_rob.defenses import Defense, Ensemble, Single
 from lightning_rob.metrics import GradientSpread, gradient_spread
-from lightning_rob.objectives import linear
-from lightning_rob.randomness import Streams, normal
-from lightning_rob.rules import mean_probs
 
 
 def drawn(count=8, batch=5, seed=0):
@@ -124,103 +117,3 @@ def test_metric_merges_resets_and_pickles():
     first.reset()
     first.update(gradients[:, 4:])
     assert first.compute()["variance"].item() == pytest.approx(expected[4].item())
-
-
-# gradients of draws
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def batch(count=6):
-    chance = torch.Generator().manual_seed(1)
-    x = torch.rand((count, 3, 2, 2), generator=chance).double()
-    return x, torch.randint(3, (count,), generator=chance)
-
-
-class Noisy(Defense):
-    """A noisy look."""
-
-    def __init__(self, inner, strength=0.3):
-        super().__init__(torch.ones(1), mean_probs)
-        self.inner, self.strength = inner, strength
-
-    def logits(self, x, generator=None):
-        noise = normal(x, *x.shape[1:], generator=generator)
-        return self.inner(x + self.strength * noise)[None]
-
-
-def test_gradients_are_those_of_single_draws():
-    x, y = batch()
-    defense, chance = Noisy(net()), torch.Generator().manual_seed(3)
-    expected = []
-    for _ in range(4):
-        noisy = x + 0.3 * normal(x, 3, 2, 2, generator=chance)
-        noisy.requires_grad_()
-        loss = F.cross_entropy(defense.inner(noisy), y, reduction="sum")
-        expected += torch.autograd.grad(loss, noisy)
-    ours = draw_gradients(defense, x, y, 4, torch.Generator().manual_seed(3))
-    torch.testing.assert_close(ours, torch.stack(expected))
-
-
-def test_gradients_of_another_objective():
-    x, y = batch()
-    x.requires_grad_()
-    logits = net()(x)
-    wrong = logits.scatter(1, y[:, None], -torch.inf).amax(1)
-    (expected,) = torch.autograd.grad((wrong - logits.gather(1, y[:, None])[:, 0]).sum(), x)
-    ours = draw_gradients(Single(net()), x.detach(), y, 2, objective=linear)
-    torch.testing.assert_close(ours, torch.stack([expected, expected]))
-
-
-def test_without_chance_there_is_no_spread():
-    x, y = batch()
-    variance, cosine, *_ = gradient_spread(draw_gradients(Ensemble([net(), net()]), x, y, 5))
-    assert variance.eq(0).all()
-    torch.testing.assert_close(cosine, torch.ones_like(cosine))
-
-
-def test_spread_grows_with_the_noise():
-    x, y = batch(40)
-    spreads = []
-    for strength in (0.01, 0.5, 5.0):
-        gradients = draw_gradients(
-            Noisy(net(), strength), x, y, 20, torch.Generator().manual_seed(0)
-        )
-        spreads.append([each.mean().item() for each in gradient_spread(gradients)])
-    variances, cosines, agreements, _ = zip(*spreads, strict=True)
-    assert variances[0] < variances[1] < variances[2]
-    assert cosines[0] > cosines[1] > cosines[2]
-    assert agreements[0] > agreements[1] > agreements[2]
-
-
-def test_does_not_depend_on_the_batch():
-    x, y = batch()
-    defense = Noisy(net())
-    whole = draw_gradients(defense, x, y, 3, Streams.from_index(torch.arange(6), 0))
-    parts = [
-        draw_gradients(defense, x[i], y[i], 3, Streams.from_index(i, 0))
-        for i in torch.arange(6).split([1, 5])
-    ]
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
-
-
-def test_leaves_everything_as_it_is():
-    x, y = batch()
-    defense = Noisy(nn.Sequential(net(), nn.BatchNorm1d(3).double())).train()
-    before = {key: value.clone() for key, value in defense.state_dict().items()}
-    with torch.inference_mode():
-        gradients = draw_gradients(defense, x.clone(), y.clone(), 2, torch.Generator())
-    assert gradients.abs().sum() > 0
-    assert not gradients.requires_grad
-    assert defense.training
-    assert all(torch.equal(defense.state_dict()[key], value) for key, value in before.items())
-    assert all(p.grad is None and p.requires_grad for p in defense.parameters())
-
-
-def test_labels_out_of_range():
-    x, y = batch()
-    with pytest.raises(ValueError, match="labels must be 0 … 2"):
-        draw_gradients(Single(net()), x, y + 3, 2)

@@ -11,7 +11,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from lightning_rob.attacks import ARC, CW, PGD, OnMember, RandomMember, Strongest
-from lightning_rob.attacks.base import parts
+from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.defenses import Ensemble, first_member
 from lightning_rob.ledger import fingerprint
@@ -300,14 +300,14 @@ def test_the_figure_draws_what_was_measured(trained, tmp_path):
 def test_nested_attacks_are_changed_throughout():
     nested = RandomMember(Strongest((APGD, OnMember(ARC(THREAT, 3, 16 / 255), 1))))
     changed = nested.rescaled(4 / 255)
-    sizes = [part.step_size for part in parts(changed) if hasattr(part, "step_size")]
+    sizes = [part.step_size for part in walk(changed) if hasattr(part, "step_size")]
     assert sizes == pytest.approx([2 / 255, 4 / 255])
-    assert {part.threat.eps for part in parts(changed)} == {4 / 255}
+    assert {part.threat.eps for part in walk(changed)} == {4 / 255}
     assert nested.rescaled(16 / 255) == nested
     more = with_count("steps")(nested, 7.0)
-    assert [p.steps for p in parts(more) if hasattr(p, "steps")] == [7, 7]
+    assert [p.steps for p in walk(more) if hasattr(p, "steps")] == [7, 7]
     fewer = with_count("neighbours")(nested, 2)
-    assert [p.neighbours for p in parts(fewer) if hasattr(p, "neighbours")] == [2]
+    assert [p.neighbours for p in walk(fewer) if hasattr(p, "neighbours")] == [2]
     assert fewer.attack.attacks[0] == APGD
     cw = CW(Threat("l2", 1.0), step_size=0.01)
     assert cw.rescaled(2.0) == replace(cw, threat=Threat("l2", 2.0))

@@ -14,18 +14,17 @@ from lightning_rob.attacks.decorators import (
 )
 from lightning_rob.attacks.deepfool import DeepFool
 from lightning_rob.attacks.gmsa import GMSA
-from lightning_rob.attacks.gradients import draw_gradients
+from lightning_rob.attacks.gradient import draw_gradients
 from lightning_rob.attacks.members import OnMember, RandomMember, Strongest
-from lightning_rob.attacks.optimizers import Adam, AggMo, Ascent, Nesterov, aggmo
-from lightning_rob.attacks.paa import PAA, ranking_weights
+from lightning_rob.attacks.optimizers import Adam, AggMo, AttackOptimizer, Nesterov, aggmo
 from lightning_rob.attacks.pgd import PGD
-from lightning_rob.attacks.taa import TAA, OnDifferentiable
 from lightning_rob.attacks.targeted import HighConfidence, Targeted
 from lightning_rob.attacks.transductive import (
     PartialBatchAttack,
     ThroughAdaptation,
     TransferFromStatic,
 )
+from lightning_rob.attacks.transform_ensemble import PAA, TAA, OnDifferentiable, ranking_weights
 
 __all__ = [
     "ARC",
@@ -38,8 +37,8 @@ __all__ = [
     "Accelerated",
     "Adam",
     "AggMo",
-    "Ascent",
     "Attack",
+    "AttackOptimizer",
     "AutoAttack",
     "Chunked",
     "CommonCorruption",

@@ -15,7 +15,7 @@ from lightning_rob.attacks.base import (
     entered,
     is_batch_separable,
     other_forward,
-    parts,
+    walk,
 )
 from lightning_rob.attacks.oom import kept_for_gradients, run_in_chunks
 from lightning_rob.defenses import Defense
@@ -106,7 +106,7 @@ class Chunked(AttackDecorator):
             )
         _check_positive("images", self.images, (int,), "a positive whole number")
         _check_positive("memory", self.memory, (int, float), "a positive number of GiB")
-        if whole := [type(part).__name__ for part in parts(self.attack) if part.batch_dependent]:
+        if whole := [type(part).__name__ for part in walk(self.attack) if part.batch_dependent]:
             raise ValueError(
                 f"{whole[0]} attacks whole batches and cannot be chunked: put Chunked around an "
                 "attack inside it, if it has one"
@@ -171,7 +171,7 @@ class Accelerated(AttackDecorator):
     tf32: bool = False
 
     def __post_init__(self) -> None:
-        inner = list(parts(self.attack))
+        inner = list(walk(self.attack))
         if any(isinstance(part, Accelerated) for part in inner):
             raise ValueError("accelerated twice: give compile, autocast and tf32 to one of them")
         rounded = self.autocast or self.tf32

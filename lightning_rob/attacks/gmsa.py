@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack, evaluating, height, rebuilt
+from lightning_rob.attacks.base import Attack, evaluating, map_attacks
+from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.defenses import Defense, Mixture
-from lightning_rob.objectives import expected_ce, over_draws
+from lightning_rob.objectives import expected_ce, reduction_of
 from lightning_rob.randomness import Generator, generator_from
 from lightning_rob.threat import Threat
 
@@ -87,11 +88,11 @@ class GMSA(Attack):
         def multiply(part: Attack) -> dict[str, Any]:
             if not isinstance(part, PGD):
                 return {}
-            minimum = over_draws(part.objective) == "min"
+            minimum = reduction_of(part.objective) == "min"
             wanted = minimum if self.steps_per_model is None else self.steps_per_model
             return {"steps": part.steps * models} if wanted else {}
 
-        return rebuilt(self.inner, multiply)
+        return map_attacks(self.inner, multiply)
 
     @staticmethod
     def _rehearse(
@@ -105,5 +106,5 @@ class GMSA(Attack):
         final = defense.adapt(x, generator_from(x, generator))
         with evaluating(final), torch.no_grad():
             right = final(x, generator).gather(1, y[:, None])
-            loss = height(expected_ce, None, final, x, y, generator)
+            loss = ObjectiveGradient(expected_ce).value(final, x, y, generator)
         return final.adapted_model, (1 - float(right.double().mean()), float(loss.double().mean()))

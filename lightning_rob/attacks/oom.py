@@ -41,6 +41,18 @@ def retry_with_smaller_batches(
         if len(x) < 2:
             raise
     # Outside the handler, whose traceback keeps the tensors of the failed attempt alive.
+    if isinstance(generator, Streams):
+        generator.counter = counter  # the failed attempt has drawn from it
+    return run_in_halves(work, defense, x, y, generator)
+
+
+def run_in_halves(
+    work: Work, defense: Defense, x: Tensor, y: Tensor, generator: Generator
+) -> Tensor:
+    """Warn that a batch of two images or more did not fit, and work on its halves.
+
+    See `retry_with_smaller_batches`, which halves a half again where that does not fit either.
+    """
     half = (len(x) + 1) // 2
     warnings.warn(
         f"an attack on {len(x)} images at once ran out of memory and goes on with {half}: save "
@@ -49,8 +61,6 @@ def retry_with_smaller_batches(
     )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if isinstance(generator, Streams):
-        generator.counter = counter  # the failed attempt has drawn from it
     return run_in_chunks(partial(retry_with_smaller_batches, work), half, defense, x, y, generator)
 
 

@@ -6,17 +6,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import height
 from lightning_rob.attacks.decorators import AttackDecorator
+from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.pgd import PGD, better
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import (
     Objective,
+    Reduction,
     TargetedMargin,
     confident,
     expected_margin,
     min_confidence,
-    over_draws,
+    reduction_of,
     worst_margin,
 )
 from lightning_rob.randomness import Generator
@@ -53,7 +54,7 @@ class Targeted(AttackDecorator):
             raise ValueError(
                 "leave early_stop out of the attack in Targeted: its labels are targets"
             )
-        if over_draws(self.attack.objective) == "min":
+        if reduction_of(self.attack.objective) == "min":
             raise ValueError(
                 "an objective that is the least over models cannot be negated, got "
                 f"{self.attack.objective}: HighConfidence has targeted runs for it"
@@ -94,7 +95,8 @@ class Targeted(AttackDecorator):
     def _evaluate(
         self, objective: Objective, defense: Defense, x: Tensor, y: Tensor, generator: Generator
     ) -> Tensor:
-        return height(objective, self.attack.draws, defense, x, y, generator, check=True)
+        evaluate = ObjectiveGradient(objective, self.attack.draws)
+        return evaluate.value(defense, x, y, generator, check=True)
 
 
 def _log_mean_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
@@ -141,7 +143,7 @@ class HighConfidence(AttackDecorator):
             )
         if self.untargeted == 0 and self.targeted == 0:
             raise ValueError("untargeted and targeted must not both be 0: there would be no run")
-        if over_draws(self.attack.objective) is None:
+        if reduction_of(self.attack.objective) is None:
             raise ValueError(
                 "the objective must be a mean or a least over draws, such as expected_ce or "
                 f"worst_ce, got {self.attack.objective}"
@@ -158,7 +160,7 @@ class HighConfidence(AttackDecorator):
 
     @property
     def _takes_minimum(self) -> bool:
-        return over_draws(self.attack.objective) == "min"
+        return reduction_of(self.attack.objective) == "min"
 
     def _runs(self, classes: int) -> Iterator[PGD]:
         margin = worst_margin if self._takes_minimum else expected_margin
@@ -166,12 +168,14 @@ class HighConfidence(AttackDecorator):
             yield replace(self.attack, objective=margin)
         count = classes - 1 if self.targeted is None else min(self.targeted, classes - 1)
         for offset in range(1, count + 1):
-            yield replace(self.attack, objective=TargetedMargin(offset, self._takes_minimum))
+            reduce: Reduction = "min" if self._takes_minimum else "mean"
+            yield replace(self.attack, objective=TargetedMargin(offset, reduce))
 
     @torch.no_grad()
     def _confidence(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         score = min_confidence if self._takes_minimum else confident
-        return height(score, self.attack.draws, defense, x, y, generator, check=True)
+        evaluate = ObjectiveGradient(score, self.attack.draws)
+        return evaluate.value(defense, x, y, generator, check=True)
 
     @torch.no_grad()
     def _class_count(self, defense: Defense, x: Tensor, generator: Generator) -> int:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_rob.attacks.base import Attack, parts
+from lightning_rob.attacks.base import Attack, walk
 from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Generator, Streams
@@ -96,7 +96,7 @@ class PartialBatchAttack(AttackDecorator):
     def __post_init__(self) -> None:
         if not 0 <= self.clean <= 1:
             raise ValueError(f"clean must be a share in [0, 1], got {self.clean}")
-        for part in parts(self.attack):
+        for part in walk(self.attack):
             if part.rehearses:
                 name = type(part).__name__
                 raise TypeError(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import PGD, Attack
-from lightning_rob.attacks.base import parts
+from lightning_rob.attacks.base import walk
 from lightning_rob.audit.case import Subject
 from lightning_rob.audit.finding import (
     Columns,
@@ -84,7 +84,7 @@ def _lacking(subject: Subject) -> str:
     """
     if not subject.others:
         return ""
-    made_of = [part for attack in subject.others.values() for part in parts(attack)]
+    made_of = [part for attack in subject.others.values() for part in walk(attack)]
     fitting = [part for part in made_of if _made_for(subject, part)]
     if any(_covers(subject, part) and _arrives(part) for part in fitting):
         return ""
@@ -135,7 +135,7 @@ def _covers(subject: Subject, part: Attack) -> bool:
 
 def _arrives(attack: Attack) -> bool:
     """Whether a search that it is made of has steps enough to cross its ball, if any has steps."""
-    searches: list[Any] = [part for part in parts(attack) if "step_size" in part.lengths]
+    searches: list[Any] = [part for part in walk(attack) if "step_size" in part.lengths]
     return not searches or any(
         part.steps >= FEWEST_STEPS and part.steps * part.step_size >= part.threat.eps
         for part in searches

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import attacking
-from lightning_rob.attacks.base import height
-from lightning_rob.attacks.base import slope as climbed
+from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.audit.case import Case, Subject
 from lightning_rob.audit.finding import Columns, Finding, Severity, known, many, not_run, share
 from lightning_rob.audit.suite import seen as view_of
@@ -69,17 +68,15 @@ def _agreement(case: Case, width: float, target: Defense, x: Tensor) -> Tensor:
     low, high = case.subject.threat.bounds
     side = high - low
     inside = x.detach().clamp(low + FAR * side, high - FAR * side)  # room on both sides
-    view = view_of(target)
+    view, margin = view_of(target), ObjectiveGradient(expected_margin)
     with attacking(target):
         with view(target) if view else nullcontext():
-            gradient = climbed(expected_margin, None, target, inside, case.y, case.noise())[1]
+            gradient = margin(target, inside, case.y, case.noise()).gradient
         slopes, differences = [], []
         with torch.no_grad():
             for corner in _corners(case, inside):
                 ends = (inside + width * side * corner, inside - width * side * corner)
-                up, down = (
-                    height(expected_margin, None, target, end, case.y, case.noise()) for end in ends
-                )
+                up, down = (margin.value(target, end, case.y, case.noise()) for end in ends)
                 slopes.append((gradient * corner).flatten(1).sum(1))
                 differences.append(up - down)
     return _cosine(torch.stack(slopes, 1), torch.stack(differences, 1)).masked_fill(

@@ -14,6 +14,7 @@ __all__ = [
     "RobustCheckpoint",
     "RobustEarlyStopping",
     "RobustEval",
+    "RoundProtocol",
     "TerminateOnNonFinite",
     "TransferMatrixEval",
     "VotingRuleEval",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmetrics import SumMetric
 
 from lightning_rob.attacks import TAA, Attack, evaluating
-from lightning_rob.attacks.taa import attackable
+from lightning_rob.attacks.transform_ensemble import attackable
 from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
 from lightning_rob.callbacks.robust_eval import with_radius
 from lightning_rob.defenses import Defense, Single, TransformEnsemble

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import parts
+from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks.base import (
     Batch,
     EvaluationCallback,
@@ -131,7 +131,7 @@ class RobustEval(EvaluationCallback):
         Raises:
             ModuleNotFoundError: an attack needs a package that is not installed.
         """
-        for part in (part for attack in self.attacks.values() for part in parts(attack)):
+        for part in (part for attack in self.attacks.values() for part in walk(attack)):
             part.require_package()
         how = (self.target, self.settings)
         asked = {name: (attack, *how) for name, attack in self.attacks.items()}

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_rob.attacks import TAA, Attack, evaluating
-from lightning_rob.attacks.taa import attackable
+from lightning_rob.attacks.transform_ensemble import attackable
 from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import with_radius

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import parts
+from lightning_rob.attacks.base import walk
 from lightning_rob.defenses import Defense, Single
 from lightning_rob.evaluation.groups import (
     GROUP_SIZE,
@@ -443,7 +443,7 @@ def _batches(
 
 def _require_packages(attacks: Mapping[str, Attack]) -> None:
     for attack in attacks.values():
-        for part in parts(attack):
+        for part in walk(attack):
             part.require_package()
 
 

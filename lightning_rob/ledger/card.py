@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import inner_attacks, parts
+from lightning_rob.attacks.base import inner_attacks, walk
 from lightning_rob.ledger.identity import describe
 
 
@@ -14,7 +14,7 @@ def card_of(attack: Attack) -> dict[str, Any]:
         Norm and radius, steps, restarts and draws where the attack or a part of it has them, what
         the attacker knows, and the attack with all its arguments.
     """
-    threat, every = attack.threat, list(parts(attack))
+    threat, every = attack.threat, list(walk(attack))
     card = {
         "norm": str(threat.norm),
         "eps": threat.eps,

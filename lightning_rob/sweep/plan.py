@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import parts
+from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.defenses import Defense
@@ -101,7 +101,7 @@ def plan(
     attacks = [attack for callback in callbacks for attack in callback.attacks.values()]
     if not attacks:
         raise ValueError("no attacks to sweep: add --trainer.callbacks+=callbacks/apgd.yaml")
-    have = [hasattr(part, variable.field or "threat") for a in attacks for part in parts(a)]
+    have = [hasattr(part, variable.field or "threat") for a in attacks for part in walk(a)]
     if not any(have):
         raise ValueError(f"no attack has {variable.field} to sweep over: add callbacks/arc.yaml")
     rows = []

@@ -41,7 +41,7 @@ from lightning_rob.attacks import (
     WithBackward,
     attacking,
 )
-from lightning_rob.attacks.base import rebuilt
+from lightning_rob.attacks.base import map_attacks
 from lightning_rob.defenses import (
     DENT,
     Defense,
@@ -224,7 +224,7 @@ def test_result_depends_on_the_image_alone(attack, defense):
 
 def of_radius(attack, eps):
     """The attack and its parts within a ball of another radius, with the same steps."""
-    return rebuilt(
+    return map_attacks(
         attack,
         lambda part: (
             {"threat": replace(part.threat, eps=eps)}

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_rob.attacks import GMSA, PGD, Attack
-from lightning_rob.attacks.base import attacking, height, slope
+from lightning_rob.attacks.base import attacking
+from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Defense, Mixture, RandomTransforms, Single
 from lightning_rob.objectives import (
     TargetedMargin,
@@ -85,7 +86,7 @@ def test_model_space_by_hand(count, least):
         confident,
         min_confidence,
         TargetedMargin(2),
-        TargetedMargin(2, least=True),
+        TargetedMargin(2, "min"),
         ce_of_mean_probs,
     ],
 )
@@ -96,19 +97,19 @@ def test_part_by_part_is_the_same_as_all_at_once(objective):
     x, y = batch()
     index = torch.arange(len(x))
     with attacking(space):
-        value, gradient = slope(objective, None, space, x, y, Streams.from_index(index, 1))
+        part_by_part = ObjectiveGradient(objective)(space, x, y, Streams.from_index(index, 1))
         leaf = x.clone().requires_grad_()
-        expected = height(objective, None, space, leaf, y, Streams.from_index(index, 1))
+        expected = ObjectiveGradient(objective).value(space, leaf, y, Streams.from_index(index, 1))
         (whole,) = torch.autograd.grad(expected.sum(), leaf)
-    torch.testing.assert_close(value, expected.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(part_by_part.value, expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(part_by_part.gradient, whole, rtol=1e-4, atol=1e-6)
 
 
 def test_a_part_of_no_weight_is_not_attacked():
     x, y = batch()
     space = Mixture([Single(net(1)), Single(net(2))], [0.0, 1.0])
     with attacking(space):
-        value, _ = slope(worst_ce, None, space, x, y, None)
+        value = ObjectiveGradient(worst_ce)(space, x, y, None).value
         expected = cross_entropy(net(2)(x), y, reduction="none")
     torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
 

@@ -22,8 +22,8 @@ from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single, Tra
 from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import linear
 from lightning_rob.threat import Threat
+from tests.attacks.test_cw import Affine, sizes, trained
 from tests.planted import Through, clamped
-from tests.test_cw import Affine, sizes, trained
 from tests.tiny import TinyNet
 
 EDGES = {

@@ -11,7 +11,7 @@ from lightning_rob.threat import Threat
 
 LINF, L2 = Threat("linf", 0.4), Threat("l2", 0.9)
 both_norms = pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
-ASCENTS = {
+OPTIMIZERS = {
     "sign": AggMo((0.0,)),
     "momentum": AggMo((0.9,)),
     "boosted": AggMo((0.9,), "normalized"),
@@ -21,7 +21,7 @@ ASCENTS = {
     "nesterov": Nesterov(),
     "adam": Adam(),
 }
-all_ascents = pytest.mark.parametrize("ascent", ASCENTS.values(), ids=ASCENTS)
+all_optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
 def gradients(count=7, batch=3, seed=0):
@@ -32,9 +32,9 @@ def gradients(count=7, batch=3, seed=0):
     return drawn * lengths * (torch.rand(drawn.shape, generator=chance) > 0.1)
 
 
-def moves(ascent, threat, given):
-    move = ascent.begin(threat)
-    return torch.stack([move(g) for g in given])
+def steps_of(optimizer, threat, given):
+    rule = optimizer.init(threat)
+    return torch.stack([rule(g) for g in given])
 
 
 def per_image(function, g):
@@ -58,7 +58,7 @@ def close(a, b):
 
 @both_norms
 @pytest.mark.parametrize("variant", ["steepest", "gradients", "normalized", "paper"])
-@pytest.mark.parametrize("momentum", [(0.9,), (0.0, 0.9, 0.99), (0.5,), (0.0,), (0.9, 1.0)])
+@pytest.mark.parametrize("momentum", [(0.0, 0.9, 0.99), (0.0,), (0.9, 1.0)])
 def test_aggmo_by_hand(threat, variant, momentum):
     given = gradients()
     velocities = [torch.zeros_like(given[0]) for _ in momentum]
@@ -73,7 +73,7 @@ def test_aggmo_by_hand(threat, variant, momentum):
             expected.append(sum(velocities) / len(momentum))
         else:
             expected.append(sum(steepest(threat, v) for v in velocities) / len(momentum))
-    close(moves(AggMo(momentum, variant), threat, given), torch.stack(expected))
+    close(steps_of(AggMo(momentum, variant), threat, given), torch.stack(expected))
 
 
 def released(momentum, raw, step_size):
@@ -95,13 +95,13 @@ def released(momentum, raw, step_size):
 def test_aggmo_of_gradients_is_that_of_the_released_code(momentum):
     """Of the recorded gradients neither the signs nor the lengths alone decide."""
     given = gradients(30)
-    path = 0.3 * moves(AggMo(momentum, "gradients"), LINF, given).cumsum(0)
+    path = 0.3 * steps_of(AggMo(momentum, "gradients"), LINF, given).cumsum(0)
     expected = [released(momentum, given[:, i].flatten(1).tolist(), 0.3) for i in range(3)]
     expected = torch.tensor(expected, dtype=torch.float64)
     close(path, expected.transpose(0, 1).reshape(path.shape))
     if any(momentum):
         for variant in ("steepest", "normalized"):
-            other = 0.3 * moves(AggMo(momentum, variant), LINF, given).cumsum(0)
+            other = 0.3 * steps_of(AggMo(momentum, variant), LINF, given).cumsum(0)
             assert ((other - path).abs() > 0.01).double().mean() > 0.1
 
 
@@ -115,7 +115,7 @@ def test_dampings_of_the_papers():
 def test_momentum_boosting_is_mi_fgsm(threat):
     """Dong et al. (2018), eqs. 6 and 7: g <- mu g + gradient / ||gradient||_1."""
     given, g = gradients(), torch.zeros(3, 2, 4).double()
-    ours = moves(AggMo((1.0 - 1e-1,), "normalized"), threat, given)
+    ours = steps_of(AggMo((1.0 - 1e-1,), "normalized"), threat, given)
     for gradient, move in zip(given, ours, strict=True):
         g = 0.9 * g + gradient / gradient.abs().sum((1, 2), keepdim=True)
         close(move, steepest(threat, g))
@@ -127,7 +127,7 @@ def test_nesterov_is_that_of_torch(threat):
     point = nn.Parameter(torch.zeros(3, 2, 4).double())
     optimizer = torch.optim.SGD([point], lr=1.0, momentum=0.9, nesterov=True)
     given = gradients()
-    for gradient, move in zip(given, moves(Nesterov(0.9), threat, given), strict=True):
+    for gradient, move in zip(given, steps_of(Nesterov(0.9), threat, given), strict=True):
         before = point.detach().clone()
         point.grad = -unit(gradient)
         optimizer.step()
@@ -140,7 +140,7 @@ def test_adam_is_that_of_torch(threat, betas):
     point = nn.Parameter(torch.zeros(3, 2, 4).double())
     optimizer = torch.optim.Adam([point], lr=1.0, betas=betas, eps=1e-30)
     given = gradients()
-    for gradient, move in zip(given, moves(Adam(betas), threat, given), strict=True):
+    for gradient, move in zip(given, steps_of(Adam(betas), threat, given), strict=True):
         before = point.detach().clone()
         point.grad = -gradient
         optimizer.step()
@@ -189,20 +189,20 @@ def test_adam_climbs_as_that_of_torch(steps):
     torch.testing.assert_close(attack(Single(net), x, y), point.detach(), rtol=0, atol=1e-9)
 
 
-@all_ascents
+@all_optimizers
 @both_norms
-def test_all_reach_the_top(threat, ascent):
+def test_all_reach_the_top(threat, optimizer):
     """With many short steps; heavy momentum still swing around it when the others stand."""
     net, x, y = hill()
-    attack = PGD(threat, 600, 0.002, fall, random_start=False, keep_best=True, ascent=ascent)
+    attack = PGD(threat, 600, 0.002, fall, random_start=False, keep_best=True, ascent=optimizer)
     x_adv = attack(Single(net), x, y)
     before, after = net(x)[:, 0], net(x_adv)[:, 0]
     assert (after < 0.02 * before).all()
 
 
-@all_ascents
+@all_optimizers
 @both_norms
-def test_all_climb_a_slope_at_full_speed(threat, ascent):
+def test_all_climb_a_slope_at_full_speed(threat, optimizer):
     """Where the gradient never changes nothing is slower than steepest ascent.
 
     But in l2 for Adam and clamped gradients, which turn away from the large entries.
@@ -215,55 +215,53 @@ def test_all_climb_a_slope_at_full_speed(threat, ascent):
             return torch.stack([torch.zeros_like(f), f], 1)
 
     x, threat = torch.full((2, 8), 0.5).double(), replace(threat, eps=0.4)
-    attack = PGD(threat, 20, 0.05, random_start=False, ascent=ascent)
+    attack = PGD(threat, 20, 0.05, random_start=False, ascent=optimizer)
     gain = Slope()(attack(Single(Slope()), x, torch.tensor([0, 0])) - x)[:, 1]
     best = threat.dual(w[None]) * threat.eps
-    turned = isinstance(ascent, Adam) or getattr(ascent, "variant", None) == "gradients"
+    turned = isinstance(optimizer, Adam) or getattr(optimizer, "variant", None) == "gradients"
     ratio = 0.75 if threat.norm == "l2" and turned else 1.0
     assert (gain > ratio * best * (1 - 1e-9)).all()
 
 
-@all_ascents
+@all_optimizers
 @both_norms
-def test_confident_networks_move_in_single_precision(threat, ascent):
+def test_confident_networks_move_in_single_precision(threat, optimizer):
     """A gradient of 1e-25 leads where one of 0.1 does, which is not clamped either."""
     given = gradients().float()
     given *= 0.1 / given.abs().amax((0, 2, 3), keepdim=True)
-    expected = moves(ascent, threat, given)
-    torch.testing.assert_close(moves(ascent, threat, given * 1e-25), expected, rtol=1e-3, atol=1e-4)
+    expected = steps_of(optimizer, threat, given)
+    torch.testing.assert_close(
+        steps_of(optimizer, threat, given * 1e-25), expected, rtol=1e-3, atol=1e-4
+    )
 
 
-@all_ascents
+@all_optimizers
 @both_norms
-def test_images_do_not_depend_on_their_batch(threat, ascent):
+def test_steps_of_single_images(threat, optimizer):
+    """Alone, in a batch, or left of a batch; a zero gradient gives a zero step; lengths."""
     given = gradients(batch=5)
-    alone = [moves(ascent, threat, given[:, i : i + 1]) for i in range(5)]
-    close(moves(ascent, threat, given), torch.cat(alone, 1))
+    alone = [steps_of(optimizer, threat, given[:, i : i + 1]) for i in range(5)]
+    together = steps_of(optimizer, threat, given)
+    close(together, torch.cat(alone, 1))
+    rule, rows = optimizer.init(threat), torch.tensor([0, 3])
+    for g in given[:4]:
+        rule(g)
+    rule = rule.select(rows)
+    close(torch.stack([rule(g[rows]) for g in given[4:]]), together[4:, rows])
+    assert steps_of(optimizer, threat, torch.zeros(3, 2, 4)).eq(0).all()
+    # at most 1, except the printed AggMo, and Adam after a gradient larger than all before
+    longest = {OPTIMIZERS["aggmo as printed"]: 7.0, OPTIMIZERS["adam"]: 3.2}
+    lengths = threat.size(steps_of(optimizer, threat, gradients()).flatten(0, 1))
+    assert lengths.max() <= longest.get(optimizer, 1.0) + 1e-9
 
 
-@all_ascents
-@both_norms
-def test_no_gradient_no_move(threat, ascent):
-    assert moves(ascent, threat, torch.zeros(3, 2, 4)).eq(0).all()
-
-
-@all_ascents
-def test_every_run_begins_anew(ascent):
+@all_optimizers
+def test_every_run_begins_anew(optimizer):
     net, x, y = hill()
-    attack = PGD(LINF, 7, 0.05, fall, ascent=ascent)
+    attack = PGD(LINF, 7, 0.05, fall, ascent=optimizer)
     streams = [Streams.from_index(torch.arange(4), 0) for _ in range(2)]
     first, again = (attack(Single(net), x, y, each) for each in streams)
     assert torch.equal(first, again)
-
-
-@both_norms
-@all_ascents
-def test_steps_are_no_longer_than_a_step(threat, ascent):
-    """But for the printed AggMo, and for Adam after a gradient larger than all before."""
-    lengths = threat.size(moves(ascent, threat, gradients()).flatten(0, 1))
-    longest = {"aggmo as printed": 7.0, "adam": 3.2}
-    name = next(key for key, value in ASCENTS.items() if value == ascent)
-    assert lengths.max() <= longest.get(name, 1.0) + 1e-9
 
 
 @both_norms
@@ -277,9 +275,9 @@ def test_a_gradient_that_is_no_number_does_not_end_the_climb(threat):
         value = fall(logits, weights, y)
         return value * torch.inf if len(calls) == 3 else value
 
-    for ascent in ASCENTS.values():
+    for optimizer in OPTIMIZERS.values():
         calls.clear()
-        attack = PGD(threat, 6, 0.02, broken, random_start=False, ascent=ascent)
+        attack = PGD(threat, 6, 0.02, broken, random_start=False, ascent=optimizer)
         x_adv = attack(Single(net), x, y)
         assert x_adv.isfinite().all()
         assert (net(x_adv)[:, 0] < net(x)[:, 0]).all()
@@ -304,8 +302,8 @@ def test_dampings_are_short_for_aggmo():
         (lambda: AggMo((0.5, 1.1)), r"\[0, 1\], got \(0.5, 1.1\)"),
         (lambda: AggMo((-0.1,)), r"\[0, 1\], got \(-0.1,\)"),
         (lambda: AggMo(variant="sum"), "variant must be of .*'paper'.* got 'sum'"),
-        (lambda: aggmo(0), "at least one damping, got 0"),
-        (lambda: Nesterov(1.1), "damping must be in .* got 1.1"),
+        (lambda: aggmo(0), "at least one coefficient, got 0"),
+        (lambda: Nesterov(1.1), "momentum must be in .* got 1.1"),
         (lambda: Adam((0.9, 1.0)), "betas must be two numbers .* got"),
         (lambda: Adam((0.9,)), "betas must be two numbers .* got"),
         (lambda: PGD(LINF, 1, 0.1, momentum=(0.9,), ascent=Adam()), "or Adam.*, not both"),

@@ -8,13 +8,13 @@ from lightning_rob.attacks import CW, DeepFool, attacking
 from lightning_rob.defenses import Ensemble, Single
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
-from tests.test_cw import Affine, Shaky, affine, distances, trained
+from tests.attacks.test_cw import Affine, Shaky, affine, distances, trained
 
 FREE = {"linf": Threat("linf", 1), "l2": Threat("l2", 100)}
 both_norms = pytest.mark.parametrize("threat", FREE.values(), ids=FREE.keys())
 
 
-def answers(defense, x):
+def predictions(defense, x):
     with attacking(defense), torch.no_grad():
         return defense(x).argmax(1)
 
@@ -35,8 +35,7 @@ def counted(net):
 
 @both_norms
 @pytest.mark.parametrize("classes", [2, 5])
-@pytest.mark.parametrize("gain", [0.3, 30.0])
-@pytest.mark.parametrize("overshoot", [0.02, 1e-6])
+@pytest.mark.parametrize(("gain", "overshoot"), [(0.3, 0.02), (30.0, 1e-6)])
 def test_smallest_perturbation_of_a_linear_net(threat, classes, gain, overshoot):
     net, x, y = affine(classes, gain=gain)
     x_adv = DeepFool(threat, overshoot=overshoot)(Single(net), x, y)
@@ -97,9 +96,9 @@ def test_candidates_are_the_largest_logits():
 @pytest.mark.parametrize("overshoot", [0.02, 1e-6, 0.0])
 def test_every_image_is_fooled_without_a_budget(threat, overshoot):
     defense, x, y = trained()
-    assert (answers(defense, x) == y).float().mean() > 0.9
+    assert (predictions(defense, x) == y).float().mean() > 0.9
     x_adv = DeepFool(threat, overshoot=overshoot)(defense, x, y)
-    assert (answers(defense, x_adv) != y).all()
+    assert (predictions(defense, x_adv) != y).all()
 
 
 def test_is_not_far_from_the_smallest():
@@ -113,7 +112,7 @@ def test_is_not_far_from_the_smallest():
 
 @both_norms
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_what_is_too_large_is_brought_into_the_ball(threat, share):
+def test_perturbations_that_are_too_large_are_projected(threat, share):
     defense, x, y = trained()
     free = DeepFool(threat)(defense, x, y)
     ball = Threat(threat.norm, share * float(threat.size(free - x).median()))
@@ -127,7 +126,7 @@ def test_what_is_too_large_is_brought_into_the_ball(threat, share):
 
 def test_fooled_images_stay_as_they_are():
     defense, x, y = trained()
-    wrong = (answers(defense, x) + 1) % 4
+    wrong = (predictions(defense, x) + 1) % 4
     mixed = torch.where(torch.arange(len(x)) % 2 == 0, wrong, y)
     x_adv = DeepFool(FREE["linf"])(defense, x, mixed)
     assert torch.equal(x_adv[::2], x[::2])

@@ -6,7 +6,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_rob.attacks import arc_linear
-from lightning_rob.attacks.arc import member_order
 from lightning_rob.threat import Threat
 
 ORDERS = [1.5, 2.0, 3.0, math.inf]
@@ -89,7 +88,7 @@ def check_consistent(w, b, alpha, x, y, p, eps):
     assert not all(right)
 
 
-@settings(deadline=None, derandomize=True, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=200)
 @given(
     seed=st.integers(0, 2**31),
     members=st.integers(1, 5),
@@ -110,7 +109,7 @@ def test_theorem_5_1(seed, members, dim, p, share, opposition, equal):
 NUMBERS = st.integers(-8, 8).map(lambda n: n / 4)
 
 
-@settings(deadline=None, derandomize=True, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=200)
 @given(data=st.data(), p=st.sampled_from(ORDERS), eps=st.sampled_from([0.01, 0.1, 0.5, 1.0, 4.0]))
 def test_theorem_5_1_in_degenerate_positions(data, p, eps):
     """Parallel and opposed members, ties, zeros in w, equal distances."""
@@ -131,7 +130,7 @@ def test_theorem_5_1_in_degenerate_positions(data, p, eps):
     check_consistent(w, b, alpha, x, y, p, eps)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(
     seed=st.integers(0, 2**31),
     members=st.integers(1, 5),
@@ -223,7 +222,3 @@ def test_probabilities_are_checked(probs):
     w, b, _, x, y = problem(8, 2, 3)
     with pytest.raises(ValueError, match="probs"):
         arc_linear(w, b, probs, x, y, Threat("l2", 0.1))
-
-
-def test_order_is_that_of_the_paper():
-    assert member_order(torch.tensor([0.5, 0.5])) == [1, 0]

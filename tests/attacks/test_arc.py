@@ -149,8 +149,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("norm", "eps", "eta", "alpha"), CASES)
-@pytest.mark.parametrize("neighbours", [None, 1, 2])
-@pytest.mark.parametrize("random_start", [False, True])
+@pytest.mark.parametrize(("neighbours", "random_start"), [(None, False), (1, True), (2, False)])
 def test_algorithm_2(norm, eps, eta, alpha, neighbours, random_start):
     members, threat = mlps(len(alpha), seed=len(alpha)), Threat(norm, eps)
     defense = Ensemble(members, alpha)
@@ -196,7 +195,7 @@ def test_one_network_and_many_steps():
 
 
 class Side(nn.Module):
-    """Two classes told apart by w.(x - 0.5) + b; the images' centre is at a distance b/||w||."""
+    """Two classes, separated by w.(x - 0.5) + b = 0: the centre is at a distance b / ||w||."""
 
     def __init__(self, w, b):
         super().__init__()
@@ -220,8 +219,10 @@ def opposed(norm, seed, dim, share=1.0, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
-@pytest.mark.parametrize(("seed", "dim"), [(0, 2), (1, 5), (2, 30), (3, 200)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("seed", "dim", "dtype"),
+    [(0, 2, torch.float32), (1, 5, torch.float64), (2, 30, torch.float64), (3, 200, torch.float32)],
+)
 def test_theorem_4_2(norm, seed, dim, dtype):
     """Adaptive PGD stays at expected accuracy 1 where ARC reaches 1/2."""
     defense, threat, x, y = opposed(norm, seed, dim, dtype=dtype)
@@ -270,7 +271,7 @@ def test_all_neighbours_are_the_full_search(norm, classes):
         assert not torch.equal(one, full)
 
 
-ENSEMBLES = [(2, [0.5, 0.5]), (2, [0.9, 0.1]), (3, [0.2, 0.5, 0.3]), (5, None), (7, None)]
+ENSEMBLES = [(2, [0.9, 0.1]), (3, [0.2, 0.5, 0.3]), (5, None)]
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
@@ -287,8 +288,7 @@ def test_more_steps_never_help_the_defense(norm, count, probs):
     assert left[-1].mean() > 0
 
 
-@pytest.mark.parametrize("norm", ["linf", "l2"])
-@pytest.mark.parametrize("neighbours", [None, 1])
+@pytest.mark.parametrize(("norm", "neighbours"), [("linf", 1), ("l2", None)])
 @pytest.mark.parametrize(("count", "probs"), ENSEMBLES)
 def test_dropping_the_fooled_changes_no_accuracy(norm, neighbours, count, probs):
     members = mlps(count, seed=8)
@@ -300,7 +300,7 @@ def test_dropping_the_fooled_changes_no_accuracy(norm, neighbours, count, probs)
     after_few = scores(members, defense.weights, few_steps, y)
     torch.testing.assert_close(after_all, after_few, rtol=0, atol=1e-6)
     assert 0 < (after_all == 0).sum() < 64
-    # and whoever is not fooled is searched to the end, but in smaller batches
+    # images that are not fooled are searched to the end, but in smaller batches
     left = after_all > 0
     torch.testing.assert_close(few_steps[left], all_steps[left], rtol=0, atol=1e-9)
 
@@ -311,7 +311,7 @@ def test_dropping_the_fooled_from_a_random_start_loses_nothing(norm):
 
     The search compares with the clean image, so what the start had fooled it may lose again.
     """
-    for seed in range(10):
+    for seed in range(5):
         members = mlps(2, seed=seed)
         defense, (x, y) = Ensemble(members), batch(members, 32, seed=seed)
         keep = ARC(Threat(norm, 0.4), 4, 0.4, random_start=True)
@@ -442,8 +442,7 @@ def test_small_probabilities_count_in_half_precision(place):
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
-@pytest.mark.parametrize("neighbours", [1, 3])
-@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize(("neighbours", "drop"), [(1, True), (3, False)])
 def test_as_strong_as_the_plain_batched_algorithm(norm, neighbours, drop):
     """Which `benchmarks/attacks.py` measures the time against."""
     members, weights = mlps(3, seed=5), torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)

@@ -49,7 +49,7 @@ def pairs(data, train):
 
 @cache
 def trained():
-    """A small net that has learnt its task, with test images of all contrasts and their labels."""
+    """Return a small trained net, with test images of all contrasts and their labels."""
     data, state = Blobs(test_size=40), torch.get_rng_state()
     x, y = (torch.stack(part) for part in zip(*pairs(data, True), strict=True))
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def sizes(attack, defense, x, y, generator=None):
     return attack.threat.size(attack(defense, x, y, generator) - x)
 
 
-def answers(defense, x):
+def predictions(defense, x):
     with attacking(defense), torch.no_grad():
         return defense(x).argmax(1)
 
@@ -78,8 +78,7 @@ def answers(defense, x):
 
 
 @pytest.mark.parametrize("classes", [2, 5])
-@pytest.mark.parametrize("objective", [expected_margin, linear])
-@pytest.mark.parametrize("gain", [0.3, 30.0])
+@pytest.mark.parametrize(("objective", "gain"), [(expected_margin, 30.0), (linear, 0.3)])
 def test_smallest_perturbation_of_a_linear_net(classes, objective, gain):
     """Where the nearest class is the one of the largest logit, which is what CW climbs."""
     net, x, y = affine(classes, gain=gain, square=True)
@@ -133,7 +132,7 @@ def test_more_of_the_search_is_never_worse():
     for binary_steps in (3, 5, 8):
         attack = CW(FREE, 30, 0.02, binary_steps)
         x_adv = attack(defense, x, y)
-        size = torch.where(answers(defense, x_adv) == y, torch.inf, FREE.size(x_adv - x))
+        size = torch.where(predictions(defense, x_adv) == y, torch.inf, FREE.size(x_adv - x))
         assert (size <= last).all()
         last = size
     assert last.isfinite().all()
@@ -141,9 +140,9 @@ def test_more_of_the_search_is_never_worse():
 
 def test_every_image_is_fooled_without_a_budget():
     defense, x, y = trained()
-    assert (answers(defense, x) == y).float().mean() > 0.9
+    assert (predictions(defense, x) == y).float().mean() > 0.9
     x_adv = CW(FREE)(defense, x, y)
-    assert (answers(defense, x_adv) != y).all()
+    assert (predictions(defense, x_adv) != y).all()
     assert FREE.size(x_adv - x).median() < 1.5
 
 
@@ -154,7 +153,7 @@ def test_weak_and_strong_first_constants_meet():
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.3, 1.0])
-def test_what_is_too_large_is_brought_into_the_ball(eps):
+def test_perturbations_that_are_too_large_are_projected(eps):
     defense, x, y = trained()
     free = CW(FREE, 20, 0.04, 5)(defense, x, y)
     threat = Threat("l2", eps)
@@ -167,7 +166,7 @@ def test_what_is_too_large_is_brought_into_the_ball(eps):
 
 def test_fooled_images_stay_as_they_are():
     defense, x, y = trained()
-    wrong = (answers(defense, x) + 1) % 4
+    wrong = (predictions(defense, x) + 1) % 4
     mixed = torch.where(torch.arange(len(x)) % 2 == 0, wrong, y)
     x_adv = CW(FREE, 20, 0.05, 4)(defense, x, mixed)
     assert torch.equal(x_adv[::2], x[::2])
@@ -220,7 +219,7 @@ def test_settled_images_leave_the_batch():
         calls.append(len(inputs[0]))
 
     with torch.no_grad():
-        right = int((answers(defense, x) == y).sum())
+        right = int((predictions(defense, x) == y).sum())
     handle = net.register_forward_pre_hook(counted)
     CW(FREE, 100)(defense, x, y)
     handle.remove()

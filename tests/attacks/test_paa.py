@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_rob.attacks import CW, PAA, PGD, TAA, Attack, Chunked, DeepFool, ranking_weights
-from lightning_rob.attacks.base import is_batch_separable, parts
-from lightning_rob.attacks.paa import AGGREGATES
+from lightning_rob.attacks.base import is_batch_separable, walk
+from lightning_rob.attacks.transform_ensemble import AGGREGATES
 from lightning_rob.defenses import Single, TransformEnsemble
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import chosen
-from tests.attacks.common import assert_same, seeded, snapshot
-from tests.test_taa import Net, images, members_right, trained
+from tests.attacks.common import seeded
+from tests.attacks.test_taa import Net, images, members_right, trained
 
 LINF = Threat("linf", 0.05)
 FGSM = PGD(LINF, 1, LINF.eps, random_start=False)
@@ -60,12 +60,12 @@ class Linear(nn.Module):
         self.w, self.b = torch.tensor(w), b
 
     def forward(self, x):
-        height = (x.flatten(1) * self.w.to(x)).sum(1) + self.b
-        return torch.stack([height, torch.zeros_like(height)], 1)
+        margin = (x.flatten(1) * self.w.to(x)).sum(1) + self.b
+        return torch.stack([margin, torch.zeros_like(margin)], 1)
 
 
 def moves(nets, names, aggregate, **options):
-    """What one round adds to a grey image of 1x4 pixels."""
+    """Return the perturbation of one round on a grey image of 1x4 pixels, in step sizes."""
     ensemble = TransformEnsemble(nets, chosen(names))
     x, y = torch.full((1, 1, 1, 4), 0.5), torch.zeros(1, dtype=torch.long)
     attack = PAA(FGSM, aggregate, max_dissimilarity=1, rounds=1, **options)
@@ -166,12 +166,12 @@ def written_out(inner, ensemble, aggregate, bound, x, y, order, rounds=30):
                 total.view(-1)[pixel] = values[best]
         x_tmp = (x_adv + total).clamp(0, 1)
         attacked.append([order[rank] for rank in left])
-        left = [rank for rank in left if answer(ensemble, order[rank], x_adv) == int(y)]
+        left = [rank for rank in left if prediction(ensemble, order[rank], x_adv) == int(y)]
     return (x_tmp if len(attacked) == rounds else x_adv), attacked
 
 
 class Returning(nn.Module):
-    """What cannot be carried back is not seen by the network."""
+    """A network blind to perturbations that cannot be carried back."""
 
     def __init__(self, transform, net):
         super().__init__()
@@ -182,13 +182,19 @@ class Returning(nn.Module):
 
 
 @torch.no_grad()
-def answer(ensemble, i, x):
+def prediction(ensemble, i, x):
     transform = ensemble.transforms[ensemble.names[i]]
     return int(ensemble.members[i](transform(x)).argmax(-1))
 
 
-@every_aggregate
-@pytest.mark.parametrize(("inner", "bound"), [("fgsm", 0.5), ("bim", 0.2), ("deepfool", 0.5)])
+@pytest.mark.parametrize(
+    ("aggregate", "inner", "bound"),
+    [
+        *((name, "bim", 0.2) for name in AGGREGATES),
+        ("MaxP", "fgsm", 0.5),
+        ("WSumP", "deepfool", 0.5),
+    ],
+)
 def test_is_the_algorithm_image_by_image(aggregate, inner, bound, in_colour):
     ensemble = in_colour
     x, y = images(4, channels=3, seed=3)
@@ -205,7 +211,7 @@ def test_is_the_algorithm_image_by_image(aggregate, inner, bound, in_colour):
 
 @dataclass(frozen=True)
 class Noting(Attack):
-    """An attack that notes whom it attacked on how many images."""
+    """An attack that records which modules it attacked, and the number of images."""
 
     inner: Attack
     calls: list = field(default_factory=list)
@@ -219,7 +225,7 @@ class Noting(Attack):
         return self.inner.perturb(defense, x, y, generator)
 
 
-@every_aggregate
+@pytest.mark.parametrize("aggregate", ["MaxP", "WSumP"])
 def test_fooled_candidates_are_not_attacked_in_later_rounds(aggregate, five):
     """Whom the algorithm attacks in which round, one image at a time; then as many in a batch."""
     x, y = images(6, seed=4)
@@ -243,7 +249,7 @@ def test_fooled_candidates_are_not_attacked_in_later_rounds(aggregate, five):
     assert sum(count for _, count in noting.calls) == total
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     seed=st.integers(0, 10**6),
     aggregate=st.sampled_from(list(AGGREGATES)),
@@ -395,7 +401,7 @@ def test_lowers_the_accuracy_and_with_no_limits_nothing_is_left(aggregate, five)
     small, large = (PAA(inner, aggregate, bound)(five, x, y) for bound in (0.2, 10.0))
     assert share(small) < share(x) - 0.2
     assert share(large) == 0
-    assert right(large) < 0.1  # the fifth, that nobody attacks, may break a tie
+    assert right(large) < 0.1  # the fifth, which is no candidate, may break a tie
 
 
 @dataclass(frozen=True)
@@ -417,7 +423,7 @@ def stubborn(count=1):
 
 
 @pytest.mark.parametrize("amounts", [(0.0,), (0.1, -0.1)])
-def test_who_makes_no_progress_stops(amounts):
+def test_images_without_progress_stop(amounts):
     x, y = torch.full((2, 1, 8, 8), 0.5), torch.zeros(2, dtype=torch.long)
     inner = Scripted(amounts, calls=[])
     PAA(inner, max_dissimilarity=0.5)(stubborn(), x, y)
@@ -442,24 +448,6 @@ def test_one_candidate_in_one_round_is_the_attack_on_the_target(five):
     torch.testing.assert_close(x_adv[right], expected[right], rtol=0, atol=1e-6)
 
 
-RANDOM = PGD(LINF, 3, 0.02)
-
-
-def test_streams_do_not_know_the_batch():
-    names = ["noise_gaussian", "shift_left", "flip_both"]
-    ensemble = trained(names, steps=10).double().eval()
-    x, y = images(9, seed=12)
-    x, index = x.double(), torch.arange(100, 109)
-    attack = PAA(RANDOM, "AvgP", 0.2, project_last=True)
-    whole = attack(ensemble, x, y, Streams.from_index(index, 7))
-    order = torch.tensor([4, 8, 0, 2, 6, 1, 7, 3, 5])
-    for part in order.split([1, 5, 3]):
-        again = attack(ensemble, x[part], y[part], Streams.from_index(index[part], 7))
-        torch.testing.assert_close(again, whole[part], rtol=0, atol=1e-9)
-    other = attack(ensemble, x, y, Streams.from_index(index, 8))
-    assert ((other - whole).flatten(1).abs().amax(1) > 1e-6).float().mean() > 0.8
-
-
 def test_every_candidate_and_round_has_noise_of_its_own():
     keys = []
 
@@ -476,32 +464,7 @@ def test_every_candidate_and_round_has_noise_of_its_own():
     assert len(keys) == len({*keys}) == 2 * 2 * 3
 
 
-@every_aggregate
-def test_leaves_nothing_behind(aggregate):
-    ensemble = trained(FIVE, steps=1).train()
-    ensemble.members[0].norm.eval()
-    before, (x, y) = snapshot(ensemble), images(6, seed=11)
-    keep, attack = x.clone(), PAA(RANDOM, aggregate, project_last=True)
-    with torch.inference_mode():
-        x_adv = attack(ensemble, x, y, seeded())
-    assert_same(before, snapshot(ensemble))
-    assert torch.equal(x, keep)
-    assert not x_adv.requires_grad
-    assert torch.equal(attack(ensemble, x, y, seeded()), x_adv)
-    assert attack(ensemble, x[:0], y[:0], seeded()).shape == (0, 1, 8, 8)
-
-
-@every_aggregate
-def test_training_step_under_autocast(aggregate, five):
-    x, y = images(6, seed=11)
-    with torch.autocast("cpu", torch.bfloat16):
-        x_adv = PAA(FGSM, aggregate, 0.2)(five, x, y)
-    assert x_adv.dtype == torch.float32
-    assert (dissimilarity(x_adv, x) <= 0.2 + 1e-6).all()
-    assert members_right(five, x_adv, y).sum() < members_right(five, x, y).sum()
-
-
-def test_what_cannot_be():
+def test_bad_arguments():
     with pytest.raises(ValueError, match=r"aggregate must be of \['MaxP'.*got 'SumP'"):
         PAA(FGSM, "SumP")
     with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
@@ -534,7 +497,7 @@ def test_a_ranking_is_of_the_candidates(five):
 
 def test_is_made_of_its_inner_attack_and_tells_its_bound():
     attack = PAA(FGSM, max_dissimilarity=0.25, ranking=["clean"])
-    assert list(parts(attack)) == [attack, FGSM]
+    assert list(walk(attack)) == [attack, FGSM]
     assert attack.threat == Threat("l2", 0.25, relative=True)
     mean = replace(attack, max_dissimilarity=1.0, mean_bound=0.3)
     assert mean.threat.eps == 1.0

@@ -14,7 +14,7 @@ from lightning_rob.objectives import ce_of_mean_probs
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import chosen
-from tests.attacks.common import assert_inside, assert_same, seeded, snapshot
+from tests.attacks.common import seeded
 
 LINF, L2 = Threat("linf", 0.1), Threat("l2", 0.8)
 FGSM = PGD(LINF, 1, LINF.eps, random_start=False)
@@ -59,7 +59,7 @@ def images(count, channels=1, seed=0):
 
 
 def trained(names, channels=1, steps=50):
-    """Sub-models that know their transformed images, left as they stand in training."""
+    """Sub-models that know their transformed images, in training mode."""
     state = torch.get_rng_state()
     torch.manual_seed(0)
     ensemble = TransformEnsemble([Net(channels) for _ in chosen(names)], names)
@@ -77,12 +77,12 @@ def trained(names, channels=1, steps=50):
 
 @pytest.fixture(scope="module")
 def all_reversible():
-    return {channels: trained(REVERSIBLE, channels).eval() for channels in (1, 3)}
+    return trained(REVERSIBLE).eval()
 
 
 @pytest.fixture(scope="module")
 def exact(all_reversible):
-    return copy.deepcopy(all_reversible[1]).double()
+    return copy.deepcopy(all_reversible).double()
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def mixed():
 
 
 def members_right(ensemble, x, y):
-    """[M, B], with the same noise whoever asks."""
+    """Return the members that are correct, [M, B], with the same noise in every call."""
     modes = [module.training for module in ensemble.modules()]
     with torch.no_grad():
         right = (
@@ -102,31 +102,24 @@ def members_right(ensemble, x, y):
     return right
 
 
-def extreme(count, channels):
-    x, y = images(count, channels, seed=5)
+def extreme(count):
+    x, y = images(count, seed=5)
     x[:, :, 0], x[:, :, -1], x[:, :, :, 0] = 0.0, 1.0, 1.0
     return x, y
 
 
-@every_pair
-@pytest.mark.parametrize("channels", [1, 3])
-def test_stays_in_the_ball_and_the_bounds(name, channels, inner, all_reversible):
-    x, y = extreme(8, channels)
-    x_adv = TAA(inner, name)(all_reversible[channels], x, y, seeded())
-    assert_inside(inner.threat, x_adv, x)
-    assert not torch.equal(x_adv, x)
-    assert not x_adv.requires_grad
-
-
 @pytest.mark.parametrize("name", REVERSIBLE)
-def test_what_a_shift_has_lost_keeps_its_value(name, all_reversible):
-    ensemble, transform = all_reversible[1], chosen(name)[name]
-    x, y = extreme(6, 1)
+def test_pixels_that_a_shift_has_lost_keep_their_value(name, all_reversible):
+    ensemble, transform = all_reversible, chosen(name)[name]
+    x, y = extreme(6)
     kept = transform.undo(torch.ones_like(x)) > 0
     x_adv = TAA(FGSM, ensemble.place(name))(ensemble, x, y)
     assert torch.equal(x_adv[~kept], x[~kept])
     assert (x_adv != x)[kept].float().mean() > 0.5
     assert name.startswith("shift") == bool((~kept).any())
+    assert LINF.distance(x_adv, x).max() <= LINF.eps + 1e-6
+    assert x_adv.min() >= 0
+    assert x_adv.max() <= 1
 
 
 @every_pair
@@ -142,21 +135,21 @@ def test_is_the_attack_through_the_transformation(name, inner, exact):
 
 @pytest.mark.parametrize("name", REVERSIBLE)
 def test_the_smallest_step_that_fools_there_fools_here(name, all_reversible):
-    ensemble = all_reversible[1]
+    ensemble = all_reversible
     x, y = images(30, seed=6)
     x_adv = TAA(DeepFool(Threat("l2", 10.0)), name)(ensemble, x, y)
     assert not members_right(ensemble, x_adv, y)[ensemble.place(name)].any()
 
 
 @every_inner
-def test_what_cannot_be_undone_is_attacked_through(inner, mixed):
+def test_transformations_that_cannot_be_undone_are_attacked_through(inner, mixed):
     x, y = images(6, seed=7)
     expected = inner(mixed.one(2), x, y, seeded())
     assert torch.equal(TAA(inner, "filter_gaussian")(mixed, x, y, seeded()), expected)
     assert not torch.equal(expected, x)
 
 
-def test_chance_in_front_of_the_target_is_drawn_at_every_step():
+def test_randomness_in_front_of_the_target_is_drawn_at_every_step():
     ensemble = trained(["noise_gaussian"], steps=20).eval()
     x, y = images(6, seed=7)
     inner = PGD(LINF, 5, 0.03, random_start=False, draws=3)
@@ -168,7 +161,7 @@ def test_chance_in_front_of_the_target_is_drawn_at_every_step():
 
 def test_the_target_falls(all_reversible):
     """And with no limits all of it, however its images are transformed."""
-    ensemble = all_reversible[1]
+    ensemble = all_reversible
     x, y = images(60, seed=8)
     clean = members_right(ensemble, x, y).float().mean(1)
     assert clean.min() > 0.9
@@ -192,7 +185,7 @@ def test_without_a_target_the_best_of_all_for_each_image(inner, mixed):
     torch.testing.assert_close(x_adv, expected, rtol=0, atol=1e-6)
 
 
-def test_who_fools_all_is_not_attacked_again(mixed):
+def test_images_that_fool_all_are_not_attacked_again(mixed):
     seen = []
     mixed.members[1].conv.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     try:
@@ -236,43 +229,6 @@ def test_strategies_are_those_on_the_members_with_a_gradient(mixed):
     assert [(p, a) for p, a in played] == [
         (pytest.approx(0.25), OnDifferentiable(OnMember(FGSM, i))) for i in range(4)
     ]
-
-
-ATTACKS = {
-    "target": TAA(PGD(LINF, 3, 0.05), "shift_left"),
-    "through": TAA(PGD(LINF, 3, 0.05), 2),
-    "all": TAA(PGD(L2, 3, 0.3)),
-    "adaptive": OnDifferentiable(PGD(LINF, 3, 0.05)),
-}
-every_attack = pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-
-
-@every_attack
-def test_leaves_nothing_behind(attack):
-    ensemble = trained(NAMES, steps=1).train()
-    ensemble.members[0].norm.eval()
-    before, (x, y) = snapshot(ensemble), images(6, seed=11)
-    keep = x.clone()
-    with torch.inference_mode():
-        x_adv = attack(ensemble, x, y, seeded())
-    assert_same(before, snapshot(ensemble))
-    assert torch.equal(x, keep)
-    assert torch.equal(attack(ensemble, x, y, seeded()), x_adv)
-    assert attack(ensemble, x[:0], y[:0], seeded()).shape == (0, 1, 8, 8)
-
-
-@every_attack
-def test_streams_do_not_know_the_batch(attack):
-    ensemble = trained([*NAMES[:4], "noise_gaussian"], steps=10).double().eval()
-    x, y = images(9, seed=12)
-    x, index = x.double(), torch.arange(100, 109)
-    whole = attack(ensemble, x, y, Streams.from_index(index, 7))
-    order = torch.tensor([4, 8, 0, 2, 6, 1, 7, 3, 5])
-    for part in order.split([1, 5, 3]):
-        again = attack(ensemble, x[part], y[part], Streams.from_index(index[part], 7))
-        torch.testing.assert_close(again, whole[part], rtol=0, atol=1e-9)
-    other = attack(ensemble, x, y, Streams.from_index(index, 8))
-    assert ((other - whole).flatten(1).abs().amax(1) > 1e-6).all()
 
 
 def test_can_be_built_anew_at_another_radius():
