@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_rob.attacks.folding import folded
 from lightning_rob.attacks.oom import retry_with_smaller_batches
-from lightning_rob.defenses import Defense, Mixture
-from lightning_rob.defenses.learning import OwnBatch
+from lightning_rob.defenses import Defense
+from lightning_rob.defenses.transductive import PerImageLayer
 from lightning_rob.objectives import Objective, check_logits, over_draws
 from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator
@@ -133,7 +133,7 @@ def slope(
     the least of them: memory does not grow with the number of parts.
     """
     pooled = right is not None and defense.rule is not random_member
-    if isinstance(defense, Mixture) and over_draws(objective) and not pooled:
+    if defense.kind == "mixture" and over_draws(objective) and not pooled:
         return _part_by_part(objective, draws, defense, x, y, generator, check, right)
     leaf = x.detach().requires_grad_()
     climbed = height(objective, draws, defense, leaf, y, generator, check, right)
@@ -144,7 +144,7 @@ def slope(
 def _part_by_part(
     objective: Objective,
     draws: int | None,
-    defense: Mixture,
+    defense: Defense,
     x: Tensor,
     y: Tensor,
     generator: Generator,
@@ -155,7 +155,7 @@ def _part_by_part(
     least = over_draws(objective) == "min"
     value = x.new_full((len(x),), torch.inf if least else 0.0)
     gradient = torch.zeros_like(x)
-    for share, part in zip(defense.shares, defense.defenses, strict=True):
+    for share, part in defense.components():
         if share == 0:
             continue
         height_of_part, slope_of_part = slope(objective, draws, part, x, y, generator, check, right)
@@ -172,7 +172,7 @@ def _part_by_part(
 
 def is_batch_separable(attack: "Attack", defense: Defense) -> bool:
     """Whether a batch may be attacked in parts: neither goes by the whole of it."""
-    layers = (layer for layer in defense.modules() if isinstance(layer, OwnBatch))
+    layers = (layer for layer in defense.modules() if isinstance(layer, PerImageLayer))
     whole = defense.transductive or not all(layer.separable for layer in layers)
     return not whole and not any(part.batch_dependent for part in parts(attack))
 

@@ -10,7 +10,7 @@ from lightning_rob.attacks.around import AttackDecorator
 from lightning_rob.attacks.base import is_batch_separable, parts
 from lightning_rob.attacks.oom import kept_for_gradients, run_in_chunks
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.learning import asking
+from lightning_rob.defenses.transductive import restricted_to
 from lightning_rob.randomness import Generator
 
 GRADIENTS = 2.0  # beside what autograd keeps: the gradients themselves, and what kernels work in
@@ -64,11 +64,11 @@ class Chunked(AttackDecorator):
         """How many images the memory is enough for; at least one."""
         chance = torch.Generator().manual_seed(0)
         some = torch.arange(min(2, len(x)), device=x.device)
-        with torch.no_grad(), asking(defense, some):
+        with torch.no_grad(), restricted_to(defense, some):
             y = defense(x[some], chance).argmax(1)  # right, so that every attack takes a gradient
         kept = []
         for part in (some[:1], some):
-            with asking(defense, part):
+            with restricted_to(defense, part):
                 attack = partial(self.attack.perturb, defense, x[part], y[part], chance)
                 kept.append(kept_for_gradients(attack))
         one, two = kept

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.learning import asking
+from lightning_rob.defenses.transductive import restricted_to
 from lightning_rob.randomness import Generator, Streams
 
 Work = Callable[[Defense, Tensor, Tensor, Generator], Tensor]
@@ -71,7 +71,7 @@ def run_in_chunks(
     for first in range(0, len(x), count):
         some = torch.arange(first, min(first + count, len(x)), device=x.device)
         part = generator[some] if isinstance(generator, Streams) else generator
-        with asking(defense, some):
+        with restricted_to(defense, some):
             done.append(work(defense, x[some], y[some], part))
         drawn = max(drawn, part.counter) if isinstance(part, Streams) else 0
     if isinstance(generator, Streams):

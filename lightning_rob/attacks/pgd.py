@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rob.attacks.base import Attack, Backward, entered, height, slope
 from lightning_rob.attacks.optimizers import AggMo, Ascent
-from lightning_rob.defenses import Defense, Mixture
+from lightning_rob.defenses import Defense
 from lightning_rob.objectives import Objective, expected_ce, over_draws
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
@@ -170,7 +170,7 @@ def better(a: Tensor, value_a: Tensor, b: Tensor, value_b: Tensor) -> tuple[Tens
 def _check_certain(defense: Defense, objective: Objective) -> None:
     """Raise TypeError where what the objective sees does not tell who is certainly fooled."""
     pooled = not over_draws(objective)
-    if isinstance(defense, Mixture) and pooled and defense.rule is random_member:
+    if defense.kind == "mixture" and pooled and defense.rule is random_member:
         raise TypeError(f"early_stop does not see who of a mixture answers, by {objective}")
     try:
         _ = defense.classifiers

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from lightning_rob.attacks.base import Backward
-from lightning_rob.defenses import Defense, RandomTransforms
+from lightning_rob.defenses import Defense, random_transforms_in
 from lightning_rob.defenses.random_transforms import Gradients, Shared
 
 
@@ -42,7 +42,7 @@ class SurrogateTransforms(Backward):
 
 @contextmanager
 def _seen(defense: Defense, view: SurrogateTransforms) -> Iterator[None]:
-    found = [part for part in defense.modules() if isinstance(part, RandomTransforms)]
+    found = random_transforms_in(defense)
     if not found:
         raise TypeError(f"{view} is for RandomTransforms, got {type(defense).__name__}")
     before = [(part.shared_order, part.gradients) for part in found]

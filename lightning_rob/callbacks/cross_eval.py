@@ -24,7 +24,7 @@ from lightning_rob.callbacks.evaluation import (
 )
 from lightning_rob.callbacks.protocol import play
 from lightning_rob.callbacks.record import append_lines
-from lightning_rob.defenses import Defense, Single, TransformEnsemble
+from lightning_rob.defenses import Defense, Single, is_transform_ensemble
 from lightning_rob.evaluation import GROUP_SIZE
 from lightning_rob.figures.heat_map import heat_map
 from lightning_rob.figures.page import pixels, save
@@ -163,7 +163,7 @@ class TransferMatrixEval(Evaluation):
     def _results(self, trainer: Trainer, defense: Defense, stage: str) -> list[dict[str, Any]]:
         """One record per matrix, that of no attack first."""
         shared = self.run_metadata(trainer, stage) | {"probs": defense.weights.tolist()}
-        shared |= {"names": _names(defense)}
+        shared |= {"names": defense.names}
         n, found = int(self.images.compute()), []
         size = (len(defense.weights), -1)
         clean = [row[0] for row in self.matrices[CLEAN].compute().reshape(size).tolist()]
@@ -207,26 +207,20 @@ class TransferMatrixEval(Evaluation):
 
 def _alone(defense: Defense, attack: Attack, member: int) -> tuple[Defense, Attack]:
     """What is attacked, and how, in an attack on one member."""
-    if isinstance(defense, TransformEnsemble):
+    if defense.kind == "transform_ensemble":
         return defense, TAA(attack, member)
     return Single(defense.classifiers[member]), attack
 
 
 def _check_attackable(defense: Defense) -> None:
     """Raise TypeError, before any attack, where a sub-model cannot be attacked by itself."""
-    if isinstance(defense, TransformEnsemble):
+    if is_transform_ensemble(defense):
         known = {defense.names[i] for i in attackable(defense)}
         if beyond := [name for name in defense.names if name not in known]:
             raise TypeError(
                 f"{', '.join(beyond)} can neither be undone nor have a gradient: "
                 "TransferMatrixEval attacks sub-models one by one; use VotingRuleEval"
             )
-
-
-def _names(defense: Defense) -> list[str]:
-    if isinstance(defense, TransformEnsemble):
-        return defense.names
-    return [str(i + 1) for i in range(len(defense.weights))]
 
 
 def draw(result: dict[str, Any]) -> Figure:

@@ -35,7 +35,7 @@ from lightning_rob.callbacks.record import (
 )
 from lightning_rob.data.labelled import give_source
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.learning import listener
+from lightning_rob.defenses.transductive import reporting_adaptation
 from lightning_rob.evaluation import GROUP_SIZE, is_random, worst_case
 from lightning_rob.ledger import (
     Book,
@@ -270,15 +270,13 @@ class RobustEval(Evaluation):
         give_source(defense, trainer)
         nothing = NoAttack(next(iter(self.attacks.values())).threat)
         untouched = self._new_match(nothing, defense, self.seed, repeat=0)
-        token = listener.set(self.progress.tell if self.progress and self.progress.rich else None)
-        try:
+        report = self.progress.tell if self.progress and self.progress.rich else None
+        with reporting_adaptation(defense, report):
             for x, y, index in self.playing.rounds(trainer, self.loader, self.positions):
                 if self._recalled(x, y, index):
                     continue
                 _, clean = untouched.round(x, y, index, self.inferences)
                 self._score_all(trainer, defense, clean, (x, y, index))
-        finally:
-            listener.reset(token)
         self.matches = {}
 
     def _recalled(self, x: Tensor, y: Tensor, index: Tensor) -> bool:

@@ -4,8 +4,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_rob.data.image_data import ImageData
-from lightning_rob.defenses.learning import Transductive
-from lightning_rob.defenses.source import Source
+from lightning_rob.defenses.transductive import Source, Transductive
 
 
 def give_source(defense: nn.Module, trainer: Trainer) -> None:
