@@ -31,8 +31,8 @@ def in_float32(tf32: bool | None = None) -> Iterator[None]:
     disagrees with the newer, so both are set.
 
     Args:
-        tf32: False for full precision, True for TF32 on NVIDIA GPUs. None for full precision, unless
-            an enclosing `in_float32` has chosen already.
+        tf32: False for full precision, True for TF32 on NVIDIA GPUs. None for full precision,
+            unless an enclosing `in_float32` has chosen already.
     """
     global _decided
     if tf32 is None and _decided:

@@ -23,7 +23,7 @@ def expectation(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _votes(scores: Tensor) -> Tensor:
-    """Return the one-hot of the largest score [..., K]; zeros where it is infinite or one is NaN."""
+    """Return one-hots of the largest score [..., K]; zeros if it is infinite or one is NaN."""
     votes = one_hot(scores.argmax(-1), scores.shape[-1]).to(scores)
     return votes * scores.amax(-1, keepdim=True).isfinite()
 
@@ -58,7 +58,7 @@ def majority(logits: Tensor, weights: Tensor) -> Tensor:
 
 
 def top2_majority(logits: Tensor, weights: Tensor) -> Tensor:
-    """Count votes of each draw for its two largest classes; ties go to the earliest first choice."""
+    """Count two votes of each draw, for its two largest classes; ties go to the earliest choice."""
     return _plurality(
         torch.stack(_two_votes(logits), 1).flatten(0, 1), weights.repeat_interleave(2)
     )
