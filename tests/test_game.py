@@ -10,12 +10,12 @@ from torch import nn
 
 from lightning_rob.attacks import GMSA, PGD
 from lightning_rob.attacks.base import Attack
-from lightning_rob.callbacks import RoundProtocol, RobustEval
+from lightning_rob.callbacks import RobustEval, RoundProtocol
 from lightning_rob.callbacks.game import check_rounds
 from lightning_rob.callbacks.protocol import AttackerDefenderSession, NoAttack
 from lightning_rob.data.labelled import give_source
 from lightning_rob.defenses import DENT, Defense
-from lightning_rob.defenses.learning import Transductive
+from lightning_rob.defenses.transductive import Transductive
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Streams

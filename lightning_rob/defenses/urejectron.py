@@ -107,6 +107,7 @@ class URejectron(Transductive):
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
+        optimizer.zero_grad()
         return self.copy_with(trained_discriminator=net.eval().requires_grad_(False))
 
 

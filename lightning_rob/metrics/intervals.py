@@ -142,8 +142,6 @@ def paired(first: Tensor, second: Tensor) -> Paired:
     Raises:
         ValueError: different numbers of scores, or a score is NaN.
     """
-    from scipy.stats import permutation_test, t
-
     if first.shape != second.shape:
         raise ValueError(f"{len(first)} scores cannot be paired with {len(second)}")
     gaps = (second - first).double()
@@ -151,20 +149,34 @@ def paired(first: Tensor, second: Tensor) -> Paired:
         raise ValueError("scores that are not numbers cannot be compared")
     if len(gaps) < 2:
         return Paired(float(gaps.sum()), (-1.0, 1.0), 1.0, "too few images")
-    span = student(gaps.tolist())
     if not ((first % 1).any() or (second % 1).any()):
-        return Paired(float(gaps.mean()), span, mcnemar(first, second), "McNemar")
-    if len(gaps) <= FEW:
-        flips = permutation_test(
-            (gaps.numpy(),),
-            lambda g, axis: g.mean(axis),
-            vectorized=True,
-            permutation_type="samples",
-            n_resamples=2**FEW + 1,
-        )
-        return Paired(float(gaps.mean()), span, float(flips.pvalue), "sign flips")
+        p, test = mcnemar(first, second), "McNemar"
+    elif len(gaps) <= FEW:
+        p, test = _sign_flips(gaps), "sign flips"
+    else:
+        p, test = _paired_t(gaps), "paired t"
+    return Paired(float(gaps.mean()), student(gaps.tolist()), p, test)
+
+
+def _sign_flips(gaps: Tensor) -> float:
+    """Compute the exact p-value of a mean difference under all patterns of signs."""
+    from scipy.stats import permutation_test
+
+    result = permutation_test(
+        (gaps.numpy(),),
+        lambda g, axis: g.mean(axis),
+        vectorized=True,
+        permutation_type="samples",
+        n_resamples=2**FEW + 1,
+    )
+    return float(result.pvalue)
+
+
+def _paired_t(gaps: Tensor) -> float:
+    """Compute the two-sided p-value of a mean difference by the t test."""
+    from scipy.stats import t
+
     error = float(gaps.std()) / math.sqrt(len(gaps))
-    if not error:
-        return Paired(float(gaps.mean()), span, float(gaps[0] == 0), "paired t")
-    p = 2 * float(t.sf(abs(float(gaps.mean())) / error, len(gaps) - 1))
-    return Paired(float(gaps.mean()), span, p, "paired t")
+    if not error:  # all differences are equal
+        return float(gaps[0] == 0)
+    return 2 * float(t.sf(abs(float(gaps.mean())) / error, len(gaps) - 1))

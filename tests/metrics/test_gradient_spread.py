@@ -1,5 +1,4 @@
 import math
-import pickle
 
 import pytest
 import torch
@@ -8,7 +7,7 @@ from torch.nn import functional as F
 
 from lightning_rob.attacks import draw_gradients
 from lightning_rob.defenses import Defense, Ensemble, Single
-from lightning_rob.metrics import GradientSpread, gradient_spread
+from lightning_rob.metrics import gradient_spread
 from lightning_rob.objectives import linear
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import mean_probs
@@ -100,32 +99,6 @@ def test_needs_two_draws(count):
         gradient_spread(drawn()[:count])
 
 
-def test_metric_is_the_mean_over_images_whatever_the_batches():
-    gradients = drawn(batch=9)
-    expected = [each.mean().item() for each in gradient_spread(gradients)]
-    for sizes in ([9], [1] * 9, [4, 0, 5]):
-        metric = GradientSpread()
-        for part in gradients.split(sizes, 1):
-            metric.update(part)
-        found = metric.compute()
-        assert list(found) == ["variance", "cosine", "agreement", "variance_of_nonzero"]
-        assert [each.item() for each in found.values()] == pytest.approx(expected, rel=1e-6)
-
-
-def test_metric_merges_resets_and_pickles():
-    gradients, first, second = drawn(), GradientSpread(), GradientSpread()
-    first.update(gradients[:, :2])
-    second.update(gradients[:, 2:])
-    copied = pickle.loads(pickle.dumps(first))
-    first.merge_state(second)
-    expected = gradient_spread(gradients)[0]
-    assert first.compute()["variance"].item() == pytest.approx(expected.mean().item(), rel=1e-6)
-    assert copied.compute()["variance"].item() == pytest.approx(expected[:2].mean().item())
-    first.reset()
-    first.update(gradients[:, 4:])
-    assert first.compute()["variance"].item() == pytest.approx(expected[4].item())
-
-
 # gradients of draws
 
 
@@ -175,7 +148,7 @@ def test_gradients_of_another_objective():
     torch.testing.assert_close(ours, torch.stack([expected, expected]))
 
 
-def test_without_chance_there_is_no_spread():
+def test_without_randomness_there_is_no_spread():
     x, y = batch()
     variance, cosine, *_ = gradient_spread(draw_gradients(Ensemble([net(), net()]), x, y, 5))
     assert variance.eq(0).all()
