@@ -115,7 +115,7 @@ def main():
     parser.add_argument("--binary-steps", type=int, default=1, help="of CW, the paper has one")
     parser.add_argument("--severity", type=int, default=1)
     parser.add_argument("--tau", type=float, default=0.5)
-    parser.add_argument("--per", choices=("image", "answer"), default="image")
+    parser.add_argument("--per", choices=("image", "prediction"), default="image")
     parser.add_argument("--epochs", type=int, default=10, help="of the discriminator")
     parser.add_argument("--classifier-epochs", type=int, default=15)
     parser.add_argument("--source-size", type=int, default=None)

@@ -21,7 +21,7 @@ from timing import printed
 
 from lightning_rob.attacks import TransferFromStatic
 from lightning_rob.cli import main as command_line
-from lightning_rob.defenses.learning import give_source
+from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.metrics import robust_accuracy, student, wilson
 

@@ -27,7 +27,7 @@ from lightning_rob.defenses import (
     Single,
     TransformEnsemble,
 )
-from lightning_rob.defenses.learning import Transductive
+from lightning_rob.defenses.transductive import Transductive
 from lightning_rob.evaluation import (
     canonical_groups,
     group_loader,

@@ -13,7 +13,7 @@ from lightning_rob.attacks.base import Attack
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import DENT, Defense
-from lightning_rob.defenses.learning import Transductive, give_source
+from lightning_rob.defenses.transductive import Transductive, give_source
 from lightning_rob.evaluation import RoundProtocol
 from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack, check_rounds
 from lightning_rob.modules import AdversarialTraining

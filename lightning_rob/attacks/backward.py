@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from lightning_rob.attacks.base import Backward, Forward, other_forward
 from lightning_rob.attacks.residual import Block, Branch, residual_blocks, running
-from lightning_rob.defenses import Defense, RandomTransforms
+from lightning_rob.defenses import Defense, random_transforms_in
 from lightning_rob.defenses.random_transforms import Gradients, Shared
 from lightning_rob.threat import TINY, scale
 from lightning_rob.transforms.base import pinned
@@ -307,7 +307,7 @@ class SurrogateTransforms(Backward):
 
 @contextmanager
 def _with_surrogates(defense: Defense, surrogate: SurrogateTransforms) -> Iterator[None]:
-    found = [part for part in defense.modules() if isinstance(part, RandomTransforms)]
+    found = random_transforms_in(defense)
     if not found:
         raise TypeError(f"{surrogate} is for RandomTransforms, got {type(defense).__name__}")
     before = [(part.shared_order, part.gradients) for part in found]

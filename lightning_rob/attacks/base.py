@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_rob.attacks.folding import folded
 from lightning_rob.attacks.oom import run_in_halves
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.learning import OwnBatch
+from lightning_rob.defenses.transductive import PerImageLayer
 from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.threat import Threat
@@ -281,6 +281,6 @@ def _map_inner(attack: Attack, change: Callable[[Attack], Attack]) -> dict[str, 
 
 def is_batch_separable(attack: Attack, defense: Defense) -> bool:
     """Whether a batch may be attacked in parts: no result depends on the other images."""
-    layers = (layer for layer in defense.modules() if isinstance(layer, OwnBatch))
+    layers = (layer for layer in defense.modules() if isinstance(layer, PerImageLayer))
     adapts = defense.transductive or not all(layer.separable for layer in layers)
     return not adapts and not any(part.batch_dependent for part in walk(attack))

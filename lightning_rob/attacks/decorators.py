@@ -19,7 +19,7 @@ from lightning_rob.attacks.base import (
 )
 from lightning_rob.attacks.oom import kept_for_gradients, run_in_chunks
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.learning import asking
+from lightning_rob.defenses.transductive import restricted_to
 from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.threat import Threat, scale
@@ -124,12 +124,12 @@ class Chunked(AttackDecorator):
         """Return the number of images that the memory suffices for, at least one."""
         generator = torch.Generator().manual_seed(0)
         probe = torch.arange(min(2, len(x)), device=x.device)
-        with torch.no_grad(), asking(defense, probe):
+        with torch.no_grad(), restricted_to(defense, probe):
             # Predictions serve as labels: an attack takes no gradient of an image already wrong.
             y = defense(x[probe], generator).argmax(1)
         kept = []
         for rows in (probe[:1], probe):
-            with asking(defense, rows):
+            with restricted_to(defense, rows):
                 attack = partial(self.attack.perturb, defense, x[rows], y[rows], generator)
                 kept.append(kept_for_gradients(attack))
         # The difference is one image's share: the weights are kept in both attacks.

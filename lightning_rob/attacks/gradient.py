@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.base import Backward, attacking
-from lightning_rob.defenses import Defense, Mixture
+from lightning_rob.defenses import Defense
 from lightning_rob.objectives import Objective, check_logits, expected_ce, reduction_of
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, random_member
@@ -68,7 +68,7 @@ class ObjectiveGradient:
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
     ) -> Evaluation:
         """Return the objective and its gradient at images [B, C, H, W] with labels [B]."""
-        if isinstance(defense, Mixture) and reduction_of(self.objective):
+        if defense.kind == "mixture" and reduction_of(self.objective):
             return self._of_mixture(defense, x, y, generator, check)
         x = x.detach().requires_grad_()
         if self.draws is None:
@@ -87,7 +87,7 @@ class ObjectiveGradient:
         return self.objective(logits.float() if logits.itemsize < 4 else logits, weights, y)
 
     def _of_mixture(
-        self, defense: Mixture, x: Tensor, y: Tensor, generator: Generator, check: bool
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool
     ) -> Evaluation:
         """Evaluate the parts in turn, so that memory does not grow with their number.
 
@@ -98,7 +98,7 @@ class ObjectiveGradient:
         value = x.new_full((len(x),), torch.inf if smallest else 0.0)
         gradient, draws = torch.zeros_like(x), []
         deciders: tuple[Draws, ...] = ()
-        for share, member in zip(defense.shares, defense.defenses, strict=True):
+        for share, member in defense.components():
             if share == 0:
                 continue
             part = self(member, x, y, generator, check)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.learning import asking
+from lightning_rob.defenses.transductive import restricted_to
 from lightning_rob.randomness import Generator, Streams
 
 Work = Callable[[Defense, Tensor, Tensor, Generator], Tensor]
@@ -84,7 +84,7 @@ def run_in_chunks(
     for first in range(0, len(x), size):
         rows = torch.arange(first, min(first + size, len(x)), device=x.device)
         noise = generator[rows] if isinstance(generator, Streams) else generator
-        with asking(defense, rows):
+        with restricted_to(defense, rows):
             done.append(work(defense, x[rows], y[rows], noise))
         counter = max(counter, noise.counter) if isinstance(noise, Streams) else 0
     if isinstance(generator, Streams):

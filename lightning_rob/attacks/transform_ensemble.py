@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.members import Strongest
-from lightning_rob.defenses import Defense, Single, TransformEnsemble
+from lightning_rob.defenses import Defense, Single, TransformEnsemble, is_transform_ensemble
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.rules import random_member
 from lightning_rob.threat import Threat
@@ -331,7 +331,7 @@ def transformation_ensemble(defense: Defense, attack: Attack) -> TransformEnsemb
     Raises:
         TypeError: it is no `TransformEnsemble`, for which the attack is made.
     """
-    if not isinstance(defense, TransformEnsemble):
+    if not is_transform_ensemble(defense):
         name, kind = type(attack).__name__, type(defense).__name__
         raise TypeError(f"{name} is an attack on a TransformEnsemble, got {kind}: use PGD")
     return defense

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack, attacking, evaluating
 from lightning_rob.audit.suite import Suite, seen, suite_for
-from lightning_rob.defenses import Defense, TransformEnsemble
+from lightning_rob.defenses import Defense, is_transform_ensemble
 from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.objectives import NonFiniteLogitsError, Objective, expected_ce, expected_margin
@@ -80,7 +80,7 @@ class Subject:
     @property
     def target(self) -> Defense | None:
         """What has gradients: the network as it stands, of some ensembles only some members."""
-        if not isinstance(self.defense, TransformEnsemble):
+        if not is_transform_ensemble(self.defense):
             return self.defense.adapted_model
         kinds = self.defense.transforms.values()
         chosen = [i for i, transform in enumerate(kinds) if transform.differentiable]

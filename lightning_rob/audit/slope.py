@@ -13,7 +13,7 @@ from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.audit.case import Case, Subject
 from lightning_rob.audit.finding import Columns, Finding, Severity, known, many, not_run, share
 from lightning_rob.audit.suite import seen as view_of
-from lightning_rob.defenses import Defense, Mixture, RandomTransforms, Single, TransformEnsemble
+from lightning_rob.defenses import Defense, Mixture, Single
 from lightning_rob.objectives import expected_margin
 from lightning_rob.randomness import uniform
 
@@ -36,7 +36,7 @@ def slope_far(case: Case) -> Tensor:
 def slope_networks(case: Case) -> Tensor:
     """That of the networks without the defense's transforms, the better [B] of the two widths."""
     defense = case.subject.defense.adapted_model
-    if not isinstance(defense, RandomTransforms | TransformEnsemble):
+    if defense.kind not in ("random_transforms", "transform_ensemble"):
         return case.unknown()
     bare = Mixture([Single(net) for net in defense.foldable_networks])
     widths = (partial(_agreement, case, width) for width in (NEAR, FAR))

@@ -14,7 +14,7 @@ from lightning_rob.callbacks.collector import collector_of
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
 from lightning_rob.data.base import labelled_images
-from lightning_rob.defenses.learning import give_source
+from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.evaluate import at_least_one
 from lightning_rob.files import write_text_whole

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_rob.callbacks.collector import Collector, collector_of
 from lightning_rob.callbacks.progress import AttackProgress
+from lightning_rob.defenses.transductive import reporting_adaptation
 from lightning_rob.evaluation.evaluate import (
     EvaluationSettings,
     at_least_one,
@@ -202,8 +203,10 @@ class EvaluationCallback(Callback, ABC):
             return
         with torch.autocast(pl_module.device.type, enabled=False), torch.inference_mode(False):
             if self.grouped or self.protocol is not None:
-                for batch in self._batches(trainer):
-                    self.attack_batch(trainer, pl_module, batch)
+                tell = self.progress.tell if self.progress and self.progress.rich else None
+                with reporting_adaptation(pl_module.defense, tell):
+                    for batch in self._batches(trainer):
+                        self.attack_batch(trainer, pl_module, batch)
         if self.progress:
             self.progress.close()
             self.progress = None

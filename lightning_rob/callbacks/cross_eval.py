@@ -17,7 +17,7 @@ from lightning_rob.attacks import TAA, Attack, evaluating
 from lightning_rob.attacks.transform_ensemble import attackable
 from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
 from lightning_rob.callbacks.robust_eval import with_radius
-from lightning_rob.defenses import Defense, Single, TransformEnsemble
+from lightning_rob.defenses import Defense, Single, is_transform_ensemble
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.evaluation.records import append_lines
@@ -162,7 +162,7 @@ class TransferMatrixEval(EvaluationCallback):
     def _results(self, trainer: Trainer, defense: Defense, stage: str) -> list[dict[str, Any]]:
         """One record per matrix, that of no attack first."""
         shared = self.run_metadata(trainer, stage) | {"probs": defense.weights.tolist()}
-        shared |= {"names": _names(defense)}
+        shared |= {"names": defense.names}
         n, found = int(self.images.compute()), []
         size = (len(defense.weights), -1)
         clean = [row[0] for row in self.matrices[CLEAN].compute().reshape(size).tolist()]
@@ -204,26 +204,20 @@ class TransferMatrixEval(EvaluationCallback):
 
 def _alone(defense: Defense, attack: Attack, member: int) -> tuple[Defense, Attack]:
     """What is attacked, and how, in an attack on one member."""
-    if isinstance(defense, TransformEnsemble):
+    if defense.kind == "transform_ensemble":
         return defense, TAA(attack, member)
     return Single(defense.classifiers[member]), attack
 
 
 def _check_attackable(defense: Defense) -> None:
     """Raise TypeError, before any attack, where a sub-model cannot be attacked by itself."""
-    if isinstance(defense, TransformEnsemble):
+    if is_transform_ensemble(defense):
         known = {defense.names[i] for i in attackable(defense)}
         if beyond := [name for name in defense.names if name not in known]:
             raise TypeError(
                 f"{', '.join(beyond)} can neither be undone nor have a gradient: "
                 "TransferMatrixEval attacks sub-models one by one; use VotingRuleEval"
             )
-
-
-def _names(defense: Defense) -> list[str]:
-    if isinstance(defense, TransformEnsemble):
-        return defense.names
-    return [str(i + 1) for i in range(len(defense.weights))]
 
 
 def draw(result: dict[str, Any]) -> Figure:

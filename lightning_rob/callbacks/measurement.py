@@ -9,7 +9,7 @@ from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.base import Batch, EvaluationCallback
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.learning import give_source
+from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation import (
     EvaluationResult,
     EvaluationSettings,

@@ -21,7 +21,7 @@ from lightning_rob.callbacks.panels import panel as draw
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.learning import give_source
+from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation.evaluate import (
     AttackedBatch,
     EvaluationSettings,

@@ -16,7 +16,7 @@ from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_fold
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import with_radius
 from lightning_rob.callbacks.votes_table import CLEAN, print_votes
-from lightning_rob.defenses import Defense, TransformEnsemble
+from lightning_rob.defenses import Defense, is_transform_ensemble
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.evaluate import at_least_one
 from lightning_rob.evaluation.protocol import NoAttack, check_within
@@ -137,7 +137,7 @@ class VotingRuleEval(EvaluationCallback):
     def _made(self, defense: Defense) -> dict[str, Attack]:
         """What attacks are made of those asked for."""
         known = self._target(defense)
-        if not self.each_target or not isinstance(known, TransformEnsemble):
+        if not self.each_target or not is_transform_ensemble(known):
             return self.attacks
         return {
             f"{name}_on_{known.names[i]}": TAA(attack, known.names[i])
@@ -243,7 +243,7 @@ def _places(defense: Defense, names: Names, seed: int) -> list[int]:
         TypeError: the members are not told apart by transformations.
         ValueError: a transformation is missing.
     """
-    if not isinstance(defense, TransformEnsemble):
+    if not is_transform_ensemble(defense):
         raise TypeError(f"ensembles are parts of a TransformEnsemble, got {type(defense).__name__}")
     wanted: list[str] = []
     for one in [names] if isinstance(names, str) else names:

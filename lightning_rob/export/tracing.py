@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from lightning_rob.defenses import Defense, RandomTransforms, TransformEnsemble
+from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms import Transform
 
@@ -96,7 +96,7 @@ def draws(defense: Defense, images: Tensor) -> bool:
 
 def _transforms(defense: Defense) -> Iterator[tuple[str, Transform]]:
     for part in defense.modules():
-        if isinstance(part, RandomTransforms | TransformEnsemble):
+        if isinstance(part, Defense):
             yield from part.transforms.items()
 
 

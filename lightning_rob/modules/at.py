@@ -69,7 +69,7 @@ class AdversarialTraining(RobustModule):
             )
         self.net = (net(),)  # a tuple: a second submodule would save the weights twice
         self.defense = defense(self.net[0])
-        if trades_beta is not None and not isinstance(self.defense, Single):
+        if trades_beta is not None and self.defense.kind != "single":
             raise ValueError(f"TRADES is for a single network, got {type(self.defense).__name__}")
         if draws is not None and draws < 1:
             raise ValueError(f"draws must be at least 1, got {draws}")

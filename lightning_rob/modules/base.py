@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.learning import give_source
+from lightning_rob.defenses.transductive import give_source
 from lightning_rob.metrics import RobustAccuracy
 from lightning_rob.objectives import check_labels
 from lightning_rob.randomness import Streams, derive_seed

@@ -12,7 +12,6 @@ from lightning_rob.attacks import PGD, Attack, arc_suite
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.measurement import Measurement
 from lightning_rob.callbacks.robust_eval import full_defense
-from lightning_rob.defenses import Ensemble, RandomTransforms
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import worst_measurement, worst_over
 from lightning_rob.ledger import cache_key, describe
@@ -40,14 +39,14 @@ def usual(module: Any) -> RobustEval:
         )
     trained = getattr(module, "attack", None)
     threat = trained.threat if isinstance(trained, Attack) else Threat("linf", 8 / 255)
-    draws = DRAWS if isinstance(module.defense, RandomTransforms) else None
+    draws = DRAWS if module.defense.kind == "random_transforms" else None
     pgd = PGD(threat, STEPS, threat.eps / 4, draws=draws, random_start=False)
     attacks: dict[str, Attack] = {
         "apgd": pgd,
         "apgd_logits": replace(pgd, objective=ce_of_mean_logits),
         "apgd_restarts": replace(pgd, restarts=RESTARTS, random_start=True),
     }
-    if isinstance(module.defense, Ensemble) and not threat.relative:
+    if module.defense.kind == "ensemble" and not threat.relative:
         attacks |= arc_suite(threat, STEPS)
     return RobustEval(attacks, panel=0)
 

@@ -53,7 +53,7 @@ def with_members(defense: Defense, count: float) -> Ensemble:
 
 
 def _ensemble(defense: Defense) -> tuple[list[torch.nn.Module], torch.Tensor]:
-    if not isinstance(defense, Ensemble):
+    if defense.kind != "ensemble":
         kind = type(defense).__name__
         raise ValueError(f"a sweep over probability or members needs an Ensemble, got {kind}")
     return defense.classifiers, defense.weights.double().cpu()

@@ -1,4 +1,4 @@
-"""Sub-models behind transformations: what they see and answer, and who stands beside them."""
+"""Sub-models behind transformations: inputs, predictions, parts of the ensemble."""
 
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ def x():
     return torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def test_members_answer_transformed_images(x):
+def test_members_predict_transformed_images(x):
     members = nets(2)
     ensemble = TransformEnsemble(members, ["rotate_90", "flip_both"])
     expected = [members[0](x.rot90(1, (2, 3))), members[1](x.flip((2, 3)))]
@@ -76,8 +76,8 @@ def test_a_member_that_there_is_not(wrong):
         ensemble.place(wrong)
 
 
-def test_a_part_answers_as_it_does_in_the_whole(x):
-    """Chance is keyed by image and transformation, so figures of parts come from the same votes."""
+def test_a_part_predicts_as_in_the_whole_ensemble(x):
+    """Randomness is keyed by image and transformation: parts are scored from the same votes."""
     whole = TransformEnsemble(nets(5), NAMES)
     noise = Streams.from_index(torch.arange(6), 3)
     votes = whole.logits(x, noise)
@@ -88,7 +88,7 @@ def test_a_part_answers_as_it_does_in_the_whole(x):
     assert torch.equal(alone.argmax(1), votes[3, 2:3].argmax(1))
 
 
-def test_chance_is_other_at_the_next_call_and_the_same_in_the_next_run(x):
+def test_the_next_call_draws_anew_and_the_next_run_the_same(x):
     ensemble = TransformEnsemble(nets(1), ["noise_gaussian"])
     runs = []
     for _ in range(2):
@@ -135,7 +135,7 @@ def test_a_gradient_where_there_is_none_is_refused_and_not_zero(x):
 
 
 @pytest.mark.parametrize("rule", VOTING_RULES.values(), ids=VOTING_RULES)
-def test_every_rule_answers_with_one_class_or_the_share_of_votes(x, rule):
+def test_every_rule_predicts_one_class_or_the_share_of_votes(x, rule):
     answers = TransformEnsemble(nets(3), ["clean", "rotate_90", "flip_both"], rule)(x)
     assert torch.allclose(answers.sum(1), torch.ones(6))
     if rule is not random_member:

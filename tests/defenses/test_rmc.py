@@ -2,23 +2,29 @@ import copy
 import hashlib
 import pickle
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from jsonargparse import ArgumentParser
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from lightning_rob.attacks import PGD, attacking
-from lightning_rob.defenses import Defense, Single
-from lightning_rob.defenses.learning import shuffled
-from lightning_rob.defenses.memory import FeatureStore, features, fingerprint, nearest, told
-from lightning_rob.defenses.rmc import RMC, Stopping, split, train_epoch
-from lightning_rob.defenses.source import Source
+from lightning_rob.attacks import PGD
+from lightning_rob.defenses import Single
+from lightning_rob.defenses.rmc import (
+    RMC,
+    FeatureStore,
+    Stopping,
+    features,
+    fingerprint,
+    identity,
+    nearest,
+    split,
+    train_epoch,
+)
+from lightning_rob.defenses.transductive import Source, shuffled
 from lightning_rob.nets import LeNet, MNISTNet, SmallCNN
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
@@ -79,7 +85,7 @@ def same_nets(a, b):
 
 
 def same(a, b):
-    """Whether two defenses have learnt the same, to the last bit."""
+    """Whether two defenses have learned the same, to the last bit."""
     return same_nets(a.adapted, b.adapted) and state(a) == state(b)
 
 
@@ -98,7 +104,7 @@ def brute_force(rows, query, count):
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
 @pytest.mark.parametrize("count", [1, 5, 150])
 def test_neighbours_are_those_of_brute_force(monkeypatch, chunk, count):
-    monkeypatch.setattr("lightning_rob.defenses.memory.CHUNK", chunk)
+    monkeypatch.setattr("lightning_rob.defenses.rmc.CHUNK", chunk)
     rows = torch.randn(150, 6, generator=seeded())
     query = torch.randn(9, 6, generator=seeded(1))
     assert torch.equal(nearest(rows, query, count), brute_force(rows, query, count))
@@ -107,14 +113,14 @@ def test_neighbours_are_those_of_brute_force(monkeypatch, chunk, count):
 @pytest.mark.parametrize("chunk", [3, 10, 1000])
 def test_equal_neighbours_come_in_their_order(monkeypatch, chunk):
     """Whole numbers: distances are exact, and many of them are equal."""
-    monkeypatch.setattr("lightning_rob.defenses.memory.CHUNK", chunk)
+    monkeypatch.setattr("lightning_rob.defenses.rmc.CHUNK", chunk)
     rows = torch.randint(0, 2, (80, 5), generator=seeded()).float()
     query = torch.randint(0, 2, (6, 5), generator=seeded(1)).float()
     assert torch.equal(nearest(rows, query, 33), brute_force(rows, query, 33))
 
 
 def test_duplicates_far_from_the_origin_come_in_their_order():
-    """Where the product of matrices would tell them apart by rounding, or not tell others apart."""
+    """Where rounding in a matrix product would separate them, or merge others."""
     row = 1000 + torch.rand(1, 64, generator=seeded())
     rows = torch.cat([row + 0.01, row, row.expand(40, -1), row + 0.005])
     assert nearest(rows, row, 43)[0].tolist() == [*range(1, 42), 42, 0]
@@ -166,8 +172,8 @@ def test_no_features():
 # D'
 
 
-def remembered(memory, net=NET, source=None):
-    return memory.of(net, source or Source((X, Y)), CPU)
+def remembered(store, net=NET, source=None):
+    return store.build(net, source or Source((X, Y)), CPU)
 
 
 def test_clean_images_come_first_then_attacked_ones():
@@ -205,7 +211,7 @@ def test_every_pass_is_augmented_afresh():
 
 
 class Recorder:
-    """An attack that does nothing but tell whom it was to attack."""
+    """An attack that only records its arguments."""
 
     def __init__(self):
         self.calls = []
@@ -251,8 +257,8 @@ def test_files_are_used_again(tmp_path):
 
 
 def test_what_is_read_cannot_change_the_files(tmp_path):
-    memory = FeatureStore(cache=str(tmp_path))
-    remembered(memory).x.zero_()
+    store = FeatureStore(cache=str(tmp_path))
+    remembered(store).x.zero_()
     assert torch.equal(remembered(FeatureStore(cache=str(tmp_path))).x[: len(X)], X)
 
 
@@ -264,10 +270,10 @@ def other_net():
 
 
 OTHERS = {
-    "weights": lambda m: m.of(other_net(), Source((X, Y)), CPU),
-    "images": lambda m: m.of(NET, Source((1 - X, Y)), CPU),
-    "labels": lambda m: m.of(NET, Source((X, (Y + 1) % 4)), CPU),
-    "length": lambda m: m.of(NET, Source((X[:-1], Y[:-1])), CPU),
+    "weights": lambda m: m.build(other_net(), Source((X, Y)), CPU),
+    "images": lambda m: m.build(NET, Source((1 - X, Y)), CPU),
+    "labels": lambda m: m.build(NET, Source((X, (Y + 1) % 4)), CPU),
+    "length": lambda m: m.build(NET, Source((X[:-1], Y[:-1])), CPU),
 }
 SETTINGS = {
     "attack": {"attack": PGD(THREAT, 1, 0.03)},
@@ -281,9 +287,9 @@ SETTINGS = {
 
 @pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS.keys())
 def test_other_circumstances_make_other_files(tmp_path, change):
-    memory = FeatureStore(PGD(THREAT, 1, 0.04), cache=str(tmp_path))
-    before = remembered(memory)
-    assert change(memory) is not before
+    store = FeatureStore(PGD(THREAT, 1, 0.04), cache=str(tmp_path))
+    before = remembered(store)
+    assert change(store) is not before
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -298,31 +304,31 @@ def test_other_settings_make_other_files(tmp_path, options):
 def test_another_network_in_the_same_defense_is_remembered_anew():
     """As when a network in training is evaluated every epoch."""
     net = copy.deepcopy(NET)
-    memory, source = FeatureStore(ATTACK), Source((X, Y))
-    before = memory.of(net, source, CPU)
-    assert memory.of(net, source, CPU) is before
+    store, source = FeatureStore(ATTACK), Source((X, Y))
+    before = store.build(net, source, CPU)
+    assert store.build(net, source, CPU) is before
     with torch.no_grad():
         net.first.weight.mul_(0.9)
-    after = memory.of(net, source, CPU)
+    after = store.build(net, source, CPU)
     torch.testing.assert_close(after.features, features(net, after.x), rtol=1e-5, atol=1e-5)
     assert not torch.equal(after.x, before.x)
 
 
-def test_statistics_that_no_checkpoint_holds_tell_networks_apart():
+def test_statistics_that_no_checkpoint_holds_enter_the_fingerprint():
     a, b = MNISTNet(), MNISTNet(mean=[0.2])
     b.load_state_dict(a.state_dict())
     assert fingerprint(a) != fingerprint(b)
     assert fingerprint(a) == fingerprint(copy.deepcopy(a))
 
 
-def test_settings_are_told_by_name_not_by_address():
-    assert told(ATTACK) == told(copy.deepcopy(ATTACK))
-    assert " at 0x" not in told(ATTACK)
-    assert "objective=expected_ce" in told(ATTACK)
+def test_settings_are_identified_by_name_not_by_address():
+    assert identity(ATTACK) == identity(copy.deepcopy(ATTACK))
+    assert " at 0x" not in identity(ATTACK)
+    assert "objective=expected_ce" in identity(ATTACK)
 
 
 @pytest.mark.parametrize("thing", [lambda *a: a[1], object(), partial(lambda *a: a[1])])
-def test_a_cache_needs_settings_that_can_be_told(tmp_path, thing):
+def test_a_cache_needs_settings_that_identify_themselves(tmp_path, thing):
     with pytest.raises(ValueError, match="files in a cache are told apart by repr"):
         remembered(FeatureStore(thing, cache=str(tmp_path)))
     assert not list(tmp_path.iterdir())
@@ -340,22 +346,22 @@ class Interrupted(Recorder):
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_ctrl_c_leaves_nothing_and_the_next_run_begins_anew(tmp_path, monkeypatch, cached):
-    monkeypatch.setattr("lightning_rob.defenses.memory.BATCH", 50)
+    monkeypatch.setattr("lightning_rob.defenses.rmc.BATCH", 50)
     attack, cache = Interrupted(), str(tmp_path) if cached else None
     expected = torch.get_rng_state()
-    memory = FeatureStore(attack, cache=cache)
+    store = FeatureStore(attack, cache=cache)
     with pytest.raises(KeyboardInterrupt):
-        remembered(memory)
+        remembered(store)
     assert attack.calls == [50] * 3
     assert not list(tmp_path.iterdir())
     assert torch.equal(torch.get_rng_state(), expected)
-    assert len(remembered(memory)) == 480
+    assert len(remembered(store)) == 480
     assert len(list(tmp_path.iterdir())) == cached
 
 
 def test_what_a_killed_run_left_is_not_taken_for_whole(tmp_path, monkeypatch):
-    memory = FeatureStore(Recorder(), cache=str(tmp_path))
-    whole = remembered(memory)
+    store = FeatureStore(Recorder(), cache=str(tmp_path))
+    whole = remembered(store)
     (place,) = tmp_path.iterdir()
     left = tmp_path / "rmc-unfinished-abc" / "whole"
     left.mkdir(parents=True)
@@ -387,7 +393,7 @@ def test_a_defense_that_has_remembered_travels_light():
     assert len(text) < 2 * X.numel() * X.element_size()  # D' alone has five times as much
     for other in (pickle.loads(text), copy.deepcopy(defense)):
         assert same(other.adapt(TEST_X[1:2], seeded()), defense.adapt(TEST_X[1:2], seeded()))
-    assert copy.deepcopy(defense).memory is defense.memory
+    assert copy.deepcopy(defense).store is defense.store
 
 
 # the split
@@ -478,7 +484,7 @@ def test_both_conditions_train_for_longer(monkeypatch):
 
 def by_hand(defense, net, optimizer, train, held, chance):
     """The loop as it is described, on a network and an optimizer that live on."""
-    images = remembered(defense.memory)
+    images = remembered(defense.store)
     best, stale = float("inf"), 0
     for _ in range(defense.epochs):
         net.train()
@@ -509,7 +515,7 @@ class Chance:
             self.states.append(twin)
             return chance
 
-        for module in ("learning", "rmc"):
+        for module in ("transductive", "rmc"):
             monkeypatch.setattr(f"lightning_rob.defenses.{module}.generator_from", noted)
 
 
@@ -526,8 +532,8 @@ def test_rounds_are_those_of_a_loop_written_by_hand(monkeypatch, stateful):
             optimizer = make(net.parameters())
         x = TEST_X[turn : turn + 1]
         final = defense.adapt(x, seeded(2 * turn))
-        # The base network's features, whatever has been learnt.
-        images = remembered(start.memory)
+        # The base network's features, not those of the adapted one.
+        images = remembered(start.store)
         found = brute_force(images.features, features(NET, x), 40)
         parts = split(found, 0.2, 0.25, chances.states[-1])
         by_hand(start, net, optimizer, *parts, chances.states[-1])
@@ -609,102 +615,7 @@ def test_several_images_a_round():
     assert not same(final, rmc().adapt(TEST_X[:1], seeded()))
 
 
-def test_streams_are_a_generator_too():
-    keys = torch.arange(3)
-    one, two = (rmc().adapt(TEST_X[:3], Streams.from_index(keys, s)) for s in (1, 2))
-    assert not same(one, two)
-    ends = [one.after_batch(Streams.from_index(keys, s)) for s in (1, 1, 2)]
-    assert same(*ends[:2])
-    assert not same(*ends[1:])
-
-
 # purity
-
-
-def test_adapt_and_settle_leave_everything_as_it_was():
-    net = copy.deepcopy(NET)
-    net.first.weight.grad = torch.ones_like(net.first.weight)
-    net.last.weight.requires_grad_(False)
-    net.norm.train()
-    first = rmc(net)
-    begun = first.adapt(TEST_X[:1], seeded()).after_batch(seeded(1))
-    for defense in (first, begun):
-        before, x = state(defense), TEST_X[1:2].clone()
-        final = defense.adapt(x, seeded(2))
-        final.after_batch(seeded(3))
-        assert state(defense) == before
-        assert torch.equal(x, TEST_X[1:2])
-        assert state(final) != before
-    assert torch.equal(net.first.weight.grad, torch.ones_like(net.first.weight))
-
-
-def test_rehearsals_do_not_change_what_follows():
-    def game(rehearsals):
-        defense = rmc()
-        for turn in range(2):
-            for seed in range(rehearsals):
-                rehearsal = defense.adapt(1 - TEST_X[turn : turn + 1], seeded(100 + seed))
-                rehearsal.after_batch(seeded(200 + seed)).adapt(TEST_X[5:6], seeded(300))
-            defense = defense.adapt(TEST_X[turn : turn + 1], seeded(turn)).after_batch(
-                seeded(10 + turn)
-            )
-        return defense
-
-    assert same(game(0), game(2))
-
-
-def test_the_same_chance_gives_the_same():
-    defense = rmc()
-    one = defense.adapt(TEST_X[:1], seeded(1))
-    assert same(one, defense.adapt(TEST_X[:1], seeded(1)))
-    assert not same(one, defense.adapt(TEST_X[:1], seeded(2)))
-    assert same(one.after_batch(seeded(1)), one.after_batch(seeded(1)))
-    assert not same(one.after_batch(seeded(1)), one.after_batch(seeded(2)))
-
-
-def test_the_global_stream_is_untouched():
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    rmc(augment=[darker]).adapt(TEST_X[:1], seeded()).after_batch(seeded(1))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_dropout_draws_from_the_defender():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(192, 4)).eval()
-    results = []
-    for noise in (1, 2):
-        torch.manual_seed(noise)
-        results.append(rmc(net).adapt(TEST_X[:1], seeded()).adapted[2].weight)
-    assert torch.equal(*results)
-
-
-def test_works_wherever_it_is_asked():
-    plain = rmc().adapt(TEST_X[:1], seeded()).after_batch(seeded(1))
-    with torch.inference_mode():
-        x = TEST_X[:1].clone()
-        inside = rmc().adapt(x, seeded()).after_batch(seeded(1))
-        inside(x)
-    assert same(plain, inside)
-    assert not any(weight.is_inference() for weight in inside.adapted.parameters())
-    defense = rmc()
-    before = state(defense)
-    with attacking(defense):
-        rehearsed = defense.adapt(TEST_X[:1], seeded()).after_batch(seeded(1))
-    assert same_nets(rehearsed.adapted, plain.adapted)
-    assert state(defense) == before
-    again = inside.adapt(TEST_X[1:2], seeded(2))
-    assert same(again, plain.adapt(TEST_X[1:2], seeded(2)))
-
-
-def test_static_and_now():
-    defense = rmc()
-    final = defense.adapt(TEST_X[:1], seeded())
-    assert isinstance(final, Defense)
-    assert final.base_model.net is NET
-    assert final.adapted_model.net is final.adapted
-    assert defense.adapted_model.net is NET
-    assert final.transductive
 
 
 # that it defends
@@ -763,45 +674,11 @@ def test_wrong_numbers(options, message):
         rmc(**options)
 
 
-def test_needs_images_to_learn_from():
-    with pytest.raises(ValueError, match="RMC learns from labelled images"):
-        RMC(NET).adapt(TEST_X[:1], seeded())
-
-
 def test_the_paper_by_default():
     defense = RMC(NET)
     assert (defense.neighbours, defense.share, defense.validation) == (1024, 0.2, 0.25)
-    assert (defense.epochs, defense.batch_size, defense.memory.copies) == (100, 128, 1)
+    assert (defense.epochs, defense.batch_size, defense.store.copies) == (100, 128, 1)
     assert defense.stopping == Stopping(0.01, 5, "either")
     optimizer = defense.optimizer(NET.parameters())
     assert isinstance(optimizer, torch.optim.Adam)
     assert optimizer.defaults["lr"] == 2e-4
-
-
-def test_from_yaml(tmp_path):
-    file = tmp_path / "rmc.yaml"
-    file.write_text(
-        """
-defense:
-  class_path: lightning_rob.defenses.rmc.RMC
-  init_args:
-    attack:
-      class_path: lightning_rob.attacks.PGD
-      init_args: {threat: {norm: linf, eps: 0.1}, steps: 2, step_size: 0.05}
-    neighbours: 20
-    epochs: 2
-    stop: both
-    augment: [tests.test_rmc.darker]
-    optimizer: {class_path: torch.optim.Adam, init_args: {lr: 0.001}}
-"""
-    )
-    parser = ArgumentParser()
-    parser.add_argument("--defense", type=Callable[[nn.Module], Defense])
-    parser.add_argument("--config", action="config")
-    make = parser.instantiate_classes(parser.parse_args(["--config", str(file)])).defense
-    defense = make(NET)
-    defense.source_data = Source((X, Y))
-    final = defense.adapt(TEST_X[:1], seeded())
-    assert final.moments["param_groups"][0]["lr"] == 0.001
-    assert defense.memory.attack == PGD(Threat("linf", 0.1), 2, 0.05)
-    assert not same_nets(final.adapted, NET)

@@ -1,10 +1,9 @@
 import math
-import pickle
 
 import pytest
 import torch
 
-from lightning_rob.metrics import GradientSpread, gradient_spread
+from lightning_rob.metrics import gradient_spread
 
 
 def drawn(count=8, batch=5, seed=0):
@@ -91,29 +90,3 @@ def test_zeros_lower_the_variance_but_not_that_of_nonzero_entries():
 def test_needs_two_draws(count):
     with pytest.raises(ValueError, match=f"two draws or more, got {count}"):
         gradient_spread(drawn()[:count])
-
-
-def test_metric_is_the_mean_over_images_whatever_the_batches():
-    gradients = drawn(batch=9)
-    expected = [each.mean().item() for each in gradient_spread(gradients)]
-    for sizes in ([9], [1] * 9, [4, 0, 5]):
-        metric = GradientSpread()
-        for part in gradients.split(sizes, 1):
-            metric.update(part)
-        found = metric.compute()
-        assert list(found) == ["variance", "cosine", "agreement", "variance_of_nonzero"]
-        assert [each.item() for each in found.values()] == pytest.approx(expected, rel=1e-6)
-
-
-def test_metric_merges_resets_and_pickles():
-    gradients, first, second = drawn(), GradientSpread(), GradientSpread()
-    first.update(gradients[:, :2])
-    second.update(gradients[:, 2:])
-    copied = pickle.loads(pickle.dumps(first))
-    first.merge_state(second)
-    expected = gradient_spread(gradients)[0]
-    assert first.compute()["variance"].item() == pytest.approx(expected.mean().item(), rel=1e-6)
-    assert copied.compute()["variance"].item() == pytest.approx(expected[:2].mean().item())
-    first.reset()
-    first.update(gradients[:, 4:])
-    assert first.compute()["variance"].item() == pytest.approx(expected[4].item())

@@ -3,9 +3,11 @@ from collections import Counter
 
 import pytest
 import torch
+from lightning_rob.attacks.seen_as import SurrogateTransforms
+from lightning_rob.transforms.bpda_training import train_bpda
 from torch import nn
 
-from lightning_rob.attacks import PGD, SurrogateTransforms, attacking
+from lightning_rob.attacks import PGD, attacking
 from lightning_rob.defenses import Mixture, RandomTransforms, Single
 from lightning_rob.defenses.random_transforms import _schedule
 from lightning_rob.objectives import expected_ce
@@ -22,12 +24,12 @@ from lightning_rob.transforms import (
     VerticalFlip,
     catalogue,
 )
-from lightning_rob.transforms.bpda import save_approximation, train_bpda
+from lightning_rob.transforms.bpda import save_approximation
 from lightning_rob.transforms.nondifferentiable import HardPrecision
 
 
 class Flat(nn.Module):
-    """A linear network whose logits tell the pixels."""
+    """A linear network on the pixels."""
 
     def __init__(self, inputs=3 * 8 * 8, classes=4):
         super().__init__()
@@ -64,12 +66,12 @@ def test_shapes_and_weights():
 
 
 @pytest.mark.parametrize("rule", [mean_probs, majority, mean_logits])
-def test_rules_answer_with_probability_one(rule):
+def test_rules_predict_with_probability_one(rule):
     answers = defense(rule=rule)(images())
     assert torch.equal(answers.sum(1), torch.ones(4))
 
 
-def test_one_transform_without_chance_is_that_transform():
+def test_one_deterministic_transform_is_that_transform():
     rt = defense([Sobel()], draws=3)
     x = images()
     expected = Sobel()(x).expand(3, -1, -1, -1, -1)
@@ -131,7 +133,7 @@ def test_released_yuv_is_the_released_formula():
 
 
 def test_released_swirl_is_the_released_formula():
-    """Bilinear weights that go by neighbours which are clamped already."""
+    """Bilinear weights of neighbours that are clamped already."""
     x, side = images(1).double(), 8
     center, radius, strength = torch.tensor([[2.0, 5.0]]), torch.tensor([9.0]), torch.tensor([1.5])
     grid = torch.arange(side).double()
@@ -164,9 +166,7 @@ def test_shared_order_is_shared_by_the_copies_of_an_image_and_not_by_images():
 
 def seen_as_batch(kinds, **options):
     rt = defense(kinds, **options)
-    rt.shared_order = (
-        "batch"  # as SurrogateTransforms does for an attack; a defense does not answer so
-    )
+    rt.shared_order = "batch"  # as SurrogateTransforms sets it for an attack
     return rt
 
 
@@ -415,6 +415,6 @@ def test_an_unknown_way_to_share_orders(make):
         make(shared_order="image")
 
 
-def test_a_defense_does_not_answer_all_images_by_one_order():
+def test_a_defense_does_not_predict_all_images_by_one_order():
     with pytest.raises(ValueError, match="got 'batch': see SurrogateTransforms"):
         defense(FLIPS, shared_order="batch")

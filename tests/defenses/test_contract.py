@@ -5,7 +5,17 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rob.defenses import Defense, Ensemble, Mixture, Single, first_member
+from lightning_rob.defenses import (
+    Defense,
+    Ensemble,
+    Mixture,
+    RandomTransforms,
+    Single,
+    TransformEnsemble,
+    first_member,
+    is_transform_ensemble,
+    random_transforms_in,
+)
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import majority, mean_logits, mean_probs, random_member, top2_majority
 
@@ -41,21 +51,21 @@ def test_defense_is_abstract():
 # one network
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_single(rule):
+def test_single():
     inner, x = net(0), images()
-    defense = Single(inner, rule)
-    assert defense.weights.tolist() == [1.0]
-    assert torch.equal(defense.logits(x)[0], inner(x))
-    assert torch.equal(defense(x).argmax(1), inner(x).argmax(1))
-    assert defense.classifiers == [inner]
-    assert defense.rule is rule
+    for rule in RULES:
+        defense = Single(inner, rule)
+        assert defense.weights.tolist() == [1.0]
+        assert torch.equal(defense.logits(x)[0], inner(x))
+        assert torch.equal(defense(x).argmax(1), inner(x).argmax(1)), rule
+        assert defense.classifiers == [inner]
+        assert defense.rule is rule
 
 
 # ensembles
 
 
-def test_ensemble_answers_with_its_members_probabilities():
+def test_ensemble_predicts_with_its_members_probabilities():
     members, x = [net(s) for s in range(3)], images()
     probs = [0.5, 0.3, 0.2]
     defense = Ensemble(members, probs)
@@ -72,19 +82,20 @@ def test_ensemble_answers_with_its_members_probabilities():
     assert len({tuple(row) for row in answers.tolist()}) > 3
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_ensemble_answers_by_its_rule(rule):
-    defense, x = Ensemble([net(s) for s in range(3)], [0.5, 0.3, 0.2], rule), images()
-    assert torch.equal(defense(x), rule(defense.logits(x), torch.tensor([0.5, 0.3, 0.2])))
+def test_ensemble_predicts_by_its_rule():
+    members, x = [net(s) for s in range(3)], images()
+    for rule in RULES:
+        defense = Ensemble(members, [0.5, 0.3, 0.2], rule)
+        assert torch.equal(defense(x), rule(defense.logits(x), torch.tensor([0.5, 0.3, 0.2])))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 12, 30])
-def test_equal_probabilities(count):
-    defense = Ensemble([net(0)] * count)
-    assert defense.weights.shape == (count,)
-    assert (defense.weights == defense.weights[0]).all()
-    assert defense.weights.sum().item() == pytest.approx(1, abs=1e-6)
-    assert defense(images()).amax(1).tolist() == pytest.approx([1.0] * 20, abs=1e-6)
+def test_equal_probabilities():
+    for count in (1, 2, 3, 7, 12, 30):
+        defense = Ensemble([net(0)] * count)
+        assert defense.weights.shape == (count,)
+        assert (defense.weights == defense.weights[0]).all()
+        assert defense.weights.sum().item() == pytest.approx(1, abs=1e-6)
+        assert defense(images()).amax(1).tolist() == pytest.approx([1.0] * 20, abs=1e-6)
 
 
 def test_members_from_a_generator_expression():
@@ -174,17 +185,33 @@ def test_mixture_hands_the_generator_on():
 # what holds for every defense
 
 
+FLIPS = {"HorizontalFlip": {"p": 0.5}, "VerticalFlip": {}}
 DEFENSES = {
     "single": lambda: Single(net(0)),
     "ensemble": lambda: Ensemble([net(0), net(1)], [0.9, 0.1]),
     "mixture": lambda: Mixture([Single(net(0)), Ensemble([net(1), net(2)])]),
-    "random": lambda: Jitter(net(0), 5),
+    "random_transforms": lambda: RandomTransforms(net(0), FLIPS, 2, 5),
+    "transform_ensemble": lambda: TransformEnsemble([net(0), net(1)], ["clean", "noise_gaussian"]),
+    "other": lambda: Jitter(net(0), 5),
 }
 every_defense = pytest.mark.parametrize("build", DEFENSES.values(), ids=DEFENSES.keys())
 
 
+@pytest.mark.parametrize("name", DEFENSES)
+def test_a_defense_says_what_others_need_to_know(name):
+    defense = DEFENSES[name]()
+    assert defense.kind == name
+    assert len(defense.names) == len(set(defense.names)) == len(defense.weights)
+    assert sum(p for p, _ in defense.components()) == pytest.approx(1)
+    assert [part for _, part in defense.components()] == getattr(defense, "defenses", [defense])
+    known = {"random_transforms": list(FLIPS), "transform_ensemble": ["clean", "noise_gaussian"]}
+    assert list(defense.transforms) == known.get(name, [])
+    assert random_transforms_in(Mixture([defense])) == [defense] * (name == "random_transforms")
+    assert is_transform_ensemble(defense) == (name == "transform_ensemble")
+
+
 @every_defense
-def test_answers_are_probabilities_of_each_image_alone(build):
+def test_predictions_are_probabilities_of_each_image_alone(build):
     defense, x = build().eval(), images(8)
     answers = defense(x, Streams.from_index(torch.arange(8)))
     torch.testing.assert_close(answers.sum(1), torch.ones(8))
@@ -211,7 +238,7 @@ def test_adapt_changes_nothing_by_default(build):
 
 
 @every_defense
-def test_copies_answer_alike(build):
+def test_copies_predict_alike(build):
     defense, x = build(), images()
     answers = defense(x, torch.Generator().manual_seed(0))
     for other in (copy.deepcopy(defense), pickle.loads(pickle.dumps(defense))):
@@ -226,7 +253,7 @@ def test_weights_travel_with_the_network(build):
     assert defense.weights.device.type == "meta"
 
 
-@pytest.mark.parametrize("build", [DEFENSES["ensemble"], DEFENSES["random"]])
+@pytest.mark.parametrize("build", [DEFENSES["ensemble"], DEFENSES["other"]])
 def test_weights_still_sum_to_one_in_half_precision(build):
     weights = build().bfloat16().weights.float()
     assert weights.sum().item() == pytest.approx(1, abs=1e-6)

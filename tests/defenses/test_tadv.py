@@ -8,21 +8,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rob.attacks import PGD, Attack, attacking
+from lightning_rob.attacks import PGD, Attack
 from lightning_rob.defenses import Single
-from lightning_rob.defenses.learning import reinitialized
-from lightning_rob.defenses.source import Source
 from lightning_rob.defenses.tadv import TADV, half_adversarial, smoothness
+from lightning_rob.defenses.transductive import reinitialized
 from lightning_rob.nets import LeNet, MNISTNet, PreActResNet18, ResNet20, SmallCNN
 from lightning_rob.randomness import generator_from, seeded_global_rng
-from lightning_rob.run import Command
 from lightning_rob.threat import Threat
 from tests.tiny import (
     Blobs,
     TinyNet,
-    pgd,
-    recipe,
-    run,
     same_weights,
 )
 
@@ -110,7 +105,7 @@ def test_both_halves_share_batch_statistics_and_the_attack_is_in_eval_mode():
     assert not spy.seen[0][2]
 
 
-def test_wrong_labels_in_the_clean_half_are_told():
+def test_wrong_labels_in_the_clean_half_are_refused():
     with pytest.raises(ValueError, match="labels must be 0 … 3 for 4 classes, got 0 … 9"):
         half_adversarial(
             Single(TinyNet()), torch.rand(4, 3, 8, 8), torch.tensor([9, 0, 0, 0]), Spy()
@@ -261,76 +256,9 @@ def test_retraining_is_the_loop_by_hand():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_private_randomness_decides_and_nothing_else():
-    defense, (x, _) = tadv(), batch()
-    first = defense.adapt(x, chance(1))
-    torch.manual_seed(99)
-    assert same(first, defense.adapt(x, chance(1)))
-    assert not same(first, defense.adapt(x, chance(2)))
-    assert same(first, first.adapt(x, chance(1)))  # it keeps no state
-    assert not torch.equal(first.logits(x), defense.logits(x))
-
-
 def test_the_static_network_decides_nothing_but_the_architecture():
     x = batch()[0]
     assert same(tadv(TinyNet()).adapt(x, chance(1)), tadv(TinyNet()).adapt(x, chance(1)))
-
-
-@pytest.mark.parametrize("use_batch", [False, True])
-def test_the_test_batch_is_looked_at_only_if_asked_for(use_batch):
-    defense, (x, _) = tadv(use_batch=use_batch), batch()
-    one, other = (defense.adapt(seen, chance(1)) for seen in (x, 1 - x))
-    assert same(one, other) is not use_batch
-
-
-@pytest.mark.parametrize("use_batch", [False, True])
-def test_adapting_is_pure(use_batch):
-    images, labels = blobs()
-    defense = TADV(TinyNet(), (images, labels), ATTACK, 1, 32, use_batch=use_batch)
-    defense.net.norm.eval()  # a frozen part, in another mode than the rest
-    defense.net.first.weight.requires_grad_(False)
-    kept = images.clone(), labels.clone(), copy.deepcopy(defense.state_dict())
-    state, x = torch.get_rng_state(), batch()[0]
-    adapted = defense.adapt(x, chance())
-    assert torch.equal(images, kept[0])
-    assert torch.equal(labels, kept[1])
-    assert same_weights(kept[2], defense.state_dict())
-    assert torch.equal(x, batch()[0])
-    assert torch.equal(state, torch.get_rng_state())
-    assert all(weight.grad is None for weight in defense.parameters())
-    modes = [module.training for module in (defense.net, defense.net.norm, defense.net.first)]
-    assert modes == [True, False, True]
-    grads = [weight.requires_grad for weight in defense.net.parameters()]
-    assert grads == [False] + [True] * (len(grads) - 1)
-    assert defense.adapted is None
-    assert not {id(p) for p in adapted.adapted.parameters()} & {id(p) for p in defense.parameters()}
-
-
-def test_the_static_and_the_adapted_network_are_told_apart():
-    defense, (x, _) = tadv(), batch()
-    adapted = defense.adapt(x, chance())
-    assert adapted.base_model.net is defense.net
-    assert adapted.adapted_model.net is adapted.adapted
-    assert defense.adapted_model.net is defense.net
-    assert not adapted.adapted.training
-    assert not any(weight.requires_grad for weight in adapted.adapted.parameters())
-
-
-@pytest.mark.parametrize("use_batch", [False, True])
-def test_it_adapts_wherever_it_is_asked_to(use_batch):
-    defense, (x, y) = tadv(use_batch=use_batch), batch()
-    plain = defense.adapt(x, chance(1))
-    with torch.inference_mode():
-        assert same(plain, defense.adapt(x.clone(), chance(1)))
-    with torch.no_grad():
-        assert same(plain, defense.adapt(x, chance(1)))
-    with attacking(defense):
-        inside = defense.adapt(x, chance(1))
-        assert same(plain, inside)
-        again = PGD(THREAT, 1, 0.1, random_start=False)(inside, x, y)
-    assert torch.equal(again, PGD(THREAT, 1, 0.1, random_start=False)(plain, x, y))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert same(plain, defense.adapt(x, chance(1)))
 
 
 def test_a_retraining_can_be_interrupted():
@@ -407,31 +335,3 @@ def test_it_says_what_it_lacks():
         tadv(attack=None).adapt(batch()[0], chance())
     with pytest.raises(ValueError, match="TADV learns from labelled images"):
         TADV(TinyNet(), attack=ATTACK).adapt(batch()[0], chance())
-
-
-def test_a_recipe_makes_the_defense_of_the_network_it_trains(tmp_path):
-    defense = {
-        "class_path": "lightning_rob.defenses.tadv.TADV",
-        "init_args": {
-            "attack": pgd(keep_best=True),
-            "epochs": 1,
-            "batch_size": 32,
-            "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.02}},
-            "lr_scheduler": {
-                "class_path": "torch.optim.lr_scheduler.StepLR",
-                "init_args": {"step_size": 1},
-            },
-        },
-    }
-    options = {"net": {"class_path": "tests.tiny.TinyNet"}, "attack": pgd(), "defense": defense}
-    model = {"class_path": "AdversarialTraining", "init_args": options}
-    file = recipe(tmp_path, model=model, **{"trainer__callbacks+": []})
-    built = Command(["--config", str(file)], run=False).model.defense
-    assert type(built) is TADV
-    assert built.attack == PGD(Threat("linf", 16 / 255), 3, 8 / 255, keep_best=True)
-    optimizer = built.optimizer(built.net.parameters())
-    assert optimizer.param_groups[0]["lr"] == 0.02
-    assert built.lr_scheduler(optimizer).step_size == 1
-    run("fit", "--config", file, "--trainer.max_epochs=1")
-    built.source_data = Source(blobs())
-    assert built.adapt(batch()[0], chance()).adapted is not None
