@@ -22,9 +22,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 from lightning_rob.data import Digits5k
-from lightning_rob.figures.page import save
 from lightning_rob.figures.pool import pool_figure
 from lightning_rob.nets import SmallCNN
+from lightning_rob.plots import save
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms.pool import GROUPS, pool
 

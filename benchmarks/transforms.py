@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_rob.data.wheels import inside
-from lightning_rob.figures.page import save
 from lightning_rob.figures.transforms import transforms
+from lightning_rob.plots import save
 from lightning_rob.transforms import catalogue
 
 PEERS = {

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from lightning_rob.figures.page import pixels
 from lightning_rob.figures.pool import pool_figure
+from lightning_rob.plots import pixels
 from lightning_rob.transforms.pool import GROUPS
 
 

@@ -1,7 +1,7 @@
 import pytest
 
-from lightning_rob.figures.page import pixels
 from lightning_rob.figures.rejection import Setting, rejection
+from lightning_rob.plots import pixels
 
 LIMITS = [i / 99 for i in range(100)]
 FALLING = [1 - limit for limit in LIMITS]

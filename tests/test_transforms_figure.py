@@ -1,7 +1,7 @@
 import torch
 
-from lightning_rob.figures.page import pixels
 from lightning_rob.figures.transforms import STRENGTHS, arranged, examples, transforms
+from lightning_rob.plots import pixels
 from lightning_rob.transforms import Gamma, Gray, Sobel, catalogue
 
 X = torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(0))

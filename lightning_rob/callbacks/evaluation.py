@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.game import images_within_limits
 from lightning_rob.callbacks.progress import AttackProgress
-from lightning_rob.callbacks.record import SESSION, versions
 from lightning_rob.evaluation import GROUP_SIZE, canonical_groups, group_loader, serves_once
+from lightning_rob.evaluation.records import SESSION, versions
 from lightning_rob.precision import float32_precision, in_float32
 from lightning_rob.threat import pixels
 

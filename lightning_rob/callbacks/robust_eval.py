@@ -26,29 +26,23 @@ from lightning_rob.callbacks.game import RoundProtocol
 from lightning_rob.callbacks.panels import panel as draw
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.protocol import AttackerDefenderSession, NoAttack, answers
-from lightning_rob.callbacks.record import (
-    Result,
-    append_records,
-    measured,
-    print_table,
-    versions,
-)
 from lightning_rob.data.labelled import give_source
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.learning import listener
 from lightning_rob.evaluation import GROUP_SIZE, is_random, worst_case
-from lightning_rob.ledger import (
-    Book,
-    Outcome,
-    card_of,
-    describe,
-    fingerprint,
-    key_of,
-    predicted_class,
-    save_images,
+from lightning_rob.evaluation.images import save_images
+from lightning_rob.evaluation.per_image import BatchOutcome, PerImageResults, predicted_class
+from lightning_rob.evaluation.records import (
+    Result,
+    append_records,
+    measured,
+    threat_model_card,
+    versions,
 )
+from lightning_rob.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.metrics import paired, robust_accuracy, student
 from lightning_rob.randomness import Streams
+from lightning_rob.tables import print_table
 
 TRIED = 8  # images of each group that are predicted twice, to see whether there is chance in it
 LONGEST_NAME = 80  # of a file, in letters, before it says how many more attacks there are
@@ -137,7 +131,7 @@ class RobustEval(Evaluation):
         self.playing: RoundProtocol | None = None
         self.matches: dict[tuple[str, int], AttackerDefenderSession] = {}
         self.folder: Path | None = None
-        self.book = Book(("clean", *attacks), inferences * private_draws)
+        self.book = PerImageResults(("clean", *attacks), inferences * private_draws)
         self.seconds = dict.fromkeys(attacks, 0.0)
         self.panels: dict[str, Tensor] = {}
         self.results: list[Result] = []
@@ -186,12 +180,12 @@ class RobustEval(Evaluation):
         self.folder = run_folder(trainer)
         place = self._journal_place(trainer, pl_module, defense)
         columns = self.inferences * self.private_draws
-        self.book = Book(("clean", *self.attacks), columns, pl_module.device, place)
+        self.book = PerImageResults(("clean", *self.attacks), columns, pl_module.device, place)
         self.seconds = dict.fromkeys(self.attacks, 0.0)
-        if self.book.journal:  # and something in it
-            self.seconds |= self.book.journal.taken(self.attacks)
+        if self.book.log:  # and something in it
+            self.seconds |= self.book.log.seconds(self.attacks)
             if trainer.is_global_zero:
-                known = len(self.book.journal)
+                known = len(self.book.log)
                 text = f"Going on with {', '.join(self.attacks)}: {known} images are known already."
                 console_of(trainer).print(text)
         self.panels = {}
@@ -203,7 +197,11 @@ class RobustEval(Evaluation):
             return None
         told = self._told(trainer, pl_module, defense) | {"stage": trainer.state.fn}
         logs: Any = trainer.logger and trainer.logger.save_dir
-        return Path(logs or trainer.default_root_dir) / "unfinished" / key_of(**told)
+        return (
+            Path(logs or trainer.default_root_dir)
+            / "unfinished"
+            / cache_key(attack_code=self.attacks, **told)
+        )
 
     def _told(self, trainer: Trainer, pl_module: Any, defense: Defense) -> dict[str, Any]:
         """The card: all that the rows depend on."""
@@ -212,7 +210,7 @@ class RobustEval(Evaluation):
             "weights": fingerprint(defense),
             "defense": type(defense).__name__,
             "module": type(pl_module).__name__,
-            "rule": describe(defense.rule),
+            "rule": attack_spec(defense.rule),
             "target": self._target_name,
             "data": f"{type(module).__name__}, {_count(self.loader.dataset)} images",
             "max_images": self.max_images,
@@ -224,7 +222,7 @@ class RobustEval(Evaluation):
             "save_images": self.save_images,
             "protocol": self.playing
             and self.playing.record(defense, self.loader, trainer.world_size),
-            "attacks": {name: card_of(attack) for name, attack in self.attacks.items()},
+            "attacks": {name: threat_model_card(attack) for name, attack in self.attacks.items()},
             "versions": versions(),
         }
 
@@ -283,7 +281,7 @@ class RobustEval(Evaluation):
 
     def _recalled(self, x: Tensor, y: Tensor, index: Tensor) -> bool:
         """Whether the batch was evaluated before the evaluation was stopped."""
-        known = self.book.recall(x, y, index)
+        known = self.book.load_cached(x, y, index)
         if known and self.progress:
             for name in self.attacks:
                 self.progress.advance(name, len(x))
@@ -300,12 +298,12 @@ class RobustEval(Evaluation):
         x, y, index = batch
         before = list(self.seconds.values())
         scores = torch.stack([robust_accuracy(answer, y) for answer in clean], 1)
-        outcomes = [Outcome(scores, predicted_class(clean[0]), torch.zeros_like(scores[:, 0]))]
+        outcomes = [BatchOutcome(scores, predicted_class(clean[0]), torch.zeros_like(scores[:, 0]))]
         for name, attack in self.attacks.items():
             outcomes.append(self._score(trainer, name, attack, defense, clean[0], batch))
         if not trainer.sanity_checking:
             taken = [now - then for now, then in zip(self.seconds.values(), before, strict=True)]
-            self.book.enter(x, y, index, outcomes, taken)
+            self.book.add_batch(x, y, index, outcomes, taken)
 
     def _score(
         self,
@@ -315,7 +313,7 @@ class RobustEval(Evaluation):
         defense: Defense,
         clean: Tensor,
         batch: tuple[Tensor, Tensor, Tensor],
-    ) -> Outcome:
+    ) -> BatchOutcome:
         """What became of the batch, scores averaged over repeats."""
         x, y, index = batch
         columns = self.inferences * self.private_draws
@@ -329,13 +327,13 @@ class RobustEval(Evaluation):
             self.panels[name] = draw(x[part], x_adv[part], y[part], clean[part], found[0][part])
         if self.save_images and self.folder and not trainer.sanity_checking:
             stage = "test" if trainer.testing else "val"
-            place = self.book.place or self.folder / "images"
+            place = self.book.folder or self.folder / "images"
             save_images(place / self._stem(stage, trainer, [name]), index, x_adv)
         if self.progress:
             self.progress.advance(name, len(x))
         self.seconds[name] += time.perf_counter() - began
         sizes = attack.threat.distance(x_adv, x)
-        return Outcome(total / self.repeats, predicted_class(found[0]), sizes)
+        return BatchOutcome(total / self.repeats, predicted_class(found[0]), sizes)
 
     def _match(
         self, name: str, attack: Attack, defense: Defense, repeat: int
@@ -401,7 +399,7 @@ class RobustEval(Evaluation):
         card["worst"] = worst.choice
         self.book.write(path, len(defense.weights), card, worst.scores.mean(1))
         trainer.strategy.barrier("the record is written")
-        self.book.forget()
+        self.book.delete()
 
     def _stem(self, stage: str, trainer: Trainer, names: Sequence[str] = ()) -> str:
         """What a file of this evaluation is called."""
@@ -454,7 +452,7 @@ class RobustEval(Evaluation):
             details = shared | spans[i]
             if i:
                 attack = self.attacks[name]
-                details |= {"attack": describe(attack), "threat": repr(attack.threat)}
+                details |= {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
                 details |= {"ball": str(attack.threat)}
                 details |= self._against(trainer, name, scores[:, i])
             draws = single[:, i] if self.private_draws > 1 else None
@@ -493,7 +491,7 @@ class RobustEval(Evaluation):
         worst = worst_case([s.scores() for s in due], random, joint=self.playing is not None)
         balls = {str(attack.threat) for s in due for attack in s.attacks.values()}
         ball = balls.pop() if len(balls) == 1 else "several!"
-        details = shared | {"attack": worst.choice, "over": over, "ball": ball}
+        details = shared | {"choice": worst.choice, "over": over, "ball": ball}
         draws = worst.scores if self.private_draws > 1 else None
         return [measured("worst", worst.scores.mean(1), 0.0, details, draws)]
 
@@ -501,7 +499,7 @@ class RobustEval(Evaluation):
         folder = writing_folder(trainer)
         if folder is None:
             return
-        append_records(folder / self.record, results)
+        append_records(folder / self.record, (result.record() for result in results))
         if isinstance(trainer.logger, TensorBoardLogger):
             for name, picture in self.panels.items():
                 tag = f"{stage}/adversarial/{name}"

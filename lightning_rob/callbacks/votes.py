@@ -1,6 +1,5 @@
 """An ensemble under every voting rule, its parts too, from the same votes."""
 
-import json
 import time
 from collections.abc import Sequence
 from itertools import takewhile
@@ -22,15 +21,15 @@ from lightning_rob.callbacks.evaluation import (
 )
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.protocol import NoAttack, check_within
-from lightning_rob.callbacks.record import append_lines
-from lightning_rob.callbacks.votes_table import CLEAN, print_votes
 from lightning_rob.defenses import Defense, TransformEnsemble
 from lightning_rob.evaluation import GROUP_SIZE
-from lightning_rob.ledger.identity import describe
+from lightning_rob.evaluation.records import append_records
+from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import PerImage, robust_accuracy, wilson_over_draws
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import VOTING_RULES, Rule
+from lightning_rob.tables import CLEAN, print_votes
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import WORDS, chosen
 
@@ -207,7 +206,7 @@ class VotingRuleEval(Evaluation):
             pl_module.log(key, result["accuracy"], sync_dist=True)
         folder = writing_folder(trainer)
         if folder is not None:
-            append_lines(folder / self.record, map(json.dumps, self.results))
+            append_records(folder / self.record, self.results)
 
     def _results(self, shared: dict[str, Any]) -> list[dict[str, Any]]:
         """A record for each attack, ensemble and rule."""
@@ -222,14 +221,19 @@ class VotingRuleEval(Evaluation):
                 rows = [[float(next(columns).mean()) for _ in self.rules] for _ in draws]
                 for rule, values in zip(self.rules, zip(*rows, strict=True), strict=True):
                     places = {"ensemble": ensemble, "rule": rule, "members": len(draws[0])}
-                    found.append({"name": name} | details | places | _figures(values, len(scores)))
+                    found.append(
+                        {"kind": "voting_rule", "name": name}
+                        | details
+                        | places
+                        | _figures(values, len(scores))
+                    )
         return found
 
     def _details(self, name: str) -> dict[str, Any]:
         if name == CLEAN:
             return {}
         attack = self.rounds_of[name]
-        told = {"attack": describe(attack), "threat": repr(attack.threat)}
+        told = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
         return told | {"attacked": self.attacked, "seconds": self.seconds[name]}
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

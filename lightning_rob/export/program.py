@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.export import load as load_program
 from torch.export import save as save_program
 
-from lightning_rob.callbacks.record import versions
 from lightning_rob.defenses import Defense
+from lightning_rob.evaluation.records import versions
 from lightning_rob.export.tracing import MOST_IMAGES, Answers, Inputs, traced
 from lightning_rob.files import write_whole
-from lightning_rob.ledger.identity import fingerprint
+from lightning_rob.identity import fingerprint
 
 CARD = "lightning_rob.json"
 SIZES = (1, 3, 8)

@@ -7,8 +7,7 @@ from itertools import cycle
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_rob.figures.curves import DASHES
-from lightning_rob.figures.page import COLORS, MARKERS, blank
+from lightning_rob.plots import COLORS, DASHES, MARKERS, blank
 
 WIDTH, HEIGHT = 2.7, 3.0  # inches of a panel
 MARKS = 9  # of a line, spread evenly

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lightning_rob.figures.page import blank
+from lightning_rob.plots import blank
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms import Transform, catalogue
 

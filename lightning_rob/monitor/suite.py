@@ -10,11 +10,11 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 
 from lightning_rob.attacks import PGD, Attack, arc_suite
 from lightning_rob.callbacks import RobustEval
-from lightning_rob.callbacks.record import Result
 from lightning_rob.callbacks.robust_eval import whole
 from lightning_rob.defenses import Ensemble, RandomTransforms
 from lightning_rob.evaluation import worst_case
-from lightning_rob.ledger.identity import describe, key_of
+from lightning_rob.evaluation.records import Result
+from lightning_rob.identity import attack_spec, cache_key
 from lightning_rob.objectives import ce_of_mean_logits
 from lightning_rob.sweep.measure import Silent
 from lightning_rob.sweep.points import Scores, kept
@@ -108,7 +108,7 @@ class Suite:
         if not any(evaluation.target is whole for evaluation in evaluations):
             raise ValueError(f"none of the attacks is on the whole defense; {ADVICE}")
         told = [_told(evaluation) for evaluation in self.evaluations]
-        self.key = key_of(evaluations=told, **settings)
+        self.key = cache_key(evaluations=told, **settings)
 
     def take(self, module: Any) -> None:
         """Evaluate another module from now on, by the same attacks on the same images.
@@ -183,7 +183,7 @@ def _silent(evaluation: RobustEval) -> Silent:
 def _told(evaluation: RobustEval) -> dict[str, Any]:
     """All that the figures of an evaluation depend on."""
     counts = ("max_images", "repeats", "inferences", "private_draws", "seed", "group_size")
-    attacks = {name: describe(attack) for name, attack in evaluation.attacks.items()}
-    target = describe(evaluation.target)
+    attacks = {name: attack_spec(attack) for name, attack in evaluation.attacks.items()}
+    target = attack_spec(evaluation.target)
     told = {"attacks": attacks, "target": target, "protocol": repr(evaluation.protocol)}
     return told | {name: getattr(evaluation, name) for name in counts}

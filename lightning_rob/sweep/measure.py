@@ -14,7 +14,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.evaluation import Evaluation
-from lightning_rob.callbacks.record import Result
+from lightning_rob.evaluation.records import Result
 from lightning_rob.sweep.options import Study, Value
 from lightning_rob.sweep.plan import CLEAN, Game, plan, worst
 from lightning_rob.sweep.points import Points, scores_of

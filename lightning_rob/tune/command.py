@@ -14,7 +14,7 @@ import jsonargparse
 import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_rob.ledger.identity import key_of
+from lightning_rob.identity import cache_key
 from lightning_rob.randomness import derive_seed
 from lightning_rob.reasons import InputError
 from lightning_rob.run import Command
@@ -135,7 +135,7 @@ def tune(options: Options, recipe: dict[str, Any]) -> Path:
     budget = Budget().with_(space.budget | options.budget)
     changed(recipe, space.trial)  # an unknown key is told before anything is built
     search = Search(space.variables, own, budget, options.seed, _earlier(options, space))
-    study = key_of(recipe=recipe, space=_contents(space), seed=options.seed)
+    study = cache_key(recipe=recipe, space=_contents(space), seed=options.seed)
     record = Record(options.out / "trials.jsonl", study)
     fit = Fit(recipe, space, options.seed, options.out)
     with _quiet():

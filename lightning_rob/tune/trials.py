@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from lightning_rob.callbacks.record import versions
+from lightning_rob.evaluation.records import versions
 from lightning_rob.tune.search import Search, enough
 from lightning_rob.tune.space import Point, Space
 

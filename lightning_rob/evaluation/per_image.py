@@ -1,0 +1,351 @@
+"""The results of every image: in memory, in a log that survives a kill, and in a CSV file."""
+
+import csv
+import io
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from lightning_rob.evaluation.records import with_schema
+from lightning_rob.files import write_text_whole
+from lightning_rob.metrics import PerImage
+
+Key = tuple[int, int, int]  # index, checksum and label of an image
+Row = tuple[list[float], list[int]]
+ROUNDING = 1e-4  # by which a sum of probabilities may exceed 1
+
+
+class BatchOutcome(NamedTuple):
+    """Results of a batch under one attack, or without an attack.
+
+    Args:
+        scores: [B, R] the probability that the prediction is right, by inference.
+        predictions: [B] the most probable class; -1 where there is none.
+        sizes: [B] of the perturbations, in the threat's norm.
+    """
+
+    scores: Tensor
+    predictions: Tensor
+    sizes: Tensor
+
+
+def predicted_class(probabilities: Tensor) -> Tensor:
+    """Return the most probable class [B] of [B, K]; -1 for a rejected or non-finite prediction."""
+    known = probabilities.nan_to_num()
+    return torch.where(known.sum(1) > 0, known.argmax(1), -1)
+
+
+def checksums(x: Tensor) -> list[int]:
+    """Return the CRC-32 of each image [B, …], as float32."""
+    images = x.detach().cpu().float().contiguous()
+    return [crc32(image.numpy().tobytes()) for image in images]
+
+
+class PerImageResults:
+    """Scores, predictions and perturbation sizes of every image, clean and under each attack.
+
+    Args:
+        names: A names, "clean" and those of the attacks.
+        inferences: R, how many predictions of the defense each image has.
+        device: where the batches are.
+        folder: of the log from which an interrupted evaluation resumes; None keeps no log.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        inferences: int,
+        device: torch.device | str = "cpu",
+        folder: Path | None = None,
+    ) -> None:
+        self.names, self.inferences, self.folder = tuple(names), inferences, folder
+        # Means, scores by inference, sizes; and predictions, label, checksum, which are exact.
+        self.floats = PerImage(len(names) * (inferences + 2)).to(device)
+        self.integers = PerImage(len(names) + 2, torch.int64).to(device)
+        self.log: ResumeLog | None = None
+        if folder is not None:
+            self.log = ResumeLog(folder, len(names), inferences)
+
+    def load_cached(self, x: Tensor, y: Tensor, index: Tensor) -> bool:
+        """Take a batch from the log; return whether the log had all of it."""
+        known = self.log.load(x, y, index) if self.log is not None else None
+        if known is not None:
+            self._update(x, y, index, *known)
+        return known is not None
+
+    def add_batch(
+        self,
+        x: Tensor,
+        y: Tensor,
+        index: Tensor,
+        outcomes: Sequence[BatchOutcome],
+        seconds: Sequence[float],
+    ) -> None:
+        """Add a batch.
+
+        Args:
+            x: [B, …] the clean images.
+            y: [B] labels.
+            index: [B].
+            outcomes: one for each of the names.
+            seconds: the time of each attack.
+        """
+        means = torch.stack([outcome.scores.mean(1) for outcome in outcomes], 1)
+        single = torch.cat([outcome.scores for outcome in outcomes], 1)
+        sizes = torch.stack([outcome.sizes for outcome in outcomes], 1)
+        floats = torch.cat([means, single, sizes], 1).float()
+        predictions = torch.stack([outcome.predictions for outcome in outcomes], 1).long()
+        self._update(x, y, index, floats, predictions)
+        if self.log is not None:
+            self.log.add(x, y, index, floats, predictions, seconds)
+
+    def _update(
+        self, x: Tensor, y: Tensor, index: Tensor, floats: Tensor, predictions: Tensor
+    ) -> None:
+        about = torch.stack([y.to(index), torch.tensor(checksums(x)).to(index)], 1)
+        self.floats.update(index, floats.to(index.device))
+        self.integers.update(index, torch.cat([predictions.to(index), about], 1))
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Return the indices [N], rising, and scores [N, A]; a collective of all processes."""
+        index, floats = self.floats.rows()
+        return index, floats[:, : len(self.names)]
+
+    def single(self) -> Tensor:
+        """Return the scores [N, A, R] by inference; a collective of all processes."""
+        _, floats = self.floats.rows()
+        count = len(self.names)
+        return floats[:, count:-count].reshape(len(floats), count, self.inferences)
+
+    def write(self, path: Path | None, draws: int, card: Mapping[str, Any], worst: Tensor) -> None:
+        """Write the CSV file with its card, and move the saved images beside it.
+
+        Neither file ever exists in part. Every process has to call it.
+
+        Args:
+            path: of the CSV file; None on the processes that do not write.
+            draws: S, the number of classifiers of a prediction.
+            card: see `threat_model_card`, and all else that the results depend on.
+            worst: [N] scores under the strongest attack.
+        """
+        index, floats = self.floats.rows()
+        _, integers = self.integers.rows()
+        if path is None:
+            return
+        table = io.StringIO()
+        lines = csv.writer(table, lineterminator="\n")
+        lines.writerow(self._head())
+        rows = zip(index.tolist(), floats.tolist(), integers.tolist(), worst.tolist(), strict=True)
+        for number, scores, (*predictions, label, checksum), lowest in rows:
+            broken_by = _broken_by(self.names, scores[: len(self.names)])
+            cells = self._cells(scores, predictions)
+            lines.writerow([number, label, *cells, f"{lowest:.7g}", broken_by, draws, checksum])
+        text = json.dumps(with_schema({"kind": "card", **card}), indent=1)
+        write_text_whole(path.with_suffix(".json"), text + "\n")
+        write_text_whole(path, table.getvalue())
+        for folder in sorted(self.folder.iterdir()) if self.folder and self.folder.exists() else ():
+            if folder.is_dir():
+                shutil.copytree(folder, path.parent / folder.name, dirs_exist_ok=True)
+
+    def _head(self) -> list[str]:
+        cells = ["index", "label"]
+        for j, name in enumerate(self.names):
+            cells += [name, f"{name}_prediction", *([f"{name}_size"] if j else [])]
+            several = range(1, self.inferences + 1) if self.inferences > 1 else ()
+            cells += [f"{name}_{number}" for number in several]
+        return [*cells, "worst", "broken_by", "draws", "checksum"]
+
+    def _cells(self, floats: list[float], predictions: list[int]) -> list[str]:
+        count, cells = len(self.names), list[str]()
+        for j, prediction in enumerate(predictions):
+            cells += [f"{floats[j]:.7g}", str(prediction)]
+            cells += [f"{floats[j - count]:.6g}"] if j else []
+            first = count + j * self.inferences
+            single = floats[first : first + self.inferences] if self.inferences > 1 else ()
+            cells += [f"{score:.7g}" for score in single]
+        return cells
+
+    def delete(self) -> None:
+        """Remove this process's log, once the CSV file is written."""
+        if self.log is not None:
+            self.log.delete()
+
+
+def _broken_by(names: Sequence[str], scores: Sequence[float]) -> str:
+    """Return the attack with the lowest score; "clean" where the image is wrong without one."""
+    if scores[0] <= 0:
+        return "clean"
+    lowest = min(scores)
+    return names[scores.index(lowest)] if lowest < scores[0] else ""
+
+
+class ResumeLog:
+    """Batches that an evaluation has finished, in a folder named after the evaluation.
+
+    Each process appends a line of JSON per batch to a file of its own and waits until it is on the
+    disk; a line that a kill broke off is ignored. A row is reused for an image only if the image is
+    the same, pixel by pixel, with the same label.
+
+    Args:
+        folder: of this evaluation and no other; made at the first batch.
+        names: A, the number of mean scores of an image.
+        inferences: R.
+    """
+
+    def __init__(self, folder: Path, names: int, inferences: int) -> None:
+        self.folder, self.names = folder, names
+        self.width = names * (inferences + 2)
+        self.path = folder / f"{platform.node()}-{os.getpid()}.jsonl"
+        self.known: dict[Key, Row] = {}
+        self.total_seconds: list[float] = []
+        self.read = [path for path in sorted(folder.glob("*.jsonl")) if path.is_file()]
+        for path in self.read:
+            for line in path.read_text(errors="replace").splitlines():
+                with suppress(ValueError, KeyError, TypeError):  # a broken line, or a foreign one
+                    self._keep(json.loads(line))
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    def seconds(self, names: Iterable[str]) -> dict[str, float]:
+        """Return how long each attack took on the known images."""
+        return dict(zip(names, self.total_seconds, strict=True)) if self.total_seconds else {}
+
+    def load(self, x: Tensor, y: Tensor, index: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the rows of a batch: floats [B, A (R + 2)] and predictions [B, A].
+
+        None unless all images [B, …] are known by index, pixels and label.
+        """
+        rows = [self.known.get(key) for key in _keys(x, y, index)]
+        found = [row for row in rows if row is not None]
+        if not found or len(found) < len(rows):
+            return None
+        floats, predictions = zip(*found, strict=True)
+        return torch.tensor(floats), torch.tensor(predictions)
+
+    def add(
+        self,
+        x: Tensor,
+        y: Tensor,
+        index: Tensor,
+        floats: Tensor,
+        predictions: Tensor,
+        seconds: Sequence[float],
+    ) -> None:
+        """Append the rows of a batch and the time of each attack.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        fields = {
+            "keys": _keys(x, y, index),
+            "floats": floats.tolist(),
+            "predictions": predictions.tolist(),
+            "seconds": [round(value, 3) for value in seconds],
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            # The line break comes first, so that a line broken off before spoils no other.
+            file.write("\n" * (file.tell() > 0) + json.dumps(fields))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def delete(self) -> None:
+        """Remove the files of this evaluation, but not what another process is writing now."""
+        for path in {*self.read, self.path}:
+            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # where another process of the run was faster
+            if not list(self.folder.glob("*.jsonl")):
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _keep(self, batch: dict[str, Any]) -> None:
+        rows = {
+            (int(key[0]), int(key[1]), int(key[2])): (floats, predictions)
+            for key, floats, predictions in zip(
+                batch["keys"], batch["floats"], batch["predictions"], strict=True
+            )
+        }
+        seconds = [float(value) for value in batch["seconds"]]
+        if all(map(self._is_plausible, rows.values())) and len(seconds) == self.names - 1:
+            self.known |= rows
+            before = self.total_seconds or [0.0] * len(seconds)
+            self.total_seconds = [a + b for a, b in zip(before, seconds, strict=True)]
+
+    def _is_plausible(self, row: Row) -> bool:
+        """Whether a row has its width, and scores that are probabilities."""
+        floats, predictions = row
+        probable = all(-ROUNDING <= score <= 1 + ROUNDING for score in floats[: self.names])
+        finite = all(value == value for value in floats)
+        return len(floats) == self.width and len(predictions) == self.names and probable and finite
+
+
+def _keys(x: Tensor, y: Tensor, index: Tensor) -> list[Key]:
+    return list(zip(index.tolist(), checksums(x), y.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """A CSV file of per-image results that was read.
+
+    Args:
+        path: the CSV file.
+        card: what the results depend on, see `threat_model_card`.
+        index: [N] the images' indices, rising.
+        label: [N].
+        scores: name -> [N] in [0, 1]; "clean", each attack, and "worst", the strongest of them by
+            `worst_case`.
+        checksum: [N] CRC-32 of the images.
+    """
+
+    path: Path
+    card: dict[str, Any]
+    index: Tensor
+    label: Tensor
+    scores: dict[str, Tensor]
+    checksum: Tensor
+
+    @property
+    def attacks(self) -> list[str]:
+        """The attacks' names."""
+        return [name for name in self.scores if name not in ("clean", "worst")]
+
+
+def read_result_file(path: Path | str) -> ResultFile:
+    """Read the per-image results of an evaluation.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: the file is of another kind, or has no card.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no record {path}")
+    try:
+        card = json.loads(path.with_suffix(".json").read_text())
+        with path.open(newline="") as file:
+            head, *lines = list(csv.reader(file))
+        columns = {name: [line[head.index(name)] for line in lines] for name in head}
+        index, label, checksum = (
+            torch.tensor([int(cell) for cell in columns[name]], dtype=torch.int64)
+            for name in ("index", "label", "checksum")
+        )
+        scores = {
+            name: torch.tensor([float(cell) for cell in columns[name]], dtype=torch.float64)
+            for name in ("clean", *card["attacks"], "worst")
+        }
+    except FileNotFoundError as error:
+        card_path = path.with_suffix(".json")
+        raise ValueError(f"{path} is not a record: it has no card {card_path.name}") from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{path} is not a record of an evaluation: {error}") from error
+    return ResultFile(path, card, index, label, scores, checksum)
