@@ -71,6 +71,9 @@ def sweep(trained, out, over, values, *args, callbacks=CALLBACKS):
 
 
 def lines(out):
+    studies = out / "sweep_studies.jsonl"
+    for line in studies.read_text().splitlines() if studies.exists() else ():
+        checked(line)
     return list(map(checked, (out / "sweep.jsonl").read_text().splitlines()))
 
 

@@ -1,6 +1,6 @@
 """Options of the commands that read records, one dataclass each: `--help` is generated from it.
 
-Nothing heavy is imported here, so that `--help` prints at once.
+This file imports neither torch nor Lightning, so that `--help` prints at once.
 """
 
 from argparse import RawDescriptionHelpFormatter

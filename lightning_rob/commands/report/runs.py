@@ -254,40 +254,36 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 def read_run(folder: Path) -> Run:
     """Read all records of a folder; their `kind` says what they are, not the file's name."""
-    results: list[AttackResult] = []
-    matrices: dict[tuple[Any, ...], Fields] = {}
-    votes: dict[tuple[Any, ...], Fields] = {}
-    sweep: list[Fields] = []
-    others: dict[str, Fields] = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        for fields in _of_last_test(records_in(path)) if path.name != MONITOR else ():
-            kind = fields.get("kind")
-            if "variable" in fields:
-                sweep.append(fields)
-            elif kind == "transfer_matrix" and is_matrix(fields.get("matrix")):
-                matrices[str(fields.get("stage")), str(fields.get("name"))] = fields
-            elif kind == "voting_rule":
-                votes[tuple(fields.get(key) for key in VOTE)] = fields
-            elif kind == "accuracy" and (result := attack_result(fields)):
-                results.append(result)
-            elif kind == "gallery":
-                others[path.stem] = fields
-    recipe = folder / "config.yaml"
+    files = [path for path in sorted(folder.glob("*.jsonl")) if path.name != MONITOR]
+    found = [(path.stem, fields) for path in files for fields in _of_last_test(records_in(path))]
+    records = [fields for _, fields in found if "variable" not in fields]
+    matrices = [f for f in _of_kind(records, "transfer_matrix") if is_matrix(f.get("matrix"))]
+    recipe, monitor = folder / "config.yaml", folder / MONITOR
     text = recipe.read_text(errors="replace") if recipe.is_file() else ""
-    monitor = folder / MONITOR
     return Run(
         folder=folder,
         label=folder.name,
-        evaluations=Evaluations(results),
-        matrices=_of_one_stage(matrices.values()),
-        votes=_of_one_stage(votes.values()),
-        sweep=sweep,
+        evaluations=Evaluations(filter(None, map(attack_result, _of_kind(records, "accuracy")))),
+        matrices=_of_one_stage(_last_by(("stage", "name"), matrices)),
+        votes=_of_one_stage(_last_by(VOTE, _of_kind(records, "voting_rule"))),
+        sweep=[fields for _, fields in found if "variable" in fields],
         monitor=list(records_in(monitor)) if monitor.is_file() else [],
         audit=_audit(folder / AUDIT),
-        others=others,
+        others={stem: fields for stem, fields in found if fields.get("kind") == "gallery"},
         recipe=text,
         config=_parsed(text),
         pictures=sorted(folder.glob("*.png")),
+    )
+
+
+def _of_kind(records: Iterable[Fields], kind: str) -> list[Fields]:
+    return [fields for fields in records if fields.get("kind") == kind]
+
+
+def _last_by(names: Sequence[str], records: Iterable[Fields]) -> list[Fields]:
+    """Return the last record for each combination of these fields."""
+    return list(
+        {tuple(str(fields.get(name)) for name in names): fields for fields in records}.values()
     )
 
 
