@@ -111,7 +111,8 @@ def test_plug_in_counts_and_draws_at_test_only(name, tmp_path):
     record = checked((folder / f"{name}.jsonl").read_text())
     assert record["n"] == 300
     assert record["stage"] == "test"
-    assert record["strong"]["class_path"] == "lightning_rob.ARC"
+    strong = record["strong"]["init_args"]["attacks"]
+    assert {part["class_path"] for part in strong} == {"lightning_rob.ARC"}
     assert 300 >= record["left"] >= record["fooled"] > 0
     with Image.open(folder / f"{name}.png") as picture:
         assert min(picture.size) > 400
