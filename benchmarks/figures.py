@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_rob.data import Digits5k
 from lightning_rob.data.base import packaged_file
-from lightning_rob.figures.page import COLORS, MARKERS, blank, save
+from lightning_rob.plots import COLORS, MARKERS, blank, save
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms import Transform, catalogue
 from lightning_rob.transforms.pool import GROUPS

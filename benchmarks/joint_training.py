@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from lightning_rob.cli import main as command_line
-from lightning_rob.figures.heat_map import shade
-from lightning_rob.figures.page import blank, save
+from lightning_rob.plots import blank, save, shade
 
 ROOT = Path(__file__).parent.parent
 METHODS = ("iat", "adp", "gal", "trs", "dverge")

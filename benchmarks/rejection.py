@@ -29,9 +29,9 @@ from lightning_rob.attacks import CW, PGD, CommonCorruption, PartialBatchAttack
 from lightning_rob.data import Digits5k, Patches10
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.urejectron import URejectron
-from lightning_rob.figures.page import save
 from lightning_rob.metrics.selective import rejection_curves, selective_error
 from lightning_rob.nets import SmallCNN
+from lightning_rob.plots import save
 from lightning_rob.randomness import derive_seed
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.corruptions import Brightness

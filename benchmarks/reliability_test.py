@@ -143,7 +143,7 @@ def _attacking(logs: Path) -> float:
 
 def _batches(logs: Path) -> int:
     """Return how many complete batches a test has recorded."""
-    return sum(path.read_bytes().count(b"whole") for path in logs.glob("unfinished/*/*.csv"))
+    return sum(path.read_bytes().count(b'"seconds"') for path in logs.glob("unfinished/*/*.jsonl"))
 
 
 def killed_and_resumed(trials: int, resumes: int, seed: int = 0) -> tuple[int, int, int]:

@@ -21,7 +21,8 @@ COMMANDS = {
     "export": "write a whole defense as a program that runs without this package",
     "report": "turn the records of runs into one HTML page and a Markdown table",
 }
-OURS = ("sweep", "tune", "bpda", "audit", "monitor", "compare", "export")
+OURS = ("sweep", "tune", "bpda", "audit", "monitor", "export")
+READERS = ("compare", "report")  # of records
 HELP = """usage: lightning-rob COMMAND [options]
 
 Train adversarially robust ensembles and tell the truth about them, every epoch.
@@ -60,8 +61,8 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"lightning-rob {version('lightning-rob')}")
     elif args[0] not in COMMANDS:
         _fail(f"unknown command {args[0]!r}, choose from {', '.join(COMMANDS)}")
-    elif args[0] == "report":
-        _report(args[1:])
+    elif args[0] in READERS:
+        _read_records(*args)
     elif args[0] in OURS and {"-h", "--help"} & set(args):
         print(import_module(f"lightning_rob.{args[0]}.options").help_text())
     elif _short_help(args):
@@ -101,15 +102,17 @@ def _run(args: list[str]) -> None:
         _fail(str(error), code=2 if isinstance(error, InputError) else 1, at_once=severed(error))
 
 
-def _report(args: list[str]) -> None:
-    from lightning_rob.report import main as report
+def _read_records(command: str, *args: str) -> None:
+    from lightning_rob.commands import record_configs
 
-    if os.environ.get("LIGHTNING_ROB_DEBUG"):
-        report(args)
+    if {"-h", "--help"} & set(args):
+        print(record_configs.build_parser(record_configs.CONFIGS[command]).format_help().rstrip())
         return
     try:
-        report(args)
+        import_module(f"lightning_rob.commands.{command}").main(args)
     except (ValueError, OSError) as error:
+        if os.environ.get("LIGHTNING_ROB_DEBUG"):
+            raise
         _fail(str(error))
 
 

@@ -1,20 +1,17 @@
 """The study of members: its matrix by hand, its figures, its independence of batch and process."""
 
-import json
-
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from matplotlib.colors import to_rgb
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rob.attacks import ARC, PGD
 from lightning_rob.callbacks import RobustEval, TransferMatrixEval
 from lightning_rob.defenses import Ensemble, Single, TransformEnsemble, first_member
-from lightning_rob.figures.heat_map import heat_map
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.threat import Threat
+from tests.schema import checked
 from tests.tiny import Blobs, TinyNet, arc, pgd, recipe, run, same_weights, shell, weights
 
 THREAT = Threat("linf", 24 / 255)
@@ -135,7 +132,7 @@ def cross_eval(attacks, **options):
 
 def transfers(folder):
     lines = (folder / "run/version_0/transfer.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return list(map(checked, lines))
 
 
 def test_run_leaves_records_pictures_and_curves_of_the_members_begun(tmp_path):
@@ -151,7 +148,8 @@ def test_run_leaves_records_pictures_and_curves_of_the_members_begun(tmp_path):
     ]
     assert all(r["n"] == 12 and r["stage"] == "val" for r in found)
     assert found[-1]["probs"] == pytest.approx([0.9, 0.1])
-    assert "PGD(threat=Threat(norm='linf'" in found[0]["attack"]
+    assert found[0]["attack"]["class_path"] == "lightning_rob.PGD"
+    assert found[0]["attack"]["init_args"]["threat"]["init_args"]["norm"] == "linf"
     low, high = found[-1]["intervals"][1][0]
     assert low <= found[-1]["matrix"][1][0] <= high
     events = EventAccumulator(str(tmp_path / "run/version_0"), {"images": 0, "scalars": 0}).Reload()
@@ -201,7 +199,7 @@ def test_two_processes_give_the_same_matrices_and_the_same_gallery(tmp_path):
         assert done.returncode == 0, done.stderr
         folder = tmp_path / name / "run/version_0"
         matrices = [(r["name"], r["n"], r["matrix"]) for r in transfers(tmp_path / name)]
-        counts = json.loads((folder / "gallery.jsonl").read_text())
+        counts = checked((folder / "gallery.jsonl").read_text())
         with Image.open(folder / "gallery.png") as picture:
             shown = picture.tobytes()
         found.append((matrices, [counts[key] for key in ("n", "left", "fooled")], shown))
@@ -237,39 +235,6 @@ def test_bad_arguments(options, message):
 
 
 # the heat map
-
-
-def contrast(color, shade):
-    """The contrast ratio of WCAG 2."""
-    light = []
-    for rgb in (to_rgb(color), shade[:3]):
-        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
-        light.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
-    return (max(light) + 0.05) / (min(light) + 0.05)
-
-
-def test_heat_map_says_each_number_in_its_place_and_readably():
-    values = torch.linspace(0, 1, 12).reshape(3, 4)
-    figure = heat_map(values, list("abc"), list("wxyz"), "a title")
-    axes = figure.axes[0]
-    image = axes.images[0]
-    texts = {text.get_position(): text for text in axes.texts}
-    assert len(texts) == 12
-    for i in range(3):
-        for j in range(4):
-            text = texts[j, i]
-            assert text.get_text() == f"{100 * values[i, j]:.1f}"
-            shade = image.cmap(image.norm(100 * float(values[i, j])))
-            assert contrast(text.get_color(), shade) > 4.2
-    assert axes.get_xlabel() == "attacked member"
-    assert axes.get_ylabel() == "answering member"
-    assert [label.get_text() for label in axes.get_xticklabels()] == list("wxyz")
-    assert figure.get_suptitle() == "a title"
-
-
-def test_heat_map_needs_a_name_for_each_row_and_column():
-    with pytest.raises(ValueError, match=r"\[2, 3\] needs as many names, got 3 rows and 2 columns"):
-        heat_map(torch.zeros(2, 3), list("abc"), list("ab"))
 
 
 def test_transferability_and_ranking_are_those_of_the_answers(ensemble, capsys):

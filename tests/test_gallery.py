@@ -1,9 +1,5 @@
 """The gallery: which images, how many, and what the figure says of them."""
 
-import json
-from itertools import pairwise
-
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -11,8 +7,9 @@ from PIL import Image
 
 from lightning_rob.attacks import PGD, RandomMember
 from lightning_rob.callbacks import Gallery
-from lightning_rob.figures.gallery import Case, Shown, amplification, gallery
+from lightning_rob.plots import gallery
 from lightning_rob.threat import Threat
+from tests.schema import checked
 from tests.test_cross_eval import QUIET, ensemble, images_of, module_of
 from tests.tiny import ROOT, Blobs, pgd, recipe, run
 
@@ -58,7 +55,7 @@ def test_counts_and_images_are_those_of_the_attacks_by_hand(ensemble, capsys):
         torch.testing.assert_close(case.weak.image, weak[i])
         torch.testing.assert_close(case.strong.image, strong[i])
         probs = torch.stack([net(strong[i : i + 1])[0].softmax(-1) for net in ensemble.classifiers])
-        assert case.strong.answers.tolist() == probs.argmax(1).tolist()
+        assert case.strong.classes.tolist() == probs.argmax(1).tolist()
         torch.testing.assert_close(case.strong.confidence, probs.amax(1).detach())
 
 
@@ -92,7 +89,7 @@ def test_nothing_to_show_is_said_and_not_drawn(tmp_path, capsys):
     file = plain(tmp_path, weak=pgd(random_start=False), strong=pgd(random_start=False))
     run("test", "--config", file)
     folder = tmp_path / "run/version_0"
-    record = json.loads((folder / "gallery.jsonl").read_text())
+    record = checked((folder / "gallery.jsonl").read_text())
     assert record["fooled"] == 0
     assert record["n"] == 33
     said = f"PGD fools every member on 0 of the {record['left']} images on which PGD leaves some"
@@ -111,70 +108,14 @@ def test_plug_in_counts_and_draws_at_test_only(name, tmp_path):
     assert not (folder / f"{name}.jsonl").exists()
     checkpoint = folder / "checkpoints/epoch=3-step=16.ckpt"
     run("test", "--config", file, "--ckpt_path", checkpoint, plug, *weaker, "--data.test_size=300")
-    record = json.loads((folder / f"{name}.jsonl").read_text())
+    record = checked((folder / f"{name}.jsonl").read_text())
     assert record["n"] == 300
     assert record["stage"] == "test"
-    assert "ARC(threat" in record["strong"]
+    strong = record["strong"]["init_args"]["attacks"]
+    assert {part["class_path"] for part in strong} == {"lightning_rob.ARC"}
     assert 300 >= record["left"] >= record["fooled"] > 0
     with Image.open(folder / f"{name}.png") as picture:
         assert min(picture.size) > 400
-
-
-# the figure
-
-
-def case(label=1, channels=3, members=2, eps=0.1):
-    chance = torch.Generator().manual_seed(label)
-    clean = 0.2 + 0.6 * torch.rand(channels, 6, 6, generator=chance)
-    answers = torch.arange(members) % 2
-    shown = [
-        Shown(clean + eps * torch.rand(clean.shape, generator=chance), part, 0.5 + 0.1 * answers)
-        for part in (answers, answers + 1)
-    ]
-    return Case(label, clean, *shown)
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_figure_shows_the_images_and_the_amplified_change(channels):
-    cases = [case(1, channels), case(2, channels, eps=0.05)]
-    figure = gallery(cases, ("one", "two"))
-    grid = np.reshape(figure.axes, (2, 7))
-    factor = amplification(cases)
-    assert 4.9 < factor < 5.6
-    for row, shown in zip(grid, cases, strict=True):
-        pictures = {0: shown.clean, 2: shown.weak.image, 5: shown.strong.image}
-        pictures[1] = 0.5 + factor * (shown.weak.image - shown.clean)
-        pictures[4] = 0.5 + factor * (shown.strong.image - shown.clean)
-        for place, picture in pictures.items():
-            drawn = torch.tensor(np.asarray(row[place].images[0].get_array())).float()
-            expected = picture.clamp(0, 1).permute(1, 2, 0).reshape(drawn.shape)
-            torch.testing.assert_close(drawn, expected)
-    heads = [axes.get_title() or axes.get_title(loc="left") for axes in grid[0]]
-    change = f"change × {factor:g}"  # noqa: RUF001
-    assert heads == ["clean", change, "one", "member: answer", change, "two", "member: answer"]
-
-
-def test_figure_says_what_each_member_answers():
-    names = ["north", "east", "south"]
-    figure = gallery([case(1)], ("one", "two"), names, "a title")
-    grid = np.reshape(figure.axes, (1, 7))
-    assert grid[0, 0].get_ylabel() == "east"
-    said = [[text.get_text() for text in grid[0, place].texts] for place in (3, 6)]
-    assert said == [["✗ 1: north, 50%", "✓ 2: east, 60%"], ["✓ 1: east, 50%", "✗ 2: south, 60%"]]
-    assert figure.get_suptitle() == "a title"
-
-
-def test_eight_members_fit_beside_an_image():
-    figure = gallery([case(1, members=8)], ("one", "two"))
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    boxes = [text.get_window_extent() for text in figure.axes[3].texts]
-    assert len(boxes) == 8
-    assert all(upper.y0 >= lower.y1 - 1 for upper, lower in pairwise(boxes))
-    assert all(box.y0 >= 0 and box.y1 <= figure.bbox.y1 for box in boxes)
-    assert all(box.x1 <= figure.axes[4].get_window_extent().x0 for box in boxes)
 
 
 def test_class_names_come_from_the_data(ensemble, tmp_path, monkeypatch):
@@ -212,11 +153,6 @@ def test_bad_arguments(options, message):
 def test_two_galleries_need_two_names(ensemble):
     with pytest.raises(ValueError, match="two galleries are called 'gallery'"):
         show(ensemble, Gallery(WEAK, STRONG), Gallery(WEAK, BELOW))
-
-
-def test_no_case_is_no_gallery():
-    with pytest.raises(ValueError, match="at least one case"):
-        gallery([], ("one", "two"))
 
 
 def test_a_drawn_strategy_is_refused(ensemble):

@@ -253,7 +253,8 @@ def test_an_evaluation_says_which_game_was_played(tmp_path):
     run("fit", "--config", recipe(tmp_path, **options))
     (found,) = [r for r in records(tmp_path) if r["name"] == "gmsa"]
     assert found["protocol"] == {"order": "by_label", "images": 16, "defender": "stateless"}
-    assert "GMSA(inner=PGD(" in found["attack"]
+    assert found["attack"]["class_path"] == "lightning_rob.GMSA"
+    assert found["attack"]["init_args"]["inner"]["class_path"] == "lightning_rob.PGD"
 
 
 def test_two_processes_play_the_rounds_of_one(tmp_path):

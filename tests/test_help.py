@@ -11,7 +11,7 @@ from lightning_rob.cli import COMMANDS, main
 from tests.tiny import ROOT, shell
 
 LINES, COLUMNS = 30, 88
-HEAVY = ("torch", "lightning", "numpy", "jsonargparse", "matplotlib")
+HEAVY = ("torch", "lightning", "numpy", "matplotlib")
 ALL = """
 import contextlib, io, json, sys
 from lightning_rob.cli import COMMANDS, main

@@ -25,10 +25,14 @@ LOWER = [
     "defenses",
     "attacks",
     "metrics",
+    "identity",
+    "evaluation",
+    "plots",
+    "tables",
 ]
 UPPER = {
-    *("modules", "callbacks", "data", "cli", "run", "report", "sweep", "tune", "bpda"),
-    *("audit", "monitor", "compare", "export", "ledger"),
+    *("modules", "callbacks", "data", "cli", "run", "sweep", "tune", "bpda"),
+    *("audit", "monitor", "export", "commands"),
 }
 
 
@@ -117,6 +121,10 @@ ALLOWED = {
     "precision": set(),
     "comparisons": set(),
     "metrics": {"comparisons"},
+    "identity": set(),
+    "evaluation": {"files", "randomness", "identity", "defenses", "attacks", "metrics"},
+    "plots": set(),
+    "tables": {"comparisons", "evaluation"},
     "nets": {"manifest"},
     "transforms": {"randomness", "files"},
     "defenses": {"randomness", "rules", "transforms", "threat", "nets", "objectives"},
@@ -160,4 +168,4 @@ def test_what_a_folder_offers_is_there():
     for name in filter(present, LOWER):
         module = __import__(f"lightning_rob.{name}", fromlist=["_"])
         for noun in getattr(module, "__all__", []):
-            assert getattr(module, noun).__name__ == noun, name
+            assert getattr(getattr(module, noun), "__name__", noun) == noun, name

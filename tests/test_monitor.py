@@ -17,6 +17,7 @@ from scipy.stats import binomtest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rob.attacks import ARC, PGD
+from lightning_rob.commands.report import report
 from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.monitor import command, folder
 from lightning_rob.monitor.change import Past, alarms, drops
@@ -24,10 +25,10 @@ from lightning_rob.monitor.command import _changes
 from lightning_rob.monitor.history import History
 from lightning_rob.monitor.options import Watch, help_text, parse
 from lightning_rob.monitor.suite import Suite
-from lightning_rob.report import report
 from lightning_rob.run import Command
 from lightning_rob.sweep.command import load
 from lightning_rob.threat import Threat
+from tests.schema import checked
 from tests.tiny import arc, pgd, recipe, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
@@ -85,7 +86,7 @@ def monitor(trained, watched, *args) -> int:
 
 
 def lines(watched) -> list[dict]:
-    return [json.loads(line) for line in (watched / "monitor.jsonl").read_text().splitlines()]
+    return list(map(checked, (watched / "monitor.jsonl").read_text().splitlines()))
 
 
 def events(watched, kind) -> list[dict]:
@@ -599,9 +600,10 @@ def test_a_suite_of_its_own_where_none_is_given(trained, watched, put):
     found = {line["name"]: line for line in lines(watched) if "name" in line}
     attacks = ["apgd", "apgd_logits", "apgd_restarts", "arc", "arc_two_radii"]
     assert list(found) == ["clean", *attacks, "worst"]
-    assert found["arc"]["attack"].startswith("ARC(")
-    assert found["arc"]["attack"].count("step_size=0.0627") == 1  # eps, as in the paper
-    assert "eps=0.0627" in found["apgd"]["threat"]  # the radius of the training, 16/255
+    assert found["arc"]["attack"]["class_path"] == "lightning_rob.ARC"
+    # The step is eps, as in the paper, and eps the radius of the training.
+    assert found["arc"]["attack"]["init_args"]["step_size"] == pytest.approx(16 / 255)
+    assert found["apgd"]["threat"]["init_args"]["eps"] == pytest.approx(16 / 255)
     weaker = min(line["accuracy"] for line in found.values() if line["name"] != "worst")
     assert found["worst"]["accuracy"] <= weaker + 1e-9
 

@@ -1,6 +1,5 @@
 """The command `sweep`: its figures, its record, its table, what it refuses."""
 
-import json
 import os
 import signal
 from dataclasses import replace
@@ -14,7 +13,7 @@ from lightning_rob.attacks import ARC, CW, PGD, OnMember, RandomMember, Stronges
 from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.defenses import Ensemble, first_member
-from lightning_rob.ledger import fingerprint
+from lightning_rob.identity import fingerprint
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.nets import SmallCNN
 from lightning_rob.run import Command
@@ -24,6 +23,7 @@ from lightning_rob.sweep.outcome import Outcome
 from lightning_rob.sweep.points import Points
 from lightning_rob.sweep.variables import with_count, with_members, with_probability
 from lightning_rob.threat import Threat
+from tests.schema import checked
 from tests.tiny import TinyNet, arc, pgd, recipe, robust_eval, run, shell
 
 CKPT = "run/version_0/checkpoints/last.ckpt"
@@ -71,7 +71,10 @@ def sweep(trained, out, over, values, *args, callbacks=CALLBACKS):
 
 
 def lines(out):
-    return [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines()]
+    studies = out / "sweep_studies.jsonl"
+    for line in studies.read_text().splitlines() if studies.exists() else ():
+        checked(line)
+    return list(map(checked, (out / "sweep.jsonl").read_text().splitlines()))
 
 
 def figures(records):

@@ -12,8 +12,10 @@ from lightning_rob.callbacks import VotingRuleEval
 from lightning_rob.callbacks import votes as votes_module
 from lightning_rob.callbacks.votes import print_votes
 from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
+from lightning_rob.evaluation.records import with_schema
 from lightning_rob.rules import VOTING_RULES, majority, random_member
 from lightning_rob.threat import Threat
+from tests.schema import checked
 from tests.test_cross_eval import study as evaluated
 from tests.tiny import Blobs, TinyNet
 
@@ -200,4 +202,5 @@ def test_the_table_has_a_column_for_each_rule(ensemble):
     assert all(rule in text for rule in VOTING_RULES)
     assert text.count("pgd") == 2
     assert "…" not in text
-    json.dumps(votes.results)
+    for result in votes.results:
+        checked(json.dumps(with_schema(result)))

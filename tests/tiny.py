@@ -1,6 +1,5 @@
 """Small things that several tests need: a net, a recipe, a run from the command line."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_rob.cli import main
 from lightning_rob.data import ImageData
+from tests.schema import checked
 
 ROOT = Path(__file__).parent.parent
 
@@ -149,7 +149,7 @@ def shell(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def records(folder: Path) -> list[dict]:
     lines = (folder / "run/version_0/robust.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return list(map(checked, lines))
 
 
 def weights(path: Path) -> dict[str, Tensor]:

@@ -198,7 +198,7 @@ class EvaluationCallback(Callback, ABC):
             return self.chosen[:count]
         return self.chosen[self.chosen < count]
 
-    def _finish(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def _finish(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         if not self.due(trainer) or trainer.sanity_checking:
             return
         with torch.autocast(pl_module.device.type, enabled=False), torch.inference_mode(False):

@@ -1,6 +1,5 @@
 """Every member of an ensemble attacked alone, and all of them asked: who falls with whom."""
 
-import json
 import time
 from typing import Any
 
@@ -8,8 +7,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torchmetrics import SumMetric
 
@@ -20,14 +17,14 @@ from lightning_rob.callbacks.robust_eval import with_radius
 from lightning_rob.defenses import Defense, Single, is_transform_ensemble
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.protocol import evaluate_once
-from lightning_rob.evaluation.records import append_lines
-from lightning_rob.figures.heat_map import heat_map
-from lightning_rob.figures.page import pixels, save
-from lightning_rob.ledger.identity import describe
+from lightning_rob.evaluation.records import append_records
+from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import Transferability, TransferMatrix, transfer_ranking, wilson
 from lightning_rob.objectives import check_logits
+from lightning_rob.plots import heat_map, pixels, save
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import random_member
+from lightning_rob.tables import print_members
 
 CLEAN = "clean"  # the matrix of no attack: all its columns are the members' clean accuracies
 
@@ -151,7 +148,7 @@ class TransferMatrixEval(EvaluationCallback):
         folder = writing_folder(trainer)
         if folder is None:
             return
-        append_lines(folder / self.record, map(json.dumps, self.results[1:]))
+        append_records(folder / self.record, self.results[1:])
         for result in self.results[1:]:
             for kind, figure in (("transfer", draw(result)), ("transferability", spread(result))):
                 save(figure, folder / f"{kind}_{result['name']}.png")
@@ -176,7 +173,9 @@ class TransferMatrixEval(EvaluationCallback):
             }
             if name != CLEAN:
                 figures |= self._transfer(name, torch.tensor(matrix))
-            found.append({"name": name} | shared | self._details(name) | figures)
+            found.append(
+                {"kind": "transfer_matrix", "name": name} | shared | self._details(name) | figures
+            )
         return found
 
     def _transfer(self, name: str, matrix: Tensor) -> dict[str, Any]:
@@ -194,7 +193,8 @@ class TransferMatrixEval(EvaluationCallback):
             return {}
         attack = self.attacks[name]
         seconds = self.seconds[name]
-        return {"attack": describe(attack), "threat": repr(attack.threat), "seconds": seconds}
+        told = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
+        return told | {"seconds": seconds}
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the tables of all callbacks of the run, once."""
@@ -238,30 +238,3 @@ def spread(result: dict[str, Any]) -> Figure:
 def _when(result: dict[str, Any]) -> str:
     epoch = f", epoch {result['epoch']}" if result["stage"] == "val" else ""
     return f"{result['stage']}{epoch}, n = {result['n']}"
-
-
-def print_members(title: str, results: list[dict[str, Any]]) -> None:
-    """The table of members: each alone, under no attack and under attack itself."""
-    n, probs = results[0]["n"], results[0]["probs"]
-    title = f"{title}: each member alone, {n} images; below, the 95 % interval"
-    table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
-    table.add_column("member", no_wrap=True)
-    unequal = len({round(share, 6) for share in probs}) > 1
-    if unequal:
-        table.add_column("probability", justify="right")
-    for result in results:
-        table.add_column(result["name"], justify="right")
-    for i, share in enumerate(probs):
-        cells = [_cell(result["matrix"][i][i], *result["intervals"][i][i]) for result in results]
-        shares = [f"{share:.3g}"] if unequal else []
-        table.add_row(results[0]["names"][i], *shares, *cells)
-    console = Console()
-    console.print(table)
-    for result in results:
-        if len(result.get("ranking", ())) > 1:
-            names = [result["names"][i] for i in result["ranking"]]
-            console.print(f"{result['name']} transfers best from: {', '.join(names)}")
-
-
-def _cell(accuracy: float, low: float, high: float) -> str:
-    return f"{accuracy:.1%}\n{100 * low:.1f} … {100 * high:.1f}"

@@ -1,6 +1,5 @@
 """Pictures of what a weak attack overlooks: right answers that a strong one takes away."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,15 @@ from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.evaluate import at_least_one
 from lightning_rob.evaluation.protocol import evaluate_once
-from lightning_rob.evaluation.records import append_lines
-from lightning_rob.figures.gallery import Case, Shown, gallery
-from lightning_rob.figures.page import pixels, save
-from lightning_rob.ledger.identity import describe
+from lightning_rob.evaluation.records import append_records
+from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import robust_accuracy
+from lightning_rob.plots import GalleryRow, MemberPredictions, gallery, pixels, save
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import random_member
 
-Found = tuple[float, int, Case]  # minus the expected accuracy under the weak attack, the index
+# Minus the expected accuracy under the weak attack, the index, the row.
+Found = tuple[float, int, GalleryRow]
 
 
 class Gallery(EvaluationCallback):
@@ -107,7 +106,7 @@ class Gallery(EvaluationCallback):
             self.counts[key] += number
         for j in fooled.tolist():
             i = int(left[j])
-            case = Case(int(y[i]), x[i].cpu().clone(), weak[i], strong[j])
+            case = GalleryRow(int(y[i]), x[i].cpu().clone(), weak[i], strong[j])
             self.kept.append((-float(after[i]), int(index[i]), case))
         self.kept = first(self.kept, self.count)
         if self.progress:
@@ -115,7 +114,7 @@ class Gallery(EvaluationCallback):
 
     def _duel(
         self, side: int, attack: Attack, defense: Defense, x: Tensor, y: Tensor, index: Tensor
-    ) -> tuple[list[Shown], Tensor]:
+    ) -> tuple[list[MemberPredictions], Tensor]:
         """The perturbed images with their answers, and the expected accuracy on them [B]."""
         if not len(x):
             return [], torch.zeros(0)
@@ -125,7 +124,7 @@ class Gallery(EvaluationCallback):
         confidence, answers = logits.softmax(-1).max(-1)
         parts = (x_adv.cpu(), answers.T.cpu(), confidence.T.cpu())
         # Cloned, for a view would keep the whole batch alive.
-        shown = [Shown(*(part[i].clone() for part in parts)) for i in range(len(x))]
+        shown = [MemberPredictions(*(p[i].clone() for p in parts)) for i in range(len(x))]
         return shown, robust_accuracy(random_member(logits, defense.weights), y)
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
@@ -142,9 +141,14 @@ class Gallery(EvaluationCallback):
             self._publish(trainer, stage, folder)
 
     def _publish(self, trainer: Trainer, stage: str, folder: Path) -> None:
-        attacks = {"weak": describe(self.weak), "strong": describe(self.strong)}
-        record = {"name": self.name} | self.run_metadata(trainer, stage) | attacks | self.counts
-        append_lines(folder / f"{self.name}.jsonl", [json.dumps(record)])
+        attacks = {"weak": attack_spec(self.weak), "strong": attack_spec(self.strong)}
+        record = (
+            {"kind": "gallery", "name": self.name}
+            | self.run_metadata(trainer, stage)
+            | attacks
+            | self.counts
+        )
+        append_records(folder / f"{self.name}.jsonl", [record])
         if not self.kept:
             return
         names = getattr(getattr(trainer, "datamodule", None), "class_names", None)

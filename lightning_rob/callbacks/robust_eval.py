@@ -30,17 +30,18 @@ from lightning_rob.evaluation.evaluate import (
     check_names,
 )
 from lightning_rob.evaluation.groups import GROUP_SIZE
+from lightning_rob.evaluation.images import save_images
+from lightning_rob.evaluation.per_image import PerImageResults
 from lightning_rob.evaluation.protocol import RoundProtocol
-from lightning_rob.evaluation.records import Result, append_records, print_table, versions
-from lightning_rob.evaluation.results import CLEAN, EvaluationResult, worst_measurement
-from lightning_rob.ledger import (
-    PerImageResults,
-    cache_key,
-    card_of,
-    describe,
-    fingerprint,
-    save_images,
+from lightning_rob.evaluation.records import (
+    Result,
+    append_records,
+    threat_model_card,
+    versions,
 )
+from lightning_rob.evaluation.results import CLEAN, EvaluationResult, worst_measurement
+from lightning_rob.identity import attack_spec, cache_key, fingerprint
+from lightning_rob.tables import print_table
 from lightning_rob.threat import pixels
 
 LONGEST_NAME = 80  # of a file, in letters, before it says how many more attacks there are
@@ -177,8 +178,9 @@ class RobustEval(EvaluationCallback):
         if not testing or (defense.transductive and defense.stateful):
             return None
         card = self._card(trainer, pl_module, defense, details) | {"stage": trainer.state.fn}
+        key = cache_key(attack_code=self.attacks, **card)
         logs: Any = trainer.logger and trainer.logger.save_dir
-        return Path(logs or trainer.default_root_dir) / "unfinished" / cache_key(**card)
+        return Path(logs or trainer.default_root_dir) / "unfinished" / key
 
     def _details(
         self, trainer: Trainer, defense: Defense, protocol: RoundProtocol | None
@@ -204,13 +206,13 @@ class RobustEval(EvaluationCallback):
             "weights": fingerprint(defense),
             "defense": type(defense).__name__,
             "module": type(pl_module).__name__,
-            "rule": describe(defense.rule),
+            "rule": attack_spec(defense.rule),
             "target": self._target_name,
             "data": f"{type(module).__name__}, {_count(self.loader.dataset)} images",
             "group_size": self.settings.group_size if self.grouped else batches,
             "protocol": details.get("protocol"),
             "save_images": self.save_images,
-            "attacks": {name: card_of(attack) for name, attack in self.attacks.items()},
+            "attacks": {name: threat_model_card(attack) for name, attack in self.attacks.items()},
             "versions": versions(),
         } | {
             name: getattr(self.settings, name)
@@ -281,7 +283,7 @@ class RobustEval(EvaluationCallback):
             card = self._card(trainer, pl_module, defense, dict(found.details))
             card |= {"stage": stage, **checkpoint_position(trainer)}
             found.save(path, card)
-            self.evaluator.store.move_images(path.parent)
+            self.evaluator.store.copy_images(path.parent)
         trainer.strategy.barrier("the record is written")
         self.evaluator.store.delete()
 
@@ -291,7 +293,7 @@ class RobustEval(EvaluationCallback):
         folder = writing_folder(trainer)
         if folder is None:
             return
-        append_records(folder / self.record, self.results)
+        append_records(folder / self.record, (result.record() for result in self.results))
         if isinstance(trainer.logger, TensorBoardLogger):
             for name, picture in self.panels.items():
                 tag = f"{stage}/adversarial/{name}"

@@ -1,6 +1,5 @@
 """An ensemble under every voting rule, its parts too, from the same votes."""
 
-import json
 import time
 from collections.abc import Sequence
 from statistics import fmean
@@ -15,17 +14,17 @@ from lightning_rob.attacks.transform_ensemble import attackable
 from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import with_radius
-from lightning_rob.callbacks.votes_table import CLEAN, print_votes
 from lightning_rob.defenses import Defense, is_transform_ensemble
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.evaluate import at_least_one
 from lightning_rob.evaluation.protocol import NoAttack, check_within
-from lightning_rob.evaluation.records import append_lines
-from lightning_rob.ledger.identity import describe
+from lightning_rob.evaluation.records import append_records
+from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import PerImage, robust_accuracy, wilson_over_draws
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import VOTING_RULES, Rule
+from lightning_rob.tables import CLEAN, print_votes
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import WORDS, chosen
 
@@ -199,7 +198,7 @@ class VotingRuleEval(EvaluationCallback):
             self.collector(trainer).rows.append(self.results)
         folder = writing_folder(trainer)
         if folder is not None:
-            append_lines(folder / self.record, map(json.dumps, self.results))
+            append_records(folder / self.record, self.results)
 
     def _results(self, shared: dict[str, Any]) -> list[dict[str, Any]]:
         """A record for each attack, ensemble and rule."""
@@ -214,14 +213,19 @@ class VotingRuleEval(EvaluationCallback):
                 rows = [[float(next(columns).mean()) for _ in self.rules] for _ in draws]
                 for rule, values in zip(self.rules, zip(*rows, strict=True), strict=True):
                     places = {"ensemble": ensemble, "rule": rule, "members": len(draws[0])}
-                    found.append({"name": name} | details | places | _figures(values, len(scores)))
+                    found.append(
+                        {"kind": "voting_rule", "name": name}
+                        | details
+                        | places
+                        | _figures(values, len(scores))
+                    )
         return found
 
     def _details(self, name: str) -> dict[str, Any]:
         if name == CLEAN:
             return {}
         attack = self.made[name]
-        told = {"attack": describe(attack), "threat": repr(attack.threat)}
+        told = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
         return told | {"attacked": self.attacked, "seconds": self.seconds[name]}
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

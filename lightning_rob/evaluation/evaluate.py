@@ -20,22 +20,17 @@ from lightning_rob.evaluation.groups import (
     regrouped,
     serves_once,
 )
+from lightning_rob.evaluation.per_image import BatchOutcome, PerImageResults, predicted_class
 from lightning_rob.evaluation.protocol import (
     AttackerDefenderSession,
     NoAttack,
     RoundProtocol,
     predictions,
 )
+from lightning_rob.evaluation.records import threat_model_card
 from lightning_rob.evaluation.results import CLEAN, WORST, EvaluationResult
 from lightning_rob.evaluation.worst import is_random
-from lightning_rob.ledger import (
-    Outcome,
-    PerImageResults,
-    cache_key,
-    card_of,
-    fingerprint,
-    predicted_class,
-)
+from lightning_rob.identity import cache_key, fingerprint
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.precision import float32_precision, in_float32
 from lightning_rob.randomness import Streams
@@ -191,7 +186,7 @@ class Evaluator:
         before = list(self.seconds.values())
         clean = self._clean(x, y, index)
         scores = torch.stack([robust_accuracy(one, y) for one in clean], 1)
-        outcomes = [Outcome(scores, predicted_class(clean[0]), torch.zeros_like(scores[:, 0]))]
+        outcomes = [BatchOutcome(scores, predicted_class(clean[0]), torch.zeros_like(scores[:, 0]))]
         for name in self.attacks:
             outcomes.append(self._score_attack(name, clean[0], x, y, index))
         if keep:
@@ -208,7 +203,7 @@ class Evaluator:
 
     def _score_attack(
         self, name: str, clean: Tensor, x: Tensor, y: Tensor, index: Tensor
-    ) -> Outcome:
+    ) -> BatchOutcome:
         """The batch under one attack, scores averaged over repeats."""
         attack, settings = self.attacks[name], self.settings
         columns = settings.inferences * settings.private_draws
@@ -220,7 +215,7 @@ class Evaluator:
         self._report(AttackedBatch(name, index, x, y, x_adv, clean, found[0]))
         self.seconds[name] += time.perf_counter() - began
         sizes = attack.threat.distance(x_adv, x)
-        return Outcome(total / settings.repeats, predicted_class(found[0]), sizes)
+        return BatchOutcome(total / settings.repeats, predicted_class(found[0]), sizes)
 
     def _session_of(self, name: str, repeat: int) -> AttackerDefenderSession:
         """A new session for each group; the continued one for each round."""
@@ -320,8 +315,9 @@ def evaluate(
     details = {**settings.asdict(), "precision": evaluation_precision()}
     place = None
     if resume is not None:
-        cards = {name: card_of(attack) for name, attack in attacks.items()}
-        place = Path(resume) / cache_key(weights=fingerprint(defense), attacks=cards, **details)
+        cards = {name: threat_model_card(attack) for name, attack in attacks.items()}
+        known = {"weights": fingerprint(defense), "attack_code": dict(attacks), "attacks": cards}
+        place = Path(resume) / cache_key(**known, **details)
     columns = inferences * private_draws
     store = PerImageResults((CLEAN, *attacks), columns, device_of(defense), place)
     with tqdm(desc="Attacking", unit="image", disable=None if progress else True) as bar:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
-from lightning_rob.evaluation.records import Result, measured, table_of
+from lightning_rob.evaluation.per_image import PerImageRows, write_result_file
+from lightning_rob.evaluation.records import Result, measured, threat_model_card
 from lightning_rob.evaluation.worst import Worst, worst_case
-from lightning_rob.ledger import PerImageRows, card_of, describe, write_per_image
+from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import Paired, paired, student
+from lightning_rob.tables import table_text
 
 CLEAN, WORST = "clean", "worst"
 
@@ -120,7 +122,7 @@ class EvaluationResult:
         draws = self.scores[:, place]
         if name in self.attacks:
             attack = self.attacks[name]
-            details |= {"attack": describe(attack), "threat": repr(attack.threat)}
+            details |= {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
             details |= {"ball": str(attack.threat)} | self._against(name, reference or self)
         if draws.shape[1] > 1 and len(draws):
             over = "over_inferences" if self.private_draws == 1 else "over_private_draws"
@@ -144,11 +146,11 @@ class EvaluationResult:
 
     def table(self, title: str = "") -> str:
         """Return the table of accuracies with their intervals, for a terminal."""
-        return table_of(title, [*self.measurements(), self.measurement(WORST)])
+        return table_text(title, [*self.measurements(), self.measurement(WORST)])
 
     def card(self) -> dict[str, Any]:
         """Return what identifies the evaluation: settings, threat model of each attack, worst."""
-        attacks = {name: card_of(attack) for name, attack in self.attacks.items()}
+        attacks = {name: threat_model_card(attack) for name, attack in self.attacks.items()}
         known = {"attacks": attacks, "random": self.random, "worst": self.worst.choice}
         return {**self.details, **known}
 
@@ -160,7 +162,7 @@ class EvaluationResult:
             card: what else belongs in the card.
         """
         worst = self.per_image(WORST)
-        write_per_image(
+        write_result_file(
             Path(path), self.names, self.rows, self.draws, self.card() | dict(card or {}), worst
         )
 
@@ -194,6 +196,6 @@ def _worst_measurement(results: Sequence[EvaluationResult], details: dict[str, A
     attacks = [(name, attack) for result in results for name, attack in result.attacks.items()]
     balls = {str(attack.threat) for _, attack in attacks}
     ball = balls.pop() if len(balls) == 1 else "several!"
-    details |= {"attack": worst.choice, "over": [name for name, _ in attacks], "ball": ball}
+    details |= {"choice": worst.choice, "over": [name for name, _ in attacks], "ball": ball}
     draws = worst.scores if results[-1].private_draws > 1 else None
     return measured(WORST, worst.scores.mean(1), 0.0, details, draws)

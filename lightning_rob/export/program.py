@@ -14,7 +14,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.records import versions
 from lightning_rob.export.tracing import MOST_IMAGES, Answers, Inputs, traced
 from lightning_rob.files import write_whole
-from lightning_rob.ledger.identity import fingerprint
+from lightning_rob.identity import fingerprint
 
 CARD = "lightning_rob.json"
 SIZES = (1, 3, 8)

@@ -1,6 +1,5 @@
 """`lightning-rob monitor`: what `test` would evaluate, for each checkpoint as it appears."""
 
-import json
 import os
 import re
 import sys
@@ -305,8 +304,7 @@ def _content(value: str) -> Any:
 
 def _line(result: Result, facts: Fields) -> Fields:
     """The line of a figure."""
-    line: Fields = json.loads(result.line())
-    return line | facts | {"stage": "monitor"}
+    return result.record() | facts | {"stage": "monitor"}
 
 
 def _reason(error: Exception) -> str:

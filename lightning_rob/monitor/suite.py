@@ -14,7 +14,7 @@ from lightning_rob.callbacks.measurement import Measurement
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import worst_measurement, worst_over
-from lightning_rob.ledger import cache_key, describe
+from lightning_rob.identity import attack_spec, cache_key
 from lightning_rob.objectives import ce_of_mean_logits
 from lightning_rob.sweep.points import kept
 from lightning_rob.threat import Threat
@@ -154,6 +154,6 @@ class Suite:
 
 def _told(evaluation: RobustEval) -> dict[str, Any]:
     """All that the numbers of an evaluation depend on."""
-    attacks = {name: describe(attack) for name, attack in evaluation.attacks.items()}
-    described = {"attacks": attacks, "target": describe(evaluation.target)}
+    attacks = {name: attack_spec(attack) for name, attack in evaluation.attacks.items()}
+    described = {"attacks": attacks, "target": attack_spec(evaluation.target)}
     return described | evaluation.settings.asdict()

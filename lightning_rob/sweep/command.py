@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule
 
 from lightning_rob.checkpoints import read_checkpoint
 from lightning_rob.evaluation.records import versions
-from lightning_rob.ledger.identity import fingerprint
+from lightning_rob.identity import fingerprint
 from lightning_rob.reasons import asked
 from lightning_rob.run import Command
 from lightning_rob.sweep.measure import measure

@@ -11,7 +11,7 @@ from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.records import Result, measured
-from lightning_rob.ledger import cache_key, describe, fingerprint
+from lightning_rob.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.sweep.options import Study, Value
 from lightning_rob.sweep.points import Points, Scores, kept, scores_of
 from lightning_rob.sweep.variables import VARIABLES, Variable
@@ -130,8 +130,9 @@ def _games(
     for name, attack in source.attacks.items():
         attacks[name] = target.variable.attack(attack, target.value)
     for name, changed in attacks.items():
-        told = {"attack": describe(changed) if changed else "none"}
-        told |= {"threat": repr(changed.threat)} if changed else {}
+        told = {}
+        if changed:
+            told = {"attack": attack_spec(changed), "threat": attack_spec(changed.threat)}
         place = {"variable": study.over, "value": target.value, "stage": "test"}
         key = cache_key(name=name, **told, **depends)
         details = place | told | shared | {"versions": settings["versions"]}
@@ -152,9 +153,10 @@ def worst(games: Sequence[Game], points: Points, adapts: bool = False) -> list[R
     random = any(result.details["random"] for result in over)
     found = worst_case([(i, scores[:, None]) for i, scores in tables], random, adapts)
     key = cache_key(name=WORST, over=[game.key for game in counted])
-    told = {"attack": found.choice, "over": [game.name for game in counted]}
+    told = {"choice": found.choice, "over": [game.name for game in counted]}
     details = counted[0].details | _measured(over[-1].details)
     details |= told | kept(key, found.index, found.scores)
-    details.pop("threat")
+    for name in ("attack", "threat"):
+        details.pop(name)
     draws = found.scores if over[-1].details["private_draws"] > 1 else None
     return [measured(WORST, found.scores.mean(1), 0.0, details, draws)]

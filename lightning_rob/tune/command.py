@@ -14,7 +14,7 @@ import jsonargparse
 import yaml
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_rob.ledger import cache_key
+from lightning_rob.identity import cache_key
 from lightning_rob.randomness import derive_seed
 from lightning_rob.reasons import InputError
 from lightning_rob.run import Command

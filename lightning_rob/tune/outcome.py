@@ -8,8 +8,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from lightning_rob.figures.convergence import convergence
-from lightning_rob.figures.page import save
+from lightning_rob.plots import convergence, save
 from lightning_rob.tune.options import Options
 from lightning_rob.tune.search import Search
 from lightning_rob.tune.space import Space, changed

@@ -1,0 +1,1 @@
+"""The commands of `lightning-rob` that do not train or test."""
