@@ -296,7 +296,7 @@ class Pupil(Transductive):
     """Adapts by looking at the first labelled image."""
 
     def fit_to_batch(self, x, chance):
-        image, label = self.source.take(torch.tensor([0]))
+        image, label = self.source.gather(torch.tensor([0]))
         return self.copy_with(seen=(image, int(label)))
 
 
@@ -307,7 +307,7 @@ def test_the_run_gives_its_training_images_unaugmented():
     trainer.test(module, data, verbose=False)
     source = module.defense.source
     assert len(source) == 96 - 32
-    x, y = source.take(torch.tensor([3]))
+    x, y = source.gather(torch.tensor([3]))
     expected = data.parts["train"].source[int(data.parts["train"].indices[3])]
     assert torch.equal(x[0], expected[0])
     assert int(y) == expected[1]
