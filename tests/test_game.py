@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_rob.attacks import GMSA, PGD
 from lightning_rob.attacks.base import Attack
-from lightning_rob.callbacks import RoundProtocol, RobustEval
+from lightning_rob.callbacks import RobustEval, RoundProtocol
 from lightning_rob.callbacks.game import check_rounds
 from lightning_rob.callbacks.protocol import AttackerDefenderSession, NoAttack
 from lightning_rob.data.labelled import give_source

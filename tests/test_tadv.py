@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_rob.attacks import PGD, Attack, attacking
+from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.learning import reinitialized
 from lightning_rob.defenses.source import Source
@@ -17,7 +18,6 @@ from lightning_rob.modules import AdversarialTraining
 from lightning_rob.modules.tadv import TADV as Training
 from lightning_rob.nets import LeNet, MNISTNet, PreActResNet18, ResNet20, SmallCNN
 from lightning_rob.randomness import Streams, generator_from, seeded_global_rng
-from lightning_rob.run import Command
 from lightning_rob.threat import Threat
 from tests.tiny import (
     Blobs,
@@ -495,7 +495,7 @@ def test_a_recipe_makes_the_defense_of_the_network_it_trains(tmp_path):
     options = {"net": {"class_path": "tests.tiny.TinyNet"}, "attack": pgd(), "defense": defense}
     model = {"class_path": "AdversarialTraining", "init_args": options}
     file = recipe(tmp_path, model=model, **{"trainer__callbacks+": []})
-    built = Command(["--config", str(file)], run=False).model.defense
+    built = RobustCLI(["--config", str(file)], run=False).model.defense
     assert type(built) is TADV
     assert built.attack == PGD(Threat("linf", 16 / 255), 3, 8 / 255, keep_best=True)
     optimizer = built.optimizer(built.net.parameters())

@@ -11,11 +11,11 @@ from lightning_rob.callbacks.votes import VotingRuleEval
 
 __all__ = [
     "Gallery",
-    "RoundProtocol",
     "RobustAudit",
     "RobustCheckpoint",
     "RobustEarlyStopping",
     "RobustEval",
+    "RoundProtocol",
     "TerminateOnNonFinite",
     "TransferMatrixEval",
     "VotingRuleEval",

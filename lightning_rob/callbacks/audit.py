@@ -13,7 +13,7 @@ from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, whole
 from lightning_rob.data.labelled import give_source
 from lightning_rob.evaluation import GROUP_SIZE
-from lightning_rob.files import write_text_whole
+from lightning_rob.files import atomic_write_text
 from lightning_rob.metrics import PerImage
 from lightning_rob.threat import Threat
 
@@ -129,7 +129,7 @@ class RobustAudit(Evaluation):
         folder = writing_folder(trainer)
         if folder is None:
             return
-        write_text_whole(folder / self.record, found.json(self.run_metadata(trainer, stage)))
+        atomic_write_text(folder / self.record, found.json(self.run_metadata(trainer, stage)))
         if isinstance(trainer.logger, TensorBoardLogger):
             text = found.markdown()
             trainer.logger.experiment.add_text(f"{stage}/audit", text, trainer.global_step)

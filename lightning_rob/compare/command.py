@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_rob.callbacks.record import STYLE
 from lightning_rob.compare.options import Request, parse
+from lightning_rob.errors import InputError
 from lightning_rob.ledger import Ledger, read_ledger
 from lightning_rob.metrics import Paired, holm, paired
-from lightning_rob.reasons import InputError
 
 Pair = tuple[str, Tensor, Tensor]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_rob.data.samples import Part
 from lightning_rob.defenses.transform_ensemble import transformed
-from lightning_rob.files import save_whole
+from lightning_rob.files import atomic_save
 from lightning_rob.nets.contents import read_file
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms import Transform
@@ -65,7 +65,7 @@ class Shown:
                 tell(len(x))
         found = torch.cat(chunks)
         if path:
-            save_whole(found, path)
+            atomic_save(found, path)
         return found
 
     def _path(self, transform: Transform, name: str, seed: int) -> Path | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rob.files import write_text_whole
+from lightning_rob.files import atomic_write_text
 from lightning_rob.ledger.columns import Columns
 
 FIRST, LAST = ("index", "label"), ("worst", "broken_by", "draws", "pixels")
@@ -83,8 +83,8 @@ def write_ledger(
             pixels[i],
         ]
         lines.append(",".join(cells))
-    write_text_whole(path.with_suffix(".json"), json.dumps(card, indent=1) + "\n")
-    write_text_whole(path, "\n".join(lines) + "\n")
+    atomic_write_text(path.with_suffix(".json"), json.dumps(card, indent=1) + "\n")
+    atomic_write_text(path, "\n".join(lines) + "\n")
 
 
 def _head(columns: Columns) -> list[str]:

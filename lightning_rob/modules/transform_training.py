@@ -17,7 +17,7 @@ from lightning_rob.callbacks.progress import AttackProgress
 from lightning_rob.data.image_data import ImageData, at_least
 from lightning_rob.data.transformed import CHUNK, Shown
 from lightning_rob.defenses.transform_ensemble import TransformEnsemble, transformed
-from lightning_rob.files import save_whole
+from lightning_rob.files import atomic_save
 from lightning_rob.modules.base import Batch, RobustModule
 from lightning_rob.nets.contents import read_file
 from lightning_rob.objectives import classification_loss, cross_entropy
@@ -333,7 +333,7 @@ class TransformTraining(RobustModule):
         if self.folder is not None and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             weights = {k: v.cpu() for k, v in self.members[member].state_dict().items()}
             content = {"state_dict": weights, "about": self._about(member)}
-            save_whole(content, Path(self.folder) / f"{self.names[member]}.pt")
+            atomic_save(content, Path(self.folder) / f"{self.names[member]}.pt")
 
     def _there(self) -> dict[int, dict[str, Tensor]]:
         """The weights of the sub-models in the folder; asked of the first process only."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rob.manifest import check_file
+from lightning_rob.files import check_file
 
 State = dict[str, Tensor]
 

@@ -1,0 +1,1 @@
+"""The commands of `lightning-rob` that go beyond Lightning's fit, validate, test and predict."""
