@@ -9,6 +9,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NoReturn
 
+from lightning_rob.commands.configs import CONFIGS
+
 COMMANDS = {
     "fit": "train, evaluating the configured attacks at every validation",
     "validate": "evaluate on the validation split",
@@ -23,7 +25,6 @@ COMMANDS = {
     "export": "write a whole defense as a program that runs without this package",
     "report": "turn the records of runs into one HTML page and a Markdown table",
 }
-CONFIGURED = ("tune", "bpda", "export")  # by a dataclass of commands.configs
 HAND_PARSED = ("sweep", "audit", "monitor", "compare")
 HELP = """usage: lightning-rob COMMAND [options]
 
@@ -81,7 +82,7 @@ def _help_text(command: str) -> str:
         return str(import_module(f"lightning_rob.{command}.options").help_text())
     from lightning_rob.cli.help import command_help, run_help
 
-    return command_help(command) if command in CONFIGURED else run_help(command)
+    return command_help(command) if command in CONFIGS else run_help(command)
 
 
 def _run(args: list[str]) -> None:
@@ -107,7 +108,7 @@ def _starter(command: str) -> Callable[[list[str]], Any]:
     if command in HAND_PARSED:
         module = import_module(f"lightning_rob.{command}.command")
         return lambda args: module.main(args[1:])
-    if command in CONFIGURED:
+    if command in CONFIGS:
         from lightning_rob.cli.commands import run_command
 
         return lambda args: run_command(args[0], args[1:])

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
@@ -84,4 +85,4 @@ def test_every_option_of_the_short_page_exists(pages, capsys):
 @pytest.mark.parametrize("command", CONFIGS)
 def test_a_generated_page_lists_every_option_with_a_description(pages, command):
     listed = dict(re.findall(r"^  (--\w+)\s+(\S.*)", pages[command][0], re.M))
-    assert list(listed) == [f"--{name}" for name in CONFIGS[command].__dataclass_fields__]
+    assert list(listed) == [f"--{field.name}" for field in fields(CONFIGS[command])]
