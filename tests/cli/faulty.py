@@ -1,4 +1,4 @@
-"""What goes wrong in a process, on purpose."""
+"""Faults of a process, on purpose."""
 
 import json
 import os
@@ -158,7 +158,7 @@ def marked(mark):
 
 
 def rank_fault(folder, kind, command, checkpoint):
-    """One of two processes fails: whether both are gone in time, and the exit code tells."""
+    """Fail one of two processes; return whether both end in time with a non-zero exit code."""
     stamp = folder / "struck"
     file = plan(folder, [fault(kind, stamp=str(stamp))], data=SMALL)
     extra = ["--ckpt_path", checkpoint] if command == "test" else []

@@ -1,4 +1,4 @@
-"""Files of a stranger, each of which would leave a file behind if anything in it were run."""
+"""Files of a stranger, each of which would leave a file behind if its code were run."""
 
 import io
 import pickle
@@ -197,15 +197,15 @@ FILES: dict[str, Make] = {
 
 
 def outcome(name: str, folder: Path) -> tuple[bool, object, str]:
-    """Whether anything was run, the exit code and what was said, in a folder with a module."""
+    """Return whether code was run, the exit code and stderr, in a folder with a module."""
     for file in ("stranger.py", "hubconf.py"):
         put(folder, file, MODULE)
     args = list(map(str, FILES[name](folder)))
-    told = io.StringIO()
+    errors = io.StringIO()
     sys.path.insert(0, str(folder))  # as `python -m lightning_rob` has it
     code: object = 0
     try:
-        with chdir(folder), redirect_stderr(told), redirect_stdout(io.StringIO()):
+        with chdir(folder), redirect_stderr(errors), redirect_stdout(io.StringIO()):
             main(args)
     except SystemExit as stop:
         code = stop.code
@@ -213,4 +213,4 @@ def outcome(name: str, folder: Path) -> tuple[bool, object, str]:
         sys.path.remove(str(folder))
         for module in ("stranger", "hubconf"):
             sys.modules.pop(module, None)
-    return (folder / CANARY).exists(), code, told.getvalue()
+    return (folder / CANARY).exists(), code, errors.getvalue()
