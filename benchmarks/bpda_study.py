@@ -25,7 +25,7 @@ from torch.nn.functional import avg_pool2d, cross_entropy
 from tqdm import tqdm
 
 from lightning_rob.attacks import PGD
-from lightning_rob.cli import _keep_freed_memory
+from lightning_rob.cli.main import tune_process
 from lightning_rob.data import Patches10
 from lightning_rob.defenses import RandomTransforms
 from lightning_rob.metrics import robust_accuracy
@@ -201,7 +201,7 @@ def main():
         options.images, options.train, options.steps = 10, 200, 3
         options.epochs = options.training_epochs = 1
         options.folder = options.folder / "quick"
-    _keep_freed_memory()
+    tune_process()
     options.folder.mkdir(parents=True, exist_ok=True)
     data = Patches10(train_size=options.train, test_size=options.images)
     data.setup()

@@ -31,7 +31,7 @@ GAPS = (
 
 def trained(seed, folder):
     """Build the recipe and train its ensemble with this seed."""
-    from lightning_rob.run import Command
+    from lightning_rob.cli.lightning_cli import RobustCLI
 
     options = [
         *("--config", str(RECIPE), f"--seed_everything={seed}", f"--data.init_args.seed={seed}"),
@@ -42,7 +42,7 @@ def trained(seed, folder):
     if not checkpoints.exists():
         # Monitoring changes no weight, so it can be left out.
         command_line(["fit", *options, "--test_after_fit=false", "--trainer.limit_val_batches=0"])
-    built = Command(options, run=False)
+    built = RobustCLI(options, run=False)
     checkpoint = torch.load(next(checkpoints.glob("*.ckpt")), weights_only=True)
     built.model.load_state_dict(checkpoint["state_dict"])
     built.model.on_load_checkpoint(checkpoint)

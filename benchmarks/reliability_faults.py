@@ -31,9 +31,9 @@ os.environ.setdefault("LIGHTNING_ROB_ALLOW_IMPORT", "tests")
 
 import torch  # noqa: E402
 
-import lightning_rob.run  # noqa: E402, F401  # once, for all forks
+import lightning_rob.cli.lightning_cli  # noqa: E402, F401  # once, for all forks
 from lightning_rob.cli import main as command_line  # noqa: E402
-from tests.faulty import FAULTS, LIMIT, SMALL, intact, plan, rank_fault, slow  # noqa: E402
+from tests.cli.faulty import FAULTS, LIMIT, SMALL, intact, plan, rank_fault, slow  # noqa: E402
 from tests.tiny import same_weights, weights  # noqa: E402
 
 

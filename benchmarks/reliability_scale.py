@@ -15,9 +15,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("LIGHTNING_ROB_ALLOW_IMPORT", "tests")
 
 import torch
+from tests.test_export import nets
 
+from lightning_rob.commands.export import export
 from lightning_rob.defenses import Defense, Ensemble, Mixture, RandomTransforms, TransformEnsemble
-from lightning_rob.export.program import export
 from lightning_rob.rules import VOTING_RULES, majority
 from lightning_rob.transforms import (
     Affine,
@@ -26,7 +27,6 @@ from lightning_rob.transforms import (
     HorizontalFlip,
     PoissonNoise,
 )
-from tests.test_export import nets
 from tests.test_torchrun import by_slurm, by_torchrun, one_and_two
 
 Row = tuple[str, str, str]

@@ -31,14 +31,14 @@ COLUMNS = ("attacked", "attacked, no history", "state, clean", "state, attacked"
 
 def trained(folder):
     """Return the recipe's defense, its attacks by name, and all test images in round order."""
-    from lightning_rob.run import Command
+    from lightning_rob.cli.lightning_cli import RobustCLI
 
     logs = f"--trainer.logger={{class_path: TensorBoardLogger, init_args: {{save_dir: {folder}}}}}"
     options = ["--config", str(RECIPE), logs, f"--model.init_args.defense.cache={folder}"]
     if not (checkpoints := sorted(folder.rglob("last.ckpt"))):
         command_line(["fit", *options, "--test_after_fit=false"])
         checkpoints = sorted(folder.rglob("last.ckpt"))
-    built = Command(options, run=False)
+    built = RobustCLI(options, run=False)
     built.model.load_state_dict(torch.load(checkpoints[-1], weights_only=True)["state_dict"])
     built.trainer.datamodule = built.datamodule
     built.datamodule.setup("test")

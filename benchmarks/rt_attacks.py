@@ -29,11 +29,11 @@ from lightning_rob.attacks import (
     aggmo,
     draw_gradients,
 )
+from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.evaluation.protocol import evaluate_once, predictions
 from lightning_rob.metrics import gradient_spread, student
 from lightning_rob.objectives import ce_of_mean_logits, ce_of_mean_probs, expected_ce, linear
 from lightning_rob.randomness import Streams
-from lightning_rob.run import Command
 from lightning_rob.sweep.command import load
 from lightning_rob.threat import Threat
 
@@ -66,7 +66,7 @@ def attacks(steps, draws, eps):
     }
 
 
-class Study(Command):
+class Study(RobustCLI):
     """Build the objects that `test` would run, and attack the defense."""
 
     def __init__(self, options, args):

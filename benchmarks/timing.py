@@ -15,12 +15,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lightning_rob.attacks.oom import kept_for_gradients
-from lightning_rob.cli import _keep_freed_memory
+from lightning_rob.cli.main import tune_process
 from lightning_rob.data import Patches10
 from lightning_rob.nets import ResNet20
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.plain
-_keep_freed_memory()
+tune_process()
 
 
 def device():

@@ -1,9 +1,11 @@
-"""Files that are never there in part, whatever kills the writer."""
+"""Files that a killed writer never leaves half written, and SHA-256 manifests beside them."""
 
 import errno
+import hashlib
 import io
 import os
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,17 +14,19 @@ from typing import Any
 import torch
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+MANIFEST_SUFFIX = ".sha256"
+MARKUP = (b"<!doctype", b"<html", b"<head", b"<?xml")
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under another name, to the disk, and then give it its own.
+def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under a temporary name, flush it to the disk, then rename it.
 
     Args:
-        path: where it is to be; its folder is made.
-        write: writes it to the path it is given.
+        path: the final place; its folder is created.
+        write: writes the content to the path that it receives.
 
     Raises:
-        OSError: no space, or no right to write; what was at `path` is still there.
+        OSError: no space, or no permission to write; the former content of `path` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -32,44 +36,131 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(file.fileno())
         draft.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not say which
+        error.filename = error.filename or str(path)  # a full disk does not name the file
         raise
     finally:
         draft.unlink(missing_ok=True)
 
 
+def atomic_save(content: object, path: Path) -> None:
+    """Write by `torch.save` through `atomic_write`."""
+    # Writing straight to a full disk, torch only reports "unexpected pos 576 vs 534".
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    atomic_write(path, lambda draft: draft.write_bytes(buffer.getbuffer()))
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 text file through `atomic_write`."""
+    atomic_write(path, lambda draft: draft.write_text(text, encoding="utf-8", newline="\n"))
+
+
 @contextmanager
-def threads_may_fail() -> Iterator[None]:
-    """Raise here what a thread cannot write, such as TensorBoard's, instead of a traceback there.
+def raise_thread_errors() -> Iterator[None]:
+    """Re-raise write errors of background threads (such as TensorBoard's) at the end of the block.
 
     Raises:
-        OSError: so it was.
+        OSError: a thread could not write.
     """
-    before, failed = threading.excepthook, list[OSError]()
+    previous, failures = threading.excepthook, list[OSError]()
 
-    def note(told: Any) -> None:
-        if isinstance(told.exc_value, OSError) and told.exc_value.errno in UNWRITABLE:
-            failed.append(told.exc_value)
+    def record(failure: Any) -> None:
+        if isinstance(failure.exc_value, OSError) and failure.exc_value.errno in UNWRITABLE:
+            failures.append(failure.exc_value)
         else:
-            before(told)
+            previous(failure)
 
-    threading.excepthook = note
+    threading.excepthook = record
     try:
         yield
     finally:
-        threading.excepthook = before
-    if failed:
-        raise failed[0]
+        threading.excepthook = previous
+    if failures:
+        raise failures[0]
 
 
-def save_whole(content: object, path: Path) -> None:
-    """`torch.save` by `write_whole`."""
-    # Straight to a full disk torch says "unexpected pos 576 vs 534".
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    write_whole(path, lambda draft: draft.write_bytes(buffer.getbuffer()))
+def digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_text_whole(path: Path, text: str) -> None:
-    """A text file by `write_whole`."""
-    write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8", newline="\n"))
+def manifest_path(path: Path) -> Path:
+    """Path of a file's manifest; for a symbolic link, that of its target."""
+    target = path.resolve() if path.is_symlink() else path
+    return target.with_name(target.name + MANIFEST_SUFFIX)
+
+
+def write_manifest(path: Path) -> None:
+    """Write a file's digest beside it, in the format of `sha256sum`."""
+    manifest = manifest_path(path)
+    name = manifest.name.removesuffix(MANIFEST_SUFFIX)
+    atomic_write_text(manifest, f"{digest(path)}  {name}\n")
+
+
+def check_manifest(path: Path) -> None:
+    """Compare a file with its manifest; a file without a manifest passes.
+
+    Raises:
+        ValueError: the bytes differ from those that were written.
+    """
+    while expected := _recorded_digest(path):
+        if (found := digest(path)) == expected:
+            return
+        # A running fit may have replaced the file, and its manifest after it: look again.
+        if _recorded_digest(path) == expected:
+            raise ValueError(
+                f"{path} is not the file that was written: its SHA-256 is {found[:12]}…, but "
+                f"{manifest_path(path).name} says {expected[:12]}…; fetch it again or take another"
+            )
+
+
+def _recorded_digest(path: Path) -> str:
+    """Digest in the manifest; "" without a manifest, a text that no file has for an empty one."""
+    try:
+        words = manifest_path(path).read_text(encoding="ascii", errors="replace").split()
+    except FileNotFoundError:
+        return ""
+    return words[0].lower() if words else "nothing"
+
+
+def check_file(path: Path) -> None:
+    """Refuse a file that is obviously no checkpoint, or that changed after it was written.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a folder, empty, an HTML page, a pointer of Git LFS, or changed.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, not a PyTorch checkpoint: name the file in it")
+    with path.open("rb") as file:
+        start = file.read(200).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if not start:
+        raise ValueError(f"{path} is not a PyTorch checkpoint: it is empty")
+    if start.startswith(MARKUP):
+        raise ValueError(
+            f"{path} is not a PyTorch checkpoint: it is an HTML page, as a failed download leaves "
+            "it; fetch the file itself"
+        )
+    if start.startswith(b"version https://git-lfs"):
+        raise ValueError(
+            f"{path} is not a PyTorch checkpoint: it is a pointer of Git LFS; run git lfs pull"
+        )
+    check_manifest(path)
+    if not manifest_path(path).exists() and zipfile.is_zipfile(path):
+        check_archive(path)
+
+
+def check_archive(path: Path) -> None:
+    """Compare the parts of a file of `torch.save` with their checksums, which torch skips.
+
+    Raises:
+        ValueError: a part has changed.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except zipfile.BadZipFile as error:
+        broken = str(error)
+    if broken:
+        raise ValueError(f"{path} is damaged ({broken}): fetch it again or take another")

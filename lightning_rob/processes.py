@@ -1,8 +1,9 @@
-"""The processes of one run end together, whatever ends one of them."""
+"""How a run ends: by signals, with the ranks it launched, and by a fault in one line."""
 
 import ctypes
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -10,68 +11,167 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import torch
 
+from lightning_rob.errors import Fault
+
 PARENT = "LIGHTNING_ROB_PARENT"
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+LOST = r"(?i)connection (closed|reset)|connection refused|timed out|timeout|broken pipe"
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+GRACE = 10.0  # seconds that Python has to handle a signal
 
 
-SEVERED = r"(?i)connection (closed|reset)|connection refused|timed out|timeout|broken pipe"
+class SignalHandler:
+    """Handler that ends a run by SystemExit with 128 + the signal's number, as shells expect.
+
+    It leaves at once, or, while `defer()` is true, at the next call of `leave`. A second signal
+    never waits. Python handles a signal between two bytecodes only; `watch` ends a process that is
+    stuck inside a call, such as a collective whose other side hangs.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all signals and leave at once from now on."""
+        self.received = 0
+        self.handled_at = 0.0
+        self.defer: Callable[[], bool] = bool
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        """Leave, or remember the signal until `leave`."""
+        self.handled_at = time.monotonic()
+        again, self.received = self.received, signum
+        if again or not self.defer():
+            self.leave()
+
+    def leave(self, received: int = 0) -> None:
+        """Leave if a signal was received, here or (`received`) by another rank."""
+        if received := self.received or received:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print(f"lightning-rob: stopped by {signal.Signals(received).name}", file=sys.stderr)
+            raise SystemExit(128 + received)
+
+    def install(self) -> None:
+        """Become the handler of all `SIGNALS`, in place of any other."""
+        if threading.current_thread() is threading.main_thread():
+            for signum in SIGNALS:
+                signal.signal(signum, self)
+
+    def watch(self, pipe: int) -> None:
+        """Exit the process if Python does not handle a signal in time; runs in a thread.
+
+        Args:
+            pipe: file descriptor from which the numbers of signals are read; 0 ends the thread.
+        """
+        waiting, since = 0, 0.0
+        while True:
+            ready, _, _ = select.select([pipe], [], [], 0.5 if waiting else None)
+            if ready and (waiting := os.read(pipe, 1)[0]) == 0:
+                return os.close(pipe)
+            since = time.monotonic() if ready else since
+            if self.handled_at > since - 1 or signal.getsignal(waiting) is not self:
+                waiting = 0
+            elif time.monotonic() > since + GRACE:
+                print("lightning-rob: stopped in the midst of a call", file=sys.stderr, flush=True)
+                os._exit(128 + waiting)
 
 
-class Fault(Exception):
-    """What ended a run though its input was right: one line, exit code 1."""
+stop = SignalHandler()
 
 
-def join_the_run() -> None:
-    """Tell processes started from here whose they are; in one of them, die with who started it.
+@contextmanager
+def handle_signals() -> Iterator[None]:
+    """End the block on SIGTERM (exit code 143) and Ctrl-C (130); restore the handlers after it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _register_fork_reset()
+    stop.reset()
+    handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    stop.install()
+    threading.Thread(target=stop.watch, args=(read_end,), daemon=True).start()
+    previous = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    try:
+        yield
+        stop.leave()
+    finally:
+        signal.set_wakeup_fd(previous)
+        os.write(write_end, b"\0")
+        os.close(write_end)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
 
-    A process hung in a collective heeds nothing but SIGKILL, and its parent may have no chance to
+
+@cache  # a registration cannot be taken back, so there must be only one
+def _register_fork_reset() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_restore_default_handlers)
+
+
+def _restore_default_handlers() -> None:
+    """Restore default signal handlers in forked children such as DataLoader workers."""
+    if signal.getsignal(signal.SIGTERM) is stop:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def link_to_parent() -> None:
+    """Record this process as the parent of the ranks it launches; a rank exits with its parent.
+
+    A rank that hangs in a collective reacts to nothing but SIGKILL, and its parent may not live to
     send it: on Linux the kernel does, elsewhere a thread.
     """
     if "LOCAL_RANK" not in os.environ:
         os.environ[PARENT] = str(os.getpid())
         return
     parent = int(os.environ.get(PARENT, "0"))
-    if not parent or parent == os.getpid():  # torchrun and SLURM look after what they start
+    if not parent or parent == os.getpid():  # torchrun and SLURM supervise their own ranks
         return
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     else:
-        threading.Thread(target=_outlive, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it died before
+        threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it died before the link was made
         os._exit(1)
 
 
-def _outlive(parent: int) -> None:
+def _exit_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
 @contextmanager
-def together(
+def supervised_processes(
     children: Callable[[], Sequence["subprocess.Popen[bytes]"]], limit: Callable[[], float | None]
 ) -> Iterator[None]:
-    """End with the processes that are started within.
+    """Kill the ranks launched in the block if it fails; wait for them if it succeeds.
 
     Args:
-        children: those processes, on this machine.
-        limit: how many seconds longer than this one they may take; None is for ever.
+        children: returns the launched processes on this machine.
+        limit: returns for how many seconds they may outlast this process; None is forever.
 
     Raises:
-        Fault: one failed, or is late.
+        Fault: a rank failed, or is late.
     """
-    join_the_run()
+    link_to_parent()
     try:
         yield
     except BaseException:
         for child in children():
-            child.kill()  # a hung one heeds nothing else
+            child.kill()  # a hung one reacts to nothing else
         raise
     finally:
-        if os.environ.get(PARENT) == str(os.getpid()):  # what is started later is another run
+        # Processes that the caller starts later belong to another run.
+        if os.environ.get(PARENT) == str(os.getpid()):
             del os.environ[PARENT]
     for rank, child in enumerate(children(), start=1):
         try:
@@ -83,9 +183,9 @@ def together(
             raise Fault(f"process {rank} of the run ended with exit code {code}")
 
 
-def lost(error: RuntimeError) -> Fault | None:
-    """What it means if torch says that another process is gone or late; None if it does not."""
-    if not isinstance(error, torch.distributed.DistError) and not re.search(SEVERED, str(error)):
+def as_fault(error: RuntimeError) -> Fault | None:
+    """Convert a torch.distributed error about a lost or timed-out rank; None for other errors."""
+    if not isinstance(error, torch.distributed.DistError) and not re.search(LOST, str(error)):
         return None
     return Fault(
         "another process of the run has ended or hangs, which this one found out by waiting for "
@@ -93,6 +193,6 @@ def lost(error: RuntimeError) -> Fault | None:
     )
 
 
-def severed(error: Exception) -> bool:
-    """Whether this process must not wait for others any more, not even to take leave of them."""
+def is_lost_connection(error: Exception) -> bool:
+    """Whether a rank is gone, and this process must not wait for it even while exiting."""
     return isinstance(error, Fault) and isinstance(error.__cause__, RuntimeError)

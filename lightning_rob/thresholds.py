@@ -1,26 +1,26 @@
-"""Figures that must not fall below a value: "robust/worst=0.40,robust/arc=0.35"."""
+"""Accuracies that must not fall below a value: "robust/worst=0.40,robust/arc=0.35"."""
 
 import math
 from collections.abc import Mapping
 
 
-def thresholds(text: str) -> dict[str, float]:
-    """The least accuracy by figure.
+def parse_thresholds(text: str) -> dict[str, float]:
+    """Return the minimum accuracy by metric name.
 
     Args:
-        text: NAME=VALUE, several with commas between them; a value is in [0, 1] or like "40%".
+        text: NAME=VALUE, several separated by commas; a value is in [0, 1] or like "40%".
 
     Raises:
-        ValueError: it reads otherwise.
+        ValueError: another format.
     """
-    found = {}
+    minima = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
-        least = _share(value)
-        if not name or not 0 <= least <= 1:
+        minimum = _share(value)
+        if not name or not 0 <= minimum <= 1:
             raise ValueError(f"a threshold is NAME=VALUE, such as robust/worst=0.40, got {part!r}")
-        found[name] = least
-    return found
+        minima[name] = minimum
+    return minima
 
 
 def _share(value: str) -> float:
@@ -30,23 +30,23 @@ def _share(value: str) -> float:
         return math.nan
 
 
-def fallen(least: Mapping[str, float], figures: Mapping[str, float], stage: str) -> list[str]:
-    """What is below its threshold, a line each.
+def violations(minima: Mapping[str, float], logged: Mapping[str, float], stage: str) -> list[str]:
+    """Describe each metric below its threshold in one line.
 
     Args:
-        least: accuracy by figure, with or without the stage before its name.
-        figures: what was logged.
+        minima: minimum accuracy by metric name, with or without the stage in front.
+        logged: the logged metrics.
         stage: "test" or "val".
 
     Raises:
-        ValueError: a figure was not measured.
+        ValueError: a metric was not measured.
     """
     lines = []
-    for name, value in least.items():
+    for name, minimum in minima.items():
         key = name if name.startswith(f"{stage}/") else f"{stage}/{name}"
-        if key not in figures:
-            there = sorted(k.removeprefix(f"{stage}/") for k in figures if k.startswith(stage))
-            raise ValueError(f"no figure {name} was measured, only {', '.join(there) or 'none'}")
-        if not figures[key] >= value:  # what is not a number has failed, too
-            lines.append(f"{name} is {figures[key]:.4f}, below {value:g}")
+        if key not in logged:
+            known = sorted(k.removeprefix(f"{stage}/") for k in logged if k.startswith(stage))
+            raise ValueError(f"no figure {name} was measured, only {', '.join(known) or 'none'}")
+        if not logged[key] >= minimum:  # NaN violates a threshold, too
+            lines.append(f"{name} is {logged[key]:.4f}, below {minimum:g}")
     return lines

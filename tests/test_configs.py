@@ -76,12 +76,12 @@ def test_recipe_runs(file, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda p: p.stem)
 def test_recipe_builds_with_its_own_data(file, tmp_path, monkeypatch):
-    from lightning_rob.run import Command
+    from lightning_rob.cli.lightning_cli import RobustCLI
 
     monkeypatch.chdir(tmp_path)
     if of(file, ["Images"]):
         make_folders(file)
-    built = Command(["--config", str(file), "--trainer.accelerator=cpu"], run=False)
+    built = RobustCLI(["--config", str(file), "--trainer.accelerator=cpu"], run=False)
     heads = [
         part
         for name, part in built.model.named_modules()
@@ -252,10 +252,10 @@ def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("file", [*CALLBACKS, *RT_ONLY, *VOTERS], ids=lambda p: p.stem)
 def test_callback_can_be_saved_with_a_run(file, tmp_path):
-    from lightning_rob.run import Command
+    from lightning_rob.cli.lightning_cli import RobustCLI
 
     args = ["--config", str(recipe(tmp_path)), f"--trainer.callbacks+={file}"]
-    built = Command(args, run=False)
+    built = RobustCLI(args, run=False)
     saved = yaml.safe_load(built.parser.dump(built.config, skip_none=False))
     plugged = saved["trainer"]["callbacks"][-1]
     assert plugged["class_path"].endswith(yaml.safe_load(file.read_text())["class_path"])
@@ -264,11 +264,11 @@ def test_callback_can_be_saved_with_a_run(file, tmp_path):
 
 @pytest.mark.parametrize("mix_in", GROUPS, ids=lambda p: p.stem)
 def test_group_mix_in_leaves_nothing_but_the_group(mix_in):
-    from lightning_rob.run import Command
+    from lightning_rob.cli.lightning_cli import RobustCLI
     from lightning_rob.transforms import GROUPS as KINDS
 
     base = ["--config", str(ROOT / "configs/rt_cifar10.yaml"), "--config", str(mix_in)]
-    defense = Command([*base, "--trainer.accelerator=cpu"], run=False).model.defense
+    defense = RobustCLI([*base, "--trainer.accelerator=cpu"], run=False).model.defense
     kinds = KINDS[mix_in.stem.removeprefix("group_")]
     assert [type(transform) for transform in defense.transforms.values()] == list(kinds)
     assert defense.size == len(kinds)
@@ -324,16 +324,16 @@ def test_bart_has_the_transforms_and_the_ranges_of_the_paper(name, expected, cou
 
 @pytest.mark.parametrize("name", ["rt_cifar10", "advrt_imagenette", "bart_imagenette"])
 def test_released_mix_in_keeps_all_but_the_slips(name, tmp_path, monkeypatch):
-    from lightning_rob.run import Command
+    from lightning_rob.cli.lightning_cli import RobustCLI
 
     monkeypatch.chdir(tmp_path)
     file = ROOT / f"configs/{name}.yaml"
     if of(file, ["Images"]):
         make_folders(file)
     configs = ["--config", str(file), "--trainer.accelerator=cpu"]
-    plain = Command(configs, run=False).model.defense
+    plain = RobustCLI(configs, run=False).model.defense
     mix_in = ["--config", str(ROOT / "configs/rt_released.yaml")]
-    released = Command([*configs, *mix_in], run=False).model.defense
+    released = RobustCLI([*configs, *mix_in], run=False).model.defense
     assert not plain.released_code
     assert released.released_code
     expected = {name: one.as_released() for name, one in plain.transforms.items()}
@@ -344,10 +344,10 @@ def test_released_mix_in_keeps_all_but_the_slips(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mix_in", ["ddp", "debug"])
 def test_mix_in_parses(mix_in, tmp_path):
-    from lightning_rob.run import Command
+    from lightning_rob.cli.lightning_cli import RobustCLI
 
     args = ["--config", str(recipe(tmp_path)), "--config", str(ROOT / f"configs/{mix_in}.yaml")]
-    built = Command([*args, "--trainer.devices=1", "--trainer.accelerator=cpu"], run=False)
+    built = RobustCLI([*args, "--trainer.devices=1", "--trainer.accelerator=cpu"], run=False)
     strategy = type(built.trainer.strategy).__name__
     assert strategy == ("DDPStrategy" if mix_in == "ddp" else "SingleDeviceStrategy")
 
@@ -363,11 +363,11 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("base", ["cifar10_resnet20_linf", "cifar10_resnet20_l2"])
 @pytest.mark.parametrize("mix_in", NETS, ids=lambda p: p.stem)
 def test_network_mix_in_changes_the_network_and_its_weight_decay(mix_in, base):
-    from lightning_rob.run import Command
+    from lightning_rob.cli.lightning_cli import RobustCLI
 
     args = ["--config", str(ROOT / f"configs/bat_{base}.yaml"), "--trainer.accelerator=cpu"]
-    plain = Command(args, run=False)
-    built = Command([*args, "--config", str(mix_in)], run=False)
+    plain = RobustCLI(args, run=False)
+    built = RobustCLI([*args, "--config", str(mix_in)], run=False)
     kind, weight_decay = ARCHITECTURES[mix_in.stem]
     assert [type(member) for member in built.model.members] == [kind, kind]
     groups = [c.model.configure_optimizers()["optimizer"].param_groups[0] for c in (plain, built)]
@@ -389,20 +389,20 @@ def test_recipe_runs_with_a_network_mix_in(mix_in, tmp_path, monkeypatch):
 
 
 def test_a_network_mix_in_keeps_the_classes_and_statistics_of_other_data():
-    from lightning_rob.run import Command
+    from lightning_rob.cli.lightning_cli import RobustCLI
 
     configs = [ROOT / f"configs/{n}.yaml" for n in ("bat_cifar100_resnet20_linf", "net_vgg16")]
     args = [arg for file in configs for arg in ("--config", str(file))]
-    net = Command([*args, "--trainer.accelerator=cpu"], run=False).model.members[0]
+    net = RobustCLI([*args, "--trainer.accelerator=cpu"], run=False).model.members[0]
     assert net.classifier.out_features == 100
     assert net.normalize.mean.flatten().tolist() == pytest.approx([0.50708, 0.48655, 0.44092])
 
 
 @pytest.mark.parametrize("file", [p for p in RECIPES if "resnet20" in p.stem], ids=lambda p: p.stem)
 def test_recipe_normalises_as_its_data_says(file):
-    from lightning_rob.run import Command
+    from lightning_rob.cli.lightning_cli import RobustCLI
 
-    built = Command(["--config", str(file), "--trainer.accelerator=cpu"], run=False)
+    built = RobustCLI(["--config", str(file), "--trainer.accelerator=cpu"], run=False)
     layer = built.model.members[0].normalize
     assert layer.mean.flatten().tolist() == pytest.approx(built.datamodule.mean)
     assert layer.std.flatten().tolist() == pytest.approx(built.datamodule.std)

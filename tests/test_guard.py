@@ -11,9 +11,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rob.callbacks import TerminateOnNonFinite
+from lightning_rob.errors import Fault
 from lightning_rob.modules import AdversarialTraining
-from lightning_rob.processes import Fault
-from lightning_rob.signals import heeded, stop
+from lightning_rob.processes import handle_signals, stop
 from tests.tiny import Blobs, TinyNet, same_weights
 
 NAN = float("nan")
@@ -181,7 +181,7 @@ def test_a_signal_in_training_waits_for_the_batch(tmp_path, signum, code):
     before = signal.getsignal(signum)
     kept = ModelCheckpoint(tmp_path, filename="{step}", save_on_exception=True)
     sent = At(2, send(signum))
-    with pytest.raises(SystemExit) as exit_, heeded():
+    with pytest.raises(SystemExit) as exit_, handle_signals():
         fit(tmp_path, sent, kept)
     assert exit_.value.code == code
     assert signal.getsignal(signum) is before
@@ -189,7 +189,7 @@ def test_a_signal_in_training_waits_for_the_batch(tmp_path, signum, code):
 
 
 def test_a_second_signal_does_not_wait(tmp_path):
-    with pytest.raises(SystemExit) as exit_, heeded():
+    with pytest.raises(SystemExit) as exit_, handle_signals():
         fit(tmp_path, At(2, send(signal.SIGTERM)), At(2, send(signal.SIGINT)))
     assert exit_.value.code == 130
     assert written(tmp_path) == [1, 2]
@@ -201,15 +201,15 @@ def test_a_signal_elsewhere_is_heeded_at_once(tmp_path, hook):
     sent = At(0, lambda module: [os.kill(os.getpid(), signal.SIGTERM), stayed.append(module)], hook)
     run = trainer(tmp_path, sent)
     act = run.test if "test" in hook else run.fit
-    with pytest.raises(SystemExit) as exit_, heeded():
+    with pytest.raises(SystemExit) as exit_, handle_signals():
         act(AdversarialTraining(TinyNet), datamodule=Blobs())
     assert exit_.value.code == 143
     assert not stayed
 
 
 def test_a_signal_that_comes_too_late_to_stop_anything_still_tells():
-    stop.waits = lambda: True
-    with pytest.raises(SystemExit) as exit_, heeded():
-        stop.waits = lambda: True
+    stop.defer = lambda: True
+    with pytest.raises(SystemExit) as exit_, handle_signals():
+        stop.defer = lambda: True
         os.kill(os.getpid(), signal.SIGTERM)
     assert exit_.value.code == 143

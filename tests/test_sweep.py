@@ -12,11 +12,11 @@ from lightning.pytorch import Callback
 from lightning_rob.attacks import ARC, CW, PGD, OnMember, RandomMember, Strongest
 from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks.robust_eval import full_defense
+from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.defenses import Ensemble, first_member
 from lightning_rob.identity import fingerprint
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.nets import SmallCNN
-from lightning_rob.run import Command
 from lightning_rob.sweep.command import load
 from lightning_rob.sweep.options import help_text, parse, parse_values
 from lightning_rob.sweep.outcome import Outcome
@@ -85,7 +85,7 @@ def figures(records):
 def loaded(trained):
     """The defense and the test images, got without the command."""
     file = str(trained.parents[3] / "recipe.yaml")
-    built = Command(["--config", file, "--trainer.logger=false"], run=False)
+    built = RobustCLI(["--config", file, "--trainer.logger=false"], run=False)
     load(built.model, str(trained))
     built.datamodule.setup("test")
     samples = [built.datamodule.parts["test"][i] for i in range(33)]

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from lightning_rob.audit.options import Wish, parse
 from lightning_rob.callbacks.audit import RobustAudit
-from lightning_rob.reasons import asked
-from lightning_rob.run import Command
+from lightning_rob.cli.errors import parse_or_fail
+from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.threat import Threat
 
 
@@ -19,13 +19,13 @@ def main(args: Sequence[str]) -> None:
         InputError: what is asked for cannot be run.
         SystemExit: with code 1 if something severe was found and that is to be an error.
     """
-    wish, rest = asked(parse, args)
+    wish, rest = parse_or_fail(parse, args)
     found = AuditCommand(wish, rest).callback.found
     if wish.strict and found and found.severe:
         raise SystemExit(1)
 
 
-class AuditCommand(Command):
+class AuditCommand(RobustCLI):
     """Runs `test` with an audit plugged in.
 
     Args:

@@ -17,7 +17,7 @@ from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.evaluate import at_least_one
-from lightning_rob.files import write_text_whole
+from lightning_rob.files import atomic_write_text
 from lightning_rob.metrics import PerImage
 from lightning_rob.threat import Threat
 
@@ -113,7 +113,7 @@ class RobustAudit(EvaluationCallback):
         folder = writing_folder(trainer)
         if folder is None:
             return
-        write_text_whole(folder / self.record, found.json(self.run_metadata(trainer, stage)))
+        atomic_write_text(folder / self.record, found.json(self.run_metadata(trainer, stage)))
         if isinstance(trainer.logger, TensorBoardLogger):
             text = found.markdown()
             trainer.logger.experiment.add_text(f"{stage}/audit", text, trainer.global_step)

@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_rob.processes import Fault
-from lightning_rob.signals import stop
+from lightning_rob.errors import Fault
+from lightning_rob.processes import stop
 
 GRADIENT, LOSS = 1.0, 2.0
 
@@ -61,7 +61,7 @@ class TerminateOnNonFinite(Callback):
         """
         notes = torch.zeros(trainer.world_size, 2, device=pl_module.device)
         notes[trainer.global_rank, 0] = self._sickness(trainer, optimizer)
-        notes[trainer.global_rank, 1] = stop.told
+        notes[trainer.global_rank, 1] = stop.received
         if trainer.world_size > 1:
             torch.distributed.all_reduce(notes)
         self.loss = None
@@ -151,8 +151,8 @@ class TerminateOnNonFinite(Callback):
             )
 
     def _heed(self, trainer: Trainer) -> None:
-        stop.waits = lambda: bool(trainer.training)
-        stop.take()  # from Lightning, which makes a collective of it, and then exits with code 0
+        stop.defer = lambda: bool(trainer.training)
+        stop.install()  # from Lightning, which makes a collective of it, and then exits with code 0
 
 
 def _not_finite(module: torch.nn.Module) -> str | None:

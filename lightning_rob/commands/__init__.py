@@ -1,1 +1,1 @@
-"""The commands of `lightning-rob` that do not train or test."""
+"""The commands of `lightning-rob` that go beyond Lightning's fit, validate, test and predict."""

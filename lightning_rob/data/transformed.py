@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_rob.data.base import IndexedSubset
 from lightning_rob.defenses.transform_ensemble import transformed
-from lightning_rob.files import save_whole
+from lightning_rob.files import atomic_save
 from lightning_rob.nets.weights import read_file
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms import Transform
@@ -69,7 +69,7 @@ class TransformedCache:
                 progress(len(x))
         images = torch.cat(chunks)
         if path:
-            save_whole(images, path)
+            atomic_save(images, path)
         return images
 
     def _path(self, transform: Transform, name: str, seed: int) -> Path | None:

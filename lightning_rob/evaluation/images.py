@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_rob.files import write_whole
+from lightning_rob.files import atomic_write
 
 
 def save_images(folder: Path, index: Tensor, x: Tensor) -> None:
@@ -24,9 +24,9 @@ def save_images(folder: Path, index: Tensor, x: Tensor) -> None:
     for number, image in zip(index.tolist(), x.detach().cpu().float(), strict=True):
         levels = (image * 255).round()
         if image.shape[0] in (1, 3) and bool((levels / 255 == image).all()):
-            write_whole(folder / f"{number}.png", partial(_write_png, levels))
+            atomic_write(folder / f"{number}.png", partial(_write_png, levels))
         else:
-            write_whole(folder / f"{number}.npz", partial(_write_array, image))
+            atomic_write(folder / f"{number}.npz", partial(_write_array, image))
 
 
 def _write_array(image: Tensor, path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_rob.evaluation.records import with_schema
 from lightning_rob.evaluation.resume_log import ResumeLog, checksums
-from lightning_rob.files import write_text_whole
+from lightning_rob.files import atomic_write_text
 from lightning_rob.metrics import PerImage
 
 
@@ -188,8 +188,8 @@ def write_result_file(
         last = [f"{float(worst[i]):.7g}", _broken_by(names, means), draws, int(rows.checksum[i])]
         lines.writerow([number, int(rows.label[i]), *cells, *last])
     text = json.dumps(with_schema({"kind": "card", **card}), indent=1)
-    write_text_whole(path.with_suffix(".json"), text + "\n")
-    write_text_whole(path, table.getvalue())
+    atomic_write_text(path.with_suffix(".json"), text + "\n")
+    atomic_write_text(path, table.getvalue())
 
 
 def _head(names: Sequence[str], inferences: int) -> list[str]:

@@ -19,7 +19,7 @@ from lightning_rob.attacks import evaluating
 from lightning_rob.data.base import ImageData, at_least
 from lightning_rob.data.transformed import CHUNK, TransformedCache
 from lightning_rob.defenses.transform_ensemble import TransformEnsemble, transformed
-from lightning_rob.files import save_whole
+from lightning_rob.files import atomic_save
 from lightning_rob.modules.base import Batch, RobustModule
 from lightning_rob.nets.weights import read_file
 from lightning_rob.objectives import classification_loss, cross_entropy
@@ -349,7 +349,7 @@ class TransformTraining(RobustModule):
         if self.folder is not None and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             weights = {k: v.cpu() for k, v in self.members[member].state_dict().items()}
             content = {"state_dict": weights, "conditions": self._conditions(member)}
-            save_whole(content, Path(self.folder) / f"{self.names[member]}.pt")
+            atomic_save(content, Path(self.folder) / f"{self.names[member]}.pt")
 
     def _finished_weights(self) -> dict[int, dict[str, Tensor]]:
         """Return the weights of the sub-models in the folder, on rank 0 only."""

@@ -12,7 +12,7 @@ from lightning_rob.metrics import holm, mcnemar, paired
 from lightning_rob.monitor.history import Fields, History, tag
 from lightning_rob.monitor.options import Watch
 from lightning_rob.sweep.points import Scores, scores_of
-from lightning_rob.thresholds import fallen
+from lightning_rob.thresholds import violations
 
 WORST = "worst"
 FEWEST = 10  # images on which a drop is judged
@@ -181,7 +181,7 @@ def below(watch: Watch, now: Past) -> list[str]:
     Raises:
         ValueError: one of them was not measured.
     """
-    found = fallen(watch.floors, {tag(k): v for k, v in now.figures.items()}, "monitor")
+    found = violations(watch.floors, {tag(k): v for k, v in now.figures.items()}, "monitor")
     images = len(now.scores[0])
     if watch.level is not None and images < FEWEST:
         found.append(f"--drop needs at least {FEWEST} images, there are {images}: none was judged")

@@ -12,6 +12,10 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
+from lightning_rob.cli.checkpoints import load_weights, read_checkpoint
+from lightning_rob.cli.configs import read_config
+from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.errors import Fault, InputError
 from lightning_rob.evaluation.records import SESSION, Result
 from lightning_rob.monitor.board import Board
 from lightning_rob.monitor.change import (
@@ -28,13 +32,9 @@ from lightning_rob.monitor.history import RECORD, Fields, History, identity, now
 from lightning_rob.monitor.options import Watch, parse
 from lightning_rob.monitor.screen import Screen
 from lightning_rob.monitor.suite import Meanwhile, Suite
-from lightning_rob.processes import Fault
-from lightning_rob.reasons import InputError
-from lightning_rob.recipes import read_config
-from lightning_rob.run import Command
-from lightning_rob.sweep.command import load, settings
+from lightning_rob.sweep.command import settings
 from lightning_rob.sweep.measure import bare
-from lightning_rob.thresholds import fallen
+from lightning_rob.thresholds import violations
 
 NICE = 10
 LOADING_ERRORS = (InputError, RuntimeError, ValueError, KeyError, TypeError)
@@ -91,7 +91,7 @@ class Unfit(Exception):
     """A checkpoint that cannot be evaluated, while others can."""
 
 
-class MonitorCommand(Command):
+class MonitorCommand(RobustCLI):
     """Builds what `test` would run, and runs it for every checkpoint.
 
     Args:
@@ -127,7 +127,7 @@ class MonitorCommand(Command):
         return ModelOf(_test_of(path, self.rest)).model
 
 
-class ModelOf(Command):
+class ModelOf(RobustCLI):
     """Builds what `test` would run, and does not run it."""
 
     def test(self, **_: Any) -> None:
@@ -202,7 +202,7 @@ class Watcher:
         Raises:
             ValueError: an alarm on a figure that the suite has not.
         """
-        fallen(self.watch.floors, {tag(name): 1.0 for name in suite.names}, "monitor")
+        violations(self.watch.floors, {tag(name): 1.0 for name in suite.names}, "monitor")
         self.suite, self.build, self.first = suite.key, build, first.recipe
         self.recipe = first.recipe if stamp_of(first.path) == first.stamp else None
         while (sighting := self.next(self._done())) is not None:
@@ -237,7 +237,7 @@ class Watcher:
         """
         try:
             self._equip(sighting, suite)
-            load(suite.module, str(sighting.path))
+            load_weights(suite.module, read_checkpoint(str(sighting.path)))
         except LOADING_ERRORS as error:
             if stamp_of(sighting.path) == sighting.stamp:
                 raise Unfit(_reason(error)) from error

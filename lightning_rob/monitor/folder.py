@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import yaml
 
-from lightning_rob.checkpoints import read_checkpoint
+from lightning_rob.cli.checkpoints import read_checkpoint
+from lightning_rob.cli.configs import config_in_checkpoint
+from lightning_rob.errors import InputError
 from lightning_rob.monitor.history import Fields, History, identity, now
-from lightning_rob.reasons import InputError
-from lightning_rob.recipes import recipe_in
 
 SETTLE = 10.0  # seconds after which a file that cannot be read and does not change is broken
 Stamp = tuple[int, int, int]  # inode, bytes, time of change
@@ -117,7 +117,8 @@ class Folder:
         if line := self._seen(digest):
             known = {name: line[name] for name in ("weights", "recipe", "epoch", "step")}
             return Sighting(path, digest, **known, stamp=stamp)
-        checkpoint, recipe = read_checkpoint(str(path)), recipe_of(path)
+        checkpoint = read_checkpoint(str(path))
+        recipe = recipe_of(checkpoint, path)
         epoch, step = (int(checkpoint.get(name, 0)) for name in ("epoch", "global_step"))
         return Sighting(path, digest, weights_of(checkpoint), recipe, epoch, step, stamp)
 
@@ -174,13 +175,14 @@ def broken(name: str, reason: str) -> Fields:
     return {"event": "broken", "checkpoint": name, "date": now(), "alarm": alarm}
 
 
-def recipe_of(path: Path) -> str:
+def recipe_of(checkpoint: dict[str, Any], path: Path) -> str:
     """SHA-256 of the model in a checkpoint's recipe.
 
     Raises:
         InputError: it cannot be read.
     """
-    model = (yaml.safe_load(recipe_in(str(path)) or "") or {}).get("model")
+    recipe = config_in_checkpoint(checkpoint, str(path))
+    model = (yaml.safe_load(recipe or "") or {}).get("model")
     return hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest()
 
 

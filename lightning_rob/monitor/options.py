@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_rob.sweep.options import Arguments
-from lightning_rob.thresholds import thresholds
+from lightning_rob.thresholds import parse_thresholds
 
 LEVEL = 0.05
 HELP = """usage: lightning-rob monitor RUN [options]
@@ -90,7 +90,7 @@ def parse(args: Sequence[str]) -> tuple[Watch, list[str]]:
         once=own.once,
         seconds=None if own.minutes is None else 60 * _positive("--for", own.minutes),
         until=own.until,
-        floors=thresholds(",".join(own.alarm)) if own.alarm else {},
+        floors=parse_thresholds(",".join(own.alarm)) if own.alarm else {},
         level=None if own.drop is None else _level(own.drop),
         stop_at_alarm=own.stop_at_alarm,
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_rob.manifest import check_file
+from lightning_rob.files import check_file
 from lightning_rob.nets.normalize import Normalize
 
 State = dict[str, Tensor]

@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 from lightning.pytorch import LightningDataModule
 
-from lightning_rob.checkpoints import read_checkpoint
+from lightning_rob.cli.checkpoints import load_weights
+from lightning_rob.cli.errors import parse_or_fail
+from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.evaluation.records import versions
 from lightning_rob.identity import fingerprint
-from lightning_rob.reasons import asked
-from lightning_rob.run import Command
 from lightning_rob.sweep.measure import measure
 from lightning_rob.sweep.options import Study, parse
 from lightning_rob.sweep.outcome import Outcome
@@ -29,10 +29,10 @@ def main(args: Sequence[str]) -> None:
     Raises:
         InputError: what is asked for cannot be run.
     """
-    SweepCommand(*asked(parse, args))
+    SweepCommand(*parse_or_fail(parse, args))
 
 
-class SweepCommand(Command):
+class SweepCommand(RobustCLI):
     """Builds what `test` would run, and sweeps it.
 
     Args:
@@ -53,7 +53,7 @@ class SweepCommand(Command):
     ) -> None:
         """Run the sweep where `test` would be run."""
         if ckpt_path:
-            load(model, ckpt_path)
+            load_weights(model, self.checkpoint_io.load_checkpoint(ckpt_path))
         print_of = fingerprint(model.defense)
         name = Path(ckpt_path).stem if ckpt_path else type(model).__name__
         folder = Path("sweeps") / f"{name}_{print_of[:8]}_{self.study.over}"
@@ -71,7 +71,7 @@ class SweepCommand(Command):
             Outcome(self.study, table, told).tell(folder)
 
 
-def settings(command: Command) -> dict[str, Any]:
+def settings(command: RobustCLI) -> dict[str, Any]:
     """What a command's figures depend on beside the weights and the attacks."""
     config = yaml.safe_load(command.parser.dump(command.config, skip_none=False))["test"]
     trainer = {key: config["trainer"][key] for key in ("limit_test_batches", "precision")}
@@ -83,15 +83,3 @@ def settings(command: Command) -> dict[str, Any]:
         trainer["world_size"] = command.trainer.world_size
     parts = {"model": config["model"], "data": config["data"], "trainer": trainer}
     return parts | {"versions": versions()}
-
-
-def load(model: Any, path: str) -> None:
-    """Give the model the weights of a checkpoint.
-
-    Raises:
-        InputError: there is none.
-        ValueError: it is of another kind of model.
-    """
-    checkpoint = read_checkpoint(path)
-    model.on_load_checkpoint(checkpoint)
-    model.load_state_dict(checkpoint["state_dict"], strict=model.strict_loading)

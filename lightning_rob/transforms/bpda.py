@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, mse_loss
 
-from lightning_rob.files import save_whole
+from lightning_rob.files import atomic_save
 from lightning_rob.transforms.base import Transform, clip
 
 WIDTHS = (16, 22, 32, 45, 64)
@@ -295,7 +295,7 @@ def save_approximation(
     """
     path = place_of(folder, transform, shape)
     about = {"transform": _spec(transform), "shape": list(shape), **about}
-    save_whole({"weights": net.state_dict(), "about": about}, path)
+    atomic_save({"weights": net.state_dict(), "about": about}, path)
     return path
 
 

@@ -299,11 +299,11 @@ def test_the_rate_falls_by_the_epoch():
 
 def test_the_cifar_recipe_is_the_papers(monkeypatch, tmp_path):
     """SGD, a tenth at epochs 50, 75 and 90, batches of 64, crops and flips (appendix A.4.2)."""
-    from lightning_rob.run import Command
+    from lightning_rob.cli.lightning_cli import RobustCLI
 
     monkeypatch.chdir(tmp_path)
     recipe = ["--config", str(ROOT / "configs/dann_cifar10.yaml"), "--trainer.accelerator=cpu"]
-    built = Command(recipe, run=False)
+    built = RobustCLI(recipe, run=False)
     defense = built.model.defense
     assert defense.batch_size == built.datamodule.batch_size == 64
     assert [type(step).__name__ for step in defense.augment] == [

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 from jsonargparse import ArgumentParser
-from lightning_rob.callbacks.protocol import AttackerDefenderSession
 from torch import nn
 
 from lightning_rob.attacks import (
@@ -24,6 +23,7 @@ from lightning_rob.attacks import (
 )
 from lightning_rob.defenses import DANN, DENT, RMC, TADV, Defense, Mixture, Single, URejectron
 from lightning_rob.defenses.transductive import reporting_adaptation
+from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.objectives import worst_ce
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
@@ -211,7 +211,7 @@ def test_a_rehearsal_never_changes_the_result(name):
     for rehearsals in (0, 3):
         attack = Rehearsing(THREAT, rehearsals + 1, 0.05)
         session = AttackerDefenderSession(attack, ADAPTING[name](trained()), 7)
-        rounds = [session.round(x, y, index)[1] for _ in range(2)]
+        rounds = [session.step(x, y, index)[1] for _ in range(2)]
         found.append((rounds, session.defenders[0][0]))
     assert all(map(torch.equal, found[0][0], found[1][0]))
     assert same(found[0][1], found[1][1])

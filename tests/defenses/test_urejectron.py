@@ -5,15 +5,14 @@ from collections import Counter
 
 import pytest
 import torch
-from lightning_rob.attacks.partly import PartialBatchAttack
-from lightning_rob.callbacks.protocol import play
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import binary_auroc
 
-from lightning_rob.attacks import CW, PGD
+from lightning_rob.attacks import CW, PGD, PartialBatchAttack
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.urejectron import URejectron
+from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.metrics import RobustAccuracy
 from lightning_rob.nets import SmallCNN
 from lightning_rob.threat import Threat
@@ -245,7 +244,9 @@ def test_a_round_with_a_clean_half(net):
     attack = PartialBatchAttack(PGD(Threat("linf", 0.3), 5, 0.1))
     clean, more = attack.is_clean(y), []
     for seed in range(3):
-        x_adv, (answers,) = play(attack, made(net, epochs=40), x, y, torch.arange(80), seed)
+        x_adv, (answers,) = evaluate_once(
+            attack, made(net, epochs=40), x, y, torch.arange(80), seed
+        )
         assert torch.equal(x_adv[clean], x[clean])
         rejected = (answers.sum(1) == 0).float()
         more.append(float(rejected[~clean].mean() - rejected[clean].mean()))

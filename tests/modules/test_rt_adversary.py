@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from lightning_rob.attacks import PGD
+from lightning_rob.commands.tune_search import Space
 from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.objectives import expected_margin, linear
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import LAB, ColorJitter, Gamma, GaussianNoise
-from lightning_rob.tune.space import Space
 
 
 class Flat(nn.Module):

@@ -11,8 +11,8 @@ import yaml
 
 from lightning_rob.data.base import IndexedSubset, InMemoryImages
 from lightning_rob.data.transformed import TransformedCache
+from lightning_rob.errors import InputError
 from lightning_rob.modules import TransformTraining
-from lightning_rob.reasons import InputError
 from lightning_rob.transforms.pool import pool
 from tests.tiny import TinyNet, pgd, run, same_weights, shell, weights
 from tests.tiny import recipe as bat
@@ -195,10 +195,10 @@ def test_two_processes_train_two_at_a_time_and_both_have_all(uninterrupted, tmp_
     ],
 )
 def test_bad_arguments(tmp_path, options, args, message):
-    from lightning_rob.run import Command
+    from lightning_rob.cli.lightning_cli import RobustCLI
 
     with pytest.raises(InputError, match=message):
-        Command(["fit", "--config", str(recipe(tmp_path, **options)), *args])
+        RobustCLI(["fit", "--config", str(recipe(tmp_path, **options)), *args])
 
 
 def grey(count):

@@ -1,0 +1,105 @@
+"""Lightning checkpoints, written atomically with a manifest and read without running code."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from lightning_rob.errors import InputError
+from lightning_rob.files import MANIFEST_SUFFIX, atomic_save, write_manifest
+from lightning_rob.nets.weights import read_file
+
+Stamp = tuple[int, int, int]  # inode, bytes, time of change
+
+
+def read_checkpoint(path: str) -> dict[str, Any]:
+    """Load a checkpoint on the CPU without running code from it.
+
+    Raises:
+        InputError: missing, or not a checkpoint.
+    """
+    if not Path(path).exists():
+        raise InputError(f"there is no checkpoint {path}")
+    try:
+        checkpoint = read_file(path)
+    except (ValueError, OSError) as error:
+        raise InputError(str(error)) from error
+    if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get("state_dict"), dict)):
+        raise InputError(
+            f"{path} is not a Lightning checkpoint: it has no state_dict; weights alone go into "
+            "a recipe of Assembled (configs/assembled.yaml)"
+        )
+    return checkpoint
+
+
+def load_weights(model: Any, checkpoint: dict[str, Any]) -> None:
+    """Give a module the weights of a checkpoint.
+
+    Raises:
+        RuntimeError: they are of another architecture.
+        ValueError: they are of another kind of module.
+    """
+    model.on_load_checkpoint(checkpoint)
+    model.load_state_dict(checkpoint["state_dict"], strict=model.strict_loading)
+
+
+class SafeCheckpointIO(TorchCheckpointIO):
+    """Writes checkpoints atomically, each with a manifest, and reads weights only.
+
+    Attributes:
+        loaded: epoch and global step of the checkpoint that was loaded last.
+    """
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, Any] | None = None
+        self._kept: tuple[str, Stamp, dict[str, Any]] | None = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write to the disk, then rename; a kill never leaves the manifest of another file."""
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        Path(f"{path}{MANIFEST_SUFFIX}").unlink(missing_ok=True)
+        atomic_save(checkpoint, Path(path))
+        write_manifest(Path(path))
+
+    def peek(self, path: str) -> dict[str, Any]:
+        """Read a checkpoint, and keep it for the `load_checkpoint` that follows.
+
+        The recipe is needed before the trainer exists, the weights after it.
+
+        Raises:
+            InputError: missing, or not a checkpoint.
+        """
+        stamp = _stamp(path)
+        content = read_checkpoint(path)
+        if stamp is not None:
+            self._kept = (path, stamp, content)
+        return content
+
+    def load_checkpoint(self, path: Any, *_: Any, **options: Any) -> dict[str, Any]:
+        """Return the content, on the CPU, refusing code even if Lightning would allow it."""
+        content = self._take(str(path)) or read_checkpoint(str(path))
+        names = {"epoch": "epoch", "step": "global_step"}
+        self.loaded = {name: content[key] for name, key in names.items() if key in content}
+        return content
+
+    def _take(self, path: str) -> dict[str, Any] | None:
+        """Hand over the content kept by `peek`, unless the file has changed since."""
+        kept, self._kept = self._kept, None
+        return kept[2] if kept and kept[:2] == (path, _stamp(path)) else None
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove it with its manifest."""
+        super().remove_checkpoint(path)
+        Path(f"{path}{MANIFEST_SUFFIX}").unlink(missing_ok=True)
+
+
+def _stamp(path: str) -> Stamp | None:
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,0 +1,99 @@
+"""Short `--help` pages, printed without importing torch."""
+
+from argparse import Action, RawDescriptionHelpFormatter
+from inspect import cleandoc
+
+from lightning_rob.commands.configs import CONFIGS
+
+SUMMARIES = {
+    "fit": "Train a recipe, evaluating the configured attacks at every validation.",
+    "validate": "Evaluate a checkpoint, clean and under attacks, on the validation split.",
+    "test": "Evaluate a checkpoint, clean and under attacks, on the test set: a table.",
+    "predict": "Write the class probabilities of each image: predictions.csv.",
+}
+USAGES = {"fit": "--config RECIPE"}
+COMMON = """\
+  --config FILE               a recipe or mix-in; several lie over each other
+  --ckpt_path FILE            {checkpoint}
+  --model.NAME=V              change the recipe, as in --model.attack.steps=20
+  --data.NAME=V               the same for the data: --data.eval_batch_size=200"""
+ATTACKS = """\
+  --trainer.callbacks+=FILE   plug in attacks and others: callbacks/arc.yaml"""
+TRAINER = """\
+  --trainer.accelerator=NAME  cpu, gpu, auto; and .devices=N .num_nodes=N
+  --seed_everything=N         of all randomness, in training and prediction (0)"""
+SPECIFIC = {
+    "fit": """\
+  --trainer.max_epochs=N      and .precision=bf16-mixed .accumulate_grad_batches=N
+  --test_after_fit=true       test the trained model, and print the table
+""",
+    "validate": """\
+  --fail-under NAME=VALUE     exit code 1 if below it: robust/worst=0.40
+""",
+    "test": """\
+  --fail-under NAME=VALUE     exit code 1 if below it: robust/worst=0.40
+""",
+    "predict": "",
+}
+SAFETY = """\
+  --rank_timeout=SECONDS      give up when another process is silent for so long
+  --allow-import PREFIX       let class_path name classes of another package"""
+EXAMPLES = {
+    "fit": """\
+  lightning-rob fit --config configs/demo.yaml
+  lightning-rob fit --config configs/bat_cifar10_resnet20_linf.yaml \\
+      --trainer.callbacks+=callbacks/arc.yaml --model.attack.threat.eps=4/255""",
+    "validate": """\
+  lightning-rob validate --ckpt_path last.ckpt \\
+      --trainer.callbacks+=callbacks/pgd.yaml""",
+    "test": """\
+  lightning-rob test --ckpt_path last.ckpt \\
+      --trainer.callbacks+=callbacks/rec_suite.yaml
+  lightning-rob test --ckpt_path last.ckpt --fail-under robust/worst=0.40 \\
+      --trainer.callbacks+=callbacks/arc.yaml --data.eval_batch_size=200""",
+    "predict": """\
+  lightning-rob predict --ckpt_path last.ckpt --data.eval_batch_size=200""",
+}
+MORE = """\
+  --help all                  every option
+  --model.help BAT            the arguments of a class; --data.help CIFAR10
+  --print_config              the whole configuration that would be run"""
+
+
+def run_help(command: str) -> str:
+    """Return the short help of fit, validate, test or predict."""
+    checkpoint = "resume from this one" if command == "fit" else "its recipe is in it"
+    parts = [COMMON.format(checkpoint=checkpoint), ATTACKS * (command != "predict"), TRAINER]
+    options = "\n".join(filter(None, [*parts, SPECIFIC[command].rstrip("\n"), SAFETY]))
+    usage = f"lightning-rob {command} {USAGES.get(command, '--ckpt_path CHECKPOINT')} [options]"
+    paragraphs = [f"usage: {usage}", SUMMARIES[command], options, MORE, EXAMPLES[command]]
+    return "\n\n".join(paragraphs)
+
+
+class Formatter(RawDescriptionHelpFormatter):
+    """Keeps the lines of the description; options show their default, but no metavar."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=17, width=86)
+
+    def _format_action_invocation(self, action: Action) -> str:
+        return ", ".join(action.option_strings)
+
+    def _get_help_string(self, action: Action) -> str:
+        default = "" if action.default in (None, False) else f" ({action.default})"
+        return f"{action.help}{default}"
+
+
+def command_help(command: str) -> str:
+    """Return the help that jsonargparse generates from a command's dataclass."""
+    import jsonargparse  # takes three times as long as all of `run_help`
+
+    config = CONFIGS[command]
+    parser = jsonargparse.ArgumentParser(
+        usage=f"lightning-rob {command} {config.usage}",
+        description=cleandoc(config.__doc__ or "").partition("\n\nArgs:")[0],
+        formatter_class=Formatter,
+        add_help=False,
+    )
+    parser.add_class_arguments(config, as_group=False)
+    return str(parser.format_help()).rstrip()

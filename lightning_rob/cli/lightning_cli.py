@@ -1,0 +1,259 @@
+"""`RobustCLI`: Lightning's command line with the defaults, files and errors of this package."""
+
+import sys
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonargparse
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import (
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+)
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from lightning_rob.callbacks.guard import TerminateOnNonFinite
+from lightning_rob.cli.checkpoints import SafeCheckpointIO
+from lightning_rob.cli.configs import NAMED, RECIPE, check_configs, inject_checkpoint_config
+from lightning_rob.cli.errors import (
+    shorten_jsonargparse_error,
+    shorten_state_dict_error,
+)
+from lightning_rob.cli.trust import install
+from lightning_rob.commands.base import write_config
+from lightning_rob.data import ImageData
+from lightning_rob.errors import InputError
+from lightning_rob.files import UNWRITABLE, atomic_write_text, raise_thread_errors
+from lightning_rob.modules import RobustModule
+from lightning_rob.processes import supervised_processes
+from lightning_rob.safe_yaml import parse_fraction_arg, plain_yaml
+from lightning_rob.thresholds import parse_thresholds, violations
+
+USER_ERRORS = (
+    ValueError,
+    TypeError,
+    OSError,
+    ModuleNotFoundError,  # of an extra
+    MisconfigurationException,
+    yaml.YAMLError,
+)
+
+
+class Parser(LightningArgumentParser):
+    """Parser that imports only trusted names and reports an error in one line."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        try:
+            install()
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        super().__init__(*args, **options)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise InputError with the innermost reason first."""
+        raise InputError(shorten_jsonargparse_error(message)) from ex
+
+
+class SaveRecipe(SaveConfigCallback):
+    """Saves the run's configuration in its folder and, as text, in its checkpoints."""
+
+    @cached_property
+    def recipe(self) -> str:
+        """The configuration as YAML."""
+        return str(self.parser.dump(self.config, skip_none=False))
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write `config.yaml` once, in a form that `--config` takes beside other files."""
+        if self.already_saved:
+            return
+        folder = trainer.log_dir  # a collective: every rank has to ask
+        if trainer.is_global_zero:
+            header = "".join(f"{x}\n" for x in self.recipe.splitlines() if x.startswith("#"))
+            path = Path(folder or ".") / self.config_filename
+            write_config(yaml.safe_load(self.recipe), path, header)
+        self.already_saved = True
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the text: without live objects, the checkpoint loads with weights only."""
+        checkpoint[RECIPE] = self.recipe
+
+
+class RobustCLI(LightningCLI):
+    """LightningCLI for `RobustModule` and `ImageData`.
+
+    Args:
+        args: the command line, the subcommand first.
+        run: run the subcommand; False only builds model, data and trainer, without a subcommand.
+    """
+
+    def __init__(self, args: Sequence[str], run: bool = True) -> None:
+        check_configs(args)
+        self.checkpoint_io = SafeCheckpointIO()
+        supervised = supervised_processes(self._launched_ranks, self._rank_timeout)
+        try:
+            with raise_thread_errors(), supervised, plain_yaml():
+                args = [
+                    parse_fraction_arg(arg.replace("--fail-under", "--fail_under")) for arg in args
+                ]
+                super().__init__(
+                    RobustModule,
+                    ImageData,
+                    save_config_callback=SaveRecipe,
+                    parser_class=Parser,
+                    subclass_mode_model=True,
+                    subclass_mode_data=True,
+                    auto_configure_optimizers=False,
+                    load_from_checkpoint_support=False,
+                    seed_everything_default=0,
+                    args=inject_checkpoint_config(args, self.checkpoint_io.peek),
+                    run=run,
+                )
+        except USER_ERRORS as error:
+            raise InputError(shorten_jsonargparse_error(self._describe(error))) from error
+        except RuntimeError as error:
+            raise shorten_state_dict_error(error) from error
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the options of this package and the logger's defaults."""
+        parser.add_argument(
+            "--test_after_fit",
+            type=bool,
+            default=False,
+            help="Test the trained model after fit and print the table: the best checkpoint, if a "
+            "checkpoint callback monitors a metric.",
+        )
+        parser.add_argument(
+            "--rank_timeout",
+            type=jsonargparse.typing.PositiveFloat | None,
+            default=None,
+            help="Seconds after which a rank that others wait for counts as hung, and the run "
+            "ends; longer than one rank may attack after another. Default: the strategy's.",
+        )
+        parser.add_argument(
+            "--fail_under",
+            type=str | None,
+            default=None,
+            help="Exit with code 1 if an accuracy is below: robust/worst=0.40,robust/arc=0.35.",
+        )
+        settings = {"save_dir": "logs", "name": None, "default_hp_metric": False}
+        logger = {
+            "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+            "init_args": settings,
+        }
+        parser.set_defaults({"trainer.logger": logger})
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the given list, without Lightning's warning about the shell's arguments."""
+        self.config = parser.parse_args(args)
+        for options in [self.config.get(name) for name in self.subcommands()]:
+            if options is not None:
+                _check_loading(options)
+
+    def _parse_ckpt_path(self) -> None:
+        """Do nothing: the model comes from the recipe in the checkpoint, not `hyper_parameters`."""
+
+    def instantiate_trainer(self, **options: Any) -> Trainer:
+        """Build the trainer with the guard, and with safe checkpoints unless a plugin differs."""
+        trainer = super().instantiate_trainer(**options)
+        guard = TerminateOnNonFinite(self._rank_timeout())
+        trainer.callbacks.insert(0, guard)  # type: ignore[attr-defined]
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = self.checkpoint_io
+        return trainer
+
+    def predict(self, **options: Any) -> None:
+        """Write the class probabilities of each image to `predictions.csv` in the run's folder."""
+        batches: Any = self.trainer.predict(**options)
+        folder = Path(self.trainer.log_dir or ".")
+        rank = f"-{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
+        print(f"Writing {folder}/predictions{rank}.csv")
+        rows = [["index", "answer", *(f"p{k}" for k in range(batches[0][1].shape[1]))]]
+        for indices, predictions in batches:
+            for i, p in zip(indices.tolist(), predictions.tolist(), strict=True):
+                rows.append([str(i), str(p.index(max(p))), *(f"{value:.6g}" for value in p)])
+        text = "".join(",".join(cells) + "\n" for cells in rows)
+        atomic_write_text(folder / f"predictions{rank}.csv", text)
+
+    def _rank_timeout(self) -> float | None:
+        seconds: float | None = self._get(self.config, "rank_timeout")
+        return seconds
+
+    def _launched_ranks(self) -> Any:
+        """Processes of the other ranks that this process has launched."""
+        strategy = getattr(getattr(self, "trainer", None), "strategy", None)
+        return getattr(getattr(strategy, "launcher", None), "procs", ())
+
+    def _describe(self, error: Exception) -> str:
+        """Return an error's message; for a full disk, name the folder."""
+        if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
+            return str(error)
+        loggers = getattr(getattr(self, "trainer", None), "loggers", ())
+        folders = [getattr(logger, "log_dir", None) for logger in loggers]
+        place = error.filename or next(filter(None, folders), "the run's folder")
+        return f"{place} cannot be written: {error.strerror}; what was there before is whole"
+
+    def before_instantiate_classes(self) -> None:
+        """Check the thresholds before hours of attacks."""
+        self._thresholds()
+
+    def _thresholds(self) -> dict[str, float]:
+        """Minimum accuracies of `--fail_under`."""
+        text = self._get(self.config, "fail_under")
+        return parse_thresholds(text) if text else {}
+
+    def before_test(self) -> None:
+        """Refuse a threshold for an attack that is not configured."""
+        callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
+        attacks = [name for callback in callbacks for name in getattr(callback, "attacks", ())]
+        for name in self._thresholds() if attacks else ():
+            prefix, _, attack = name.removeprefix("test/").rpartition("robust/")
+            if not prefix and attack != name and attack not in (*attacks, "worst", "clean"):
+                raise InputError(f"no attack is called {attack!r}: {', '.join(attacks)}, worst")
+
+    def after_test(self) -> None:
+        """Compare the accuracies with the thresholds."""
+        self._check_thresholds("test")
+
+    def after_validate(self) -> None:
+        """Compare the accuracies with the thresholds."""
+        self._check_thresholds("val")
+
+    def _check_thresholds(self, stage: str) -> None:
+        """Exit with code 1 if an accuracy is below its threshold."""
+        logged = {key: float(value) for key, value in self.trainer.callback_metrics.items()}
+        for line in (lines := violations(self._thresholds(), logged, stage)):
+            print(f"lightning-rob: {line}", file=sys.stderr)
+        if lines:
+            raise SystemExit(1)
+
+    def after_fit(self) -> None:
+        """Test if asked to: the best checkpoint if one is kept by a metric, or the last weights."""
+        trial = self.trainer.fast_dev_run  # type: ignore[attr-defined]
+        if self._get(self.config, "test_after_fit") and not trial:
+            callbacks: Any = self.trainer.checkpoint_callbacks
+            best = [kept.best_model_path for kept in callbacks if getattr(kept, "monitor", None)]
+            path = next(filter(None, best), None)
+            self.trainer.test(
+                self.model, self.datamodule, ckpt_path=path, verbose=False, weights_only=True
+            )
+            self._check_thresholds("test")
+
+
+def _check_loading(options: Any) -> None:
+    """Let a subcommand load weights only, and only from an existing file."""
+    if options.get("weights_only") is False:
+        raise InputError(
+            "weights_only must be true: otherwise a checkpoint may run code of its own"
+        )
+    if "weights_only" in options:
+        options["weights_only"] = True
+    path = options.get("ckpt_path")
+    if path and path not in NAMED and not Path(path).exists():
+        raise InputError(f"there is no checkpoint {path}")

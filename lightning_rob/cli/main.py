@@ -1,0 +1,166 @@
+"""Entry point of `lightning-rob`; it prints help before anything heavy is imported."""
+
+import ctypes
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+from lightning_rob.commands.configs import CONFIGS
+
+COMMANDS = {
+    "fit": "train, evaluating the configured attacks at every validation",
+    "validate": "evaluate on the validation split",
+    "test": "evaluate on the test set and print a table; needs only --ckpt_path",
+    "predict": "write the class probabilities of each image",
+    "sweep": "attack a checkpoint value by value of a variable: a table and a figure",
+    "tune": "search the values of a recipe's keys by Bayesian optimization",
+    "bpda": "train networks whose gradients stand in for those of random transforms",
+    "audit": "look for what makes a defense seem more robust than it is",
+    "monitor": "follow a folder of checkpoints and raise an alarm when robustness falls",
+    "compare": "two attacks or checkpoints on the same images: difference and significance",
+    "export": "write a whole defense as a program that runs without this package",
+    "report": "turn the records of runs into one HTML page and a Markdown table",
+}
+HAND_PARSED = ("sweep", "audit", "monitor")
+READERS = ("compare", "report")  # of records
+HELP = """usage: lightning-rob COMMAND [options]
+
+Train adversarially robust ensembles and evaluate them honestly, every epoch.
+
+commands:
+{commands}
+
+A run is described by recipes and by callbacks that are plugged in:
+  lightning-rob fit --config configs/demo.yaml
+  lightning-rob fit --config configs/demo.yaml --trainer.callbacks+=callbacks/arc.yaml
+  lightning-rob test --ckpt_path last.ckpt --trainer.callbacks+=callbacks/rec_suite.yaml
+
+  lightning-rob COMMAND --help              what matters; --help all for every option
+  lightning-rob COMMAND --model.help BAT    the options of a class
+  lightning-rob --version
+
+LIGHTNING_ROB_DEBUG=1 shows the whole traceback of an error."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        args: the arguments; None takes the shell's.
+
+    Raises:
+        SystemExit: with code 2 and one line on stderr if the input cannot be run, with code 1
+            after a fault of the run.
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    if not args or args[0] in ("-h", "--help"):
+        width = max(map(len, COMMANDS))
+        print(HELP.format(commands="\n".join(f"  {k:{width}}  {v}" for k, v in COMMANDS.items())))
+    elif args[0] == "--version":
+        print(f"lightning-rob {version('lightning-rob')}")
+    elif args[0] not in COMMANDS:
+        _fail(f"unknown command {args[0]!r}, choose from {', '.join(COMMANDS)}")
+    elif args[0] in READERS:
+        _read_records(*args)
+    elif _asks_for_help(args):
+        print(_help_text(args[0]))
+    else:
+        _run([arg for arg in args if arg != "all" or "--help" not in args])
+
+
+def _asks_for_help(args: list[str]) -> bool:
+    """Whether the short help is wanted; `--help all` prints the parser's own page."""
+    short = "all" not in args or args[0] in HAND_PARSED
+    return bool({"-h", "--help"} & set(args)) and short
+
+
+def _help_text(command: str) -> str:
+    if command in HAND_PARSED:
+        return str(import_module(f"lightning_rob.{command}.options").help_text())
+    from lightning_rob.cli.help import command_help, run_help
+
+    return command_help(command) if command in CONFIGS else run_help(command)
+
+
+def _run(args: list[str]) -> None:
+    """Run a command, and turn its errors into one line and an exit code."""
+    tune_process()
+    from lightning_rob.cli.trust import allow_imports
+    from lightning_rob.errors import Fault, InputError
+    from lightning_rob.processes import handle_signals, is_lost_connection
+
+    start = _starter(args[0])
+    try:
+        with handle_signals(), allow_imports(args) as rest:
+            start(rest)
+    except (InputError, Fault) as error:
+        if os.environ.get("LIGHTNING_ROB_DEBUG"):
+            raise
+        code = 2 if isinstance(error, InputError) else 1
+        _fail(str(error), code, at_once=is_lost_connection(error))
+
+
+def _starter(command: str) -> Callable[[list[str]], Any]:
+    """Return the function that runs a command line."""
+    if command in HAND_PARSED:
+        module = import_module(f"lightning_rob.{command}.command")
+        return lambda args: module.main(args[1:])
+    if command in CONFIGS:
+        from lightning_rob.cli.commands import run_command
+
+        return lambda args: run_command(args[0], args[1:])
+    from lightning_rob.cli.lightning_cli import RobustCLI
+
+    return RobustCLI
+
+
+def _read_records(command: str, *args: str) -> None:
+    from lightning_rob.commands import record_configs
+
+    if {"-h", "--help"} & set(args):
+        print(record_configs.build_parser(record_configs.CONFIGS[command]).format_help().rstrip())
+        return
+    try:
+        import_module(f"lightning_rob.commands.{command}").main(args)
+    except (ValueError, OSError) as error:
+        if os.environ.get("LIGHTNING_ROB_DEBUG"):
+            raise
+        _fail(str(error))
+
+
+def _fail(message: str, code: int = 2, at_once: bool = False) -> NoReturn:
+    """Print one line on stderr and exit.
+
+    Args:
+        message: the error.
+        code: exit code.
+        at_once: skip the exit handlers, of which torch's would wait for a lost rank.
+    """
+    line = re.sub(r"\s*\n\s*", " ", message.strip())
+    print(f"lightning-rob: error: {line}", file=sys.stderr, flush=True)
+    if at_once:
+        sys.stdout.flush()
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def tune_process() -> None:
+    """Set the process's thread and memory options for speed; call it before torch is imported.
+
+    Waiting threads sleep instead of spinning (OMP_WAIT_POLICY): on a shared machine spinning costs
+    up to five times the run, on an idle one sleeping costs a tenth. glibc keeps freed activations
+    instead of returning them to the system: 10 to 60 % of an attack's time on a CPU.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        mallopt: Any = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3
+    mallopt(mmap_threshold, 1 << 30)
+    mallopt(trim_threshold, (1 << 31) - 1)
+    mallopt(top_pad, 1 << 28)

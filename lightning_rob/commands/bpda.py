@@ -1,0 +1,183 @@
+"""`lightning-rob bpda`: train the networks that a folder lacks, and report the errors of all."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from tqdm import tqdm
+
+from lightning_rob.commands.configs import BpdaConfig, find_transforms
+from lightning_rob.data import ImageData
+from lightning_rob.data.samples import Part
+from lightning_rob.randomness import derive_seed
+from lightning_rob.safe_yaml import load
+from lightning_rob.transforms import Bilateral, Transform, catalogue, named
+from lightning_rob.transforms.bpda import load_approximation, place_of, save_approximation
+from lightning_rob.transforms.bpda_training import held_out, train_bpda
+from lightning_rob.transforms.nondifferentiable import ALL as NONDIFFERENTIABLE
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Args:
+        name: of the transform.
+        about: metadata in the file of its network; None without a network.
+        reason: why there is no network.
+        existed: whether it was trained by an earlier run.
+    """
+
+    name: str
+    about: dict[str, Any] | None
+    reason: str = ""
+    existed: bool = False
+
+
+def run(config: BpdaConfig, data: ImageData) -> None:
+    """Train the missing networks, and print the table.
+
+    Raises:
+        ValueError: the transforms cannot be built.
+        OSError: a file cannot be written.
+    """
+    transforms = build_transforms(config.transforms)
+    images = training_images(data, config.max_images)
+    folder = config.out or Path()  # which the config has checked
+    print_rows(train_all(config, folder, transforms, images), folder)
+
+
+def build_transforms(chosen: Mapping[str, Any] | str) -> dict[str, Transform]:
+    """Return the transforms of `--transforms` by name."""
+    if isinstance(chosen, str) and chosen not in ("all", "nondifferentiable"):
+        chosen = parse_transforms(chosen)
+    if not isinstance(chosen, str):
+        return named(chosen)
+    kinds: list[type[Transform]] = [*NONDIFFERENTIABLE]
+    if chosen == "all":
+        kinds = [*catalogue().values(), Bilateral, *kinds]
+    return named([kind() for kind in kinds])
+
+
+def parse_transforms(text: str) -> dict[str, Any]:
+    """Return each transform's arguments by its name.
+
+    Args:
+        text: names separated by commas, or YAML of a mapping, or a file of it.
+
+    Raises:
+        ValueError: not YAML.
+    """
+    try:
+        content = load(Path(text).read_text() if Path(text).is_file() else text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--transforms takes names or YAML, got {text!r}: {error}") from error
+    if isinstance(content, dict):
+        return find_transforms(content) or content
+    names = [name.strip() for name in str(content).split(",") if name.strip()]
+    return {name: {} for name in names}
+
+
+def training_images(data: ImageData, limit: int | None) -> Tensor:
+    """Return the first training images without augmentation: [N, C, H, W]."""
+    data.setup("fit")
+    train: Any = data.parts["train"]
+    part = Part(train.source, train.indices[:limit], data.preprocessing())
+    return torch.stack([x for x, *_ in map(part.__getitem__, range(len(part)))])
+
+
+def train_all(
+    config: BpdaConfig, folder: Path, transforms: dict[str, Transform], images: Tensor
+) -> list[Row]:
+    """Train the networks that the folder lacks.
+
+    Args:
+        config: options.
+        folder: of the networks.
+        transforms: by name.
+        images: [N, C, H, W] in [0, 1].
+
+    Returns:
+        A row for each transform.
+    """
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    images = images.to(device)
+    unfit = {name: _reason_unfit(t, images) for name, t in transforms.items()}
+    paths = {n: place_of(folder, t, images.shape[1:]) for n, t in transforms.items()}
+    missing = [n for n, path in paths.items() if not (unfit[n] or path.exists())]
+    steps = config.epochs * (len(images) - held_out(len(images)))
+    rows = []
+    with tqdm(total=len(missing) * steps, unit="img", disable=not missing) as bar:
+        for name, transform in transforms.items():
+            if unfit[name]:
+                rows.append(Row(name, None, unfit[name]))
+                continue
+            if name in missing:
+                bar.set_description(name)
+                _train(config, folder, transform, images, bar)
+            about = load_approximation(paths[name])[1]
+            rows.append(Row(name, about, existed=name not in missing))
+    return rows
+
+
+def _reason_unfit(transform: Transform, images: Tensor) -> str:
+    """Return why a transform does not take such images; "" if it does."""
+    try:
+        with torch.no_grad():
+            transform(images[:1], *transform.sample(images[:1], torch.Generator()))
+    except (ValueError, RuntimeError) as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _train(
+    config: BpdaConfig, folder: Path, transform: Transform, images: Tensor, bar: Any
+) -> None:
+    began = time.perf_counter()
+    path = place_of(folder, transform, images.shape[1:])
+    # Each network has its own stream, so it does not depend on the others of the same run.
+    generator = torch.Generator().manual_seed(derive_seed(config.seed, *path.name.encode()))
+    trained = train_bpda(transform, images, config.epochs, generator=generator, progress=bar.update)
+    save_approximation(
+        folder,
+        transform,
+        images.shape[1:],
+        trained.net.cpu(),
+        error=trained.error,
+        identity=trained.identity,
+        seconds=time.perf_counter() - began,
+        epochs=config.epochs,
+        images=len(images),
+        seed=config.seed,
+    )
+
+
+def print_rows(rows: Sequence[Row], folder: Path) -> None:
+    """Print the table, the skipped transforms and the folder."""
+    table = Table(title="Mean squared errors on images held out, in squared pixel units")
+    for title in ("transform", "network", "identity", "images", "epochs", "seconds"):
+        table.add_column(title, justify="left" if title == "transform" else "right")
+    for name, about in ((row.name, row.about) for row in rows if row.about):
+        errors = [f"{about['error']:.5f}{_star(about)}", f"{about['identity']:.5f}"]
+        counts = [f"{about[key]:.0f}" for key in ("images", "epochs", "seconds")]
+        table.add_row(name, *errors, *counts)
+    Console().print(table)
+    if any(_star(row.about) for row in rows if row.about):
+        print("* worse than the identity: more images or epochs may help")
+    for row in rows:
+        if row.about is None:
+            print(f"Skipped: {row.reason}")
+    existed = sum(row.existed for row in rows)
+    print(f"Networks are in {folder}, {existed} of them from before")
+
+
+def _star(about: dict[str, Any]) -> str:
+    """Mark a network that approximates its transform worse than the identity does."""
+    return "*" if about["error"] >= about["identity"] else ""

@@ -1,0 +1,9 @@
+"""Exceptions that end a command with one line on stderr."""
+
+
+class InputError(Exception):
+    """The user's input cannot be run; the message says what would be right. Exit code 2."""
+
+
+class Fault(Exception):
+    """A failure of a run whose input is correct. Exit code 1."""

@@ -1,1 +1,0 @@
-"""The command `lightning-rob tune`: Bayesian optimisation over the keys of a recipe."""

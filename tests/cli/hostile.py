@@ -1,0 +1,216 @@
+"""Files of a stranger, each of which would leave a file behind if its code were run."""
+
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+
+from lightning_rob.cli import main
+from tests.cli.bad_inputs import RECIPE_KEY, changed, put, trained
+from tests.tiny import recipe
+
+Make = Callable[[Path], list[object]]
+CANARY = "was_run"
+MODULE = f"""
+from pathlib import Path
+from torch import nn
+Path({CANARY!r}).touch()
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(192, 4))
+def model():
+    return Net()
+"""
+TOUCH = f"open({CANARY!r}, 'w').close()"
+
+
+class Exec:
+    """Pickles into code."""
+
+    def __reduce__(self):
+        return exec, (TOUCH,)
+
+
+class System:
+    """Pickles into a command."""
+
+    def __reduce__(self):
+        import os
+
+        return os.system, (f"touch {CANARY}",)
+
+
+def bytes_of(content: object, **options: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file, **options)
+    return file.getvalue()
+
+
+def script() -> bytes:
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), file)
+    return file.getvalue()
+
+
+def ckpt(content: Callable[[], bytes], *command: str) -> Make:
+    return lambda folder: [
+        *(command or ("test",)),
+        "--ckpt_path",
+        put(folder, "given.ckpt", content()),
+    ]
+
+
+def with_recipe(**parts: object) -> Make:
+    """A checkpoint whose recipe asks for more than it should."""
+
+    def content() -> bytes:
+        held = torch.load(io.BytesIO(trained()), weights_only=True)
+        return changed(**{RECIPE_KEY: yaml.safe_dump(yaml.safe_load(held[RECIPE_KEY]) | parts)})
+
+    return ckpt(content)
+
+
+def model(**parts: object) -> Make:
+    """A recipe with other arguments of its model."""
+    changes = {f"model__init_args__{name}": part for name, part in parts.items()}
+    return lambda folder: ["fit", "--config", recipe(folder, **changes)]
+
+
+def callback(path: str, **options: object) -> Make:
+    given = {"class_path": path, "init_args": options}
+    return lambda folder: ["fit", "--config", recipe(folder, **{"trainer__callbacks+": [given]})]
+
+
+def beside(text: str) -> Make:
+    return lambda folder: [
+        "fit",
+        "--config",
+        recipe(folder),
+        "--config",
+        put(folder, "x.yaml", text),
+    ]
+
+
+def array() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.array([Exec()], dtype=object), allow_pickle=True)
+    return file.getvalue()
+
+
+def images(content: Callable[[], bytes], name: str) -> Make:
+    def make(folder: Path) -> list[object]:
+        options = {"source": {"class_path": "tests.tiny.Blobs"}, "images": name}
+        put(folder, name, content())
+        data = {"class_path": "lightning_rob.data.SourceTargetData", "init_args": options}
+        return ["fit", "--config", recipe(folder, data=data)]
+
+    return make
+
+
+def object_of(path: str, **options: object) -> dict[str, object]:
+    return {"class_path": path, "init_args": options}
+
+
+def evil() -> bytes:
+    return bytes_of({"state_dict": {}, "x": Exec()})
+
+
+def resumed(text: str) -> Make:
+    """A recipe that names a checkpoint with code in it."""
+
+    def make(folder: Path) -> list[object]:
+        put(folder, "evil.ckpt", evil())
+        return beside(text)(folder)
+
+    return make
+
+
+def with_evil(make: Make) -> Make:
+    def also(folder: Path) -> list[object]:
+        put(folder, "evil.ckpt", evil())
+        return make(folder)
+
+    return also
+
+
+LOAD = object_of("torch.load", f="evil.ckpt", weights_only=False)
+HUB = object_of("torch.hub.load", repo_or_dir=".", model="model", source="local", trust_repo=True)
+FILES: dict[str, Make] = {
+    "pickle with a command": ckpt(lambda: pickle.dumps(System())),
+    "checkpoint with code": ckpt(evil),
+    "checkpoint of the old kind with code": ckpt(
+        lambda: bytes_of({"state_dict": Exec()}, _use_new_zipfile_serialization=False)
+    ),
+    "checkpoint to resume from": lambda f: [*beside("{seed_everything: 1}")(f), *ckpt(evil)(f)[1:]],
+    "checkpoint to sweep": ckpt(evil, "sweep", "--over=eps", "--values=1/255"),
+    "TorchScript": ckpt(script),
+    "recipe in a checkpoint, a module beside it": with_recipe(model=object_of("stranger.Net")),
+    "recipe in a checkpoint, a function": with_recipe(data="os.system"),
+    "recipe in a checkpoint, a tag": ckpt(
+        lambda: changed(**{RECIPE_KEY: f"model: !!python/object/apply:exec [{TOUCH!r}]\n"})
+    ),
+    "hyper-parameters with a class": ckpt(
+        lambda: changed(
+            **{RECIPE_KEY: None},
+            hyper_parameters={"_class_path": "stranger.Net", "_instantiator": "stranger.model"},
+        )
+    ),
+    "tag": beside(f"x: !!python/object/apply:os.system ['touch {CANARY}']\n"),
+    "tag of a name": beside("x: !!python/name:stranger.Net ''\n"),
+    "class of a module beside": model(net=object_of("stranger.Net")),
+    "class of another kind": beside("model: {class_path: stranger.Net}\n"),
+    "callback that is a process": callback("subprocess.Popen", args=["touch", CANARY]),
+    "callback of a module beside": callback("stranger.Net"),
+    "data of a module beside": beside("data: {class_path: stranger.Net}\n"),
+    "plugin of a module beside": beside("trainer: {plugins: [{class_path: stranger.Net}]}\n"),
+    "logger of a module beside": beside("trainer: {logger: {class_path: stranger.Net}}\n"),
+    "exec": model(net=object_of("builtins.exec", source=TOUCH)),
+    "eval as an objective": model(attack__init_args__objective="builtins.eval"),
+    "a function by way of a trusted module": model(net="lightning_rob.nets.weights.os.system"),
+    "a partial": model(net=object_of("functools.partial", func="os.system")),
+    "the hub": model(net=HUB),
+    "a loader": with_evil(model(net=LOAD)),
+    "a compiler": model(net=object_of("torch.utils.cpp_extension.load", name="x", sources=[])),
+    "a command line": model(net=object_of("lightning.pytorch.cli.LightningCLI")),
+    "the parser's settings": model(net=object_of("jsonargparse.set_parsing_settings")),
+    "an allowance in a recipe": beside(
+        "allow_import: stranger\nmodel: {class_path: stranger.Net}\n"
+    ),
+    "weights_only": resumed("weights_only: false\nckpt_path: evil.ckpt\n"),
+    "ckpt_path in a recipe": resumed("ckpt_path: evil.ckpt\n"),
+    "weights of a member": with_evil(model(checkpoints=["evil.ckpt", None])),
+    "images with code": images(lambda: bytes_of({"x": Exec()}), "x.pt"),
+    "array with code": images(array, "x.npy"),
+    "search space": lambda f: [
+        *("tune", "--config", recipe(f), "--space"),
+        put(f, "s.yaml", f"variables: !!python/object/apply:exec [{TOUCH!r}]\n"),
+    ],
+    "help on a class": lambda f: ["fit", "--model.help", "stranger.Net"],
+    "data for bpda": lambda f: ["bpda", "--out", f / "nets", "--data", "stranger.Net"],
+}
+
+
+def outcome(name: str, folder: Path) -> tuple[bool, object, str]:
+    """Return whether code was run, the exit code and stderr, in a folder with a module."""
+    for file in ("stranger.py", "hubconf.py"):
+        put(folder, file, MODULE)
+    args = list(map(str, FILES[name](folder)))
+    errors = io.StringIO()
+    sys.path.insert(0, str(folder))  # as `python -m lightning_rob` has it
+    code: object = 0
+    try:
+        with chdir(folder), redirect_stderr(errors), redirect_stdout(io.StringIO()):
+            main(args)
+    except SystemExit as stop:
+        code = stop.code
+    finally:
+        sys.path.remove(str(folder))
+        for module in ("stranger", "hubconf"):
+            sys.modules.pop(module, None)
+    return (folder / CANARY).exists(), code, errors.getvalue()

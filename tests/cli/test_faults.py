@@ -1,0 +1,186 @@
+"""When a run ends early, all its processes end with one message, and its files are complete."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from lightning_rob.errors import Fault
+from lightning_rob.files import raise_thread_errors
+from lightning_rob.processes import PARENT, supervised_processes
+from tests.cli.faulty import SMALL, intact, marked, plan, rank_fault, slow
+from tests.tiny import ROOT, run, same_weights, shell, weights
+
+LAST = "run/version_0/checkpoints/last.ckpt"
+END = "run/version_0/checkpoints/end-epoch=3.ckpt"
+KILLER = "--trainer.callbacks+={{class_path: tests.tiny.KillAt, init_args: {{step: {}}}}}"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    # By the shell, like the runs it is compared with: another number of threads rounds otherwise.
+    assert shell("fit", "--config", plan(folder)).returncode == 0
+    return folder
+
+
+def python(code, **env):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def error_line(capsys, code, *args):
+    with pytest.raises(SystemExit) as exit_:
+        run(*args)
+    assert exit_.value.code == code
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    return line
+
+
+def test_sigkill_amid_random_transforms_then_resume_gives_the_same_weights(whole, tmp_path):
+    file = plan(tmp_path)
+    assert shell("fit", "--config", file, KILLER.format(10)).returncode == -signal.SIGKILL
+    assert intact(tmp_path)
+    assert shell("fit", "--config", file, "--ckpt_path", tmp_path / LAST).returncode == 0
+    assert same_weights(weights(whole / END), weights(tmp_path / END))
+
+
+@pytest.mark.parametrize("kind", ["hang", pytest.param("NaN", marks=pytest.mark.slow)])
+def test_a_rank_that_fails_takes_all_with_it(whole, tmp_path, kind):
+    assert rank_fault(tmp_path, kind, "test", whole / LAST)
+
+
+def test_sigterm_within_a_long_attack(whole, tmp_path):
+    file = plan(tmp_path, [slow(300)], data=SMALL)
+    args = ["test", "--config", str(file), "--ckpt_path", str(whole / LAST)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "lightning_rob", *args]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        while "resting" not in process.stdout.readline():
+            assert process.poll() is None
+        began = time.time()
+        process.terminate()
+        assert process.wait() == 143
+    assert time.time() - began < 30
+
+
+def test_a_signal_to_a_process_that_is_stuck_in_a_call():
+    stuck = """
+import ctypes, lightning_rob.processes as processes
+processes.GRACE = 0.5
+with processes.handle_signals():
+    lock, system = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    system.pthread_mutex_lock(lock)
+    print("stuck", flush=True)
+    system.pthread_mutex_lock(lock)
+"""
+    with python(stuck) as process:
+        assert process.stdout.readline() == "stuck\n"
+        process.terminate()
+        assert process.wait(30) == 143
+
+
+def test_a_process_dies_with_the_one_that_started_it():
+    child = """
+import os, time
+from lightning_rob.processes import link_to_parent
+link_to_parent()
+print("joined", flush=True)
+time.sleep(300)
+"""
+    parent = f"""
+import os, subprocess, sys
+from lightning_rob.processes import link_to_parent
+link_to_parent()
+subprocess.run([sys.executable, "-c", {child!r}], env=os.environ | {{"LOCAL_RANK": "1"}})
+"""
+    mark = f"test-{time.time_ns()}"
+    with python(parent, LIGHTNING_ROB_TEST=mark) as process:
+        assert process.stdout.readline() == "joined\n"
+        assert len(marked(mark)) == 2
+        process.kill()
+    while marked(mark):  # the kernel takes a moment
+        time.sleep(0.05)
+
+
+def started(*commands):
+    return [subprocess.Popen([sys.executable, "-c", command]) for command in commands]
+
+
+def test_launched_processes_end_with_the_run():
+    children = started("import time; time.sleep(300)")
+    with (
+        pytest.raises(RuntimeError, match="on purpose"),
+        supervised_processes(lambda: children, lambda: None),
+    ):
+        raise RuntimeError("on purpose")
+    assert children[0].wait(30) == -signal.SIGKILL
+    children = started("pass", "raise SystemExit(3)")
+    with (
+        pytest.raises(Fault, match="process 2 of the run ended with exit code 3"),
+        supervised_processes(lambda: children, lambda: None),
+    ):
+        pass
+    children = started("import time; time.sleep(300)")
+    with (
+        pytest.raises(Fault, match=r"process 1 is not through 0\.2 s after"),
+        supervised_processes(lambda: children, lambda: 0.2),
+    ):
+        pass
+    assert children[0].wait(30) == -signal.SIGKILL
+
+
+def test_a_disk_that_takes_no_more(whole, tmp_path, capsys):
+    file, size = plan(tmp_path), (whole / LAST).stat().st_size
+    run("fit", "--config", file, KILLER.format(99))
+    before = weights(tmp_path / LAST)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 100, hard))
+    try:
+        line = error_line(capsys, 2, "fit", "--config", file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    folder = tmp_path / "run/version_0/checkpoints"
+    assert f"{folder}/" in line
+    assert "cannot be written: File too large" in line
+    assert intact(tmp_path)
+    assert same_weights(before, weights(tmp_path / LAST))
+
+
+def test_a_write_error_of_a_thread_ends_the_run(capsys):
+    def write():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"), raise_thread_errors():
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+    assert not capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    place = f"--trainer.logger.init_args.save_dir={tmp_path}/file/logs"
+    line = error_line(capsys, 2, "fit", "--config", plan(tmp_path), place)
+    assert f"Not a directory: '{tmp_path}/file/logs" in line
+
+
+def test_an_invalid_timeout(tmp_path, capsys):
+    line = error_line(capsys, 2, "fit", "--config", plan(tmp_path), "--rank_timeout=-1")
+    assert "rank_timeout" in line
+
+
+def test_a_process_started_after_a_run_is_independent_of_it(monkeypatch):
+    """A script may call `main` and then torchrun, whose processes have another parent."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with supervised_processes(list, lambda: None):
+        assert os.environ[PARENT] == str(os.getpid())
+    assert PARENT not in os.environ

@@ -1,0 +1,88 @@
+"""`--help` of every command: a screen, an example, and at once."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from lightning_rob.cli import COMMANDS, main
+from lightning_rob.commands.configs import CONFIGS
+from tests.tiny import ROOT
+
+LINES, COLUMNS = 30, 88
+HEAVY = ("torch", "lightning", "numpy", "bayes_opt", "matplotlib", "ray")
+ALL = """
+import contextlib, io, json, sys
+from lightning_rob.cli import COMMANDS, main
+pages = {}
+for command in ["", *COMMANDS]:
+    page, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(page):
+        try:
+            main([command, "--help"] if command else ["--help"])
+        except SystemExit as end:
+            code = end.code or 0
+    pages[command] = [page.getvalue(), code, [n for n in HEAVY if n in sys.modules]]
+print(json.dumps(pages))
+"""
+
+
+@pytest.fixture(scope="module")
+def pages():
+    code = f"HEAVY = {HEAVY}{ALL}"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert out.returncode == 0, out.stderr
+    return json.loads(out.stdout)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_a_screen_and_imports_nothing_heavy(pages, command):
+    page, code, imported = pages[command]
+    lines = page.rstrip().splitlines()
+    assert code == 0
+    assert imported == []
+    assert len(lines) <= LINES
+    assert max(map(len, lines)) <= COLUMNS
+    assert re.match(r"usage: lightning-rob", lines[0])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(pages, command):
+    page = pages[command][0].partition("\n")[2]
+    assert re.search(rf"^  lightning-rob {command} \S", page, re.M)
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_h_after_other_options(pages, command, capsys):
+    main([command, "--config", "configs/demo.yaml", "-h"])
+    assert capsys.readouterr().out == pages[command][0]
+    assert "--help all" in pages[command][0]
+
+
+def test_examples_name_existing_recipes_and_callbacks(pages):
+    text = "\n".join(page for page, *_ in pages.values())
+    named = set(re.findall(r"\b(?:configs|callbacks)/[\w.]+\.yaml", text))
+    assert len(named) > 3
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_option_of_the_short_page_exists(pages, capsys):
+    """`--help all` is the parser's own page, and knows what the short ones promise."""
+    with pytest.raises(SystemExit) as end:
+        main(["test", "--help", "all"])
+    assert not end.value.code
+    whole = capsys.readouterr().out
+    assert len(whole.splitlines()) > 300
+    page = pages["test"][0].replace("--fail-under", "--fail_under")  # both are taken
+    short = re.findall(r"^  (--[\w.-]+)", page, re.M)
+    outside = {"--help", "--model.help", "--model.NAME", "--data.NAME", "--allow-import"}
+    assert [name for name in short if name not in whole and name not in outside] == []
+
+
+@pytest.mark.parametrize("command", CONFIGS)
+def test_a_generated_page_lists_every_option_with_a_description(pages, command):
+    listed = dict(re.findall(r"^  (--\w+)\s+(\S.*)", pages[command][0], re.M))
+    assert list(listed) == [f"--{field.name}" for field in fields(CONFIGS[command])]

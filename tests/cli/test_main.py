@@ -1,0 +1,202 @@
+"""The command line as a user meets it."""
+
+import re
+import subprocess
+import sys
+
+import jsonargparse
+import pytest
+import torch
+import yaml
+
+from lightning_rob import files, safe_yaml
+from lightning_rob.cli import main
+from lightning_rob.cli.checkpoints import SafeCheckpointIO
+from lightning_rob.cli.lightning_cli import RobustCLI
+from tests.tiny import (
+    ROOT,
+    arc,
+    pgd,
+    recipe,
+    records,
+    robust_eval,
+    run,
+    same_weights,
+    shell,
+    weights,
+)
+
+CKPT = "run/version_0/checkpoints/last.ckpt"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
+    evaluation = robust_eval({"apgd": pgd(), "arc": arc()})
+    callbacks = {"trainer__callbacks+": [checkpoint, evaluation]}
+    run("fit", "--config", recipe(folder, **callbacks), "--test_after_fit=true")
+    return folder
+
+
+def fails(capsys, *args) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        run(*args)
+    assert exit_.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(lines) == 1
+    assert len(lines[0]) < 400
+    return lines[0]
+
+
+def test_help_names_every_command_without_heavy_imports():
+    page = shell("--help")
+    assert all(word in page.stdout for word in ("fit", "validate", "test", "predict"))
+    code = (
+        "import sys; from lightning_rob.cli import main; "
+        "main(['--help']); print('torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert out.stdout.splitlines()[-1] == "False"
+
+
+def test_version(capsys):
+    main(["--version"])
+    assert re.fullmatch(r"lightning-rob \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_fit_logs_every_epoch_and_test_comes_last(trained):
+    lines = records(trained)
+    assert [r["epoch"] for r in lines if r["name"] == "arc" and r["stage"] == "val"] == [0, 1, 2, 3]
+    assert {r["name"] for r in lines if r["stage"] == "test"} == {"clean", "apgd", "arc", "worst"}
+    for r in lines:
+        low, high = r["interval"]
+        assert 0 <= low <= r["accuracy"] <= high <= 1
+        assert r["n"] == (32 if r["stage"] == "val" else 33)
+        assert set(r["versions"]) >= {"torch", "lightning", "lightning-rob"}
+    by_name = {r["name"]: r["accuracy"] for r in lines if r["stage"] == "test"}
+    assert by_name["worst"] <= min(by_name["apgd"], by_name["arc"]) + 1e-9
+
+
+def test_the_checkpoint_alone_rebuilds_the_ensemble(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    after_fit = [r for r in records(trained) if r["stage"] == "test"]
+    callback = yaml.safe_dump(robust_eval({"apgd": pgd(), "arc": arc()}), default_flow_style=True)
+    plugin = f"--trainer.callbacks+={callback}"
+    run(
+        "test",
+        "--ckpt_path",
+        trained / CKPT,
+        plugin,
+        "--trainer.logger=true",
+        "--trainer.accelerator=cpu",
+    )
+    again = next(tmp_path.rglob("robust.jsonl")).read_text().splitlines()
+    accuracies = [yaml.safe_load(line)["accuracy"] for line in again]
+    assert accuracies == [r["accuracy"] for r in after_fit]
+    assert "worst" in capsys.readouterr().out
+
+
+def test_the_checkpoint_holds_no_live_objects(trained):
+    checkpoint = torch.load(trained / CKPT, weights_only=True)
+    recipe_text = checkpoint["lightning_rob_recipe"]
+    assert yaml.safe_load(recipe_text)["model"]["class_path"] == "lightning_rob.modules.BAT"
+
+
+def test_the_best_checkpoint_is_tested_if_a_metric_chooses_it(tmp_path):
+    """Here that of the lowest validation accuracy, which is not the last one."""
+    net = {"class_path": "tests.tiny.TinyNet"}
+    adam = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.003}}
+    kept = {"monitor": "val/acc", "mode": "min", "save_last": True, "filename": "lowest"}
+    plain = {
+        "model": {
+            "class_path": "AdversarialTraining",
+            "init_args": {"net": net, "optimizer": adam},
+        },
+        "trainer__callbacks+": [
+            {"class_path": "RobustCheckpoint", "init_args": kept},
+            robust_eval({"pgd": pgd(steps=1)}),
+        ],
+    }
+    config = recipe(tmp_path, **plain)
+    run("fit", "--config", config, "--test_after_fit=true")
+    tested = [r["accuracy"] for r in records(tmp_path) if r["stage"] == "test"]
+    found, logger = {}, "--trainer.logger.init_args.save_dir={}"
+    for name in ("lowest", "last"):
+        logs = tmp_path / name
+        path = tmp_path / f"run/version_0/checkpoints/{name}.ckpt"
+        run("test", "--config", config, "--ckpt_path", path, logger.format(logs))
+        found[name] = [r["accuracy"] for r in records(logs)]
+    assert tested == found["lowest"]
+    assert tested != found["last"]
+
+
+def test_the_saved_configuration_runs_again(trained, tmp_path):
+    config = trained / "run/version_0/config.yaml"
+    folder = f"--trainer.logger.init_args.save_dir={tmp_path}"
+    run("fit", "--config", config, folder, "--test_after_fit=false")
+    assert same_weights(weights(trained / CKPT), weights(tmp_path / CKPT))
+
+
+def test_predict_writes_class_probabilities(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("predict", "--ckpt_path", trained / CKPT, "--trainer.accelerator=cpu")
+    head, *rows = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()
+    assert head == "index,answer,p0,p1,p2,p3"
+    table = torch.tensor([[float(cell) for cell in row.split(",")] for row in rows])
+    assert table[:, 0].tolist() == list(range(33))
+    torch.testing.assert_close(table[:, 2:].sum(1), torch.ones(33))
+    assert torch.equal(table[:, 1], table[:, 2:].argmax(1).float())
+
+
+def test_input_without_a_model(tmp_path, capsys):
+    assert "say what to run: --config RECIPE" in fails(capsys, "test")
+    torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
+    line = fails(capsys, "test", "--ckpt_path", tmp_path / "x.ckpt")
+    assert "does not say what it is a checkpoint of" in line
+
+
+def test_a_plain_callbacks_fragment_is_refused(tmp_path, capsys):
+    fragment = tmp_path / "fragment.yaml"
+    fragment.write_text(f"trainer:\n  callbacks:\n    - {ROOT}/callbacks/arc.yaml\n")
+    line = fails(capsys, "fit", "--config", recipe(tmp_path), "--config", fragment)
+    assert "write `callbacks+:`" in line
+
+
+def test_lengths_may_be_fractions_on_the_command_line(tmp_path):
+    args = ["--model.attack.threat.eps=4/255", "--model.attack.step_size", "1/255"]
+    built = RobustCLI(["--config", str(recipe(tmp_path)), *args], run=False)
+    assert built.model.attack.threat.eps == 4 / 255
+    assert built.model.attack.step_size == 1 / 255
+
+
+def test_a_checkpoint_is_read_once(trained, tmp_path, monkeypatch, capsys):
+    """For the recipe and for the weights; hashed once, too."""
+    reads, load, digest = [], torch.load, files.digest
+    monkeypatch.setattr(
+        torch, "load", lambda *args, **kwargs: reads.append(0) or load(*args, **kwargs)
+    )
+    monkeypatch.setattr(files, "digest", lambda path: reads.append(1) or digest(path))
+    monkeypatch.chdir(tmp_path)
+    run("test", "--ckpt_path", trained / CKPT, "--trainer.accelerator=cpu")
+    assert sorted(reads) == [0, 1]
+
+
+def test_a_checkpoint_that_changes_after_its_recipe_was_read_is_read_again(tmp_path):
+    path = tmp_path / "last.ckpt"
+    reader, writer = SafeCheckpointIO(), SafeCheckpointIO()
+    for epoch in (0, 1):
+        writer.save_checkpoint({"state_dict": {}, "epoch": epoch}, path)
+        if epoch == 0:
+            assert reader.peek(str(path))["epoch"] == 0
+    assert reader.load_checkpoint(path)["epoch"] == 1
+    assert reader.loaded == {"epoch": 1}
+
+
+def test_a_configuration_file_is_scanned_once_and_the_loader_is_restored(tmp_path, monkeypatch):
+    texts, validate, loader = [], safe_yaml.validate, jsonargparse.get_loader("yaml")
+    monkeypatch.setattr(safe_yaml, "validate", lambda text: texts.append(text) or validate(text))
+    file = recipe(tmp_path)
+    RobustCLI(["--config", str(file), "--trainer.logger=false"], run=False)
+    assert texts.count(file.read_text()) == 1
+    assert jsonargparse.get_loader("yaml") is loader

@@ -1,0 +1,161 @@
+"""Manifests beside checkpoints: written, removed and checked with them."""
+
+import subprocess
+
+import pytest
+import torch
+
+from lightning_rob.files import check_file, check_manifest, manifest_path, write_manifest
+from lightning_rob.nets import load_weights
+from tests.cli.bad_inputs import flipped, trained
+from tests.cli.test_main import fails
+from tests.tiny import TinyNet, recipe, run
+
+MONITOR = "--model.init_args.monitor=null"
+FOLDER = "run/version_0/checkpoints"
+EVERY_EPOCH = {
+    "class_path": "ModelCheckpoint",
+    "init_args": {"monitor": "val/acc", "mode": "max", "save_top_k": 2, "save_last": "link"},
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "net.ckpt"
+    path.write_bytes(trained())
+    write_manifest(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """Four epochs, of which the best two are kept, and a link to the last."""
+    folder = tmp_path_factory.mktemp("fitted")
+    run("fit", "--config", recipe(folder, **{"trainer__callbacks+": [EVERY_EPOCH]}), MONITOR)
+    return folder
+
+
+def test_sha256sum_reads_it(checkpoint):
+    checked = subprocess.run(
+        ["sha256sum", "--check", "--strict", "net.ckpt.sha256"],
+        cwd=checkpoint.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert (checked.returncode, checked.stdout) == (0, "net.ckpt: OK\n")
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_any_flipped_bit_is_found(checkpoint, place):
+    content = checkpoint.read_bytes()
+    check_manifest(checkpoint)
+    checkpoint.write_bytes(flipped(content, place * (len(content) - 1) // 3))
+    with pytest.raises(
+        ValueError, match=r"net\.ckpt is not the file that was written: its SHA-256"
+    ):
+        check_manifest(checkpoint)
+
+
+def test_without_a_manifest_there_is_nothing_to_say(tmp_path):
+    (tmp_path / "x").write_text("x")
+    check_manifest(tmp_path / "x")
+
+
+@pytest.mark.parametrize("content", ["", "\n", "hello", "\ufffd"])
+def test_a_manifest_that_says_nothing_is_no_pass(checkpoint, content):
+    manifest_path(checkpoint).write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match="is not the file that was written"):
+        check_manifest(checkpoint)
+
+
+def test_a_file_replaced_while_it_is_read_is_looked_at_again(checkpoint, monkeypatch):
+    from lightning_rob import files
+
+    digest, looks = files.digest, []
+
+    def replaced_meanwhile(path):
+        looks.append(path)
+        if len(looks) == 1:
+            path.write_bytes(b"new")
+            monkeypatch.setattr(files, "digest", digest)
+            write_manifest(path)
+            monkeypatch.setattr(files, "digest", replaced_meanwhile)
+            return "of neither"
+        return digest(path)
+
+    monkeypatch.setattr(files, "digest", replaced_meanwhile)
+    check_manifest(checkpoint)
+    assert len(looks) == 2
+
+
+def test_fit_writes_one_for_each_checkpoint_that_is_kept(fitted):
+    files = {path.name for path in (fitted / FOLDER).iterdir()}
+    kept = {name for name in files if name.startswith("epoch=") and name.endswith(".ckpt")}
+    assert len(kept) == 2
+    assert files == kept | {f"{name}.sha256" for name in kept} | {"last.ckpt"}
+    for path in (fitted / FOLDER).glob("*.ckpt"):
+        check_manifest(path)
+        assert manifest_path(path).exists()
+
+
+def test_a_link_is_checked_as_what_it_points_at(fitted, tmp_path, capsys):
+    target = tmp_path / "epoch.ckpt"
+    target.write_bytes((fitted / FOLDER / "last.ckpt").read_bytes())
+    write_manifest(target)
+    (tmp_path / "last.ckpt").symlink_to("epoch.ckpt")
+    target.write_bytes(flipped(target.read_bytes(), 999))
+    line = fails(capsys, "test", "--ckpt_path", tmp_path / "last.ckpt")
+    assert "last.ckpt is not the file that was written" in line
+    assert "epoch.ckpt.sha256 says" in line
+
+
+@pytest.mark.parametrize("command", ["test", "fit"])
+def test_no_command_reads_a_changed_checkpoint(checkpoint, tmp_path, command, capsys):
+    checkpoint.write_bytes(flipped(checkpoint.read_bytes(), 12345))
+    more = ["--config", recipe(tmp_path)] if command == "fit" else []
+    line = fails(capsys, command, *more, "--ckpt_path", checkpoint)
+    assert "is not the file that was written" in line
+
+
+def test_an_importer_reads_no_changed_weights(tmp_path):
+    path = tmp_path / "net.pt"
+    torch.save(TinyNet().state_dict(), path)
+    write_manifest(path)
+    load_weights(TinyNet(), path)
+    path.write_bytes(flipped(path.read_bytes(), 2000))
+    with pytest.raises(ValueError, match="is not the file that was written"):
+        load_weights(TinyNet(), path)
+
+
+def test_a_kill_between_checkpoint_and_manifest_is_no_false_alarm(tmp_path, monkeypatch):
+    from lightning_rob.cli import checkpoints
+
+    path = tmp_path / "last.ckpt"
+    checkpoints.SafeCheckpointIO().save_checkpoint({"state_dict": {"x": torch.zeros(3)}}, path)
+    for name in ("atomic_save", "write_manifest"):
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoints, name, killed)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.SafeCheckpointIO().save_checkpoint({"state_dict": {}}, path)
+        assert isinstance(checkpoints.read_checkpoint(str(path))["state_dict"], dict)
+
+
+def killed(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it is empty"),
+        (b"\xef\xbb\xbf\n<!DOCTYPE HTML>", "it is an HTML page"),
+        (b"  <HTML><head>", "it is an HTML page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
+    ],
+)
+def test_what_is_plainly_no_checkpoint(content, message, tmp_path):
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        check_file(tmp_path / "x")
+    with pytest.raises(ValueError, match="is a folder"):
+        check_file(tmp_path)

@@ -1,0 +1,171 @@
+"""Files of strangers are read, and their code is not run."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import yaml
+
+from lightning_rob.cli import trust
+from lightning_rob.safe_yaml import validate
+from tests.cli.hostile import CANARY, FILES, MODULE, outcome
+from tests.cli.test_main import fails
+from tests.tiny import recipe, run
+
+# One for each way in; the others are slow only because they are many.
+PICKED = {
+    "checkpoint with code",
+    "checkpoint to resume from",
+    "recipe in a checkpoint, a module beside it",
+    "recipe in a checkpoint, a tag",
+    "hyper-parameters with a class",
+    "class of another kind",
+    "callback that is a process",
+    "a function by way of a trusted module",
+    "the hub",
+    "a loader",
+    "an allowance in a recipe",
+    "weights_only",
+    "images with code",
+    "help on a class",
+    "data for bpda",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in PICKED else pytest.param(name, marks=pytest.mark.slow) for name in FILES],
+)
+def test_code_of_a_stranger_is_not_run(name, tmp_path):
+    ran, code, errors = outcome(name, tmp_path)
+    assert not ran
+    assert code == 2
+    assert len([line for line in errors.splitlines() if "error:" in line]) == 1
+
+
+def test_picked_files_exist():
+    assert set(FILES) >= PICKED
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A recipe that names a module of the user's own."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return recipe(tmp_path, model__init_args__net={"class_path": "mine.Net"})
+
+
+def test_own_code_must_be_allowed_each_time(mine, tmp_path, capsys):
+    wanted = "mine.Net was not imported: .* runs only with --allow-import mine, if you trust it$"
+    fast = "--trainer.fast_dev_run=true"
+    assert re.search(wanted, fails(capsys, "fit", "--config", mine, fast))
+    assert not (tmp_path / CANARY).exists()
+    run("fit", "--config", mine, fast, "--allow-import", "other,mine")
+    assert (tmp_path / CANARY).exists()
+    assert re.search(wanted, fails(capsys, "fit", "--config", mine, fast))
+    run("fit", "--allow-import=mine", "--config", mine, fast)
+
+
+def test_the_environment_allows_too(mine, monkeypatch, capsys):
+    monkeypatch.setenv(trust.VARIABLE, "tests,mine")
+    with pytest.raises(SystemExit) as end:
+        run("fit", "--config", mine, "--print_config")
+    assert not end.value.code
+    assert "mine.Net" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("os.system", "builtins.exec", "subprocess.Popen", "functools.partial", "torch.load"),
+        *("torch.hub.load", "torch.fx.GraphModule", "torch.utils.cpp_extension.load"),
+        *("torchvision.datasets.CIFAR10", "timm.create_model", "torchmetrics.text.BERTScore"),
+        *(
+            "lightning_rob.cli.lightning_cli.RobustCLI",
+            "lightning_rob.files.atomic_write",
+            "jsonargparse.CLI",
+        ),
+        *("lightning.pytorch.cli.LightningCLI", "lightning_robber.Net", "torch.nnx.Net"),
+        *("torch.nn.modules.module.torch.load", "lightning_rob.nets.weights.os.system"),
+    ],
+)
+def test_functions_that_load_start_or_write_are_not_trusted(name):
+    from jsonargparse import ArgumentParser
+
+    trust.install()
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--x", type=type | Callable)
+    with pytest.raises(Exception, match=r"is not allowed|No module named"):
+        parser.parse_args([f"--x={name}"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("lightning_rob.PGD", "lightning_rob.attacks.PGD", "lightning_rob.objectives.linear"),
+        *("torch.optim.SGD", "torch.nn.Linear", "torch.nn.functional.cross_entropy"),
+        *("torchvision.models.resnet18", "torchvision.transforms.v2.RandomCrop"),
+        *("lightning.pytorch.callbacks.ModelCheckpoint", "lightning.pytorch.loggers.CSVLogger"),
+        *("lightning.pytorch.strategies.DDPStrategy", "kornia.filters.gaussian_blur2d"),
+        *("lightning.pytorch.plugins.TorchCheckpointIO", "timm.optim.Lion"),
+    ],
+)
+def test_classes_that_recipes_need_are_trusted(name):
+    from jsonargparse import ArgumentParser
+
+    trust.install()
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--x", type=type | Callable)
+    assert parser.parse_args([f"--x={name}"]).x is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "line 3: the key 'a' is given twice"),
+        ("a: {b: 1, c: 2, b: 3}", "line 1: the key 'b' is given twice"),
+        ("- {a: 1}\n- {a: 1, a: 1}\n", "line 2: the key 'a'"),
+        ("a: &x [*x]", "a cycle"),
+        ("a: !!python/name:os.system ''", "asks for Python objects"),
+        ("[" * 70 + "]" * 70, "more than 60 levels"),
+        ("a: " + 2_000_000 * "b", "at most 2,000,000 are read"),
+        (
+            "a: &a [1, 2]\n"
+            + "".join(
+                f"b{i}: &b{i} [{9 * x}]\n"
+                for i, x in enumerate(["*a, "] + [f"*b{i}, " for i in range(6)])
+            ),
+            "more than 200,000 values",
+        ),
+    ],
+)
+def test_yaml_that_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        validate(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &x {b: 1}\nc: {<<: *x, d: 2}\ne: [*x, *x]\n",
+        "a: {b: 1}\nb: {b: 1}\nc: [a, a, b, b]\n",
+        "",
+        "3",
+        "? [a, b]\n: 1\n? [a, b]\n: 2\n",
+    ],
+)
+def test_yaml_that_is_accepted(text):
+    validate(text)
+
+
+def test_invalid_yaml():
+    with pytest.raises(yaml.YAMLError):
+        validate("a: {b")
+
+
+def test_an_option_of_no_callback_is_not_a_refused_import(tmp_path, capsys):
+    file = recipe(tmp_path, **{"trainer__callbacks+": []})
+    line = fails(capsys, "fit", "--config", file, "--trainer.callbacks.group_size=16")
+    assert "is of the callback named last before it" in line
+    assert "--allow-import" not in line

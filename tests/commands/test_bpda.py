@@ -1,0 +1,188 @@
+"""The command `bpda`: which networks it trains or finds, and which options it refuses."""
+
+import os
+import re
+
+import pytest
+import torch
+import yaml
+
+from lightning_rob.commands.bpda import build_transforms, parse_transforms
+from lightning_rob.defenses import RandomTransforms
+from lightning_rob.randomness import derive_seed
+from lightning_rob.transforms import Affine, Gamma, VerticalFlip, catalogue
+from lightning_rob.transforms.bpda import (
+    load_approximation,
+    load_approximations,
+    place_of,
+    train_bpda,
+)
+from lightning_rob.transforms.nondifferentiable import ALL
+from tests.tiny import Blobs, TinyNet, run
+
+COLOUR = ["--data", "tests.tiny.Blobs", "--data.train_size=40"]
+ONCE = ["--epochs", "1"]
+
+
+class Grey(Blobs):
+    """One channel of the blobs."""
+
+    channels, mean, std = 1, (0.5,), (0.25,)
+
+    def source(self, train: bool):
+        return [(x[:1], y) for x, y in super().source(train)]
+
+
+def bpda(folder, *args):
+    run("bpda", "--out", folder, "--device", "cpu", *args)
+
+
+def refused(capsys, *args):
+    with pytest.raises(SystemExit) as stopped:
+        run("bpda", *args)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("lightning-rob: error: ")
+    return error
+
+
+def test_two_transforms_from_end_to_end(tmp_path, capsys):
+    """The networks are those of a direct call, and a defense can be attacked through them."""
+    bpda(tmp_path, *COLOUR, "--transforms", "VerticalFlip,HardPrecision", "--epochs", "2")
+    printed = capsys.readouterr().out
+    data = Blobs(train_size=40)
+    data.setup("fit")
+    part = data.parts["train"]
+    images = torch.stack([x for x, *_ in map(part.__getitem__, range(len(part)))])
+    place = place_of(tmp_path, VerticalFlip(), (3, 8, 8))
+    chance = torch.Generator().manual_seed(derive_seed(0, *place.name.encode()))
+    by_hand = train_bpda(VerticalFlip(), images, 2, generator=chance)
+    net, about = load_approximation(place)
+    assert torch.equal(net(images), by_hand.net(images))
+    assert (about["error"], about["identity"]) == (by_hand.error, by_hand.identity)
+    assert (about["images"], about["epochs"], about["seed"]) == (len(images), 2, 0)
+    row = re.search(r"VerticalFlip\W+([\d.]+)(\*?)\W+([\d.]+)\W+(\d+)\W+2\W+\d+", printed)
+    assert row[1] == f"{by_hand.error:.5f}"
+    assert (row[2] == "*") == (by_hand.error >= by_hand.identity)
+    assert row[3] == f"{by_hand.identity:.5f}"
+    assert int(row[4]) == len(images)
+    assert "0 of them from before" in printed
+    transforms = {"VerticalFlip": {}, "HardPrecision": {}}
+    options = {"gradients": "bpda", "approximations": str(tmp_path)}
+    defense = RandomTransforms(TinyNet(), transforms, 2, 3, **options).eval()
+    x = images[:4].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(defense.logits(x, torch.Generator()).max(), x)
+    assert gradient.abs().sum() > 0
+
+
+def test_an_existing_network_is_not_trained_again(tmp_path, capsys):
+    two = ["--transforms", "VerticalFlip,Gamma"]
+    bpda(tmp_path, *COLOUR, *ONCE, *two)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert len(before) == 2
+    (tmp_path / "Gamma_0_3x8x8.123.part").write_bytes(b"of a run that was killed")
+    bpda(tmp_path, *COLOUR, "--epochs", "2", "--transforms", "VerticalFlip,Erase,Gamma")
+    after = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.pt")}
+    assert {name: after[name] for name in before} == before
+    assert len(after) == 3
+    out = capsys.readouterr().out
+    assert "2 of them from before" in out
+    epochs = dict(re.findall(r"(VerticalFlip|Erase|Gamma)\W+[\d.]+\*?\W+[\d.]+\W+\d+\W+(\d)", out))
+    assert epochs == {"VerticalFlip": "1", "Erase": "2", "Gamma": "1"}
+
+
+def test_an_interrupted_run_keeps_finished_networks(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Gamma, "sample", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bpda(tmp_path, *COLOUR, *ONCE, "--transforms", "VerticalFlip,Gamma")
+    monkeypatch.undo()
+    assert not list(tmp_path.iterdir())  # a trial of each transform comes first
+
+    calls = []
+    sample = Gamma.sample
+
+    def late(self, x, generator=None):
+        calls.append(len(x))
+        return interrupted() if len(calls) > 3 else sample(self, x, generator)
+
+    monkeypatch.setattr(Gamma, "sample", late)
+    with pytest.raises(KeyboardInterrupt):
+        bpda(tmp_path, *COLOUR, *ONCE, "--transforms", "VerticalFlip,Gamma")
+    monkeypatch.undo()
+    (there,) = tmp_path.iterdir()
+    assert there == place_of(tmp_path, VerticalFlip(), (3, 8, 8))
+    bpda(tmp_path, *COLOUR, *ONCE, "--transforms", "VerticalFlip,Gamma")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_on_grey_images_transforms_of_colour_are_skipped(tmp_path, capsys):
+    data = ["--data", "tests.commands.test_bpda.Grey", "--max_images", "4"]
+    bpda(tmp_path, *data, *ONCE)
+    out = capsys.readouterr().out
+    skipped = {"HSV", "LAB", "XYZ", "YUV", "Gray", "GrayMix", "GrayTwoChannels", "GrayOneChannel"}
+    skipped |= {"ColorJitter"}
+    assert set(re.findall(r"Skipped: (\w+) is about colour", out)) == skipped
+    names = {*catalogue(), "Bilateral", *(kind.__name__ for kind in ALL)}
+    assert len(names) == 39
+    there = {path.name.split("_")[0] for path in tmp_path.iterdir()}
+    assert there == names - skipped
+
+
+def test_the_data_and_the_transforms_of_a_recipe(tmp_path):
+    """Fractions, strengths and what the command line changes."""
+    transforms = {"Affine": {"alpha": "51/255"}, "VerticalFlip": {"p": 0.3}}
+    init = {"size": 1, "draws": 2, "transforms": transforms}
+    defense = {"class_path": "RandomTransforms", "init_args": init}
+    model = {"class_path": "AdversarialTraining", "init_args": {"defense": defense}}
+    data = {"class_path": "tests.tiny.Blobs", "init_args": {"train_size": 96}}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"model": model, "data": data, "trainer": {}}))
+    bpda(tmp_path / "nets", "--config", recipe, "--data.train_size=50", *ONCE)
+    found = load_approximations(tmp_path / "nets", [Affine(0.2), VerticalFlip(p=0.3)])
+    assert set(found) == {"Affine", "VerticalFlip"}
+    _, about = load_approximation(place_of(tmp_path / "nets", Affine(0.2), (3, 8, 8)))
+    assert about["images"] == 50 - 32
+    bpda(tmp_path / "one", "--config", recipe, *ONCE, "--transforms", "{Gamma: {alpha: 0.1}}")
+    assert list((tmp_path / "one").iterdir()) == [place_of(tmp_path / "one", Gamma(0.1), (3, 8, 8))]
+
+
+def test_ways_to_choose_transforms(tmp_path):
+    file = tmp_path / "transforms.yaml"
+    file.write_text("transforms:\n  Gamma: {alpha: 51/255}\n")
+    expected = {
+        "Affine, Swirl": {"Affine": {}, "Swirl": {}},
+        "Gamma": {"Gamma": {}},
+        "{Gamma: {alpha: 51/255}}": {"Gamma": {"alpha": 0.2}},
+        str(file): {"Gamma": {"alpha": 0.2}},
+    }
+    assert {text: parse_transforms(text) for text in expected} == expected
+    assert list(build_transforms("nondifferentiable")) == [kind.__name__ for kind in ALL]
+    assert build_transforms(str(file)) == {"Gamma": Gamma(0.2)}
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ([], "say where the networks go to: --out FOLDER"),
+        (["--out", "{}"], "data"),
+        (["--out", "{}", *COLOUR, "--transforms", "Affin"], "no transform 'Affin', did you mean"),
+        (["--out", "{}", *COLOUR, "--transforms", "{Gamma: {beta: 1}}"], "no argument beta"),
+        (["--out", "{}", *COLOUR, "--transforms", "{Gamma: "], "takes names or YAML"),
+        (["--out", "{}", *COLOUR, "--epochs", "0"], "--epochs must be at least 1, got 0"),
+        (["--out", "{}", *COLOUR, "--max_images", "1"], "--max_images must be at least 2, got 1"),
+        (["--out", "{}", *COLOUR, "--epochs", "x"], "epochs"),
+        (["--out", "{}", *COLOUR, "--data.size=3"], "size"),
+        (["--out", "{}", "--data", "Nothing"], "Nothing"),
+        (["--out", "{}", "--config", "nothing.yaml"], "nothing.yaml cannot be read"),
+        (["--out", "{}/file", *COLOUR, "--transforms", "Gamma", *ONCE], "file"),
+    ],
+)
+def test_invalid_options(tmp_path, capsys, args, reason):
+    (tmp_path / "file").write_text("no folder")
+    assert reason in refused(
+        capsys, *(arg.format(tmp_path) if arg.startswith("{}") else arg for arg in args)
+    )
+    assert os.listdir(tmp_path) == ["file"]

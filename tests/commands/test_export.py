@@ -1,0 +1,239 @@
+"""An exported defense predicts as the defense itself, also without this package."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.commands.configs import ExportConfig
+from lightning_rob.commands.export import export, is_randomized, read_card
+from lightning_rob.defenses import (
+    DENT,
+    Ensemble,
+    Mixture,
+    RandomTransforms,
+    Single,
+    TransformEnsemble,
+)
+from lightning_rob.randomness import Streams
+from lightning_rob.rules import majority, random_member
+from lightning_rob.transforms import Affine, ColorJitter, GaussianNoise, HorizontalFlip
+from tests.tiny import Blobs, TinyNet, recipe, run
+
+SEED = 5
+LOADER = """
+import json, sys, torch
+given = torch.load(sys.argv[1], weights_only=True)
+program = torch.export.load(sys.argv[2]).module()
+answers = [program(*(part[:n] for part in given)) for n in (1, 3, 8)]
+assert not any("lightning" in name for name in sys.modules), "the package was imported"
+print(json.dumps([a.tolist() for a in answers]))
+"""
+
+
+def nets(count):
+    """Networks whose predictions differ from image to image."""
+    torch.manual_seed(0)
+    made = [TinyNet() for _ in range(count)]
+    for net in made:
+        images = torch.rand(64, 3, 8, 8)
+        for _ in range(50):  # for BatchNorm to know them
+            net(images)
+        net.eval()
+        net.last.bias.data -= net(images).mean(0)
+    return made
+
+
+@pytest.fixture(scope="module")
+def x():
+    return torch.rand(24, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def keys():
+    return torch.randint(2**62, (24,), generator=torch.Generator().manual_seed(2))
+
+
+def rt(rule):
+    kinds = [GaussianNoise(0.2), HorizontalFlip(p=0.5)]
+    return RandomTransforms(nets(1)[0], kinds, size=2, draws=3, rule=rule)
+
+
+def behind(*names, rule=majority):
+    return TransformEnsemble(nets(len(names)), names, rule)
+
+
+CASES = {
+    "single": lambda: Single(nets(1)[0]),
+    "random_member": lambda: Ensemble(nets(3), [0.5, 0.3, 0.2], random_member),
+    "majority": lambda: Ensemble(nets(3), [0.5, 0.3, 0.2], majority),
+    "transforms": lambda: behind("clean", "rotate_90", "filter_median"),
+    "rt": lambda: rt(random_member),
+    "mixture": lambda: Mixture([Ensemble(nets(2)), behind("clean", "noise_gaussian")], [0.4, 0.6]),
+}
+RANDOMIZED = ("rt", "mixture")
+
+
+@pytest.fixture(scope="module")
+def written(x, keys, tmp_path_factory):
+    """Return defense, file and card of a case; written once."""
+    folder, done = tmp_path_factory.mktemp("written"), {}
+
+    def of(case):
+        if case not in done:
+            defense, path = CASES[case](), folder / f"{case}.pt2"
+            done[case] = defense, path, export(defense, path, x, keys, SEED)
+        return done[case]
+
+    return of
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_program_predicts_as_the_defense_does(case, written, x, keys):
+    defense, path, card = written(case)
+    assert card["largest_difference"] <= 1e-5
+    given = (x, keys) if case in RANDOMIZED else (x,)
+    assert list(card["inputs"]) == ["images", "keys"][: len(given)]
+    program = torch.export.load(str(path)).module()
+    expected = defense(x, Streams.from_index(keys, SEED))
+    for size in (1, 3, 8, 24):
+        part = program(*(tensor[:size] for tensor in given))
+        torch.testing.assert_close(part, expected[:size], rtol=0, atol=1e-6)
+    assert len(expected.argmax(1).unique()) > 1
+
+
+def test_other_keys_are_other_noise_and_equal_keys_are_equal_noise(written, x, keys):
+    program = torch.export.load(str(written("rt")[1])).module()
+    assert torch.equal(program(x, keys), program(x, keys))
+    assert not torch.equal(program(x, keys), program(x, keys + 1))
+    alike = program(x[:1].expand(8, -1, -1, -1), keys[:1].expand(8))
+    assert torch.equal(alike, alike[:1].expand(8, -1))
+
+
+def test_it_runs_where_this_package_is_not_imported(written, x, keys, tmp_path):
+    defense, path, _ = written("rt")
+    torch.save([x, keys], tmp_path / "given.pt")
+    command = [sys.executable, "-c", LOADER, str(tmp_path / "given.pt"), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected = defense(x, Streams.from_index(keys, SEED))
+    for answers in map(torch.tensor, json.loads(done.stdout)):
+        torch.testing.assert_close(answers, expected[: len(answers)], rtol=0, atol=1e-6)
+
+
+def test_the_defense_is_left_as_it_was(x, tmp_path):
+    defense = CASES["single"]().train()
+    before = {name: tensor.clone() for name, tensor in defense.state_dict().items()}
+    state = torch.get_rng_state()
+    export(defense, tmp_path / "x.pt2", x)
+    assert all(module.training for module in defense.modules())
+    assert all(torch.equal(before[name], now) for name, now in defense.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_file_says_what_it_is(x, tmp_path):
+    card = export(CASES["majority"](), tmp_path / "x.pt2", x, batch=4)
+    assert card.pop("largest_difference") <= 1e-5
+    assert read_card(tmp_path / "x.pt2") == card
+    assert card["inputs"]["images"]["shape"] == [4, 3, 8, 8]
+    assert (card["rule"], card["draws"], card["classes"]) == ("majority", 3, 4)
+    assert not card["randomized"]
+    changed = CASES["majority"]()
+    changed.members[0].last.bias.data += 1
+    assert export(changed, tmp_path / "y.pt2", x)["weights"] != card["weights"]
+
+
+def test_a_fixed_batch_takes_no_other(x, tmp_path):
+    export(CASES["single"](), tmp_path / "x.pt2", x, batch=4)
+    program = torch.export.load(str(tmp_path / "x.pt2")).module()
+    assert program(x[:4]).shape == (4, 4)
+    with pytest.raises(AssertionError, match="4"):
+        program(x[:3])
+
+
+class Fickle(TinyNet):
+    """Another network while it is traced."""
+
+    def forward(self, x):
+        return super().forward(x) * (-1 if torch.compiler.is_exporting() else 1)
+
+
+def test_a_program_with_other_predictions_is_not_written(x, tmp_path):
+    net = Fickle().eval()
+    net.load_state_dict(nets(1)[0].state_dict())
+    with pytest.raises(ValueError, match="answers otherwise, by up to 1 where 1e-05 is allowed"):
+        export(Single(net), tmp_path / "x.pt2", x)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_transductive_defense_is_refused(x, tmp_path):
+    with pytest.raises(ValueError, match="DENT is transductive: it learns from every test batch"):
+        export(DENT(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten())), tmp_path / "x.pt2", x)
+
+
+def test_a_transform_that_is_no_program_is_named(x, tmp_path):
+    with pytest.raises(ValueError, match="cannot be exported because of denoise_tv_chambolle "):
+        export(behind("clean", "denoise_tv_chambolle"), tmp_path / "x.pt2", x)
+
+
+def test_randomized_defenses_are_recognized(x):
+    assert [is_randomized(CASES[case](), x) for case in CASES] == [c in RANDOMIZED for c in CASES]
+
+
+@pytest.mark.slow
+def test_transforms_that_choose_by_value_have_a_program_too(x, keys, tmp_path):
+    kinds = [GaussianNoise(0.1), Affine(), HorizontalFlip(p=0.5), ColorJitter()]
+    defense = RandomTransforms(nets(1)[0], kinds, size=3, draws=4, rule=majority)
+    assert export(defense, tmp_path / "x.pt2", x, keys)["largest_difference"] <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "say where the program goes to"),
+        ({"out": Path("x.pt")}, "--out must name a file.pt2, got 'x.pt'"),
+        ({"batch": -3}, "--batch must be a number or dynamic, got '-3'"),
+        ({"batch": 0}, "--batch must be at least 1, got 0"),
+        ({"images": 0}, "--images must be at least 1, got 0"),
+    ],
+)
+def test_invalid_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        ExportConfig(**({"out": Path("x.pt2")} | options if options else {}))
+
+
+def test_options():
+    assert ExportConfig(Path("x.pt2")).batch_size is None
+    assert ExportConfig(Path("x.pt2"), 8).batch_size == 8
+
+
+def test_the_command_exports_a_checkpoint(tmp_path, capsys, monkeypatch):
+    run("fit", "--config", recipe(tmp_path))
+    checkpoint = next(tmp_path.rglob("*.ckpt"))
+    out = tmp_path / "defense.pt2"
+    monkeypatch.chdir(tmp_path)
+    run("export", "--ckpt_path", checkpoint, "--out", out, "--trainer.accelerator=cpu")
+    assert "Ensemble under random_member, 2 draws" in capsys.readouterr().out
+    run("predict", "--ckpt_path", checkpoint, "--trainer.accelerator=cpu")
+    rows = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()[1:]
+    predicted = torch.tensor([[float(cell) for cell in row.split(",")[2:]] for row in rows])
+    images = torch.stack([image for image, _ in Blobs().source(train=False)])
+    torch.testing.assert_close(torch.export.load(str(out)).module()(images), predicted)
+
+
+def test_options_from_a_file(tmp_path, capsys):
+    """Beside the recipe's keys; `--print_config` shows both."""
+    file = tmp_path / "export.yaml"
+    file.write_text("out: defense.txt\nimages: 8\n")
+    args = ["export", "--config", recipe(tmp_path), "--config", file]
+    with pytest.raises(SystemExit) as end:
+        run(*args, "--print_config")
+    assert not end.value.code
+    assert "images: 8" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run(*args)
+    assert "--out must name a file.pt2, got 'defense.txt'" in capsys.readouterr().err

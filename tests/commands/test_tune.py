@@ -1,0 +1,442 @@
+"""The command `tune`: proposals, stopping, records, resumption, refused input."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_rob.commands.configs import TuneConfig
+from lightning_rob.commands.tune_search import (
+    Budget,
+    Search,
+    Space,
+    is_finished,
+    replaced,
+    value_at,
+)
+from lightning_rob.commands.tune_trials import Record, Study, Trial, attempt, read_trials
+from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
+
+LR = "model.init_args.optimizer.init_args.lr"
+WIDTH = "model.init_args.net.init_args.width"
+SPACE = {
+    "variables": {LR: [0.001, 0.1], WIDTH: [2, 8, "int"]},
+    "objective": {"val/robust/apgd": 1.0, "val/acc": 0.5},
+    "trial": {
+        "trainer.max_epochs": 2,
+        "model.init_args.epochs": 1,
+        "data.init_args.train_size": 48,
+    },
+    "budget": {"trials": 2, "random": 1},
+}
+SQUARE = {"variables": {"x": [-1, 1], "y": [0, 4]}, "objective": {"height": 1.0}}
+
+
+def hill(number, point):
+    """Highest, 3, at x = 0.3 and y = 1."""
+    return {"height": 3 - (point["x"] - 0.3) ** 2 - (point["y"] - 1) ** 2, "other": 0.0}
+
+
+def study(folder, evaluate=hill, content=SQUARE, own=None, earlier=(), **budget):
+    space = Space.read(content)
+    own = own or dict.fromkeys(space.variables, 1.0)
+    search = Search(space.variables, own, Budget(**budget), 2020, earlier)
+    return Study(space, search, Record(folder / "trials.jsonl", "key"), evaluate)
+
+
+def points(of):
+    return [trial.values for trial in of.record.ended]
+
+
+def test_it_finds_the_top_of_a_hill_and_random_search_does_not(tmp_path):
+    found = study(tmp_path / "bo", trials=25, random=6)
+    found.run()
+    best = found.record.best
+    assert best.objective > 3 - 1e-3
+    assert (best.values["x"], best.values["y"]) == pytest.approx((0.3, 1), abs=0.03)
+    blind = study(tmp_path / "random", trials=25, random=25)
+    blind.run()
+    assert blind.record.best.objective < best.objective
+
+
+def test_it_starts_at_the_recipes_values_goes_up_the_diagonal_and_stays_in_bounds(tmp_path):
+    made = study(tmp_path, own={"x": 0.5, "y": 2.0}, trials=12, random=4, diagonal=4)
+    made.run()
+    tried = points(made)
+    assert tried[0] == {"x": 0.5, "y": 2.0}
+    assert tried[1:5] == [{"x": -1 + 2 * i / 4, "y": i} for i in range(4)]
+    assert made.search.initial == 9
+    assert all(-1 <= p["x"] <= 1 and 0 <= p["y"] <= 4 for p in tried)
+    assert len({tuple(p.items()) for p in tried[5:]}) == 7
+
+
+def test_whole_numbers_stay_whole(tmp_path):
+    content = {"variables": {"x": [-1, 1], "y": [0, 4, "int"]}, "objective": {"height": 1}}
+    made = study(tmp_path, content=content, trials=9, random=3, diagonal=2)
+    made.run()
+    assert {type(p["y"]) for p in points(made)[1:]} == {int}
+    assert made.record.best.values["y"] == 1
+
+
+class Killed(BaseException):
+    pass
+
+
+def dies_at(last, number, point):
+    if number == last:
+        raise Killed
+    return hill(number, point)
+
+
+def test_a_resumed_study_equals_an_uninterrupted_one(tmp_path):
+    whole = study(tmp_path / "whole", trials=10, random=3)
+    whole.run()
+    for last in (1, 4, 8):
+        with pytest.raises(Killed):
+            study(tmp_path / "parts", partial(dies_at, last), trials=10, random=3).run()
+        assert len(study(tmp_path / "parts").record.ended) == last
+    again = study(tmp_path / "parts", trials=10, random=3)
+    again.run()
+    assert points(again) == points(whole)
+    assert [n for n, _ in enumerate(again.record.ended)] == [t.number for t in again.record.ended]
+
+
+def test_the_budget_may_grow_and_the_seed_matters(tmp_path):
+    study(tmp_path / "a", trials=5, random=3).run()
+    longer = study(tmp_path / "a", trials=8, random=3)
+    longer.run()
+    whole = study(tmp_path / "b", trials=8, random=3)
+    whole.run()
+    assert points(longer) == points(whole)
+    other = Search(whole.search.variables, whole.search.own, whole.search.budget, 2021)
+    assert other.propose(1, []) != whole.search.propose(1, [])
+
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+from tests.commands.test_tune import hill, study
+folder, last = Path(sys.argv[1]), int(sys.argv[2])
+def evaluate(number, point):
+    if number == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with (folder / "done").open("a") as file:
+        file.write(f"{number}\\n")
+    return hill(number, point)
+study(folder, evaluate, trials=7, random=2).run()
+"""
+
+
+def test_sigkill_in_the_middle_loses_no_trial_and_repeats_none(tmp_path):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    assert subprocess.run([*command, "4"], cwd=ROOT).returncode == -signal.SIGKILL
+    assert (tmp_path / "done").read_text().split() == ["0", "1", "2", "3"]
+    resumed, whole = (study(folder, trials=7, random=2) for folder in (tmp_path, tmp_path / "all"))
+    resumed.run()
+    whole.run()
+    assert [t.number for _, t in read_trials(tmp_path / "trials.jsonl")] == [*range(7)]
+    assert points(resumed) == points(whole)
+
+
+def test_a_line_cut_off_by_a_crash_is_skipped(tmp_path):
+    made = study(tmp_path, trials=3, random=3)
+    made.run()
+    file = tmp_path / "trials.jsonl"
+    file.write_bytes(file.read_bytes()[:-30])
+    again = study(tmp_path, trials=4, random=3)
+    assert len(again.record.ended) == 2
+    again.run()
+    assert [t.number for _, t in read_trials(file)] == [0, 1, 2, 3]
+    assert points(again)[:3] == points(made)
+    with pytest.raises(ValueError, match="another recipe, space or seed"):
+        Record(file, "other")
+
+
+def test_a_failed_trial_is_recorded_and_counts_as_the_worst(tmp_path):
+    def fragile(number, point):
+        if point["x"] > 0:
+            raise RuntimeError("diverged\nat length")
+        return {"height": math.nan} if point["y"] > 3 else hill(number, point)
+
+    made = study(tmp_path, fragile, own={"x": -0.5, "y": 3.5}, trials=14, random=6)
+    made.run()
+    errors = [trial.error for trial in made.record.ended]
+    assert errors[0] == "the objective is nan"
+    assert "RuntimeError: diverged" in errors
+    assert made.record.best.objective > 2
+    after = [t for t in made.record.ended[7:] if t.values["x"] > 0.3]
+    assert len(after) < 7
+    worse = [({"x": 0.0, "y": 1.0}, None), ({"x": 1.0, "y": 2.0}, 0.5), ({"x": 0.5, "y": 0.0}, 2.0)]
+    assert ({"x": 0.0, "y": 1.0}, 0.5) in made.search.observations(worse, [])
+
+
+def test_all_failing_is_an_error(tmp_path):
+    def fails(number, point):
+        raise RuntimeError("no luck")
+
+    made = study(tmp_path, fails, trials=9, random=3)
+    with pytest.raises(ValueError, match="all 4 trials failed, the last by RuntimeError: no luck"):
+        made.run()
+    assert len(made.record.ended) == 4
+
+
+def test_the_same_point_twice_counts_by_its_mean_and_pending_ones_as_average(tmp_path):
+    search = study(tmp_path).search
+    one, two, far = {"x": 0.0, "y": 1.0}, {"x": 0.5, "y": 1.0}, {"x": 0.0, "y": 9.0}
+    known = search.observations([(one, 1.0), (one, 2.0), (far, 6.0)], [two])
+    assert known == [(one, 1.5), (two, 3.0)]
+    tried = [
+        ({"x": x / 4, "y": y}, hill(0, {"x": x / 4, "y": y})["height"])
+        for x in (-3, 0, 3)
+        for y in (0, 2, 4)
+    ]
+    first = search.propose(20, tried)
+    apart = search.propose(20, tried, [first])
+    assert math.dist(first.values(), apart.values()) > 0.01
+
+
+def test_a_warm_start_replaces_random_trials(tmp_path):
+    earlier = [
+        ({"x": x, "y": y}, hill(0, {"x": x, "y": y})["height"])
+        for x in (-0.8, 0, 0.9)
+        for y in (0.5, 1.5, 3)
+    ]
+    warm = study(tmp_path / "warm", earlier=earlier, trials=6, random=12)
+    assert warm.search.initial == 4
+    warm.run()
+    cold = study(tmp_path / "cold", trials=6, random=12)
+    cold.run()
+    assert max(t.objective for t in warm.record.ended[4:]) > 2.9
+    assert warm.record.best.objective > cold.record.best.objective
+
+
+def test_it_stops_after_more_than_patience_trials_without_improvement():
+    budget = Budget(trials=160, min_trials=80, patience=40)
+    flat = [1.0] * 80
+    assert not is_finished(flat, budget)  # a tie is an improvement
+    assert not is_finished([1.0] * 50 + [0.5] * 40, budget)
+    assert is_finished([1.0] * 50 + [0.5] * 41, budget)
+    assert not is_finished([1.0] * 30 + [0.5] * 49, budget)  # 79 trials
+    assert is_finished([1.0] * 30 + [0.5] * 50, budget)
+    assert not is_finished([1.0] * 50 + [0.5] * 40 + [1.0] + [0.5] * 40, budget)
+    assert is_finished([1.0] * 50 + [None] * 41, budget)
+    assert not is_finished([0.1 * i for i in range(159)], budget)
+    assert is_finished([0.1 * i for i in range(160)], budget)
+
+
+TRANSFORMED = {
+    "model": {
+        "defense": {
+            "size": 3,
+            "transforms": {"Affine": {"alpha": 0.2}, "Salt": {"alpha": 0.2}, "Sobel": {"p": 0.5}},
+        },
+        "lr": 0.1,
+        "list": [{"a": 1}, {"a": 2}],
+    }
+}
+KEYS = {name: f"model.defense.transforms.{name}" for name in ("Affine", "Salt", "Sobel")}
+
+
+def transformed(prune):
+    bounds = {KEYS["Affine"] + ".alpha": [0, 0.5], KEYS["Salt"] + ".alpha": [0, 0.5]}
+    bounds |= {KEYS["Sobel"] + ".p": [0, 1], "model.lr": [0, 1]}
+    return Space.read({"variables": bounds, "objective": {"a": 1}, "prune": prune})
+
+
+@pytest.mark.parametrize(
+    ("prune", "left"),
+    [(False, ["Affine", "Salt", "Sobel"]), (True, ["Sobel"]), (0.001, ["Salt", "Sobel"])],
+)
+def test_pruning_drops_transforms_near_zero_and_fits_the_size(prune, left):
+    space = transformed(prune)
+    best = dict(zip(space.variables, (0.0, 0.008, 0.4, 0.0), strict=True))
+    recipe, dropped = space.pruned(replaced(TRANSFORMED, best), best)
+    defense = recipe["model"]["defense"]
+    assert list(defense["transforms"]) == left
+    assert defense["size"] == len(left)
+    assert sorted([*dropped, *left]) == ["Affine", "Salt", "Sobel"]
+    assert recipe["model"]["lr"] == 0.0
+    assert len(TRANSFORMED["model"]["defense"]["transforms"]) == 3
+
+
+def test_pruning_never_removes_all_transforms():
+    space = transformed(True)
+    nothing = dict.fromkeys(space.variables, 0.0)
+    assert space.pruned(TRANSFORMED, nothing) == (TRANSFORMED, [])
+
+
+def test_dotted_keys_reach_into_lists_and_a_wrong_one_names_the_nearest():
+    assert value_at(TRANSFORMED, "model.list.1.a") == 2
+    assert replaced(TRANSFORMED, {"model.list.0.a": 5})["model"]["list"] == [{"a": 5}, {"a": 2}]
+    for wrong, near in (("model.lrr", "model.lr"), ("model.list.2.a", r"model\.list\.\d\.a")):
+        with pytest.raises(ValueError, match=f"nearest is {near}"):
+            value_at(TRANSFORMED, wrong)
+    with pytest.raises(ValueError, match="must be a number, got"):
+        Space.read({"variables": {"model.list": [0, 1]}, "objective": {"a": 1}}).initial(
+            TRANSFORMED
+        )
+
+
+def test_the_objective_is_the_weighted_sum():
+    content = {"variables": {"x": [0, 1]}, "objective": {"a": 1, "b": 2.0, "c": 0}}
+    space = Space.read(content)
+    assert space.score({"a": 0.5, "b": 0.25, "c": 9.0, "d": 7.0}) == 1.0
+    with pytest.raises(ValueError, match="does not log 'c'; it logs a, b"):
+        space.score({"a": 0.5, "b": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"variables": {"x": [1, 1]}}, "low must be below high"),
+        ({"variables": {"x": [1, "two"]}}, "must be a number, got 'two'"),
+        ({"variables": {"x": [1, 2, "log"]}}, r"must be \[low, high\]"),
+        ({"variables": {}}, "needs variables"),
+        ({"variables": [1]}, "must be a mapping"),
+        ({"objective": {"a": 0}}, "weight other than 0"),
+        ({"objective": None}, "needs variables and an objective"),
+        ({"variable": {}}, "sections are variables"),
+        ({"prune": "yes"}, "prune must be a number"),
+    ],
+)
+def test_invalid_spaces(change, message):
+    with pytest.raises(ValueError, match=message):
+        Space.read(SQUARE | change)
+
+
+def test_options():
+    for options, message in (
+        ({}, "say what to search"),
+        ({"space": Path("s"), "concurrent": 2}, "needs --ray"),
+        ({"space": Path("s"), "ray": True, "concurrent": 0}, "at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TuneConfig(**options)
+    for budget, message in (({"trials": 0}, "at least 1"), ({"patience": 1.5}, "whole")):
+        with pytest.raises(ValueError, match=message):
+            Budget().with_(budget)
+    with pytest.raises(ValueError, match=r"choose from trials, .* got 'trails'"):
+        Budget().with_({"trails": 3})
+
+
+def files(folder, space=SPACE, **overrides):
+    """A recipe and a space for it, on the command line."""
+    evaluation = robust_eval({"apgd": pgd(), "arc": arc()})
+    overrides.setdefault("trainer__callbacks+", ["ModelCheckpoint", evaluation])
+    file = folder / "space.yaml"
+    file.write_text(yaml.safe_dump(space))
+    given = ["--config", recipe(folder, **overrides), "--space", file]
+    return [*given, "--out", folder / "out"]
+
+
+def test_tune_end_to_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run("tune", *files(tmp_path))
+    printed, out = capsys.readouterr().out, tmp_path / "out"
+    trials = [trial for _, trial in read_trials(out / "trials.jsonl")]
+    assert [t.number for t in trials] == [0, 1]
+    assert trials[0].values == {LR: 0.01, WIDTH: 16}
+    assert trials[1].values[WIDTH] in range(2, 9)
+    for t in trials:
+        score = t.metrics["val/robust/apgd"] + 0.5 * t.metrics["val/acc"]
+        assert t.objective == pytest.approx(score)
+        assert set(t.versions) >= {"torch", "lightning-rob"}
+        trial_recipe = yaml.safe_load((out / f"trials/000{t.number}/config.yaml").read_text())
+        assert value_at(trial_recipe, LR) == t.values[LR]
+    best = max(trials, key=lambda t: t.objective)
+    assert f"{best.objective:.4g} at trial {best.number} of 2; untuned: " in printed
+    assert f"lightning-rob fit --config {out}/best.yaml" in printed
+    assert (out / "convergence.png").stat().st_size > 5000
+    assert not list(tmp_path.glob("**/*.ckpt"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "recipe.yaml", "space.yaml"]
+    final = yaml.safe_load((out / "best.yaml").read_text())
+    assert value_at(final, WIDTH) == best.values[WIDTH]
+    assert value_at(final, "trainer.max_epochs") == 4
+    assert value_at(final, "trainer.callbacks+.0.class_path").endswith("ModelCheckpoint")
+    run("fit", "--config", out / "best.yaml", "--trainer.fast_dev_run=true")
+
+    before = (out / "trials.jsonl").read_bytes()
+    run("tune", *files(tmp_path))
+    assert (out / "trials.jsonl").read_bytes() == before
+    run("tune", *files(tmp_path), "--trials=3", "--then_fit")
+    assert len([*read_trials(out / "trials.jsonl")]) == 3
+    assert list((tmp_path / "run/version_0/checkpoints").glob("*.ckpt"))
+    warm = ["--out", "other", "--warm_start", out / "trials.jsonl", "--trials=1"]
+    run("tune", *files(tmp_path)[:-2], *warm)
+    assert "Warm start: 2 of 3 trials" in capsys.readouterr().out
+
+
+def test_a_trial_is_a_fit_of_its_recipe(tmp_path, monkeypatch):
+    """The recipe in the trial's folder, run by `fit`, gives the metrics in the record."""
+    monkeypatch.chdir(tmp_path)
+    run("tune", *files(tmp_path), "--trials=2")
+    _, trial = [*read_trials(tmp_path / "out/trials.jsonl")][1]
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "version": 0}}
+    config = ["--config", tmp_path / "out/trials/0001/config.yaml"]
+    run("fit", *config, f"--trainer.logger={json.dumps(logger)}")
+    lines = Path("lightning_logs/version_0/robust.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines if json.loads(line)["name"] == "apgd"]
+    assert found[-1]["accuracy"] == pytest.approx(trial.metrics["val/robust/apgd"])
+
+
+def with_(**sections):
+    return {name: SPACE[name] | sections.get(name, {}) for name in SPACE}
+
+
+@pytest.mark.parametrize(
+    ("space", "args", "message"),
+    [
+        (with_(variables={LR.replace("lr", "rl"): [0, 1]}), [], f"nearest is {LR}"),
+        (with_(variables={LR: [0.1, 0.1]}), [], "low must be below high"),
+        (with_(trial={"trainer.epochs": 3}), [], "has no 'trainer.epochs'"),
+        (with_(trial={"trainer.max_epochs": "few"}), [], "max_epochs"),
+        (with_(objective={"val/robust/pgd": 1}), [], "logs train/loss, val/acc, val/robust/apgd"),
+        (with_(budget={"trails": 3}), [], "choose from trials"),
+        (SPACE, ["--space=none.yaml"], "there is no search space none.yaml"),
+        (SPACE, ["--warm_start=none.jsonl"], "no trials in none.jsonl"),
+        (SPACE, ["--trainer.lucky=1"], "lucky"),
+        (SPACE, ["--trainer.devices=2"], "a trial runs on one device, got 2"),
+    ],
+)
+def test_bad_input_is_one_line(space, args, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        run("tune", *files(tmp_path, space), *args)
+    assert ended.value.code == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(error) == 1
+    assert message in error[0]
+
+
+def test_another_recipe_does_not_go_on_in_the_same_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run("tune", *files(tmp_path), "--trials=1")
+    with pytest.raises(SystemExit):
+        run("tune", *files(tmp_path), "--trials=1", "--data.init_args.test_size=20")
+    assert "of another recipe, space or seed" in capsys.readouterr().err
+
+
+def test_an_attempt_records_duration_and_error():
+    def fails(number, point):
+        raise ValueError(f"no {number}")
+
+    assert attempt(fails, 3, {"x": 1.0}).error == "ValueError: no 3"
+    made = attempt(hill, 3, {"x": 0.3, "y": 1.0})
+    assert isinstance(made, Trial)
+    assert (made.error, made.metrics["height"]) == (None, 3.0)
+    assert 0 <= made.seconds < 1
+
+
+def test_without_ray_the_error_names_the_package(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "lightning_rob.commands.tune_ray", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run("tune", *files(tmp_path), "--ray")
+    assert "pip install 'lightning-rob[ray]'" in capsys.readouterr().err
