@@ -23,7 +23,7 @@ from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.monitor import command, folder
 from lightning_rob.monitor.change import Past, alarms, drops
 from lightning_rob.monitor.command import _changes
-from lightning_rob.monitor.history import History
+from lightning_rob.monitor.history import History, as_record
 from lightning_rob.monitor.options import Watch, help_text, parse
 from lightning_rob.monitor.suite import Suite
 from lightning_rob.sweep.command import load
@@ -550,7 +550,7 @@ def test_killed_at_any_write_it_evaluates_none_twice_and_misses_none(trained, wa
 
         def killed(history, *group):
             if next(count, None) is None:
-                text = "".join(json.dumps(line) + "\n" for line in group).encode()
+                text = "".join(json.dumps(as_record(line)) + "\n" for line in group).encode()
                 os.write(history.file.fileno(), text[: int(part * len(text))])
                 os.kill(os.getpid(), signal.SIGKILL)
             append(history, *group)

@@ -68,7 +68,7 @@ class History:
         Raises:
             OSError: they cannot be written; nothing of them is left.
         """
-        rest = "".join(json.dumps(_record(line)) + "\n" for line in lines).encode()
+        rest = "".join(json.dumps(as_record(line)) + "\n" for line in lines).encode()
         end = self.file.seek(0, os.SEEK_END)
         try:
             while rest:
@@ -106,7 +106,7 @@ class History:
                 ) from error
 
 
-def _record(line: Fields) -> Fields:
+def as_record(line: Fields) -> Fields:
     """Return the line as a record of its kind."""
     return with_schema({"kind": "monitor_event" if "event" in line else "accuracy"} | line)
 
