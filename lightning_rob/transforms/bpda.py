@@ -189,11 +189,7 @@ def train_bpda(
         ValueError: fewer than two images, a count below 1, or images that the transform refuses.
     """
     count = held_out(len(images))
-    if min(epochs, batch_size, len(images) - count) < 1:
-        raise ValueError(
-            f"epochs and batch_size must be at least 1 and some of the images left to train on, "
-            f"got {epochs}, {batch_size} and {len(images) - count} of {len(images)} images"
-        )
+    _check_counts(epochs, batch_size, len(images) - count, len(images))
     images = images[torch.randperm(len(images), generator=generator).to(images.device)]
     train, validation = images[count:], torch.split(images[:count], batch_size)
     tasks = [_sample_task(transform, x, generator) for x in validation]
@@ -213,6 +209,14 @@ def train_bpda(
             best, error = {key: value.clone() for key, value in net.state_dict().items()}, current
     net.load_state_dict(best)
     return Trained(net.eval().requires_grad_(False), error, _mean_error(_identity, tasks))
+
+
+def _check_counts(epochs: int, batch_size: int, left: int, count: int) -> None:
+    if min(epochs, batch_size, left) < 1:
+        raise ValueError(
+            f"epochs and batch_size must be at least 1 and some of the images left to train on, "
+            f"got {epochs}, {batch_size} and {left} of {count} images"
+        )
 
 
 def held_out(count: int) -> int:

@@ -16,22 +16,16 @@ from lightning_rob.transforms import (
     MotionBlur,
     catalogue,
 )
-from tests.transforms.inputs import assert_same, generator, streams
+from tests.transforms.inputs import assert_same, generator, planes, streams
 
 X = torch.rand(3, 3, 11, 14, generator=generator(), dtype=torch.float64)
 FLAT = torch.full((2, 3, 9, 9), 0.3, dtype=torch.float64)
 MANY = X[:1].expand(600, -1, -1, -1)
 
 
-def by_planes(x, function):
-    """Each channel of each image through scipy."""
-    planes = [[function(plane) for plane in image] for image in x.numpy()]
-    return torch.from_numpy(np.array(planes))
-
-
 @pytest.mark.parametrize("size", [3, 5])
 def test_box_is_the_mean(size):
-    expected = by_planes(X, lambda plane: ndimage.uniform_filter(plane, size, mode="mirror"))
+    expected = planes(lambda plane: ndimage.uniform_filter(plane, size, mode="mirror"), X)
     assert torch.allclose(BoxBlur(size)(X), expected, atol=1e-12)
     assert torch.allclose(BoxBlur(size)(FLAT), FLAT)
 
@@ -45,7 +39,7 @@ def gaussian(plane, size, down, across):
 
 def test_gaussian_is_fixed_by_default():
     assert GaussianBlur().sample(X) == ()
-    expected = by_planes(X, lambda plane: gaussian(plane, 3, 2.5, 2.5))
+    expected = planes(lambda plane: gaussian(plane, 3, 2.5, 2.5), X)
     assert torch.allclose(GaussianBlur()(X), expected, atol=1e-12)
     assert torch.allclose(GaussianBlur()(FLAT), FLAT)
 
@@ -57,7 +51,7 @@ def test_gaussian_of_random_size_and_deviation():
     y = blur(X, size, std)
     for i in range(3):
         k, (down, across) = int(size[i]), std[i].tolist()
-        expected = by_planes(X[i : i + 1], lambda p, k=k, d=down, a=across: gaussian(p, k, d, a))
+        expected = planes(lambda p, k=k, d=down, a=across: gaussian(p, k, d, a), X[i : i + 1])
         assert torch.allclose(y[i : i + 1], expected, atol=1e-12)
     sizes, stds = blur.sample(MANY, generator())
     assert set(sizes.tolist()) == {3, 5, 7}
@@ -67,9 +61,7 @@ def test_gaussian_of_random_size_and_deviation():
 
 @pytest.mark.parametrize("size", [3, 5])
 def test_median_with_black_around(size):
-    expected = by_planes(
-        X, lambda plane: ndimage.median_filter(plane, size, mode="constant", cval=0)
-    )
+    expected = planes(lambda plane: ndimage.median_filter(plane, size, mode="constant", cval=0), X)
     assert torch.equal(MedianBlur(size)(X), expected)
 
 
@@ -155,7 +147,7 @@ def test_motion_along_the_row_and_the_column(direction):
     taps = taps / taps.sum()
     x = X[:1]
     y = MotionBlur()(x, *torch.tensor([[0.0], [direction]]).double())
-    expected = by_planes(x, lambda plane: ndimage.correlate1d(plane, taps, 1, mode="constant"))
+    expected = planes(lambda plane: ndimage.correlate1d(plane, taps, 1, mode="constant"), x)
     assert torch.allclose(y, expected, atol=1e-6)
     turned = MotionBlur()(x, *torch.tensor([[90.0], [direction]]).double())
     quarter = MotionBlur()(x.rot90(-1, (2, 3)), *torch.tensor([[0.0], [direction]]).double())
