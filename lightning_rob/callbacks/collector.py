@@ -29,7 +29,7 @@ class Collector:
         """Return the attacks that no earlier callback runs, by names of their own.
 
         Args:
-            callback: who runs them; registering again returns the same.
+            callback: the callback that runs them; registering again returns the same.
             attacks: name -> all that distinguishes an attack from others of that name.
         """
         if callback not in self.registered:
@@ -52,7 +52,7 @@ class Collector:
         return self.delivered[group], len(self.delivered[group]) == len(self.announced[group])
 
     def take_rows(self) -> list[Any]:
-        """Return the rows of the table that nobody has printed yet, and forget them."""
+        """Return the rows of the table that have not been printed yet, and forget them."""
         rows, self.rows = self.rows, []
         return rows
 

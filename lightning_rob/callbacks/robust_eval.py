@@ -17,7 +17,7 @@ from lightning_rob.callbacks.base import (
     run_folder,
     writing_folder,
 )
-from lightning_rob.callbacks.panels import panel as draw
+from lightning_rob.callbacks.image_grid import image_grid
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
@@ -185,7 +185,7 @@ class RobustEval(EvaluationCallback):
     def _details(
         self, trainer: Trainer, defense: Defense, protocol: RoundProtocol | None
     ) -> dict[str, Any]:
-        """What every record of this evaluation holds."""
+        """Return the fields that every record of this evaluation has."""
         stage = "test" if trainer.testing else "val"
         details = self.run_metadata(trainer, stage) | {"target": self._target_name}
         counts = ("repeats", "inferences", "private_draws")
@@ -224,7 +224,7 @@ class RobustEval(EvaluationCallback):
         return getattr(self.target, "__name__", repr(self.target))
 
     def _observer(self, trainer: Trainer) -> Callable[[AttackedBatch], None]:
-        """What to do with each attacked batch: progress, a panel, saved images."""
+        """Return a function of an attacked batch: progress, a panel, saved images."""
         stage = "test" if trainer.testing else "val"
 
         def observe(batch: AttackedBatch) -> None:
@@ -232,7 +232,7 @@ class RobustEval(EvaluationCallback):
                 if self.panel and batch.name not in self.panels:
                     first = slice(self.panel)
                     pictures = (batch.x, batch.x_adv, batch.y, batch.before, batch.after)
-                    self.panels[batch.name] = draw(*(part[first] for part in pictures))
+                    self.panels[batch.name] = image_grid(*(part[first] for part in pictures))
                 if self.image_folder:
                     folder = self.image_folder / self._stem(stage, trainer, [batch.name])
                     save_images(folder, batch.index, batch.x_adv)
