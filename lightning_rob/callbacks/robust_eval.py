@@ -1,6 +1,7 @@
 """Robust accuracy at every validation and test, beside the clean one."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,7 @@ class RobustEval(EvaluationCallback):
     def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
         """Forget the last evaluation; continue one that was stopped."""
         defense = self.target(pl_module.defense)
+        self.collector(trainer).announce(self, self.target)
         protocol = self.settings.protocol_for(defense)
         if protocol is not None and not trainer.sanity_checking:
             give_source(defense, lambda: labelled_images(trainer))
@@ -167,7 +169,6 @@ class RobustEval(EvaluationCallback):
         self.panels = {}
         observe = self._observer(trainer)
         self.evaluator = Evaluator(defense, self.attacks, self.settings, store, observe, details)
-        self.collector(trainer).announce(self, self.target)
         return protocol
 
     def _unfinished(
@@ -203,7 +204,7 @@ class RobustEval(EvaluationCallback):
         module: Any = trainer.datamodule  # type: ignore[attr-defined]
         batches = f"{self.loader.batch_size} loaded"
         return {
-            "weights": fingerprint(defense),
+            "weights": self.collector(trainer).once(self.target, partial(fingerprint, defense)),
             "defense": type(defense).__name__,
             "module": type(pl_module).__name__,
             "rule": attack_spec(defense.rule),
