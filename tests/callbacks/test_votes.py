@@ -15,8 +15,8 @@ from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
 from lightning_rob.evaluation.records import with_schema
 from lightning_rob.rules import VOTING_RULES, majority, random_member
 from lightning_rob.threat import Threat
+from tests.callbacks.test_cross_eval import study as evaluated
 from tests.schema import checked
-from tests.test_cross_eval import study as evaluated
 from tests.tiny import Blobs, TinyNet
 
 NAMES = ["clean", "rotate_90", "flip_both"]
