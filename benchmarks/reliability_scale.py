@@ -26,7 +26,7 @@ from lightning_rob.transforms import (
     HorizontalFlip,
     PoissonNoise,
 )
-from tests.test_export import nets
+from tests.commands.test_export import nets
 from tests.test_torchrun import by_slurm, by_torchrun, one_and_two
 
 Row = tuple[str, str, str]
