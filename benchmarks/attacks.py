@@ -44,7 +44,7 @@ EPS, STEP, STEPS = 4 / 255, 1 / 255, 20
 
 
 def floor(nets, x, y, passes):
-    """So many plain forward and backward passes of each network."""
+    """Run plain forward and backward passes of each network."""
     weights = [weight for net in nets for weight in net.parameters()]
     for weight in weights:
         weight.requires_grad_(False)

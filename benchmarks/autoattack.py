@@ -75,7 +75,7 @@ PACKAGES = {
 
 
 def measured(build, net, threat, x, y):
-    """One row: which images are still right, seconds, the largest perturbation, side effects."""
+    """Return one row: accuracy, seconds, largest perturbation and side effects."""
     talk = io.StringIO()
     with contextlib.redirect_stdout(talk), contextlib.redirect_stderr(talk):
         attack = build(net, threat)

@@ -34,8 +34,12 @@ from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import derive_seed
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import named
-from lightning_rob.transforms.bpda import load_approximation, place_of, save_approximation
-from lightning_rob.transforms.bpda_training import train_bpda
+from lightning_rob.transforms.bpda import (
+    load_approximation,
+    place_of,
+    save_approximation,
+    train_bpda,
+)
 
 DIFFERENTIABLE = {
     "Crop": {"alpha": 0.5},
@@ -102,14 +106,14 @@ def chance(*keys):
 
 
 def samples(part, count):
-    """Images [N, 3, 16, 16] and their labels."""
+    """Return images [N, 3, 16, 16] and their labels."""
     picked = [part[i] for i in range(min(count, len(part)))]
     images = torch.stack([x for x, *_ in picked])
     return avg_pool2d(images, 2), torch.tensor([y for _, y, _ in picked])
 
 
 def approximation(transform, images, options):
-    """A transform's network, from the folder or trained now, and what is known of it."""
+    """Return a transform's network, from the folder or newly trained, and its measured errors."""
     shape = images.shape[1:]
     path = place_of(options.folder, transform, shape)
     if not path.exists():
@@ -122,7 +126,7 @@ def approximation(transform, images, options):
 
 
 def train(defense, x, y, epochs, name):
-    """Cross-entropy of one draw of each image, Adam, one-cycle learning rate."""
+    """Train by the cross-entropy of one draw per image: Adam, one-cycle learning rate."""
     noise = chance(2)
     optimizer = torch.optim.Adam(defense.net.parameters(), 0.01)
     steps = epochs * -(-len(x) // 64)
@@ -140,7 +144,7 @@ def train(defense, x, y, epochs, name):
 
 @torch.no_grad()
 def measured(defense, x, y):
-    """The accuracies, in percent, of independent evaluations."""
+    """Return the accuracies, in percent, of independent evaluations."""
     scores = [robust_accuracy(defense(x, chance(3, i)), y) for i in range(EVALUATIONS)]
     return [100 * float(score.mean()) for score in scores]
 
@@ -151,7 +155,7 @@ def cell(accuracies):
 
 
 def study(name, transforms, nets, data, options):
-    """One row of the table: the cells by column."""
+    """Return one row of the table: the cells by column."""
     train_x, train_y, x, y = data
     torch.manual_seed(0)
     net = SmallCNN(10, 3, options.width, Patches10.mean, Patches10.std)

@@ -30,7 +30,7 @@ GAPS = (
 
 
 def trained(seed, folder):
-    """The recipe built, with the ensemble that it trains with this seed."""
+    """Build the recipe and train its ensemble with this seed."""
     from lightning_rob.cli.lightning_cli import RobustCLI
 
     options = [
@@ -55,7 +55,7 @@ def scores(defense, x, y):
 
 
 def evaluate(seed, folder):
-    """Scores of the test images by name: clean, and under each attack of the recipe."""
+    """Return scores of the test images by name: clean, and under each attack of the recipe."""
     built = trained(seed, folder)
     ensemble = built.model.defense.eval()
     built.datamodule.setup("test")

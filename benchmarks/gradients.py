@@ -1,4 +1,4 @@
-"""G gradients of a batch, one after the other or in one vectorised call: what ARC had to choose.
+"""G gradients of a batch, one after the other or in one vectorised call: the choice behind ARC.
 
     python benchmarks/gradients.py
 
@@ -15,7 +15,7 @@ from lightning_rob.nets import ResNet20
 
 
 def gaps(net, x, count):
-    """The images, and the differences [B, G] of which gradients are wanted."""
+    """Return the images and the logit differences [B, G] to differentiate."""
     z = x.clone().requires_grad_()
     top = net(z).topk(count + 1).values
     return z, top[:, :1] - top[:, 1:]

@@ -1,4 +1,4 @@
-"""Ensembles of three on the digits, trained in five ways: how far do attacks carry over?
+"""Ensembles of three on the digits, trained in five ways: how well do attacks transfer?
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/joint_training.py --figure transfer.png
 
@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from lightning_rob.cli import main as command_line
-from lightning_rob.figures.heat_map import shade
-from lightning_rob.figures.page import blank, save
+from lightning_rob.plots import blank, save, shade
 
 ROOT = Path(__file__).parent.parent
 METHODS = ("iat", "adp", "gal", "trs", "dverge")
@@ -24,7 +23,7 @@ PLUGINS = ("apgd", "arc", "arc_two_radii", "arc_warm", "members")
 
 
 def trained(method, folder):
-    """The last checkpoint of a method's recipe."""
+    """Return the last checkpoint of a method's recipe."""
     checkpoint = folder / method / "version_0/checkpoints/last.ckpt"
     if not checkpoint.exists():
         command_line(
@@ -38,7 +37,7 @@ def trained(method, folder):
 
 
 def attacked(method, folder, images):
-    """The records of the evaluation: figures by name, and the matrix."""
+    """Return the records of the evaluation: accuracies by name, and the matrix."""
     run = folder / f"{method}_attacked"
     if not (run / "version_0/transfer.jsonl").exists():
         plugins = []

@@ -4,7 +4,7 @@
     OMP_WAIT_POLICY=PASSIVE python benchmarks/minimal_norm.py
 
 The network is trained here on Digits5k for a few seconds. All attack the same images without a
-budget, in one process, in turn; an image that an attack leaves answered rightly has an infinite
+budget, in one process, in turn; an image that an attack does not fool has an infinite
 norm, and so has the black one that foolbox's CW returns where it found nothing. The accuracies are
 what is left within a budget: the share of larger norms. Seconds are of CPU time.
 """
@@ -90,7 +90,7 @@ def norms(net, threat, x_adv, x, y):
 
 
 def measured(net, attacks, threat, x, y, rounds):
-    """Each attack's norms [B] and its seconds of each round, in turn."""
+    """Return each attack's norms [B] and its seconds of each round, run in turn."""
     sizes, seconds = {}, {name: [] for name in attacks}
     for _ in range(rounds):
         for name, attack in attacks.items():

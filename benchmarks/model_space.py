@@ -3,7 +3,7 @@
     python benchmarks/model_space.py
 
 Each case is a process of its own: the attack of one round of GMSA-AVG or GMSA-MIN, three steps of
-PGD on so many ResNet-20 and 128 images of 3x32x32. Memory is what the process grew by.
+PGD on the given number of ResNet-20 and 128 images of 3x32x32. Memory is what the process grew by.
 """
 
 import argparse
@@ -18,12 +18,12 @@ ROWS = [(name, count) for name in ("mean", "min", "mean, at once") for count in 
 
 
 def grown() -> float:
-    """Largest resident set so far, in MiB."""
+    """Return the largest resident set so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def case(name: str, count: int) -> None:
-    """Attack the models; print what it took."""
+    """Attack the models; print time and memory."""
     import torch
 
     from lightning_rob.attacks import PGD

@@ -1,18 +1,16 @@
 """Transformed inference for 72 members on 128 digits: image by image, and all at once.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/pool.py
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/pool.py --figure pool.png
 
 Each of the 72 transformations of the pool stands before a small network of its own, as in a
-transformation ensemble. In turn, medians over the rounds; what is only for one group or for the
-slowest members are parts of the same times. With --figure, a picture of all of them is drawn.
+transformation ensemble. Both ways take turns; times are medians over the rounds, those of a group
+and of the slowest members are parts of the same measurement.
 """
 
 import argparse
 import platform
 import statistics
 import time
-from pathlib import Path
 
 import kornia
 import skimage
@@ -22,8 +20,6 @@ from rich.table import Table
 from tqdm import tqdm
 
 from lightning_rob.data import Digits5k
-from lightning_rob.figures.page import save
-from lightning_rob.figures.pool import pool_figure
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms.pool import GROUPS, pool
@@ -51,12 +47,12 @@ def one_by_one(transform, net, x, index):
 def seconds(way, *arguments):
     start = time.perf_counter()
     with torch.no_grad():
-        answers = way(*arguments)
-    return time.perf_counter() - start, answers
+        logits = way(*arguments)
+    return time.perf_counter() - start, logits
 
 
 def measure(transform, net, x, index, rounds):
-    """Medians of both ways, which must answer alike."""
+    """Return the median times of both ways, after checking that their predictions agree."""
     times = []
     batched(transform, net, x[:2], index[:2])
     for _ in range(rounds):
@@ -91,12 +87,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--images", type=int, default=128)
-    parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     x, index = digits(options.images), torch.arange(options.images)
-    if options.figure:
-        save(pool_figure(x[7]), options.figure, dpi=140)
-        return
     torch.manual_seed(0)
     times = {}
     for name, transform in tqdm(pool().items(), leave=False):

@@ -28,7 +28,7 @@ IMAGES, DRAWS, SIZE = 32, 10, 14
 
 
 class OneByOne(RandomTransforms):
-    """The same operations on one copy at a time."""
+    """Apply the same operations to one copy at a time."""
 
     def transformed(self, x, generator=None, draws=1):
         streams = generator.split(draws)

@@ -5,12 +5,12 @@
 
 A SmallCNN is trained on embedded images. In each setting x~ is the test images z, clean or
 brighter, and behind them the same images attacked; the attacks are on the classifier alone. A
-discriminator of training images against x~ is trained, from fresh chance for each of --repeats, and
-rejects what it takes for a test image with a probability above the threshold. The table has the
-mean at --tau, the figure all thresholds of the first repeat. The error is the share of all x~, as
-in eq. 1, or with --per answer that of what is accepted, as in the authors' code. AUC is how well
-the discriminator tells the attacked images, and z, from training images that it has not seen: 0.5
-is not at all.
+discriminator of training images against x~ is trained, with a new seed for each of --repeats. It
+rejects images whose probability of being a test image is above the threshold. The table has the
+mean at --tau, the figure all thresholds of the first repeat. The error is a share of all x~, as in
+eq. 1, or of the accepted images with `--per answer`, as in the authors' code. AUC measures how well
+the discriminator separates the attacked images, and z, from held-out training images: 0.5 is
+random.
 """
 
 import argparse
@@ -18,22 +18,20 @@ import time
 from pathlib import Path
 
 import torch
+from figures import Setting, rejection
 from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import binary_auroc
 from tqdm import tqdm
 
-from lightning_rob.attacks import CW, PGD
-from lightning_rob.attacks.corrupted import CommonCorruption
-from lightning_rob.attacks.partly import PartialBatchAttack
+from lightning_rob.attacks import CW, PGD, CommonCorruption, PartialBatchAttack
 from lightning_rob.data import Digits5k, Patches10
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.urejectron import URejectron
-from lightning_rob.figures.page import save
-from lightning_rob.figures.rejection import Setting, rejection
 from lightning_rob.metrics.selective import rejection_curves, selective_error
 from lightning_rob.nets import SmallCNN
+from lightning_rob.plots import save
 from lightning_rob.randomness import derive_seed
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.corruptions import Brightness
@@ -42,7 +40,7 @@ POOLS = {Digits5k: ("train", "val", "test"), Patches10: ("train",)}  # of one di
 
 
 def images(kind, seed):
-    """Three parts of one pool: 3500 to train on, 500 that nobody sees, 1000 for the test."""
+    """Split one pool: 3500 training images, 500 held out and unused, 1000 test images."""
     data = kind(val_size=500)
     data.setup()
     rows = [data.parts[name][i] for name in POOLS[kind] for i in range(len(data.parts[name]))]
@@ -83,13 +81,13 @@ def auc(defense, held_out, x):
 
 
 def shares(answers, y, z):
-    """Accuracies on z and on the attacked images."""
+    """Return the accuracies on z and on the attacked images."""
     right = answers.gather(1, y[:, None])[:, 0]
     return [float(right[z].mean()), float(right[~z].mean())]
 
 
 def played(defense, attack, x, y, held_out, options):
-    """A round: the mean row of numbers, and the curves of the first repeat."""
+    """Return the mean row of numbers of a round and the curves of the first repeat."""
     x, y = torch.cat([x, x]), torch.cat([y, y])
     z, net = attack.is_clean(y), defense.base_model
     x_adv = attack(net, x, y, torch.Generator().manual_seed(options.seed))
@@ -117,7 +115,7 @@ def main():
     parser.add_argument("--binary-steps", type=int, default=1, help="of CW, the paper has one")
     parser.add_argument("--severity", type=int, default=1)
     parser.add_argument("--tau", type=float, default=0.5)
-    parser.add_argument("--per", choices=("image", "answer"), default="image")
+    parser.add_argument("--per", choices=("image", "prediction"), default="image")
     parser.add_argument("--epochs", type=int, default=10, help="of the discriminator")
     parser.add_argument("--classifier-epochs", type=int, default=15)
     parser.add_argument("--source-size", type=int, default=None)

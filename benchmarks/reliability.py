@@ -1,7 +1,7 @@
 """Measure every promise of docs/reliability.md again and write its tables.
 
 python benchmarks/reliability.py                  # all, half an hour on two cores
-python benchmarks/reliability.py --only audit     # one part; the others' tables stay as they are
+python benchmarks/reliability.py --only audit     # one part; the others' tables do not change
 """
 
 import argparse
@@ -23,14 +23,14 @@ PARTS = ("test", "faults", "trust", "monitor", "audit", "scale")
 
 
 def measured(part: str) -> list[tuple[str, str, str]]:
-    """What, aim and finding, row by row."""
+    """Return the rows of a part: promise, target and result."""
     sys.path.insert(0, str(Path(__file__).parent))
     rows: list[tuple[str, str, str]] = importlib.import_module(f"reliability_{part}").figures()
     return rows
 
 
 def table(part: str, rows: list[tuple[str, str, str]]) -> str:
-    """The rows in Markdown, with when and where they were measured."""
+    """Return the rows in Markdown, with date and machine of the measurement."""
     import torch
 
     machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
@@ -43,7 +43,7 @@ def table(part: str, rows: list[tuple[str, str, str]]) -> str:
 
 
 def written(page: str, part: str, text: str) -> str:
-    """The page with the part's table in its place."""
+    """Return the page with the part's new table in place of the old one."""
     begin, end = f"<!-- {part} -->", f"<!-- end of {part} -->"
     if begin not in page or end not in page:
         raise ValueError(f"{PAGE} has no place for {part}: write {begin} and {end}")
@@ -52,7 +52,7 @@ def written(page: str, part: str, text: str) -> str:
 
 
 def main() -> None:
-    """Measure the parts one after the other; each has a process of its own."""
+    """Measure the parts one after another, each in its own process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=PARTS, action="append")
     for part in parser.parse_args().only or PARTS:

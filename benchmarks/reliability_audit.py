@@ -1,4 +1,4 @@
-"""What the audit flags: nineteen defenses broken on purpose, and honest ones of six kinds.
+"""Findings of the audit on nineteen deliberately broken defenses and honest ones of six kinds.
 
 OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/reliability_audit.py
 """
@@ -24,7 +24,7 @@ SEEDS = (0, 1, 2, 3)  # of the honest ones; the broken ones have the first
 
 
 def digits():
-    """Training images and labels, then so many test images: 14x14, to be quick."""
+    """Return training images and labels, then `count` test images: 14x14, to be quick."""
     parts = []
     for train, count in ((True, 4000), (False, IMAGES * len(SEEDS))):
         pairs = Digits5k().source(train)
@@ -34,7 +34,7 @@ def digits():
 
 
 def nets(x, y, seed):
-    """A standard net and two adversarially trained ones."""
+    """Train a standard network and two adversarial ones."""
     made = []
     for number, threat in enumerate((None, THREAT, THREAT)):
         torch.manual_seed(3 * seed + number)
@@ -44,9 +44,9 @@ def nets(x, y, seed):
 
 
 def cases():
-    """Name, defense, the check that has to find it (None for honest ones), images, labels.
+    """Yield name, defense, the check that must flag it (None for honest ones), images, labels.
 
-    Each seed has networks and test images of its own.
+    Each seed has its own networks and test images.
     """
     x, y, x_test, y_test = digits()
     for seed in SEEDS:
@@ -61,7 +61,7 @@ def cases():
 
 
 def judged():
-    """Each defense's name, the check that has to find it, the report, CPU seconds."""
+    """Yield each defense's name, the check that must flag it, the report and CPU seconds."""
     for name, defense, check, x, y in cases():
         began = time.process_time()
         report = audit(defense, x, y, THREAT)
@@ -69,7 +69,7 @@ def judged():
 
 
 def figures():
-    """Rows for docs/reliability.md: what, the target, what was found."""
+    """Return rows for docs/reliability.md: promise, target, result."""
     right, false, broken, sound = 0, [], 0, 0
     for name, check, report, seconds in judged():
         flags = [finding.name for finding in report.flags]

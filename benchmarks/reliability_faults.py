@@ -1,10 +1,10 @@
-"""What kills a run loses nothing that was written: ranks, signals, SIGKILL and full disks.
+"""Faults that end a run lose no records: lost ranks, signals, SIGKILL and full disks.
 
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/reliability_faults.py
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/reliability_faults.py \
         --only resume --count 1
 
-Every figure is found by really running `lightning-rob`: the two processes of a rank fault in the
+Every number comes from running `lightning-rob`: the two processes of a rank fault in the
 shell's way, all others forked from one process that has imported everything. `disk` needs a kernel
 that lets a user mount in a namespace of his own (`unshare -rm`). --keep leaves the runs' folders.
 """
@@ -38,7 +38,7 @@ from tests.tiny import same_weights, weights  # noqa: E402
 
 
 def fork(log, *args):
-    """The command line in a process forked from this one; its id."""
+    """Run a command line in a process forked from this one; return its id."""
     if pid := os.fork():
         return pid
     code = 1
@@ -59,7 +59,7 @@ def fork(log, *args):
 
 
 def wait_for(log, word):
-    """Wait until a log has a word."""
+    """Wait until a log contains a word."""
     while not log.exists() or word not in log.read_text():
         time.sleep(0.05)
 
@@ -69,13 +69,13 @@ def code_of(pid):
 
 
 def finished(log, *args):
-    """The command line run to its end: exit code, what it said."""
+    """Run a command line to its end; return exit code and output."""
     code = code_of(fork(log, *args))
     return code, log.read_text()
 
 
 def whole_run(folder):
-    """An uninterrupted fit: its folder and how long it takes."""
+    """Run an uninterrupted fit; return its folder and its seconds."""
     began = time.time()
     code, told = finished(folder / "log", "fit", "--config", plan(folder))
     assert code == 0, told
@@ -83,7 +83,7 @@ def whole_run(folder):
 
 
 def ranks(folder, count):
-    """Rank faults: how many of the ten end well."""
+    """Return how many of ten rank faults end as promised."""
     checkpoints, _ = whole_run(folder / "whole")
     cases = [(kind, command) for command in ("fit", "test") for kind in FAULTS][:count]
     good = 0
@@ -97,7 +97,7 @@ def ranks(folder, count):
 
 
 def resume(folder, count):
-    """Fits killed at random times and resumed: how many end with the weights of a whole one."""
+    """Return how many fits, killed at random times and resumed, end with the same weights."""
     checkpoints, seconds = whole_run(folder / "whole")
     expected = weights(checkpoints / "end-epoch=3.ckpt")
     chance, good, number = random.Random(0), 0, 0
@@ -128,7 +128,7 @@ def steps(checkpoint):
 
 
 def signals(folder, count):
-    """SIGTERM and Ctrl-C in fit and in the midst of a long attack of test."""
+    """Send SIGTERM and Ctrl-C during fit and during a long attack of test."""
     checkpoints, _ = whole_run(folder / "whole")
     rows = []
     for name, expected in (("SIGTERM", 143), ("SIGINT", 130)):
@@ -152,7 +152,7 @@ def signals(folder, count):
 
 
 def disk(folder, count):
-    """A disk that fills up at a random moment, and one that is read-only."""
+    """Run on a disk that fills up at a random moment, and on a read-only one."""
     checkpoints, _ = whole_run(folder / "whole")
     disk_, chance = folder / "disk", random.Random(0)
     disk_.mkdir()
@@ -181,7 +181,7 @@ def disk(folder, count):
 
 @contextmanager
 def mounted(place, size, read_only=False):
-    """A disk of so many kB at a place."""
+    """Mount a disk of `size` kB."""
     mount("-t", "tmpfs", "-o", f"size={size}k", "tmpfs", place)
     try:
         if read_only:
@@ -192,7 +192,7 @@ def mounted(place, size, read_only=False):
 
 
 def kilobytes(folder, disk_, command, extra):
-    """How much an uninterrupted run takes of a disk: with less the disk is full for certain."""
+    """Return the disk space of an uninterrupted run: a smaller disk certainly fills up."""
     file = plan(folder / f"roomy-{command}", trainer__logger=logger(disk_))
     with mounted(disk_, 1 << 16):
         code, told = finished(folder / "log", command, "--config", file, *extra)
@@ -201,7 +201,7 @@ def kilobytes(folder, disk_, command, extra):
 
 
 def litter():
-    """Checkpoints left in the folder of temporary files."""
+    """Return checkpoints left in the folder of temporary files."""
     files = (path for path in Path(tempfile.gettempdir()).rglob("*") if path.is_file())
     return [path for path in files if path.read_bytes()[:2] == b"PK"]
 
@@ -219,7 +219,7 @@ PARTS = {"ranks": (ranks, 10), "resume": (resume, 20), "signals": (signals, 10),
 
 
 def figures() -> list[tuple[str, str, str]]:
-    """Each figure with its target, found in processes of its own."""
+    """Return each measurement with its target."""
     rows = []
     for name in PARTS:
         with tempfile.TemporaryDirectory() as folder:

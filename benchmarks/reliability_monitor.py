@@ -30,8 +30,8 @@ CHECKPOINTS, KILLS, LONGEST, SEED = 6, 10, 2.0, 0
 
 
 def figures() -> list[tuple[str, str, str]]:
-    """(what, target, found) of the full counts."""
-    torch.set_num_threads(1)  # a forked process hangs in a pool of threads that it has not
+    """Return (promise, target, result) of the full counts."""
+    torch.set_num_threads(1)  # a fork does not copy the threads of a pool, and would wait for them
     with tempfile.TemporaryDirectory() as name:
         top = Path(name)
         source = fit(top)
@@ -43,7 +43,7 @@ def figures() -> list[tuple[str, str, str]]:
 
 
 def fit(top: Path) -> Path:
-    """The checkpoints of a small run."""
+    """Train a small run and return its checkpoints."""
     kept = {"class_path": "ModelCheckpoint", "init_args": {"save_top_k": -1, "save_last": True}}
     options = {"model__init_args__monitor": None, "model__init_args__epochs": CHECKPOINTS // 2}
     options |= {"trainer__max_epochs": CHECKPOINTS, "trainer__callbacks+": [kept]}
@@ -55,13 +55,13 @@ def fit(top: Path) -> Path:
 
 
 def monitor(folder: Path, *args: str) -> None:
-    """The command."""
+    """Return the command line."""
     suite = folder.parent / "suite.yaml"
     run("monitor", folder, "--suite", suite, "--trainer.accelerator=cpu", "--every=0.1", *args)
 
 
 def forked(work: Callable[[], None]) -> int:
-    """A process of its own that needs no imports: its id."""
+    """Fork a process, which needs no imports, and return its id."""
     child = os.fork()
     if child:
         return child
@@ -78,12 +78,12 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def ended(child: int) -> int:
-    """The exit code of a process, when it has ended."""
+    """Return the exit code of a process once it has ended."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def kill_while_they_come(source: Path, folder: Path) -> int:
-    """Kill monitors at random moments while the checkpoints come; how often it was SIGKILL."""
+    """Kill monitors at random moments while checkpoints arrive; return the number of SIGKILLs."""
     chance, times = random.Random(SEED), 0
     (folder / "checkpoints").mkdir(parents=True)
     files = sorted(source.glob("epoch*.ckpt"), key=lambda file: file.stat().st_mtime)
@@ -112,12 +112,12 @@ def come(file: Path, folder: Path) -> None:
 
 
 def history(folder: Path) -> list[dict]:
-    """The lines."""
+    """Return the lines."""
     return [json.loads(line) for line in (folder / "monitor.jsonl").read_text().splitlines()]
 
 
 def rows(whole: Path, killed: Path, times: int) -> list[tuple[str, str, str]]:
-    """The figures of a history beside those of a monitor that was left alone."""
+    """Compare a history with that of an uninterrupted monitor."""
     lines = history(killed)
     counts = Counter(line["weights"] for line in lines if line.get("event") == "evaluated")
     wanted = {line["weights"] for line in history(whole) if line.get("event") == "evaluated"}

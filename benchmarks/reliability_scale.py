@@ -1,8 +1,8 @@
-"""Figures of scaling and export for `docs/reliability.md`.
+"""Measurements of scaling and export for `docs/reliability.md`.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/reliability_scale.py
 
-Every row is (what, target, found), and is found by doing it: minutes.
+Every row is (promise, target, result) and is measured by running the promise: minutes.
 """
 
 import os
@@ -34,7 +34,7 @@ SETS, IMAGES = 3, 24
 
 
 def figures() -> list[Row]:
-    """The rows."""
+    """Return the rows."""
     rows = [agree(name, start) for name, start in (("torchrun", by_torchrun), ("SLURM", by_slurm))]
     return [*rows, *exported()]
 
@@ -62,7 +62,7 @@ def defenses() -> dict[str, Defense]:
 
 
 def exported() -> list[Row]:
-    """Each defense on several sets of images and keys, after loading back."""
+    """Compare each exported defense on several sets of images and keys after loading it."""
     kinds, equal, worst = defenses(), 0, 0.0
     for number in range(SETS):
         chance = torch.Generator().manual_seed(number)

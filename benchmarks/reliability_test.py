@@ -1,4 +1,4 @@
-"""What `test` promises: killed and resumed, on any number of processes, the same rows; intervals.
+"""Promises of `test`: the same rows when killed and resumed, on any number of processes; intervals.
 
 python benchmarks/reliability_test.py
 """
@@ -20,7 +20,9 @@ from pathlib import Path
 import yaml
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that has used several cannot be forked
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # a process that has used several threads cannot be forked
 
 Row = tuple[str, str, str]
 SIZES, WORLDS = (1, 2, 7, 10, 33, 64), (1, 2, 3, 4)
@@ -33,7 +35,7 @@ def _attack(kind: str, **options: object) -> dict:
 
 
 def _recipe(folder: Path, **attack: object) -> Path:
-    """Two convolutional networks with BatchNorm on photographs, boosted for an epoch each."""
+    """Train two convolutional networks with BatchNorm on photographs by BAT, an epoch each."""
     attacks = {"apgd": _attack("PGD", **attack), "arc": _attack("ARC", step_size="8/255")}
     logger = {
         "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
@@ -78,7 +80,7 @@ def _recipe(folder: Path, **attack: object) -> Path:
 
 
 def _main(*args: object) -> None:
-    """A command line in this process, silently, unless it fails."""
+    """Run a command line in this process, silently unless it fails."""
     from lightning_rob.cli import main
 
     told = io.StringIO()
@@ -126,7 +128,7 @@ def _rows(logs: Path) -> bytes:
 
 
 def _moment(logs: Path, seconds: float, anywhere: bool) -> None:
-    """Wait so long, from the start or from when the first batch is there."""
+    """Wait the given seconds, from the start or from the first batch."""
     limit = time.monotonic() + 60
     while not (anywhere or _batches(logs)) and time.monotonic() < limit:
         time.sleep(0.005)
@@ -134,22 +136,22 @@ def _moment(logs: Path, seconds: float, anywhere: bool) -> None:
 
 
 def _attacking(logs: Path) -> float:
-    """How many seconds the attacks of a test took."""
+    """Return the seconds of a test's attacks."""
     (found,) = logs.glob("run/version_*/robust.jsonl")
     return sum(json.loads(line)["seconds"] for line in found.read_text().splitlines())
 
 
 def _batches(logs: Path) -> int:
-    """How many whole batches a test has left."""
-    return sum(path.read_bytes().count(b"whole") for path in logs.glob("unfinished/*/*.csv"))
+    """Return how many complete batches a test has recorded."""
+    return sum(path.read_bytes().count(b'"seconds"') for path in logs.glob("unfinished/*/*.jsonl"))
 
 
 def killed_and_resumed(trials: int, resumes: int, seed: int = 0) -> tuple[int, int, int]:
-    """How many tests that were killed end in the same bytes, how many had begun, of how many.
+    """Return how many killed tests end in the same bytes, how many had started, and of how many.
 
     Args:
         trials: tests that are killed.
-        resumes: how often each is killed; from 2 on it is a resume that is killed.
+        resumes: how often each is killed; from the second time on a resumed test is killed.
         seed: of the moments.
     """
     chance = random.Random(seed)
@@ -166,7 +168,7 @@ def killed_and_resumed(trials: int, resumes: int, seed: int = 0) -> tuple[int, i
                 _forked(lambda at=logs: _tested(recipe, checkpoint, at), moment)
                 part |= _batches(logs) > 0
             for path in logs.glob("run/version_*/images/test-*"):
-                path.unlink()  # a test that was through before it was to be killed
+                path.unlink()  # a test that had finished before the kill
             assert _forked(lambda at=logs: _tested(recipe, checkpoint, at)) == 0
             equal += _rows(logs) == whole and not list(logs.glob("unfinished/*"))
             partly += part
@@ -174,7 +176,7 @@ def killed_and_resumed(trials: int, resumes: int, seed: int = 0) -> tuple[int, i
 
 
 def _evaluate_sizes(recipe: str, checkpoint: str, out: str) -> None:
-    """Run by every process of a world: each size of data set, one after the other."""
+    """Run each size of data set one after another, in every process."""
     from lightning_rob.cli import main
 
     for size in SIZES:
@@ -189,7 +191,7 @@ def _evaluate_sizes(recipe: str, checkpoint: str, out: str) -> None:
 
 
 def worlds() -> tuple[int, int]:
-    """How many pairs of processes and images give the rows of one process, of how many."""
+    """Return how many pairs of processes and images give the rows of one process, and the total."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe, checkpoint = _trained(folder)
@@ -205,7 +207,7 @@ def worlds() -> tuple[int, int]:
 
 
 def coverage(draws: int = 10_000) -> list[tuple[str, int, float, float]]:
-    """Method, n, true accuracy and how often the 95 % interval holds it, of so many simulations."""
+    """Return method, n, true accuracy and the coverage of the 95 % interval in `draws` runs."""
     import torch
 
     from lightning_rob.metrics import clopper_pearson, wilson
@@ -228,7 +230,7 @@ def coverage(draws: int = 10_000) -> list[tuple[str, int, float, float]]:
 
 
 def training_untouched() -> tuple[int, int]:
-    """How many of three ways of training end in the same bits with and without attacks watching."""
+    """Return how many of three methods end in the same bits with and without evaluation."""
     import torch
 
     ways = {
@@ -272,7 +274,7 @@ def _random_transforms() -> dict:
 
 
 def outside(cases: int, norm: str, relative: bool = False) -> int:
-    """In how many random cases an attack's images leave the ball, the box or the finite numbers."""
+    """Return the number of random cases with images outside the ball or bounds, or non-finite."""
     import torch
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
@@ -327,7 +329,7 @@ LEAVES = "leaves_nothing_behind or as_it_was"
 
 
 def leaves_nothing_behind() -> tuple[int, int]:
-    """How many tests that an attack leaves modes, gradients, buffers and the stream passed."""
+    """Return how many tests of modes, gradients, buffers and random streams passed."""
     names = ("attacks", "taa", "paa", "auto", "backward", "dent", "gmsa", "transductive")
     files = [f"tests/test_{name}.py" for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-k", LEAVES, *files]
@@ -337,7 +339,7 @@ def leaves_nothing_behind() -> tuple[int, int]:
 
 
 def figures() -> list[Row]:
-    """Each promise, what is aimed at, and what was found."""
+    """Return each promise with target and result."""
     exact, pairs = worlds()
     print("worlds", exact, pairs, flush=True)
     once, again = killed_and_resumed(50, 1), killed_and_resumed(20, 2, seed=1)

@@ -1,4 +1,4 @@
-"""What strangers' files and users' slips do to the command: all of it, really tried.
+"""Effect of hostile files and users' mistakes on the command: every case is run.
 
 python -m benchmarks.reliability_trust
 """
@@ -9,7 +9,7 @@ import tempfile
 from contextlib import chdir
 from pathlib import Path
 
-# Read by every command that is run here: the bad inputs name small networks of the tests.
+# Every command here reads it: the bad inputs name small networks of the tests.
 os.environ.setdefault("LIGHTNING_ROB_ALLOW_IMPORT", "tests")
 
 from lightning_rob.files import check_manifest, write_manifest
@@ -20,7 +20,7 @@ FLIPS = 200
 
 
 def flips_found(count: int, seed: int = 0) -> int:
-    """How many flipped bits of a checkpoint its manifest finds, each at a place of its own."""
+    """Return how many flipped bits of a checkpoint its manifest detects, each at another place."""
     chance, found = random.Random(seed), 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "net.ckpt"
@@ -40,7 +40,7 @@ def flips_found(count: int, seed: int = 0) -> int:
 
 
 def hostile() -> tuple[int, int]:
-    """How many hostile files were run, and how many were refused with exit code 2."""
+    """Return how many hostile files were run, and how many were refused with exit code 2."""
     run = refused = 0
     for name in FILES:
         with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +50,7 @@ def hostile() -> tuple[int, int]:
 
 
 def complaints() -> dict[str, str]:
-    """The bad inputs that did not get one clear line and exit code 2, and what they got."""
+    """Return the bad inputs that did not get one clear line and exit code 2, with their output."""
     found = {}
     for name in CASES:
         with tempfile.TemporaryDirectory() as folder, chdir(folder):
@@ -60,7 +60,7 @@ def complaints() -> dict[str, str]:
 
 
 def figures() -> list[tuple[str, str, str]]:
-    """What is claimed, the figure aimed at, and the figure found."""
+    """Return each promise with target and result."""
     run, refused = hostile()
     wrong = complaints()
     for name, told in wrong.items():

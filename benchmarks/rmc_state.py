@@ -3,10 +3,10 @@
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/rmc_state.py
 
 Trains the network of `configs/rmc_digits.yaml` and plays its GMSA-AVG, round by round, as its test
-does: sequence 0 is the game of the recipe, the others have other images and other chance. After
-every round the state that the next round begins with is asked, without further adaptation, about
-test images that are never played: clean ones, and the same attacked on the static network by PGD.
-A copy of the state adapts to some of them, clean, one by one, as it would if nobody attacked. Each
+does: sequence 0 has the recipe's images, the others have other images and other random streams.
+After every round the state that the next round starts with predicts, without further adaptation,
+held-out test images: clean ones, and the same attacked on the base model by PGD. A copy of the
+state adapts to some of them, clean, one by one, as without an attacker. Each
 image of sequence 0 is attacked once more as the first round of a fresh defender, which has no
 history. The table has means by blocks of rounds.
 """
@@ -20,9 +20,9 @@ import torch
 from timing import printed
 
 from lightning_rob.attacks import TransferFromStatic
-from lightning_rob.callbacks.protocol import AttackerDefenderSession
 from lightning_rob.cli import main as command_line
-from lightning_rob.data.labelled import give_source
+from lightning_rob.defenses.transductive import give_source
+from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.metrics import robust_accuracy, student, wilson
 
 RECIPE = Path(__file__).parent.parent / "configs/rmc_digits.yaml"
@@ -30,7 +30,7 @@ COLUMNS = ("attacked", "attacked, no history", "state, clean", "state, attacked"
 
 
 def trained(folder):
-    """The recipe's defense, its attacks by name, and all test images in the order of its game."""
+    """Return the recipe's defense, its attacks by name, and all test images in round order."""
     from lightning_rob.cli.lightning_cli import RobustCLI
 
     logs = f"--trainer.logger={{class_path: TensorBoardLogger, init_args: {{save_dir: {folder}}}}}"
@@ -42,7 +42,7 @@ def trained(folder):
     built.model.load_state_dict(torch.load(checkpoints[-1], weights_only=True)["state_dict"])
     built.trainer.datamodule = built.datamodule
     built.datamodule.setup("test")
-    give_source(built.model.defense, built.trainer)
+    give_source(built.model.defense, built.datamodule.labelled)
     test = built.datamodule.parts["test"]
     x, y, index = zip(*(test[i] for i in range(len(test))), strict=True)
     game = next(c for c in built.trainer.callbacks if getattr(c, "protocol", None))
@@ -57,16 +57,16 @@ def share_right(defense, x, y):
 
 
 def rounds(defense, attack, sequence, played, held_out, options):
-    """After each round, in the order of COLUMNS, how often who is right."""
+    """Return the accuracies after each round, in the order of COLUMNS."""
     keys = (0, sequence, *options.attack.encode())  # as RobustEval has them, sequence for repeat
     match = AttackerDefenderSession(attack, defense, *keys)
     clean, attacked, labels = held_out
     for number, (x, y, index) in enumerate(zip(*(t.split(1) for t in played), strict=True)):
-        row = [float(robust_accuracy(match.round(x, y, index)[1][0], y)), math.nan]
+        row = [float(robust_accuracy(match.step(x, y, index)[1][0], y)), math.nan]
         state = match.defenders[0][0].eval()
         if sequence == 0:
             alone = AttackerDefenderSession(attack, defense, *keys)
-            row[1] = float(robust_accuracy(alone.round(x, y, index)[1][0], y))
+            row[1] = float(robust_accuracy(alone.step(x, y, index)[1][0], y))
         row += [share_right(state, clean, labels), share_right(state, attacked, labels)]
         few = [(number * options.adapted + i) % len(labels) for i in range(options.adapted)]
         chance = torch.Generator().manual_seed(number)

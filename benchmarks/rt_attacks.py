@@ -3,10 +3,10 @@
     python benchmarks/rt_attacks.py --ckpt_path last.ckpt --data.root=cifar10 \
         --images 100 --draws 4 --steps 50 200
 
-All attack the same test images with the same steps and draws. Each set of images is found once and
-answered ten times; an accuracy has the 95 % t interval over these answers and the difference to the
-baseline one over images, paired. Every finished row is appended to --record and taken from there
-when the same command runs again. Other options are those of `lightning-rob test`.
+All attack the same test images with the same steps and draws. Each attack runs once; its
+images are predicted ten times. An accuracy has the 95 % t interval over these predictions, the
+difference to the baseline a paired one over images. Every finished row is appended to --record and
+read from there when the same command runs again. Other options are those of `lightning-rob test`.
 """
 
 import argparse
@@ -29,9 +29,9 @@ from lightning_rob.attacks import (
     aggmo,
     draw_gradients,
 )
-from lightning_rob.callbacks.protocol import answers, play
 from lightning_rob.cli.checkpoints import load_weights, read_checkpoint
 from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.evaluation.protocol import evaluate_once, predictions
 from lightning_rob.metrics import gradient_spread, student
 from lightning_rob.objectives import ce_of_mean_logits, ce_of_mean_probs, expected_ce, linear
 from lightning_rob.randomness import Streams
@@ -67,7 +67,7 @@ def attacks(steps, draws, eps):
 
 
 class Study(RobustCLI):
-    """Builds what `test` would run and attacks it."""
+    """Build the objects that `test` would run, and attack the defense."""
 
     def __init__(self, options, args):
         self.options = options
@@ -87,19 +87,19 @@ class Study(RobustCLI):
         return [(self.x[rows], self.y[rows], rows) for rows in index.split(BATCH)]
 
     def scores(self, attack):
-        """[images, answers] of 0 and 1."""
+        """Return the scores [images, predictions], 0 or 1."""
         found = []
         for x, y, index in self.batches():
             if attack is None:
-                given = answers(self.defense, x, Streams.from_index(index, 0), ANSWERS)
+                given = predictions(self.defense, x, Streams.from_index(index, 0), ANSWERS)
             else:
-                _, given = play(attack, self.defense, x, y, index, 0, inferences=ANSWERS)
+                _, given = evaluate_once(attack, self.defense, x, y, index, 0, inferences=ANSWERS)
             found.append(given.gather(2, y.expand(ANSWERS, -1)[..., None])[..., 0].T)
         return torch.cat(found)
 
 
 def tell_spread(study, draws=20, repeats=5):
-    """How much single draws' gradients differ, with an order for each copy and with one for all.
+    """Measure the spread of single draws' gradients, with an order per copy and with one for all.
 
     Means over images with half their 95 % t interval; each image's are means over the repeats.
     """

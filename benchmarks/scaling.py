@@ -31,7 +31,7 @@ def batch(count):
 
 
 def lines(nets):
-    """Label, what grows, its values, and the work for a value."""
+    """Yield label, growing argument, its values, and the work for a value."""
     x, y = batch(32)
     noise = Streams.from_index(torch.arange(32, device=x.device), 0)
 
@@ -73,7 +73,7 @@ def one_pass(net, x, y):
 
 
 def measured(nets, values, make, rounds):
-    """For each value the passes [P] it costs, and the MiB kept for gradients."""
+    """Return for each value its cost in passes [P] and the MiB kept for gradients."""
     contenders = {"pass": one_pass(nets[0], *batch(32))} | {n: make(n) for n in values}
     _, times, kept = timing.in_turn(contenders, rounds)
     passes = [timing.ratio(times[n], times["pass"]) for n in values]
@@ -81,7 +81,7 @@ def measured(nets, values, make, rounds):
 
 
 def fitted(values, passes):
-    """Slope, intercept, and the share of variance that the line explains."""
+    """Return slope, intercept and the share of variance that the line explains."""
     slope, start = np.polyfit(values, passes, 1)
     rest = passes - (slope * np.array(values) + start)
     return slope, start, 1 - (rest**2).sum() / ((passes - passes.mean()) ** 2).sum()

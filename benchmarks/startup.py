@@ -1,4 +1,4 @@
-"""What starting costs: whole processes, in turn, medians of CPU and wall time.
+"""Start-up time: complete processes run in turn, medians of CPU and wall time.
 
 python benchmarks/startup.py
 """

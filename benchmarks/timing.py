@@ -1,4 +1,4 @@
-"""What the benchmarks share: a clock that suits the device, networks, a table."""
+"""Clock, networks and table shared by the benchmarks."""
 
 import os
 import platform
@@ -28,7 +28,7 @@ def device():
 
 
 def seconds(work):
-    """What the work returns, and its seconds: of all processor cores, or on the GPU."""
+    """Return the result of the work and its seconds: of all processor cores, or on the GPU."""
     if torch.cuda.is_available():
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
         begin.record()
@@ -42,9 +42,9 @@ def seconds(work):
 
 
 def in_turn(contenders, rounds):
-    """Each contender's last result, its seconds of every round, and the bytes kept for gradients.
+    """Return each contender's last result, seconds of every round, and bytes kept for gradients.
 
-    The last are counted in a round that warms up.
+    The bytes are counted in a warm-up round.
     """
     times, results, kept = {name: [] for name in contenders}, {}, {}
     with Progress(*Progress.get_default_columns(), transient=True) as bar:
@@ -62,7 +62,7 @@ def in_turn(contenders, rounds):
 
 
 def ratio(own, base):
-    """The median over rounds of own to base of the same round."""
+    """Return the median over rounds of the ratio of `own` to `base` in the same round."""
     return statistics.median(a / b for a, b in zip(own, base, strict=True))
 
 
@@ -73,7 +73,7 @@ def machine():
 
 
 def photographs(train, count):
-    """Images [count,3,32,32] and labels [count] of Patches10."""
+    """Return images [count,3,32,32] and labels [count] of Patches10."""
     data = Patches10(val_size=10, train_size=count, test_size=count)
     data.setup("fit" if train else "test")
     items = data.parts["train" if train else "test"]
@@ -83,7 +83,7 @@ def photographs(train, count):
 
 
 def trained(seed, epochs=4, count=3000):
-    """A ResNet-20 that tells the photographs apart, and is a little robust."""
+    """Train a ResNet-20 that classifies the photographs and is a little robust."""
     torch.manual_seed(seed)
     net, (x, y) = ResNet20().to(device()), photographs(True, count)
     optimizer = torch.optim.Adam(net.parameters(), 3e-3)

@@ -1,10 +1,9 @@
 """The 33 transforms on 320 CIFAR-sized images (32, ten draws each), forward and backward.
 
     python benchmarks/transforms.py
-    python benchmarks/transforms.py --figure docs/images/transforms.png
 
-All of a batch at once, image by image, and by kornia.augmentation where it has the transform; in
-turn, medians. With --figure, the picture of all transforms is drawn instead.
+All of a batch at once, image by image, and by kornia.augmentation where it has the transform. The
+ways take turns; times are medians.
 """
 
 import argparse
@@ -12,18 +11,13 @@ import platform
 import statistics
 import time
 import warnings
-from pathlib import Path
 
 import kornia
 import kornia.augmentation as ka
 import torch
-from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from lightning_rob.data.wheels import inside
-from lightning_rob.figures.page import save
-from lightning_rob.figures.transforms import transforms
 from lightning_rob.transforms import catalogue
 
 PEERS = {
@@ -76,26 +70,11 @@ def measure(kind, x, rounds):
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
-def draw(path):
-    with Image.open(inside("skimage", "data/chelsea.png")) as photo:
-        small = (
-            photo.convert("RGB").crop((110, 20, 366, 276)).resize((64, 64), Image.Resampling.BOX)
-        )
-    pixels = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8).view(64, 64, 3)
-    save(transforms(pixels.permute(2, 0, 1) / 255, seed=7), path, dpi=140)
-    with Image.open(path) as figure:  # noise makes large files
-        figure.convert("RGB").quantize(256).save(path, optimize=True)
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--images", type=int, default=320)
-    parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
-    if options.figure:
-        draw(options.figure)
-        return
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     x = torch.rand(options.images, 3, 32, 32)

@@ -1,8 +1,8 @@
-"""Nine attacks that do nothing against a random defense: what "worst" says of them.
+"""Bias of "worst" for nine attacks that do nothing against a random defense.
 
 A linear classifier behind noise, an affine map and erased squares, on 300 embedded digits. Prints,
 for 1 and 10 inferences, clean accuracy, each image's minimum over nine attacks of radius 1e-9 (how
-`worst` was once defined) and `worst_case`. In the first rows every attack meets noise of its own;
+`worst` was once defined) and `worst_case`. In the first rows every attack meets its own noise;
 in the last ones all meet the same noise, as `RobustEval` has it. A minute on a CPU.
 """
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from lightning_rob import PGD, RandomTransforms, Threat
-from lightning_rob.callbacks.protocol import AttackerDefenderSession
 from lightning_rob.data import Digits5k
 from lightning_rob.evaluation import worst_case
+from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.metrics import robust_accuracy, wilson
 from lightning_rob.transforms import Affine, Erase, GaussianNoise
 
@@ -25,7 +25,7 @@ def images(part, count):
 
 
 def ridge(data):
-    """A classifier fitted in closed form to transformed copies of the training images."""
+    """Fit a classifier in closed form to transformed copies of the training images."""
     x, y = images(data.parts["train"], 3000)
     noise = torch.Generator().manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 10))
@@ -58,7 +58,7 @@ def main():
             for name in range(1 + ATTACKS):
                 luck = (0, 0) if shared else (0, name)
                 match = AttackerDefenderSession(nothing, defense, 0, name, private=luck)
-                answers = match.round(x, y, index, inferences)[1]
+                answers = match.step(x, y, index, inferences)[1]
                 scores.append(torch.stack([robust_accuracy(a, y) for a in answers], 1))
             table = torch.stack(scores, 1)
             clean = float(table[:, 0].mean())

@@ -1,99 +1,42 @@
-"""Train adversarially robust ensembles and tell the truth about them, every epoch."""
+"""Train adversarially robust classifiers and evaluate them with adaptive attacks."""
 
+import ast
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 __version__ = version("lightning-rob")
 
-_HOMES = {
-    "threat": ["Threat"],
-    "defenses": [
-        "DANN",
-        "DENT",
-        "RMC",
-        "TADV",
-        "Defense",
-        "Ensemble",
-        "Mixture",
-        "RandomTransforms",
-        "Single",
-        "TransformEnsemble",
-        "URejectron",
-    ],
-    "attacks": [
-        "ARC",
-        "CW",
-        "PAA",
-        "PGD",
-        "PartialBatchAttack",
-        "SGM",
-        "TAA",
-        "AggMo",
-        "Attack",
-        "AutoAttack",
-        "CommonCorruption",
-        "DeepFool",
-        "Quantized8Bit",
-        "GMSA",
-        "HighConfidence",
-        "InsideBounds",
-        "LinBP",
-        "OnDifferentiable",
-        "OnMember",
-        "TransferFromStatic",
-        "RandomMember",
-        "SurrogateTransforms",
-        "Strongest",
-        "Targeted",
-        "ThroughAdaptation",
-        "WithBackward",
-        "arc_linear",
-        "attacking",
-    ],
-    "metrics": [
-        "GradientSpread",
-        "RobustAccuracy",
-        "SelectiveError",
-        "TransferMatrix",
-        "Transferability",
-    ],
-    "modules": [
-        "ADP",
-        "BAT",
-        "DVERGE",
-        "GAL",
-        "IAT",
-        "TRS",
-        "AdversarialTraining",
-        "PretrainedEnsemble",
-        "FreeTraining",
-        "RobustModule",
-        "TransformTraining",
-    ],
-    "callbacks": [
-        "TransferMatrixEval",
-        "Gallery",
-        "RoundProtocol",
-        "TerminateOnNonFinite",
-        "RobustAudit",
-        "RobustCheckpoint",
-        "RobustEarlyStopping",
-        "RobustEval",
-        "VotingRuleEval",
-    ],
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+# Where two folders have a name in common, the earlier one's is public: DANN is the defense.
+_FOLDERS = ("defenses", "attacks", "metrics", "evaluation", "modules", "callbacks")
 
-__all__ = ["__version__", *_HOME_OF]
+
+@cache
+def _homes() -> dict[str, str]:
+    """Return the module of each public name: every folder's `__all__`, read without importing it.
+
+    The command line prints its help before torch is loaded.
+    """
+    homes = {"Threat": "threat"}
+    for folder in _FOLDERS:
+        tree = ast.parse((Path(__file__).parent / folder / "__init__.py").read_text("utf-8"))
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                for name in ast.literal_eval(node.value):
+                    homes.setdefault(name, folder)
+    return homes
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(["__version__", *_homes()])
 
 
 def __getattr__(name: str) -> Any:
-    """Import a noun when it is first asked for: the command line answers before torch loads."""
-    if name not in _HOME_OF:
+    """Import a public name on first use."""
+    if name == "__all__":
+        return ["__version__", *_homes()]
+    if name not in _homes():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_homes()[name]}"), name)

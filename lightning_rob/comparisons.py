@@ -1,14 +1,14 @@
-"""Many comparisons at once; plain Python, so that reports need not load torch."""
+"""Corrections for several comparisons, in plain Python: reports need not load torch."""
 
 from collections.abc import Sequence
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Adjust the p of several comparisons, so that any error among them is as rare as one alone.
+    """Adjust p-values of several comparisons to bound the probability of any false one.
 
-    Step-down (Holm 1979): the smallest of k counts k times, the next k - 1 times, and so on.
-    Comparisons whose adjusted p is at most a level hold no false one with a probability of
-    at least one minus that level, however they depend on each other.
+    Step-down (Holm 1979): the smallest of k is multiplied by k, the next by k - 1, and so on.
+    Among the comparisons whose adjusted p is at most a level, the probability of any false one is
+    at most that level, for any dependence between them.
 
     Args:
         p: of each comparison.
@@ -21,8 +21,8 @@ def holm(p: Sequence[float]) -> list[float]:
     """
     if odd := [value for value in p if not 0 <= value <= 1]:
         raise ValueError(f"p must be in [0, 1], got {odd[0]}")
-    adjusted, least = [0.0] * len(p), 0.0
+    adjusted, largest = [0.0] * len(p), 0.0
     for rank, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
-        least = max(least, min(1.0, (len(p) - rank) * p[i]))
-        adjusted[i] = least
+        largest = max(largest, min(1.0, (len(p) - rank) * p[i]))
+        adjusted[i] = largest
     return adjusted

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-backends: Any = torch.backends  # whose modules have attributes that type checkers do not see
+backends: Any = torch.backends  # type checkers do not see the attributes of its modules
 
 OPERATIONS = {
     "cudnn.conv": backends.cudnn.conv,
@@ -18,7 +18,7 @@ OPERATIONS = {
 }
 FULL = ["ieee"] * len(OPERATIONS)
 TF32 = ["tf32" if name.startswith("cu") else "ieee" for name in OPERATIONS]
-_decided = False  # by a context that has been entered and not left
+_decided = False  # whether an enclosing `in_float32` has set the flags
 
 
 @contextmanager
@@ -31,8 +31,8 @@ def in_float32(tf32: bool | None = None) -> Iterator[None]:
     disagrees with the newer, so both are set.
 
     Args:
-        tf32: False for full precision, True for TF32 on NVIDIA GPUs. None for full precision, but
-            leaves the choice of an `in_float32` around it.
+        tf32: False for full precision, True for TF32 on NVIDIA GPUs. None for full precision,
+            unless an enclosing `in_float32` has chosen already.
     """
     global _decided
     if tf32 is None and _decided:
@@ -43,7 +43,7 @@ def in_float32(tf32: bool | None = None) -> Iterator[None]:
     generic, backends.fp32_precision = backends.fp32_precision, "none"
     cudnn, backends.cudnn.fp32_precision = backends.cudnn.fp32_precision, "none"
     inherited = (generic, cudnn) != ("none", "none")
-    own = _precisions() if inherited else seen  # "none" where an operation goes by cudnn or generic
+    own = _precisions() if inherited else seen  # "none": inherits from cudnn or generic
     older = _older_flags()
     try:
         _set(TF32 if tf32 else FULL, (bool(tf32), "high" if tf32 else "highest"))
@@ -52,7 +52,7 @@ def in_float32(tf32: bool | None = None) -> Iterator[None]:
         _decided = outside
         _set(own, older)
         backends.cudnn.fp32_precision, backends.fp32_precision = cudnn, generic
-        if inherited:  # "tf32" gives way to these as torch's default, but not once it has been set
+        if inherited:  # torch's default "tf32" yields to these flags, one that was set does not
             now = _precisions()
             _set([None if p == q else "none" for p, q in zip(now, seen, strict=True)])
 
@@ -88,6 +88,6 @@ def _older_flags() -> tuple[bool, str]:
         _set(FULL)
     try:
         allowed = bool(backends.cudnn.allow_tf32)
-    except RuntimeError:  # so the older one has
+    except RuntimeError:  # the older interface is the one with TF32
         allowed = True
     return allowed, torch.get_float32_matmul_precision()

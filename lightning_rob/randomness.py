@@ -15,14 +15,14 @@ def _signed(value: int) -> int:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), on int64 as if unsigned."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood 2014) to int64 as if unsigned."""
     z = ((z >> 30).bitwise_and_(2**34 - 1)).bitwise_xor_(z).mul_(_signed(0xBF58476D1CE4E5B9))
     z = ((z >> 27).bitwise_and_(2**37 - 1)).bitwise_xor_(z).mul_(_signed(0x94D049BB133111EB))
     return ((z >> 31).bitwise_and_(2**33 - 1)).bitwise_xor_(z)
 
 
 def _mix_one(z: int) -> int:
-    """`_mix` of a number; no tensor, so that `torch.export` takes the result for a constant."""
+    """Apply `_mix` to an integer; without tensors, `torch.export` sees a constant."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
     return z ^ (z >> 31)
@@ -41,30 +41,30 @@ class Streams:
 
     Args:
         keys: [B] int64, one key per image.
-        world: a key of what all images share, in whichever batch they come.
+        batch_key: key of the draws that all images share, the same in any batch.
     """
 
-    def __init__(self, keys: Tensor, world: int = 0) -> None:
+    def __init__(self, keys: Tensor, batch_key: int = 0) -> None:
         self.keys = keys
-        self.batch_key = world
-        self.counter = 0
+        self.batch_key = batch_key
+        self.counter = 0  # numbers drawn of each stream
 
     @classmethod
     def from_index(cls, index: Tensor, *keys: int) -> "Streams":
-        """Streams for the images with these indices, in the world named by the other keys.
+        """Return the streams of images, derived from their indices and further keys.
 
         Args:
             index: [B] the images' indices in their data set.
-            *keys: whatever else tells this noise from other noise: a seed, an epoch, a repeat.
+            *keys: identify this noise among others: a seed, an epoch, a repeat.
         """
-        world = derive_seed(*keys)
-        return cls(_mix(_mix(index.to(torch.int64)) ^ world), world)
+        batch_key = derive_seed(*keys)
+        return cls(_mix(_mix(index.to(torch.int64)) ^ batch_key), batch_key)
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def __getitem__(self, chosen: Tensor) -> "Streams":
-        """The streams of some of the images, as they stand now.
+        """Return the streams of some of the images, at their current position.
 
         Args:
             chosen: [B] mask, or indices into the batch.
@@ -74,24 +74,24 @@ class Streams:
         return part
 
     def fold_in(self, key: int) -> "Streams":
-        """Other streams for the same images, told from these by a key."""
-        told = derive_seed(key, self.counter)
-        return Streams(_mix(self.keys ^ told), derive_seed(self.batch_key, told))
+        """Return other streams for the same images, derived from these by a key."""
+        derived = derive_seed(key, self.counter)
+        return Streams(_mix(self.keys ^ derived), derive_seed(self.batch_key, derived))
 
     def split(self, count: int) -> "Streams":
-        """[count * B] streams, so many new ones for each image; another call gives others."""
+        """Return [count * B] new streams, `count` for each image; another call returns others."""
         parts = [self.fold_in(key) for key in range(count)]
         self.counter += 1
         return Streams(torch.cat([part.keys for part in parts]), parts[0].batch_key)
 
     def shared(self) -> "Streams":
-        """The same stream for all images, as it stands now: the same one in any other batch."""
+        """Return one stream shared by all images, independent of the composition of the batch."""
         part = Streams(torch.full_like(self.keys, self.batch_key), self.batch_key)
         part.counter = self.counter
         return part
 
     def uniform(self, shape: Sequence[int]) -> Tensor:
-        """[B, *shape] float32 in [0, 1)."""
+        """Draw [B, *shape] float32 in [0, 1)."""
         count = math.prod(shape)
         steps = torch.arange(self.counter + 1, self.counter + count + 1, device=self.keys.device)
         self.counter += count
@@ -104,18 +104,18 @@ Generator = torch.Generator | Streams | None
 
 
 def uniform(x: Tensor, *shape: int, generator: Generator = None) -> Tensor:
-    """Uniform numbers for each image of a batch.
+    """Draw uniform numbers for each image of a batch.
 
     Args:
         x: [B, …] the batch: gives length, device and dtype.
-        *shape: the numbers wanted for each image.
+        *shape: of the numbers for each image.
         generator: a `torch.Generator`, `Streams` of B images, or None for torch's global stream.
 
     Returns:
         [B, *shape] in [0, 1), of x's dtype.
 
     Raises:
-        ValueError: the streams are not as many as the images.
+        ValueError: the numbers of streams and images differ.
     """
     below_one = 1 - torch.finfo(x.dtype).eps / 2  # half precision would round up to 1
     if isinstance(generator, Streams):
@@ -128,34 +128,34 @@ def uniform(x: Tensor, *shape: int, generator: Generator = None) -> Tensor:
 
 
 def normal(x: Tensor, *shape: int, generator: Generator = None) -> Tensor:
-    """Standard normal numbers for each image of a batch (Box and Muller 1958); see `uniform`."""
+    """Draw standard normal numbers for each image (Box and Muller 1958); see `uniform`."""
     u = uniform(x, 2, *shape, generator=generator)
     return (-2 * torch.log1p(-u[:, 0])).sqrt() * torch.cos(2 * math.pi * u[:, 1])
 
 
 def generator_from(x: Tensor, generator: Generator = None) -> torch.Generator:
-    """A generator for what a whole batch shares, seeded by a draw for each of its images.
+    """Return a generator for the draws that a batch shares, seeded by a draw for each image.
 
     Args:
         x: [B, …] the batch.
-        generator: where the seed comes from; `Streams` give another one at the next call.
+        generator: source of the seed; `Streams` give another one at the next call.
     """
     drawn = uniform(torch.zeros(len(x), device=x.device), generator=generator)
     return torch.Generator().manual_seed(seed_from(drawn))
 
 
 def seed_from(drawn: Tensor) -> int:
-    """One seed of numbers [B] in [0, 1)."""
+    """Mix numbers [B] in [0, 1) into one seed."""
     return derive_seed(*(drawn * 2**24).long().tolist())
 
 
 @contextmanager
 def seeded_global_rng(generator: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Torch's global streams, from which dropout draws, seeded by a generator; then put back.
+    """Seed torch's global streams, from which dropout draws, by a generator; then restore them.
 
     Args:
         generator: on the CPU; one number is drawn.
-        device: whose stream is seeded beside the CPU's.
+        device: its stream is seeded in addition to the CPU's.
     """
     seed = int(torch.randint(2**62, (), generator=generator))
     on_gpu = device.type == "cuda"

@@ -1,8 +1,8 @@
-"""How the draws of a defense become its answer.
+"""Rules that turn the draws of a defense into a prediction.
 
-Each rule maps logits [S, B, K] and weights [S] to [B, K]: the probability that the system answers
-k. A row of zeros is a refusal to answer; a draw whose logits are not numbers never votes, nor does
-one whose largest logit is infinite.
+Each rule maps logits [S, B, K] and weights [S] to [B, K]: the probability that the system predicts
+each class. A row of zeros is a rejection. A draw with NaN logits never votes, nor does one whose
+largest logit is infinite.
 """
 
 from collections.abc import Callable
@@ -15,23 +15,23 @@ Rule = Callable[[Tensor, Tensor], Tensor]
 
 
 def expectation(weights: Tensor, values: Tensor) -> Tensor:
-    """The weighted mean over draws: [S], [S, …] -> […]."""
-    values = values.float() if values.itemsize < 4 else values
+    """Compute the weighted mean over draws: [S], [S, …] -> […]."""
+    values = values.float() if values.itemsize < 4 else values  # halves would round the weights
     with torch.autocast(values.device.type, enabled=False):
         mean: Tensor = torch.tensordot(weights.to(values), values, dims=1)
     return mean
 
 
 def _votes(scores: Tensor) -> Tensor:
-    """One-hot of the largest score [..., K]; zeros where it is not finite, or one is no number."""
+    """Return one-hots of the largest score [..., K]; zeros if it is infinite or one is NaN."""
     votes = one_hot(scores.argmax(-1), scores.shape[-1]).to(scores)
     return votes * scores.amax(-1, keepdim=True).isfinite()
 
 
 def _plurality(votes: Tensor, weights: Tensor) -> Tensor:
-    """The class with the most weight of [S, B, K] votes, ties to the one voted for first."""
+    """Elect the class with the most weight of [S, B, K] votes; ties go to the earliest vote."""
     total = expectation(weights, votes)
-    tied = total >= total.amax(-1, keepdim=True) - 1e-6
+    tied = total >= total.amax(-1, keepdim=True) - 1e-6  # sums of 1/S in float32 are not exact
     first = torch.arange(len(votes), 0, -1, device=votes.device).to(votes)
     counts = (votes > 0) & (weights.to(votes) > 0)[:, None, None]
     tie_break = (first[:, None, None] * counts).amax(0)
@@ -39,10 +39,10 @@ def _plurality(votes: Tensor, weights: Tensor) -> Tensor:
 
 
 def random_member(logits: Tensor, weights: Tensor) -> Tensor:
-    """One draw at random answers (randomized ensemble; "Random Defense" of Athena).
+    """Let one draw at random predict (randomized ensemble; "Random Defense" of Athena).
 
-    The weights are added draw by draw: draws that vote alike give the same number in any batch,
-    which a matrix product does not promise. ARC compares these numbers.
+    The weights are added draw by draw: equal votes give the same number in any batch, which a
+    matrix product does not promise. ARC compares these numbers.
     """
     votes = _votes(logits)
     votes = votes.float() if votes.itemsize < 4 else votes
@@ -53,21 +53,21 @@ def random_member(logits: Tensor, weights: Tensor) -> Tensor:
 
 
 def majority(logits: Tensor, weights: Tensor) -> Tensor:
-    """The class most draws choose; ties go to the class that the earliest draw chose."""
+    """Predict the class that most draws choose; ties go to the choice of the earliest draw."""
     return _plurality(_votes(logits), weights)
 
 
 def top2_majority(logits: Tensor, weights: Tensor) -> Tensor:
-    """Every draw votes for its two largest classes, ties to the earliest draw's first choice."""
+    """Count two votes of each draw, for its two largest classes; ties go to the earliest choice."""
     return _plurality(
         torch.stack(_two_votes(logits), 1).flatten(0, 1), weights.repeat_interleave(2)
     )
 
 
 def top2_majority_as_released(logits: Tensor, weights: Tensor) -> Tensor:
-    """`top2_majority`, ties to the earliest draw's second choice, as in Athena's released code.
+    """Count as `top2_majority`, with ties to the earliest second choice, as in Athena's code.
 
-    Draws that all agree on both classes tie, so that unanimity elects the second: the reason for
+    Draws that all agree on both classes tie, so unanimity elects the second class: the reason for
     the low clean accuracy of T2MV in Liao et al. (2020).
     """
     first, second = _two_votes(logits)
@@ -75,19 +75,19 @@ def top2_majority_as_released(logits: Tensor, weights: Tensor) -> Tensor:
 
 
 def _two_votes(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """One-hot of the largest and of the second largest logit."""
+    """Return one-hots of the largest and of the second largest logit."""
     first = _votes(logits)
     second = _votes(logits.masked_fill(first > 0, -torch.inf)) * (first > 0).any(-1, keepdim=True)
     return first, second
 
 
 def mean_probs(logits: Tensor, weights: Tensor) -> Tensor:
-    """The class of the largest mean probability."""
+    """Predict the class of the largest mean probability."""
     return _votes(expectation(weights, logits.softmax(-1)))
 
 
 def mean_logits(logits: Tensor, weights: Tensor) -> Tensor:
-    """The class of the largest mean logit."""
+    """Predict the class of the largest mean logit."""
     return _votes(expectation(weights, logits))
 
 

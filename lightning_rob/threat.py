@@ -1,4 +1,4 @@
-"""What an adversary may do to an image."""
+"""The threat model: how far an adversary may change an image."""
 
 import math
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ TINY = 1e-30
 
 
 def pixels(value: float | str) -> float:
-    """A length in pixel units from a number or a fraction such as "8/255"."""
+    """Return a length in pixel units, given as a number or a fraction such as "8/255"."""
     return float(Fraction(value)) if isinstance(value, str) else float(value)
 
 
 def norm_order(norm: Norm) -> float:
-    """The p of a norm given by name or number.
+    """Return the p of a norm given by name or number.
 
     Raises:
         ValueError: neither "linf", "l2" nor a number of at least 1.
@@ -73,12 +73,13 @@ class Threat:
             raise ValueError(f"bounds must be (low, high) with low < high, got {self.bounds}")
 
     def __str__(self) -> str:
-        """Norm and radius, the latter in 255ths where it is some: "linf 8/255"."""
+        """Return norm and radius, in 255ths if it is a multiple of 1/255: "linf 8/255"."""
         of_255 = self.eps * 255
         if self.relative:
             return f"{self.norm} {100 * self.eps:.4g} % of the image"
-        whole = 0 < of_255 < 255 and abs(of_255 - round(of_255)) < 1e-6
-        return f"{self.norm} {f'{round(of_255)}/255' if whole else f'{self.eps:.4g}'}"
+        if 0 < of_255 < 255 and abs(of_255 - round(of_255)) < 1e-6:
+            return f"{self.norm} {round(of_255)}/255"
+        return f"{self.norm} {self.eps:.4g}"
 
     @property
     def p(self) -> float:
@@ -93,27 +94,27 @@ class Threat:
         return 1.0 if self.p == math.inf else self.p / (self.p - 1)
 
     def size(self, delta: Tensor) -> Tensor:
-        """||delta||_p of each image: [B, …] -> [B]."""
+        """Compute ||delta||_p of each image: [B, …] -> [B]."""
         return _norms(delta, self.p)
 
     def unit(self, x: Tensor) -> Tensor:
-        """What a length of 1 is at each image: 1, or where relative its norm; [B, …] -> [B]."""
+        """Return the unit of length at each image: 1, or if relative its norm; [B, …] -> [B]."""
         return self.size(x) if self.relative else x.new_ones(len(x))
 
     def distance(self, x_adv: Tensor, x: Tensor) -> Tensor:
-        """How far images are from x, to be compared with `eps`: [B, …], [B, …] -> [B].
+        """Compute the distance of images from x, in units of `eps`: [B, …], [B, …] -> [B].
 
-        Where relative, infinitely far from a black image.
+        A relative distance from a black image is infinite.
         """
         size = self.size(x_adv - x)
         return torch.where(size > 0, size / self.unit(x), 0.0)
 
     def dual(self, w: Tensor) -> Tensor:
-        """||w||_q of each image, the rate at which w.x can be changed: [B, …] -> [B]."""
+        """Compute ||w||_q of each image, the largest change of w.x per length: [B, …] -> [B]."""
         return _norms(w, self.q)
 
     def steepest(self, g: Tensor) -> Tensor:
-        """The direction of unit p-norm with the largest inner product with g; 0 where g is 0.
+        """Compute the direction of unit p-norm with the largest inner product with g; 0 if g is 0.
 
         Args:
             g: [B, …] gradients.
@@ -127,12 +128,13 @@ class Threat:
         if self.p == 1:
             top = flat.abs().argmax(1, keepdim=True)
             return torch.zeros_like(flat).scatter(1, top, flat.gather(1, top).sign()).view_as(g)
+        # Squares of a confident network's gradients would underflow: scale to a largest entry of 1.
         flat = flat / flat.abs().amax(1, keepdim=True).clamp_min(TINY)
         d = (flat.sign() * flat.abs() ** (self.q - 1)).view_as(g)
         return scale(d, 1 / self.size(d).clamp_min(TINY))
 
     def clip(self, delta: Tensor, x: Tensor) -> Tensor:
-        """The perturbation brought into the ball, then into the bounds around x; all [B, …].
+        """Project the perturbation into the ball, then into the bounds around x; all [B, …].
 
         Raises:
             ValueError: the norm is neither linf nor l2.
@@ -148,19 +150,19 @@ class Threat:
         return self.confine(delta, x)
 
     def confine(self, delta: Tensor, x: Tensor) -> Tensor:
-        """The perturbation for which x + delta stays within the bounds."""
+        """Clip the perturbation so that x + delta stays within the bounds."""
         return torch.maximum(torch.minimum(delta, self.bounds[1] - x), self.bounds[0] - x)
 
     def apply(self, delta: Tensor, x: Tensor) -> Tensor:
-        """The sum, exactly within the bounds where rounding would leave them."""
+        """Add the perturbation; clamp the rounding errors that leave the bounds."""
         return (x + delta).clamp(*self.bounds)
 
     def project(self, x_adv: Tensor, x: Tensor) -> Tensor:
-        """The images brought into the ball around x, then into the bounds; all [B, …]."""
+        """Project images into the ball around x, then into the bounds; all [B, …]."""
         return self.apply(self.clip(x_adv - x, x), x)
 
     def start(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """A random point of the ball: uniform for linf, else a random direction and radius.
+        """Draw a random point of the ball: uniform for linf, else a random direction and radius.
 
         Args:
             x: [B, …] images.

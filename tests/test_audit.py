@@ -440,7 +440,7 @@ def test_any_part_may_be_imported_first():
 import sys
 from importlib import import_module
 for part in ("audit.auditor", "audit.case", "audit.measures", "audit.page", "audit.command",
-             "audit.strength", "callbacks.audit", "callbacks.protocol"):
+             "audit.strength", "callbacks.audit", "evaluation.protocol"):
     for name in [name for name in sys.modules if name.startswith("lightning_rob")]:
         del sys.modules[name]
     import_module(f"lightning_rob.{part}")

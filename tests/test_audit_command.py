@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from lightning_rob.audit.options import help_text, parse
+from tests.schema import checked
 from tests.test_ddp import TWO
 from tests.tiny import ROOT, pgd, recipe, robust_eval, run, same_weights, shell, weights
 
@@ -31,7 +32,7 @@ def test_the_callback_writes_what_it_found(trained, tmp_path, capsys):
     callbacks = [robust_eval({"apgd": pgd()}), audited()]
     file = recipe(tmp_path, **{"trainer__callbacks+": callbacks})
     run("test", "--config", file, "--ckpt_path", trained)
-    told = json.loads((tmp_path / "run/version_0/audit.json").read_text())
+    told = checked((tmp_path / "run/version_0/audit.json").read_text())
     accuracy = {row["name"]: row["accuracy"] for row in told["attacks"]}
     assert {"clean", "noise", "pgd", "arc", "arc_two_radii", "square", "worst"} <= accuracy.keys()
     assert {row["n"] for row in told["attacks"]} == {20}
@@ -101,7 +102,7 @@ def test_strict_ends_with_code_1_where_the_defense_is_broken(trained, tmp_path, 
     with pytest.raises(SystemExit) as end:
         run(*args, "--strict")
     assert end.value.code == 1
-    told = json.loads((tmp_path / "run/version_0/audit.json").read_text())
+    told = checked((tmp_path / "run/version_0/audit.json").read_text())
     severe = {f["name"] for f in told["findings"] if f["severity"] == "severe"}
     assert {"zero_gradients", "steps_inside"} <= severe
 

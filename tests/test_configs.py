@@ -12,7 +12,7 @@ from torch import nn
 from lightning_rob.nets import VGG16, WRN28_4, MobileNetV1, PreActResNet18, ResNet20, ZooNet
 from lightning_rob.threat import pixels
 from lightning_rob.transforms import named
-from tests.test_nets import dverge_state
+from tests.nets.test_weights import dverge_state
 from tests.tiny import ROOT, recipe, records, run
 
 NETS = sorted((ROOT / "configs").glob("net_*.yaml"))

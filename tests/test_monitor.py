@@ -19,15 +19,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_rob.attacks import ARC, PGD
 from lightning_rob.cli.checkpoints import load_weights, read_checkpoint
 from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.commands.report import report
 from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.monitor import command, folder
 from lightning_rob.monitor.change import Past, alarms, drops
 from lightning_rob.monitor.command import _changes
-from lightning_rob.monitor.history import History
+from lightning_rob.monitor.history import History, as_record
 from lightning_rob.monitor.options import Watch, help_text, parse
 from lightning_rob.monitor.suite import Suite
-from lightning_rob.report import report
 from lightning_rob.threat import Threat
+from tests.schema import checked
 from tests.tiny import arc, pgd, recipe, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
@@ -85,7 +86,7 @@ def monitor(trained, watched, *args) -> int:
 
 
 def lines(watched) -> list[dict]:
-    return [json.loads(line) for line in (watched / "monitor.jsonl").read_text().splitlines()]
+    return list(map(checked, (watched / "monitor.jsonl").read_text().splitlines()))
 
 
 def events(watched, kind) -> list[dict]:
@@ -549,7 +550,7 @@ def test_killed_at_any_write_it_evaluates_none_twice_and_misses_none(trained, wa
 
         def killed(history, *group):
             if next(count, None) is None:
-                text = "".join(json.dumps(line) + "\n" for line in group).encode()
+                text = "".join(json.dumps(as_record(line)) + "\n" for line in group).encode()
                 os.write(history.file.fileno(), text[: int(part * len(text))])
                 os.kill(os.getpid(), signal.SIGKILL)
             append(history, *group)
@@ -599,9 +600,10 @@ def test_a_suite_of_its_own_where_none_is_given(trained, watched, put):
     found = {line["name"]: line for line in lines(watched) if "name" in line}
     attacks = ["apgd", "apgd_logits", "apgd_restarts", "arc", "arc_two_radii"]
     assert list(found) == ["clean", *attacks, "worst"]
-    assert found["arc"]["attack"].startswith("ARC(")
-    assert found["arc"]["attack"].count("step_size=0.0627") == 1  # eps, as in the paper
-    assert "eps=0.0627" in found["apgd"]["threat"]  # the radius of the training, 16/255
+    assert found["arc"]["attack"]["class_path"] == "lightning_rob.ARC"
+    # The step is eps, as in the paper, and eps the radius of the training.
+    assert found["arc"]["attack"]["init_args"]["step_size"] == pytest.approx(16 / 255)
+    assert found["apgd"]["threat"]["init_args"]["eps"] == pytest.approx(16 / 255)
     weaker = min(line["accuracy"] for line in found.values() if line["name"] != "worst")
     assert found["worst"]["accuracy"] <= weaker + 1e-9
 

@@ -15,8 +15,8 @@ from lightning_rob.objectives import (
     expected_margin,
     linear,
     min_confidence,
-    over_draws,
     reduces,
+    reduction_of,
     worst_ce,
     worst_margin,
 )
@@ -134,7 +134,7 @@ def test_gradcheck(objective):
 
 
 @every_objective
-def test_rises_towards_a_wrong_answer(objective):
+def test_rises_towards_a_wrong_class(objective):
     logits, y = draws(3, 30, 4, seed=4)
     right = torch.nn.functional.one_hot(y, 4).float()
     worse = objective(logits - right, WEIGHTS, y)
@@ -159,7 +159,7 @@ def test_constant_added_to_logits_changes_nothing(objective):
     torch.testing.assert_close(value, objective(logits, WEIGHTS.double(), y), rtol=1e-9, atol=1e-9)
 
 
-# draws that never answer
+# draws of no weight
 
 
 @pytest.mark.parametrize("objective", [o for o in OBJECTIVES if o is not worst_ce])
@@ -174,7 +174,7 @@ def test_draw_of_no_weight_changes_nothing(objective):
     assert (gradient[:2].abs().amax((0, 2)) > 0).all()
 
 
-def test_worst_ce_is_of_draws_that_can_answer():
+def test_worst_ce_is_of_draws_of_positive_weight():
     logits, y = draws(3, 40, 4, seed=8)
     value = worst_ce(logits, torch.tensor([0.6, 0.4, 0.0]), y)
     torch.testing.assert_close(value, worst_ce(logits[:2], torch.tensor([0.6, 0.4]), y))
@@ -189,11 +189,11 @@ def test_worst_ce_climbs_the_draw_that_is_most_right():
     assert gradient[1, 0, 0] < 0 < gradient[1, 0, 1]
 
 
-def test_linear_crosses_zero_with_the_answer():
+def test_linear_crosses_zero_with_the_prediction():
     logits, y = draws(3, 100, 4, seed=9)
-    answer = (WEIGHTS[:, None, None] * logits).sum(0).argmax(1)
-    assert torch.equal(linear(logits, WEIGHTS, y) > 0, answer != y)
-    assert 10 < int((answer == y).sum()) < 90
+    prediction = (WEIGHTS[:, None, None] * logits).sum(0).argmax(1)
+    assert torch.equal(linear(logits, WEIGHTS, y) > 0, prediction != y)
+    assert 10 < int((prediction == y).sum()) < 90
 
 
 def test_expected_margin_is_not_below_that_of_the_mean():
@@ -244,22 +244,22 @@ def test_labels_in_range(y):
 
 @pytest.mark.parametrize(
     "objective",
-    [*OBJECTIVES, worst_margin, min_confidence, TargetedMargin(1), TargetedMargin(1, least=True)],
+    [*OBJECTIVES, worst_margin, min_confidence, TargetedMargin(1), TargetedMargin(1, "min")],
 )
-def test_what_an_objective_declares_is_what_it_makes_of_single_draws(objective):
+def test_an_objective_reduces_single_draws_as_it_declares(objective):
     logits, y = draws(3, 30, 4, seed=6, dtype=torch.float64)
     one, weights = torch.ones(1, dtype=torch.float64), WEIGHTS.double()
     alone = torch.stack([objective(draw[None], one, y) for draw in logits])
     made = {"mean": (weights[:, None] * alone).sum(0), "min": alone.amin(0)}
     value = objective(logits, weights, y)
     same = [name for name, expected in made.items() if torch.allclose(value, expected)]
-    assert same == ([over_draws(objective)] if over_draws(objective) else [])
+    assert same == ([reduction_of(objective)] if reduction_of(objective) else [])
 
 
 def test_another_objective_may_declare_it_too():
     def twice(logits, weights, y):
         return 2 * worst_ce(logits, weights, y)
 
-    assert over_draws(twice) is None
+    assert reduction_of(twice) is None
     assert reduces("min")(twice) is twice
-    assert over_draws(twice) == "min"
+    assert reduction_of(twice) == "min"

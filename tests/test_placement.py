@@ -28,7 +28,6 @@ from lightning_rob.attacks import (
     ThroughAdaptation,
     TransferFromStatic,
 )
-from lightning_rob.callbacks.protocol import AttackerDefenderSession
 from lightning_rob.defenses import (
     DANN,
     DENT,
@@ -40,6 +39,7 @@ from lightning_rob.defenses import (
     TransformEnsemble,
     URejectron,
 )
+from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.modules import ADP, BAT, DVERGE, GAL, TRS, AdversarialTraining, FreeTraining
 from lightning_rob.modules import TADV as TADVTraining
 from lightning_rob.nets import AthenaCNN, DANNNet, MNISTNet, ResNet20, SmallCNN
@@ -211,7 +211,7 @@ def play(defense, attack, count=6):
     index = torch.arange(count).to(DEVICE)
     match = AttackerDefenderSession(attack, defense.to(DEVICE), 0)
     for _ in range(2 if defense.stateful else 1):
-        x_adv, answers = match.round(x, y, index)
+        x_adv, answers = match.step(x, y, index)
         assert (x_adv.device, answers.device) == (DEVICE, DEVICE)
     return x_adv, answers
 
@@ -300,7 +300,7 @@ def test_figures_are_those_of_the_cpu():
     """The emulated device answers with numbers, and with the right ones."""
     torch.manual_seed(0)
     defense, (x, y) = single(), images()
-    expected = AttackerDefenderSession(PLAIN, defense, 0).round(x, y, torch.arange(6))
+    expected = AttackerDefenderSession(PLAIN, defense, 0).step(x, y, torch.arange(6))
     with emulated():
         found = [part.cpu() for part in play(defense, PLAIN)]
     for one, other in zip(expected, found, strict=True):

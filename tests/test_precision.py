@@ -1,19 +1,12 @@
-"""Mixed precision is for training and TF32 for who asks for it: evaluation is in float32."""
+"""Mixed precision is for training: an evaluation is in float32."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_rob.attacks import GMSA, PGD, Accelerated, evaluating
-from lightning_rob.defenses import DENT, Single
-from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import expected_ce
-from lightning_rob.precision import OPERATIONS, float32_precision, in_float32
-from lightning_rob.threat import Threat
 from tests.tiny import arc, pgd, recipe, records, robust_eval, run, weights
 
 CHECKPOINT = "run/version_0/checkpoints/epoch=3-step=8.ckpt"
@@ -21,7 +14,7 @@ SEEN: list[tuple[torch.dtype, bool]] = []
 
 
 def witness(logits: Tensor, shares: Tensor, y: Tensor) -> Tensor:
-    """The usual objective, which remembers in what precision it was asked."""
+    """The usual objective, which records the precision of its logits."""
     SEEN.append((logits.dtype, torch.is_autocast_enabled("cpu")))
     return expected_ce(logits, shares, y)
 
@@ -34,7 +27,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_a_mixed_accumulated_fit_gives_finite_figures(trained):
+def test_a_mixed_accumulated_fit_gives_finite_accuracies(trained):
     figures = [r["accuracy"] for r in records(trained)]
     assert len(figures) >= 12
     assert all(0 <= figure <= 1 for figure in figures)
@@ -43,7 +36,7 @@ def test_a_mixed_accumulated_fit_gives_finite_figures(trained):
     assert {t.dtype for t in saved.values() if t.is_floating_point()} == {torch.float32}
 
 
-def test_figures_do_not_hang_on_the_precision(trained, tmp_path):
+def test_accuracies_do_not_depend_on_the_precision(trained, tmp_path):
     found = []
     for name in ("32-true", "bf16-mixed"):
         (tmp_path / name).mkdir()
@@ -59,156 +52,3 @@ def test_figures_do_not_hang_on_the_precision(trained, tmp_path):
     assert found[0] == found[1]
     assert all(math.isfinite(figure) for figure in found[0].values())
     assert 0 < found[0]["apgd"] < 1
-
-
-FULL, REDUCED = "ieee", "cudnn.conv tf32, cudnn.rnn tf32, cuda.matmul tf32"
-PGD_STEP = PGD(Threat("linf", 0.1), 1, 0.1, random_start=False)
-SET = {
-    "as torch has it": lambda: None,
-    "high": lambda: torch.set_float32_matmul_precision("high"),
-    "medium": lambda: torch.set_float32_matmul_precision("medium"),
-    "older, on": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
-    "older, off": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
-    "newer, all": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
-    "newer, all off": lambda: setattr(torch.backends, "fp32_precision", "ieee"),
-    "newer, cudnn": lambda: setattr(torch.backends.cudnn, "fp32_precision", "tf32"),
-    "newer, one": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
-    "newer, the CPU's": lambda: setattr(torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
-}
-
-
-def or_error(flag):
-    try:
-        return flag()
-    except RuntimeError:  # the two interfaces disagree
-        return "error"
-
-
-def flags():
-    """All that torch tells, by both of its interfaces."""
-    backends = torch.backends
-    parents = [backends.fp32_precision, backends.cudnn.fp32_precision]
-    older = [
-        or_error(lambda: backends.cudnn.allow_tf32),
-        or_error(lambda: backends.cuda.matmul.allow_tf32),
-        or_error(torch.get_float32_matmul_precision),
-    ]
-    return [*parents, *(operation.fp32_precision for operation in OPERATIONS.values()), *older]
-
-
-@pytest.fixture
-def fresh():
-    """The flags as torch has them when it starts, before and after."""
-
-    def reset():
-        torch.backends.fp32_precision = torch.backends.cudnn.fp32_precision = "none"
-        for operation in OPERATIONS.values():
-            operation.fp32_precision = "none"
-        torch.backends.cudnn.allow_tf32 = True
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cuda.matmul.fp32_precision = "none"
-        torch.backends.mkldnn.matmul.fp32_precision = "none"
-
-    reset()
-    yield
-    reset()
-
-
-class Noting(nn.Module):
-    """A network that notes the precision it is asked in."""
-
-    def __init__(self, net=None):
-        super().__init__()
-        self.net = net or nn.Sequential(nn.Flatten(), nn.Linear(48, 4))
-        self.seen = []
-
-    def forward(self, x):
-        self.seen.append(float32_precision())
-        return self.net(x)
-
-
-def batch():
-    return torch.rand(6, 3, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 4
-
-
-@pytest.mark.parametrize("name", SET)
-def test_attacks_and_evaluations_are_in_full_precision_whatever_is_set(fresh, name):
-    SET[name]()
-    before, net = flags(), Noting()
-    PGD_STEP(Single(net), *batch())
-    assert flags() == before
-    with evaluating(net):
-        net(batch()[0])
-        assert flags()[-3:] == [False, False, "highest"]  # no error, which is what compilers meet
-    assert set(net.seen) == {FULL}
-    assert flags() == before
-
-
-@pytest.mark.parametrize("name", SET)
-def test_tf32_for_who_asks_for_it(fresh, name):
-    SET[name]()
-    before, net = flags(), Noting()
-    Accelerated(PGD_STEP, tf32=True)(Single(net), *batch())
-    assert set(net.seen) == {REDUCED}
-    assert flags() == before
-    net.seen.clear()
-    with in_float32(tf32=True):  # an evaluation that asks: its attacks too
-        assert flags()[-3:] == [True, True, "high"]
-        PGD_STEP(Single(net), *batch())
-    assert set(net.seen) == {REDUCED}
-    assert flags() == before
-
-
-def test_attacks_within_attacks_keep_what_the_outer_one_asks_for(fresh):
-    net = Noting(SmallCNN(4, 3))
-    rehearsing = GMSA(PGD_STEP, rounds=2)
-    x, y = torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 4
-    Accelerated(rehearsing, tf32=True)(DENT(net, steps=1), x, y)
-    assert set(net.seen) == {REDUCED}
-    net.seen.clear()
-    rehearsing(DENT(net, steps=1), x, y)
-    assert set(net.seen) == {FULL}
-    Accelerated(PGD_STEP, autocast="bfloat16")(Single(net), x, y)
-    assert set(net.seen) == {FULL}
-    with in_float32(tf32=True), in_float32(tf32=False):
-        assert float32_precision() == FULL
-
-
-def test_the_flags_come_back_after_an_error(fresh):
-    torch.set_float32_matmul_precision("high")
-    before = flags()
-    for attack in (PGD_STEP, Accelerated(PGD_STEP, tf32=True)):
-        with pytest.raises(ValueError, match="labels"):
-            attack(Single(Noting()), batch()[0], batch()[1] + 9)
-        assert flags() == before
-    assert float32_precision() == f"{REDUCED}, mkldnn.matmul tf32"
-
-
-FIRST = """
-import torch
-from lightning_rob.precision import float32_precision, in_float32
-assert float32_precision() == "cudnn.conv tf32, cudnn.rnn tf32"
-torch.backends.fp32_precision = "ieee"
-before = float32_precision()
-with in_float32():
-    pass
-assert float32_precision() == before, (before, float32_precision())
-"""
-
-
-def test_the_first_context_of_a_process():
-    """Only then is cuDNN's TF32 a default of torch, which gives way to what is set for all."""
-    subprocess.run([sys.executable, "-c", FIRST], check=True)
-
-
-def test_the_network_of_a_user_who_turns_cudnn_off(fresh):
-    """`torch.backends.cudnn.flags` reads the older interface."""
-
-    class Careful(nn.Linear):
-        def forward(self, x):
-            with torch.backends.cudnn.flags(enabled=False, allow_tf32=False):
-                return super().forward(x.flatten(1))
-
-    before = flags()
-    PGD_STEP(Single(Careful(48, 4)), *batch())
-    assert flags() == before

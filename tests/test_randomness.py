@@ -26,13 +26,13 @@ def streams(*indices, keys=(0,)):
     return Streams.from_index(torch.tensor(indices), *keys)
 
 
-# fold
+# seeds
 
 
 @pytest.mark.parametrize(
     "keys", [(), (0,), (1, 2, 3), (-1,), (2**63 - 1, -(2**63)), (2**64 + 5, 9)]
 )
-def test_fold_in_integers(keys):
+def test_derive_seed_in_integers(keys):
     state = 0
     for key in keys:
         state = mix((state + GOLDEN) & ALL) ^ mix(key & ALL)
@@ -50,7 +50,7 @@ def test_splitmix_is_the_published_one():
     assert ours == [(z >> 40) * 2.0**-24 for z in splitmix(1234567, 3)]
 
 
-def test_fold_tells_keys_apart():
+def test_derive_seed_separates_keys():
     seeds = {derive_seed(a, b) for a in range(-50, 50) for b in range(100)}
     assert len(seeds) == 10_000
     assert len({derive_seed(), derive_seed(0), derive_seed(0, 0), derive_seed(0, 0, 0)}) == 4
@@ -58,7 +58,7 @@ def test_fold_tells_keys_apart():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_fold_is_good_enough_for_a_generator():
+def test_derived_seeds_are_good_enough_for_a_generator():
     seeds = [derive_seed(3, epoch) for epoch in range(200)]
     firsts = [torch.rand((), generator=torch.Generator().manual_seed(s)).item() for s in seeds]
     assert stats.kstest(firsts, "uniform").pvalue > 1e-3
@@ -111,7 +111,7 @@ def test_other_keys_other_noise():
     assert len(set(numbers)) == len(numbers)
 
 
-def test_keys_of_any_integer_type():
+def test_indices_of_any_integer_type():
     index = torch.tensor([3, 200])
     expected = Streams.from_index(index, 1).uniform((2,))
     for dtype in (torch.uint8, torch.int32):

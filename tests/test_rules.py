@@ -84,27 +84,27 @@ def test_means_by_hand(seed, s, k):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_answers_are_probabilities_and_independent_of_the_batch(rule):
+def test_predictions_are_probabilities_and_independent_of_the_batch(rule):
     logits, weights = draws(5, 9, 4, 0), torch.tensor([0.1, 0.3, 0.2, 0.15, 0.25])
-    answers = rule(logits, weights)
-    assert answers.shape == (9, 4)
-    assert answers.min() >= 0
-    torch.testing.assert_close(answers.sum(1), torch.ones(9))
+    predictions = rule(logits, weights)
+    assert predictions.shape == (9, 4)
+    assert predictions.min() >= 0
+    torch.testing.assert_close(predictions.sum(1), torch.ones(9))
     order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(rule(logits[:, order], weights), answers[order])
+    torch.testing.assert_close(rule(logits[:, order], weights), predictions[order])
     for b in range(9):
-        torch.testing.assert_close(rule(logits[:, b : b + 1], weights), answers[b : b + 1])
+        torch.testing.assert_close(rule(logits[:, b : b + 1], weights), predictions[b : b + 1])
     assert rule(logits[:, :0], weights).shape == (0, 4)
 
 
 @pytest.mark.parametrize("rule", [random_member, majority, mean_probs, mean_logits])
-def test_one_draw_answers_its_class(rule):
+def test_one_draw_predicts_its_class(rule):
     logits = draws(1, 20, 5, 2)
     expected = torch.nn.functional.one_hot(logits[0].argmax(1), 5).float()
     assert torch.equal(rule(logits, torch.ones(1)), expected)
 
 
-def test_one_draw_of_top2_answers_its_first_class():
+def test_one_draw_of_top2_predicts_its_first_class():
     logits = draws(1, 20, 5, 3)
     assert torch.equal(top2_majority(logits, torch.ones(1)).argmax(1), logits[0].argmax(1))
 
@@ -156,7 +156,7 @@ def test_one_vote_in_a_thousand_decides():
 @pytest.mark.parametrize("rule", [random_member, majority, top2_majority])
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_nan_draw_never_votes(rule, where):
-    """Wherever the NaN is, the sick draw's weight goes to no class."""
+    """Wherever the NaN is, the weight of the non-finite draw goes to no class."""
     logits = ballots([2, 0, 1], [0, 2, 1], [0, 1, 2])
     logits[0, 0, where] = NAN
     weights = torch.tensor([0.5, 0.3, 0.2])
@@ -176,8 +176,8 @@ def test_all_nan_is_a_refusal(rule):
 
 
 @pytest.mark.parametrize("rule", [mean_probs, mean_logits])
-def test_nan_draw_is_never_an_answer_of_the_means(rule):
-    """One draw of three is not a number: neither of the two others' classes may be invented."""
+def test_nan_draw_is_never_a_prediction_of_the_means(rule):
+    """One draw of three is NaN: no class of the other two may be invented."""
     logits = ballots([0, 1, 2], [0, 2, 1], [0, 1, 2])
     logits[1] = NAN
     answer = rule(logits, torch.full((3,), 1 / 3))

@@ -1,6 +1,5 @@
 """The command `sweep`: its figures, its record, its table, what it refuses."""
 
-import json
 import os
 import signal
 from dataclasses import replace
@@ -11,12 +10,12 @@ import yaml
 from lightning.pytorch import Callback
 
 from lightning_rob.attacks import ARC, CW, PGD, OnMember, RandomMember, Strongest
-from lightning_rob.attacks.base import parts
-from lightning_rob.callbacks.robust_eval import whole
+from lightning_rob.attacks.base import walk
+from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.cli.checkpoints import load_weights, read_checkpoint
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.defenses import Ensemble, first_member
-from lightning_rob.ledger import fingerprint
+from lightning_rob.identity import fingerprint
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.nets import SmallCNN
 from lightning_rob.sweep.options import help_text, parse, parse_values
@@ -24,12 +23,13 @@ from lightning_rob.sweep.outcome import Outcome
 from lightning_rob.sweep.points import Points
 from lightning_rob.sweep.variables import with_count, with_members, with_probability
 from lightning_rob.threat import Threat
+from tests.schema import checked
 from tests.tiny import TinyNet, arc, pgd, recipe, robust_eval, run, shell
 
 CKPT = "run/version_0/checkpoints/last.ckpt"
 THREAT = Threat("linf", 16 / 255)
 APGD = PGD(THREAT, 3, 8 / 255, random_start=False)
-ATTACKS = {"apgd": (APGD, whole), "arc": (ARC(THREAT, 3, 16 / 255), whole)}
+ATTACKS = {"apgd": (APGD, full_defense), "arc": (ARC(THREAT, 3, 16 / 255), full_defense)}
 ATTACKS["alone"] = (APGD, first_member)
 PLAIN = pgd(random_start=False)
 ALONE = robust_eval({"alone": PLAIN}, target="lightning_rob.defenses.first_member")
@@ -71,7 +71,10 @@ def sweep(trained, out, over, values, *args, callbacks=CALLBACKS):
 
 
 def lines(out):
-    return [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines()]
+    studies = out / "sweep_studies.jsonl"
+    for line in studies.read_text().splitlines() if studies.exists() else ():
+        checked(line)
+    return list(map(checked, (out / "sweep.jsonl").read_text().splitlines()))
 
 
 def figures(records):
@@ -142,7 +145,7 @@ def test_figures_are_those_of_direct_calls(over, trained, loaded, tmp_path, caps
     assert len(found) == 5 * len(values)
     for value in values:
         scores = {}
-        for name, (attack, target) in {"clean": (None, whole), **ATTACKS}.items():
+        for name, (attack, target) in {"clean": (None, full_defense), **ATTACKS}.items():
             changed = attack and of_attack(attack, value)
             score = by_hand(changed, target(of_defense(loaded[0], value)), *loaded[1:])
             scores[name] = score
@@ -300,14 +303,14 @@ def test_the_figure_draws_what_was_measured(trained, tmp_path):
 def test_nested_attacks_are_changed_throughout():
     nested = RandomMember(Strongest((APGD, OnMember(ARC(THREAT, 3, 16 / 255), 1))))
     changed = nested.rescaled(4 / 255)
-    sizes = [part.step_size for part in parts(changed) if hasattr(part, "step_size")]
+    sizes = [part.step_size for part in walk(changed) if hasattr(part, "step_size")]
     assert sizes == pytest.approx([2 / 255, 4 / 255])
-    assert {part.threat.eps for part in parts(changed)} == {4 / 255}
+    assert {part.threat.eps for part in walk(changed)} == {4 / 255}
     assert nested.rescaled(16 / 255) == nested
     more = with_count("steps")(nested, 7.0)
-    assert [p.steps for p in parts(more) if hasattr(p, "steps")] == [7, 7]
+    assert [p.steps for p in walk(more) if hasattr(p, "steps")] == [7, 7]
     fewer = with_count("neighbours")(nested, 2)
-    assert [p.neighbours for p in parts(fewer) if hasattr(p, "neighbours")] == [2]
+    assert [p.neighbours for p in walk(fewer) if hasattr(p, "neighbours")] == [2]
     assert fewer.attack.attacks[0] == APGD
     cw = CW(Threat("l2", 1.0), step_size=0.01)
     assert cw.rescaled(2.0) == replace(cw, threat=Threat("l2", 2.0))

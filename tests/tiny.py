@@ -1,6 +1,5 @@
 """Small things that several tests need: a net, a recipe, a run from the command line."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_rob.cli import main
 from lightning_rob.data import ImageData
+from tests.schema import checked
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,6 +29,31 @@ class TinyNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.norm(self.first(x.flatten(1))).relu())
+
+
+class TinyDANN(nn.Module):
+    """Three parts of one or two linear layers; learns in a second."""
+
+    def __init__(
+        self, inputs: int = 192, classes: int = 4, width: int = 16, norm: bool = True
+    ) -> None:
+        super().__init__()
+        middle = nn.BatchNorm1d(width) if norm else nn.Identity()
+        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(inputs, width), middle, nn.ReLU())
+        self.predictor = nn.Linear(width, classes)
+        self.discriminator = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+    def classify(self, features: Tensor) -> Tensor:
+        return self.predictor(features)
+
+    def domain(self, features: Tensor) -> Tensor:
+        return self.discriminator(features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classify(self.features(x))
 
 
 class Blobs(ImageData):
@@ -124,7 +149,7 @@ def shell(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def records(folder: Path) -> list[dict]:
     lines = (folder / "run/version_0/robust.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return list(map(checked, lines))
 
 
 def weights(path: Path) -> dict[str, Tensor]:

@@ -1,29 +1,30 @@
 """Attacks: frozen dataclasses called as x_adv = attack(defense, x, y, generator)."""
 
-from lightning_rob.attacks.accelerated import Accelerated
 from lightning_rob.attacks.arc import ARC, arc_linear, arc_suite
 from lightning_rob.attacks.autoattack import AutoAttack
-from lightning_rob.attacks.backward import SGM, LinBP
+from lightning_rob.attacks.backward import SGM, InsideBounds, LinBP, SurrogateTransforms
 from lightning_rob.attacks.base import Attack, attacking, evaluating
-from lightning_rob.attacks.chunked import Chunked
-from lightning_rob.attacks.confidence import HighConfidence
-from lightning_rob.attacks.corrupted import CommonCorruption
 from lightning_rob.attacks.cw import CW
+from lightning_rob.attacks.decorators import (
+    Accelerated,
+    Chunked,
+    CommonCorruption,
+    Quantized8Bit,
+    WithBackward,
+)
 from lightning_rob.attacks.deepfool import DeepFool
-from lightning_rob.attacks.eight_bit import Quantized8Bit
 from lightning_rob.attacks.gmsa import GMSA
-from lightning_rob.attacks.gradients import draw_gradients
-from lightning_rob.attacks.inside_bounds import InsideBounds, WithBackward
-from lightning_rob.attacks.member import OnMember, RandomMember
-from lightning_rob.attacks.optimizers import Adam, AggMo, Ascent, Nesterov, aggmo
-from lightning_rob.attacks.paa import PAA, ranking_weights
-from lightning_rob.attacks.partly import PartialBatchAttack
+from lightning_rob.attacks.gradient import draw_gradients
+from lightning_rob.attacks.members import OnMember, RandomMember, Strongest
+from lightning_rob.attacks.optimizers import Adam, AggMo, AttackOptimizer, Nesterov, aggmo
 from lightning_rob.attacks.pgd import PGD
-from lightning_rob.attacks.seen_as import SurrogateTransforms
-from lightning_rob.attacks.strongest import Strongest
-from lightning_rob.attacks.taa import TAA, OnDifferentiable
-from lightning_rob.attacks.targeted import Targeted
-from lightning_rob.attacks.transductive import ThroughAdaptation, TransferFromStatic
+from lightning_rob.attacks.targeted import HighConfidence, Targeted
+from lightning_rob.attacks.transductive import (
+    PartialBatchAttack,
+    ThroughAdaptation,
+    TransferFromStatic,
+)
+from lightning_rob.attacks.transform_ensemble import PAA, TAA, OnDifferentiable, ranking_weights
 
 __all__ = [
     "ARC",
@@ -36,8 +37,8 @@ __all__ = [
     "Accelerated",
     "Adam",
     "AggMo",
-    "Ascent",
     "Attack",
+    "AttackOptimizer",
     "AutoAttack",
     "Chunked",
     "CommonCorruption",

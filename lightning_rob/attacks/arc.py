@@ -1,14 +1,15 @@
-"""ARC, the attack that does not lose sight of single members (Dbouk and Shanbhag, ICML 2022)."""
+"""ARC, an attack on randomized ensembles member by member (Dbouk and Shanbhag, ICML 2022)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.base import Attack
-from lightning_rob.attacks.strongest import Strongest
+from lightning_rob.attacks.members import Strongest
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.ensemble import sampling_probabilities
 from lightning_rob.objectives import check_logits
@@ -16,64 +17,81 @@ from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.threat import Threat, pixels, scale
 
-GUARD = 1e-10  # the authors' guard of every division
-RHO = 0.05  # how far behind a decision boundary to aim, as a share of eps
+GUARD = 1e-10  # added to divisors, as in the authors' code
+RHO = 0.05  # distance to aim beyond a decision boundary, as a share of eps
 
 
 def member_order(probs: Tensor) -> list[int]:
-    """Members by falling probability; among equals the later one first, as the authors sort.
+    """Return the members by falling probability; among equals the later one first.
 
-    Members that never answer are left out: moving towards them costs accuracy elsewhere.
+    The authors sort this way. Members of probability 0 are left out: moving towards their
+    boundaries would cost success on other members.
     """
     order: list[int] = probs.argsort(stable=True).flip(0).tolist()
     return [member for member in order if probs[member] > 0]
 
 
-def _among(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Per image, a where the condition [B] holds, else b [B, …]."""
+def _where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return per image a where the condition [B] holds, else b [B, …]."""
     return torch.where(condition.view(-1, *[1] * (a.dim() - 1)), a, b)
-
-
-def _differ(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> Tensor:
-    """Of which images anything has changed: [B]."""
-    changes = [(a != b).view(len(a), -1).any(1) for a, b in zip(before, after, strict=True)]
-    return torch.stack(changes).any(0)
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).flatten(1).sum(1)
 
 
+@dataclass
+class Search(ActiveBatch):
+    """The perturbations of the images that are still attacked.
+
+    Args:
+        delta: [b, C, H, W] the current perturbations.
+        acc_best: [b] the expected accuracy to beat, the lowest one so far.
+        acc_current: [b] the expected accuracy at x + delta.
+    """
+
+    delta: Tensor
+    acc_best: Tensor
+    acc_current: Tensor
+
+    def differs(self, other: "Search") -> Tensor:
+        """Return the images [b] whose state is not the same in another search."""
+        state = ((s.delta, s.acc_best, s.acc_current) for s in (self, other))
+        changes = [(a != b).view(len(a), -1).any(1) for a, b in zip(*state, strict=True)]
+        return torch.stack(changes).any(0)
+
+
 @dataclass(frozen=True)
 class ARC(Attack):
     """Attack a randomized ensemble member by member (ARC paper, Algorithm 2).
 
-    Each local step moves to the nearest decision boundary of one member, starting with the most
-    probable one, just far enough not to undo what fooled those before it, and is kept if the
-    expected accuracy does not rise.
+    Each local step moves to the nearest decision boundary of one member, the most probable member
+    first, and only so far that it does not undo the success on earlier members. A step is kept if
+    the expected accuracy does not rise.
 
     Args:
         threat: the ball and the bounds; linf or l2.
         steps: iterations over all members, K in the paper.
-        step_size: radius of the local steps in pixel units, eta in the paper; the paper uses eps
-            for linf and the step of PGD for l2.
-        neighbours: competing classes searched for the nearest boundary, those with the largest
-            logits, G in the paper; None searches all.
+        step_size: radius of the local steps in pixel units, eta in the paper. The paper uses eps
+            for linf and the step size of PGD for l2.
+        neighbours: number of competing classes searched for the nearest boundary, those with the
+            largest logits, G in the paper; None searches all.
         random_start: start from a random point of the ball.
-        start: search on from the images that this attack finds, where they are no worse than the
-            clean ones: never weaker than it. None starts at the images, as the paper does.
-        early_stop: stop on images that every member already gets wrong, and on those that an
-            iteration has left as they were, as the next one would, and save their cost. Raises no
-            accuracy; without a random start it only changes which of several perfect perturbations
-            is returned, but for rounding: matrix products of fewer images may round otherwise.
-            Members must have no chance in them.
+        start: start from the images that this attack returns, where they are no worse than the
+            clean ones: ARC is then never weaker than it. None starts at the clean images, as the
+            paper does.
+        early_stop: stop on images that every member misclassifies, and on images that an iteration
+            left unchanged, as it would the next time. Never raises the accuracy, up to rounding,
+            which depends on the batch size. Without a random start it only changes which of
+            several perfect perturbations is returned. Members must be deterministic.
 
     Raises:
-        ValueError: a count below 1, a step size that is not positive, another norm, a start of
-            another threat or beside a random one.
+        ValueError: a count below 1, a step size that is not positive, a norm other than linf and
+            l2, a start with another threat or combined with a random one.
     """
 
     lengths: ClassVar[tuple[str, ...]] = ("step_size",)
+    made_for: ClassVar[tuple[str, ...]] = ("randomized",)
     threat: Threat
     steps: int
     step_size: float
@@ -99,87 +117,91 @@ class ARC(Attack):
             )
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         members, weights = defense.classifiers, defense.weights
-        delta = torch.zeros_like(x)
-        best = here = expected_accuracy(members, weights, x, y, check=True)
-        if self.random_start:
-            # The authors' score to beat stays that of the clean image.
-            delta = self.threat.start(x, generator) - x
-            here = expected_accuracy(members, weights, x + delta, y)
-        elif self.start:
-            found = self.start.perturb(defense, x, y, generator)
-            score = expected_accuracy(members, weights, found, y)
-            delta = _among(score <= best, found - x, delta)
-            best = here = torch.minimum(score, best)
-        moved = torch.ones_like(here, dtype=torch.bool)
+        search = self._begin(defense, x, y, generator)
+        delta = search.delta.clone()
+        if self.early_stop:
+            search = search.select(search.acc_current > 0)
         for _ in range(self.steps):
-            going_on = moved & (here > 0) if self.early_stop else moved
-            live = going_on.nonzero()[:, 0]
-            if not len(live):
+            if not len(search):
                 break
-            before = delta[live], best[live], here[live]
-            after = self._iterate(members, weights, x[live], y[live], *before)
-            delta[live], best[live], here[live] = after
+            after = self._iterate(members, weights, search)
+            delta[after.index] = after.delta
             if self.early_stop:
-                moved[live] = _differ(before, after)
+                after = after.select(after.differs(search) & (after.acc_current > 0))
+            search = after
         return self.threat.apply(delta, x)
 
-    def _iterate(
-        self,
-        members: Sequence[nn.Module],
-        weights: Tensor,
-        x: Tensor,
-        y: Tensor,
-        delta: Tensor,
-        best: Tensor,
-        here: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One pass over the members.
+    def _begin(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Search:
+        """Return the search of all images at its start."""
+        members, weights = defense.classifiers, defense.weights
+        delta = torch.zeros_like(x)
+        acc_best = acc_current = expected_accuracy(members, weights, x, y, check=True)
+        if self.random_start:
+            # The authors' accuracy to beat remains that of the clean image.
+            delta = self.threat.start(x, generator) - x
+            acc_current = expected_accuracy(members, weights, x + delta, y)
+        elif self.start:
+            x_start = self.start.perturb(defense, x, y, generator)
+            acc_start = expected_accuracy(members, weights, x_start, y)
+            delta = _where(acc_start <= acc_best, x_start - x, delta)
+            acc_best = acc_current = torch.minimum(acc_start, acc_best)
+        return Search(positions(x), x, y, generator, delta, acc_best, acc_current)
 
-        `best` [B] is the lowest expected accuracy so far, `here` [B] the one at x + delta, and
-        `there` the one at x + delta + local, so that nothing is evaluated twice.
+    def _iterate(self, members: Sequence[nn.Module], weights: Tensor, at: Search) -> Search:
+        """Return the search after one pass over the members, in which each takes a local step.
+
+        The expected accuracies of the current and of the accepted perturbations are carried along,
+        so that no perturbation is evaluated twice.
         """
-        local, local_best, there = torch.zeros_like(x), best, here
+        x, delta_local = at.x, torch.zeros_like(at.x)
+        acc_local, acc_reached = at.acc_best, at.acc_current
         for rank, member in enumerate(member_order(weights)):
-            w, distance = self._nearest(members[member], x + delta + local)
-            reach = self._reach(w, distance, local, first=rank == 0)
-            step = self._unit(local + scale(self.threat.steepest(-w), reach))
-            x_adv = x + self.threat.clip(delta + step, x)
-            score = expected_accuracy(members, weights, x_adv, y)
-            accept = score <= local_best
-            local, there = _among(accept, step, local), _among(accept, score, there)
-            local_best = torch.where(accept, score, local_best)
-        accept = there <= best
-        delta = _among(accept, self.threat.clip(delta + local, x), delta)
-        return delta, torch.where(accept, there, best), torch.where(accept, there, here)
+            w, distance = self._nearest(members[member], x + at.delta + delta_local)
+            length = self._length(w, distance, delta_local, first=rank == 0)
+            step = self._on_sphere(delta_local + scale(self.threat.steepest(-w), length))
+            candidate = x + self.threat.clip(at.delta + step, x)
+            acc_candidate = expected_accuracy(members, weights, candidate, at.y)
+            accept = acc_candidate <= acc_local
+            delta_local = _where(accept, step, delta_local)
+            acc_reached = torch.where(accept, acc_candidate, acc_reached)
+            acc_local = torch.where(accept, acc_candidate, acc_local)
+        accept = acc_reached <= at.acc_best
+        return replace(
+            at,
+            delta=_where(accept, self.threat.clip(at.delta + delta_local, x), at.delta),
+            acc_best=torch.where(accept, acc_reached, at.acc_best),
+            acc_current=torch.where(accept, acc_reached, at.acc_current),
+        )
 
     def _nearest(self, member: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
-        """The linearised boundary of the predicted class nearest to z: its normal and distance."""
+        """Return normal and distance of the predicted class's linearised boundary nearest to z."""
         z = z.detach().requires_grad_()
         logits = member(z)
         count = min((self.neighbours or logits.shape[-1]), logits.shape[-1] - 1)
         top = logits.topk(count + 1).values
         return nearest_boundary(top[:, :1] - top[:, 1:], z, self.threat)
 
-    def _reach(self, w: Tensor, distance: Tensor, local: Tensor, first: bool) -> Tensor:
-        """How far to move along the direction, beta in the paper: [B]."""
+    def _length(self, w: Tensor, distance: Tensor, delta_local: Tensor, first: bool) -> Tensor:
+        """Return the length [B] of the step along the direction, beta in the paper."""
         eta = torch.full_like(distance, self.step_size)
         if first:
             return eta
-        shift = (_inner(w, local) / (self.threat.dual(w) + GUARD) + distance).abs()
-        near = eta / (eta - distance + GUARD) * shift + RHO * self.threat.eps
-        return torch.where(distance < eta, near, eta)
+        # projected back onto the sphere of radius eta, the step still ends beyond the boundary
+        gap = (_inner(w, delta_local) / (self.threat.dual(w) + GUARD) + distance).abs()
+        beyond = eta / (eta - distance + GUARD) * gap + RHO * self.threat.eps
+        return torch.where(distance < eta, beyond, eta)
 
-    def _unit(self, step: Tensor) -> Tensor:
+    def _on_sphere(self, step: Tensor) -> Tensor:
         return scale(step, self.step_size / (self.threat.size(step) + GUARD))
 
 
 def arc_suite(threat: Threat, steps: int) -> dict[str, Attack]:
-    """Return ARC as the paper runs it, `arc`, and the stronger of two local radii, `arc_two_radii`.
+    """Return ARC as in the paper, `arc`, and the stronger of two local radii, `arc_two_radii`.
 
-    The radii are eps and eps / 4. The paper takes the first for linf, and for l2 the second, which
-    is its step of PGD.
+    The radii are eps and eps / 4. The paper uses eps for linf, and for l2 its step size of PGD,
+    eps / 4.
 
     Args:
         threat: the ball and the bounds; linf or l2.
@@ -192,18 +214,18 @@ def arc_suite(threat: Threat, steps: int) -> dict[str, Attack]:
 
 
 def nearest_boundary(gaps: Tensor, z: Tensor, threat: Threat) -> tuple[Tensor, Tensor]:
-    """The nearest of the linearised boundaries: its normal [B, …] and its distance [B].
+    """Return the normal [B, …] and the distance [B] of the nearest linearised boundary.
 
     Args:
-        gaps: [B, G] what is zero on each boundary, computed from z.
+        gaps: [B, G] values that are zero on one boundary each, computed from z.
         z: [B, …] images that require gradients.
-        threat: its norm measures distance.
+        threat: its norm measures the distance.
     """
     normal, distance = torch.zeros_like(z), z.new_full((len(z),), torch.inf)
     for rank, gap in enumerate(gaps.unbind(1), 1):
         (w,) = torch.autograd.grad(gap.sum(), z, retain_graph=rank < gaps.shape[1])
         zeta = gap.detach().abs() / (threat.dual(w) + GUARD)
-        normal, distance = _among(zeta < distance, w, normal), torch.minimum(zeta, distance)
+        normal, distance = _where(zeta < distance, w, normal), torch.minimum(zeta, distance)
     return normal, distance
 
 
@@ -211,7 +233,7 @@ def nearest_boundary(gaps: Tensor, z: Tensor, threat: Threat) -> tuple[Tensor, T
 def expected_accuracy(
     members: Sequence[nn.Module], weights: Tensor, x: Tensor, y: Tensor, check: bool = False
 ) -> Tensor:
-    """L(x): the probability that a member drawn at random is right: [B]."""
+    """Return the probability [B] that a randomly drawn member is correct, L(x) in the paper."""
     logits = torch.stack([member(x) for member in members])
     if check:
         check_logits(logits, y)
@@ -228,13 +250,14 @@ def arc_linear(
 ) -> Tensor:
     """ARC on binary linear classifiers sgn(w.x + b) (ARC paper, Algorithm 1), for any p >= 1.
 
-    Consistent (Theorem 5.1): where every member is right and one can be fooled, one is fooled.
+    The attack is consistent (Theorem 5.1): if every member is correct and one can be fooled, it
+    fools one.
 
     Args:
         weights: [M, D] or [M, C, H, W], the w of each member.
         biases: [M], the b of each member.
         probs: [M] sampling probabilities.
-        x: [B, …] points, as large as a w.
+        x: [B, …] points, of the shape of a w.
         y: [B] labels in {-1, +1}.
         threat: norm and radius; its bounds are not used, as in the paper.
 
@@ -250,20 +273,21 @@ def arc_linear(
     w, b = weights.flatten(1).to(flat), biases.to(flat)
     alpha = sampling_probabilities(probs, len(w)).to(flat)
 
-    def score(points: Tensor) -> Tensor:
+    def accuracy(points: Tensor) -> Tensor:
         return ((sign[:, None] * (points @ w.T + b) > 0).to(alpha) * alpha).sum(1)
 
-    delta, best, norms = torch.zeros_like(flat), score(flat), threat.dual(w)
+    delta, acc_best, norms = torch.zeros_like(flat), accuracy(flat), threat.dual(w)
     for rank, i in enumerate(member_order(alpha)):
         direction = -scale(threat.steepest(w[i : i + 1]).expand_as(flat), sign)
         zeta = (flat @ w[i] + b[i]).abs() / norms[i]
-        reach = torch.full_like(zeta, threat.eps)
+        length = torch.full_like(zeta, threat.eps)
         if rank:
-            shift = (sign * (delta @ w[i]) / norms[i] + zeta).abs()
-            near = threat.eps / (threat.eps - zeta) * shift + RHO * threat.eps
-            reach = torch.where(zeta < threat.eps, near, reach)
-        step = delta + scale(direction, reach)
+            gap = (sign * (delta @ w[i]) / norms[i] + zeta).abs()
+            beyond = threat.eps / (threat.eps - zeta) * gap + RHO * threat.eps
+            length = torch.where(zeta < threat.eps, beyond, length)
+        step = delta + scale(direction, length)
         step = scale(step, threat.eps / threat.size(step).clamp_min(GUARD))
-        after = score(flat + step)
-        delta, best = _among(after <= best, step, delta), torch.minimum(after, best)
+        acc_candidate = accuracy(flat + step)
+        delta = _where(acc_candidate <= acc_best, step, delta)
+        acc_best = torch.minimum(acc_candidate, acc_best)
     return (flat + delta).view_as(x)

@@ -1,4 +1,4 @@
-"""AutoAttack, the suite by which robust networks are ranked, in its authors' code."""
+"""AutoAttack, the suite that ranks robust networks, in its authors' code."""
 
 import math
 import sys
@@ -18,44 +18,44 @@ from lightning_rob.randomness import Generator, seed_from, uniform
 from lightning_rob.rules import expectation, mean_logits
 from lightning_rob.threat import Threat
 
-# Which attacks there are, and how many classes their losses need.
-CLASSES = {"apgd-ce": 2, "apgd-dlr": 3, "apgd-t": 4, "fab": 2, "fab-t": 2, "square": 2}
-NAMES = {math.inf: "Linf", 2.0: "L2"}
+CLASSES = {"apgd-ce": 2, "apgd-dlr": 3, "apgd-t": 4, "fab": 2, "fab-t": 2, "square": 2}  # needed
+NORMS = {math.inf: "Linf", 2.0: "L2"}
 
 
 @dataclass(frozen=True)
 class AutoAttack(Attack):
     """APGD, FAB and Square Attack, each on the images that are still right (Croce and Hein 2020).
 
-    It attacks what is one function with one answer: the logits of a single network, the mean logits
-    under the rule `mean_logits`, else the log of the mean probabilities. Of an image on which that
-    answer is wrong it returns the image; so it cannot judge a defense that answers by one draw or
-    by vote: where such a defense is right by half, AutoAttack is content. Use ARC or PGD on the
-    expected loss there. What its images do to the defense, `RobustEval` counts all the same.
+    It attacks a single function: the logits of a single network, the mean logits under the rule
+    `mean_logits`, else the log of the mean probabilities. An image that this function gets wrong is
+    returned unchanged. AutoAttack therefore cannot judge a defense that predicts by one draw or by
+    vote: it stops at images on which such a defense is still right half of the time. Use ARC or
+    PGD on the expected loss there. `RobustEval` evaluates its images on the defense in any case.
 
-    The package draws its noise for a batch, not for an image: the same batch and generator give
-    the same images, another batch gives other random starts. An evaluation attacks the same images
-    together; elsewhere `batch_size=1` gives each image noise of its own, at the price of speed.
+    The package draws noise for a batch, not for an image: the same batch and generator give the
+    same images, another batch gives other random starts. An evaluation attacks the same images
+    together; elsewhere `batch_size=1` gives each image its own noise, at the price of speed.
     Warnings of the package (no gradients, Square Attack the strongest …) go to the logger
     "auto-attack".
 
     Args:
         threat: a ball for linf or l2, images within [0, 1].
         version: "standard" (APGD-CE, APGD-T, FAB-T, Square with 5,000 queries), "plus" (all six),
-            "rand" (APGD-CE and APGD-DLR on the mean gradient of 20 answers), or "custom".
-        attacks: which ones a "custom" version runs, in this order and as the standard one would,
-            with one restart: "apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square".
-        draws: how often a random defense is drawn for one answer; None as often as for its own.
-        batch_size: how many images are attacked at a time; None takes them as they come.
-        queries: of the Square Attack, for each image.
+            "rand" (APGD-CE and APGD-DLR on the mean gradient of 20 predictions), or "custom".
+        attacks: the attacks of a "custom" version, in this order and with one restart, else as in
+            the standard version: "apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square".
+        draws: draws of a random defense for one prediction; None as many as the defense takes.
+        batch_size: number of images attacked at a time; None for the whole batch.
+        queries: number of queries of the Square Attack, for each image.
 
     Raises:
         ValueError: another norm or other bounds, an unknown version or attack, attacks for a
-            version that brings its own; when called, fewer classes than an attack's loss needs.
+            version that has its own; when called, fewer classes than an attack's loss needs.
         ModuleNotFoundError: when called, without the package.
     """
 
     batch_dependent: ClassVar[bool] = True
+    made_for: ClassVar[tuple[str, ...]] = ("ensemble",)
     knowledge: ClassVar[str] = "the weights and the predictions; Square uses the predictions alone"
     threat: Threat
     version: Literal["standard", "plus", "rand", "custom"] = "standard"
@@ -67,12 +67,7 @@ class AutoAttack(Attack):
     def __post_init__(self) -> None:
         attacks = None if self.attacks is None else tuple(self.attacks)
         object.__setattr__(self, "attacks", attacks)
-        if self.threat.p not in NAMES:
-            raise ValueError(f"AutoAttack is for linf and l2, not for norm {self.threat.norm}")
-        if self.threat.relative:
-            raise ValueError(f"AutoAttack is for a radius in pixel units, got {self.threat}")
-        if self.threat.bounds != (0, 1):
-            raise ValueError(f"AutoAttack needs images in [0, 1], not in {self.threat.bounds}")
+        self._check_threat()
         if self.version not in ("standard", "plus", "rand", "custom"):
             raise ValueError(
                 f"version must be 'standard', 'plus', 'rand' or 'custom', got {self.version!r}"
@@ -89,9 +84,16 @@ class AutoAttack(Attack):
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
 
-    @staticmethod
-    def require_package() -> None:
-        """Raise ModuleNotFoundError without the package."""
+    def _check_threat(self) -> None:
+        if self.threat.p not in NORMS:
+            raise ValueError(f"AutoAttack is for linf and l2, not for norm {self.threat.norm}")
+        if self.threat.relative:
+            raise ValueError(f"AutoAttack is for a radius in pixel units, got {self.threat}")
+        if self.threat.bounds != (0, 1):
+            raise ValueError(f"AutoAttack needs images in [0, 1], not in {self.threat.bounds}")
+
+    def require_package(self) -> None:
+        """Raise ModuleNotFoundError without the package pyautoattack."""
         if find_spec("pyautoattack") is None:
             raise ModuleNotFoundError(
                 'AutoAttack needs pyautoattack: pip install "lightning-rob[autoattack]"'
@@ -101,16 +103,17 @@ class AutoAttack(Attack):
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         drawn = uniform(torch.zeros(len(x), device=x.device), generator=generator)
         size = self.batch_size or len(x)
-        parts = zip(*(torch.split(whole, size) for whole in (x, y, drawn)), strict=True)
-        found = [self._run(defense, x, y, seed_from(drawn)) for x, y, drawn in parts]
+        batches = zip(*(torch.split(whole, size) for whole in (x, y, drawn)), strict=True)
+        found = [self._run(defense, x, y, seed_from(drawn)) for x, y, drawn in batches]
         return self.threat.project(torch.cat(found), x)
 
     def _run(self, defense: Defense, x: Tensor, y: Tensor, seed: int) -> Tensor:
-        """The package on one batch [B, C, H, W], in single precision as it computes."""
-        chance, single = torch.Generator(x.device).manual_seed(seed), x.float().contiguous()
+        """Run the package on one batch [B, C, H, W], in the single precision that it needs."""
+        generator = torch.Generator(x.device).manual_seed(seed)
+        single = x.float().contiguous()
 
         def model(images: Tensor) -> Tensor:
-            return self._answer(defense, images.to(x.dtype), chance)
+            return self._scores(defense, images.to(x.dtype), generator)
 
         with _isolated():
             with torch.no_grad():
@@ -118,10 +121,11 @@ class AutoAttack(Attack):
             check_logits(logits[None], y)
             suite = self._suite(model, logits.shape[-1], x.device, seed)
             found, _ = suite.run_standard_evaluation(single, y.long(), batch_size=len(x))
+        # Images that the package left alone must not lose digits to single precision.
         return torch.where(found == single, x, found.to(x.dtype))
 
-    def _answer(self, defense: Defense, x: Tensor, generator: Generator) -> Tensor:
-        """One score per class, of which the largest is the answer: [B, C, H, W] -> [B, K]."""
+    def _scores(self, defense: Defense, x: Tensor, generator: Generator) -> Tensor:
+        """Return one score per class, the largest for the predicted one: [B, C, H, W] -> [B, K]."""
         logits, weights = defense.sample_logits(x, generator, self.draws)
         logits, weights = logits.float(), weights.to(logits)
         if len(logits) == 1:
@@ -133,7 +137,7 @@ class AutoAttack(Attack):
     def _suite(
         self, model: Callable[[Tensor], Tensor], classes: int, device: torch.device, seed: int
     ) -> Any:
-        """The package's object, as it is but for target classes that there are not."""
+        """Return the package's object, with no more target classes than there are."""
         self.require_package()
         import pyautoattack
 
@@ -142,7 +146,7 @@ class AutoAttack(Attack):
             attacks=self.attacks and list(self.attacks),
             device=device,
             eps=self.threat.eps,
-            norm=NAMES[self.threat.p],
+            norm=NORMS[self.threat.p],
             seed=seed,
             version=self.version,
         )
@@ -154,7 +158,7 @@ class AutoAttack(Attack):
                 )
         for part in (suite.apgd_targeted, suite.fab):
             part.n_target_classes = min(part.n_target_classes, classes - 1)
-        if self.version == "custom":  # left alone, it would be five
+        if self.version == "custom":  # the package's default is 5, the standard version's is 1
             suite.apgd.n_restarts = suite.fab.n_restarts = 1
         suite.square.n_queries = self.queries
         return suite
@@ -162,7 +166,7 @@ class AutoAttack(Attack):
 
 @contextmanager
 def _isolated() -> Iterator[None]:
-    """The package seeds torch's global streams, and ends the tracing of debuggers and coverage."""
+    """Undo two side effects: the package seeds torch's global streams, and ends `sys.settrace`."""
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = range(torch.cuda.device_count()) if on_gpu else []
     trace = sys.gettrace()

@@ -1,4 +1,4 @@
-"""Gradients that lie, to an attacker's advantage: contexts for `PGD(backward=…)`."""
+"""Modified gradients that help an attacker: contexts for `PGD(backward=…)` and `WithBackward`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -8,28 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_rob.attacks.base import Backward
+from lightning_rob.attacks.base import Backward, Forward, other_forward
 from lightning_rob.attacks.residual import Block, Branch, residual_blocks, running
+from lightning_rob.defenses import Defense, random_transforms_in
+from lightning_rob.defenses.random_transforms import Gradients, Shared
 from lightning_rob.threat import TINY, scale
+from lightning_rob.transforms.base import pinned
 
 
 @dataclass(frozen=True)
 class SGM(Backward):
-    """Gradients prefer skip connections (Wu et al. 2020, eq. 5): those of residual branches shrink.
+    """Prefer skip connections: shrink the gradients of residual branches (Wu et al. 2020, eq. 5).
 
     A block z + f(z) passes back (1 + gamma f'(z)) g. Two kinds of blocks keep their exact gradient:
-    those whose skip connection is a convolution or drops pixels, and by default the first block of
+    blocks whose skip connection is a convolution or drops pixels, and by default the first block of
     each stage, also where its skip connection is the identity. The code of Wu et al. and that of
     the RT authors leave the same blocks out, by their names: `layer1.0`, `layer2.0` … (also
-    `layer3.10`, whose name ends in 0 too; that is not followed here). Here the first block of a
-    stage is the first child of an `nn.Sequential` or `nn.ModuleList`, whatever the names; a block
-    that stands in neither, such as an attribute of the network, shrinks.
+    `layer3.10`, whose name ends in 0 too; that is not reproduced here). Here the first block of a
+    stage is the first child of an `nn.Sequential` or `nn.ModuleList`, under any name; a block
+    outside of both, such as an attribute of the network, shrinks.
 
-    The images' logits stay what they are. The authors' division of each block's gradient by its
-    standard deviation only scales the whole, or over a batch mixes its images: it is left out.
+    The logits do not change. The authors divide each block's gradient by its standard deviation;
+    this only scales the gradient, or mixes the images of a batch, and is left out.
 
     Args:
-        gamma: what the gradient of each residual branch is multiplied by; 1 is the exact gradient.
+        gamma: factor of each residual branch's gradient; 1 is the exact gradient.
         first_blocks: shrink the first block of each stage too, as in eq. 5, a product over all
             blocks. Needed where stages have one block only, as in a ResNet-8.
 
@@ -46,13 +49,13 @@ class SGM(Backward):
             raise ValueError(f"gamma must be in (0, 1], got {self.gamma}")
 
     def __call__(self, defense: nn.Module) -> AbstractContextManager[None]:
-        """A context in which the defense has these gradients."""
-        return _shrunk(defense, self.gamma, self.first_blocks)
+        """Return a context in which the defense has these gradients."""
+        return _shrunk_branches(defense, self.gamma, self.first_blocks)
 
 
 @contextmanager
-def _shrunk(defense: nn.Module, gamma: float, first_blocks: bool) -> Iterator[None]:
-    def shrunk(x: Tensor) -> Tensor:
+def _shrunk_branches(defense: nn.Module, gamma: float, first_blocks: bool) -> Iterator[None]:
+    def shrink(x: Tensor) -> Tensor:
         if x.requires_grad:
             x.register_hook(lambda gradient: gamma * gradient)  # type: ignore[no-untyped-call]
         return x
@@ -61,7 +64,7 @@ def _shrunk(defense: nn.Module, gamma: float, first_blocks: bool) -> Iterator[No
     branches = [each for block in blocks for each in block.branches if each.unchanged]
     if not branches:
         raise TypeError("SGM needs skip connections that pass their input on as it is, found none")
-    chosen = [branch for branch in branches if first_blocks or not branch.block.first]
+    chosen = [branch for branch in branches if first_blocks or not branch.block.first_of_stage]
     if not chosen:
         raise TypeError(
             "SGM leaves the first block of each stage as it is, and there are no others here: "
@@ -70,7 +73,7 @@ def _shrunk(defense: nn.Module, gamma: float, first_blocks: bool) -> Iterator[No
     for branch in chosen:
         graph = branch.block.graph
         with graph.inserting_before(branch.addition):
-            call = graph.call_function(shrunk, (branch.end,))
+            call = graph.call_function(shrink, (branch.end,))
         branch.addition.replace_input_with(branch.end, call)
     with running(blocks):
         yield
@@ -78,15 +81,15 @@ def _shrunk(defense: nn.Module, gamma: float, first_blocks: bool) -> Iterator[No
 
 @dataclass(frozen=True)
 class LinBP(Backward):
-    """Gradients pass residual branches as if they had no ReLU (Guo et al. 2020, section 4).
+    """Pass gradients through residual branches as if they had no ReLU (Guo et al. 2020, section 4).
 
-    The gradient that leaves a branch is brought to the length that the exact one has there, image
-    by image and draw by draw, lest it drown that of the skip connection ("gradient branching with
-    care"). ReLUs outside of branches keep their gradient and the logits stay what they are.
+    The gradient that leaves a branch is rescaled to the length of the exact one, per image and per
+    draw: otherwise it would drown that of the skip connection ("gradient branching with care").
+    ReLUs outside of branches keep their gradient, and the logits do not change.
 
     Args:
         start: share of a network's residual branches, counted from the image, that keep their
-            exact gradient; 1/2 is where the paper starts in a ResNet-50 (block 1 of layer 3).
+            exact gradient; the paper starts at 1/2 in a ResNet-50 (block 1 of layer 3).
 
     Raises:
         ValueError: start is not in [0, 1).
@@ -100,34 +103,35 @@ class LinBP(Backward):
             raise ValueError(f"start must be a share of the branches in [0, 1), got {self.start}")
 
     def __call__(self, defense: nn.Module) -> AbstractContextManager[None]:
-        """A context in which the defense has these gradients."""
-        return _linear(defense, self.start)
+        """Return a context in which the defense has these gradients."""
+        return _linear_branches(defense, self.start)
 
 
 @contextmanager
-def _linear(defense: nn.Module, start: float) -> Iterator[None]:
+def _linear_branches(defense: nn.Module, start: float) -> Iterator[None]:
     chosen: dict[fx.Node, Block] = {}
     for net in residual_blocks(defense):
         branches = [branch for block in net for branch in block.branches]
         chosen |= {each.addition: each.block for each in branches[int(start * len(branches)) :]}
-    # those inside of others come first, and are found anew as the others shrink
-    late = (branch for node, block in chosen.items() for branch in block.ending_at(node))
-    if not [_replace(branch) for branch in late if any(map(branch.block.is_relu, branch.body))]:
+    # A nested branch comes before the one around it, whose body changes when it is replaced:
+    # branches are looked up again one by one.
+    current = (branch for node, block in chosen.items() for branch in block.ending_at(node))
+    if not [_replace(branch) for branch in current if any(map(branch.block.is_relu, branch.body))]:
         raise TypeError(f"LinBP needs ReLUs in residual branches, {len(chosen)} have none")
     with running(dict.fromkeys(chosen.values())):
         yield
 
 
 def _replace(branch: Branch) -> fx.Node:
-    """Put one call in the place of a branch, and return it."""
-    block, graph, inner = branch.block, branch.block.graph, _switchable(branch)
+    """Replace a branch in its block's graph by a call of `_LinearBranch`, and return the call."""
+    block, graph, inner = branch.block, branch.block.graph, _switchable_graph(branch)
 
-    def run(x: Tensor, switch: Switch) -> Tensor:
+    def run(x: Tensor, switch: _Switch) -> Tensor:
         return block.run(inner, x, switch)
 
     def linear(x: Tensor) -> Tensor:
         wanted = x.requires_grad and torch.is_grad_enabled()
-        out: Tensor = _LinearBranch.apply(x, run) if wanted else run(x, Switch())
+        out: Tensor = _LinearBranch.apply(x, run) if wanted else run(x, _Switch())
         return out
 
     with graph.inserting_before(branch.addition):
@@ -139,8 +143,8 @@ def _replace(branch: Branch) -> fx.Node:
     return call
 
 
-def _switchable(branch: Branch) -> fx.Graph:
-    """The graph of a branch alone, with ReLUs whose gradient can be switched."""
+def _switchable_graph(branch: Branch) -> fx.Graph:
+    """Return the branch's own graph, with ReLUs whose gradient can be switched."""
     graph = fx.Graph()
     copies = {branch.entry: graph.placeholder("x")}
     switch = graph.placeholder("switch")
@@ -154,15 +158,15 @@ def _switchable(branch: Branch) -> fx.Graph:
     return graph
 
 
-class Switch:
-    """Whether the ReLUs of one run of a branch pass gradients as they are."""
+class _Switch:
+    """State of one run of a branch: whether its ReLUs pass gradients unchanged."""
 
     linear = False
 
 
 class _SwitchedReLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, switch: Switch) -> Tensor:
+    def forward(ctx: Any, x: Tensor, switch: _Switch) -> Tensor:
         out = x.relu()
         ctx.save_for_backward(out)
         ctx.switch = switch
@@ -174,17 +178,17 @@ class _SwitchedReLU(torch.autograd.Function):
         return gradient if ctx.switch.linear else gradient.masked_fill(out <= 0, 0), None
 
 
-def _switched_relu(x: Tensor, switch: Switch) -> Tensor:
+def _switched_relu(x: Tensor, switch: _Switch) -> Tensor:
     out: Tensor = _SwitchedReLU.apply(x, switch)
     return out
 
 
 class _LinearBranch(torch.autograd.Function):
-    """One forward, and two backwards: one for the direction, one for the length."""
+    """One forward, two backwards: the linear one gives the direction, the exact one the length."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor, Switch], Tensor]) -> Tensor:
-        ctx.switch = Switch()
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor, _Switch], Tensor]) -> Tensor:
+        ctx.switch = _Switch()
         with torch.enable_grad():
             ctx.x = x.detach().requires_grad_()
             out = ctx.out = run(ctx.x, ctx.switch)
@@ -198,12 +202,120 @@ class _LinearBranch(torch.autograd.Function):
             (linear,) = torch.autograd.grad(ctx.out, ctx.x, gradient, retain_graph=True)
         finally:
             ctx.switch.linear = False
-        return scale(linear, _length(exact) / _length(linear).clamp_min(TINY)), None
+        return scale(linear, _norms(exact) / _norms(linear).clamp_min(TINY)), None
 
 
-def _length(batch: Tensor) -> Tensor:
-    """The 2-norm of each image, without underflow: [B, …] -> [B]."""
+def _norms(batch: Tensor) -> Tensor:
+    """Return the 2-norm of each image, without underflow: [B, …] -> [B]."""
     flat = batch.flatten(1)
     largest = flat.abs().amax(1).clamp_min(TINY)
     norms: Tensor = largest * torch.linalg.vector_norm(scale(flat, 1 / largest), dim=1)
     return norms
+
+
+@dataclass(frozen=True)
+class InsideBounds(Backward):
+    """Take gradients at the image moved inwards by a hair; the logits do not change.
+
+    A network that clamps its input has gradient 0 at pixels that are exactly black or white: for
+    `torch.clamp` from torch 2.14 on, for `hardtanh`, `relu` and `relu6` in every release. The
+    gradient just inside belongs to the only direction in which such a pixel can move. Costs one
+    more forward pass.
+
+    Args:
+        hair: the distance in pixel units; at least one rounding step of the image's precision.
+        bounds: smallest and largest value of a pixel, those of the threat.
+
+    Raises:
+        ValueError: a hair that is not positive, or does not fit into the bounds.
+        TypeError: when entered, the defense names no networks, as one that adapts: attack the
+            adapted model, GMSA(inner=PGD(backward=InsideBounds())).
+    """
+
+    hair: float = 1e-4
+    bounds: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bounds", tuple(self.bounds))
+        low, high = self.bounds
+        if not 0 < self.hair < (high - low) / 2:
+            raise ValueError(f"hair must be positive and fit into {self.bounds}, got {self.hair}")
+
+    def __call__(self, defense: Defense) -> AbstractContextManager[None]:
+        """Return a context in which the defense's networks have these gradients."""
+        return other_forward(defense.foldable_networks, self._differentiate_inside)
+
+    def _differentiate_inside(self, plain: Forward) -> Forward:
+        low, high = self.bounds
+
+        def forward(x: Tensor) -> Tensor:
+            if not (torch.is_grad_enabled() and x.requires_grad):
+                return plain(x)
+            with torch.no_grad():
+                logits = plain(x)
+            hair = max(self.hair, torch.finfo(x.dtype).eps)
+            inside = plain(pinned(x, low + hair, high - hair))
+            out: Tensor = _ValueWithGradientOf.apply(logits, inside)
+            return out
+
+        return forward
+
+
+class _ValueWithGradientOf(torch.autograd.Function):
+    """The first tensor's values, bit by bit, with the gradient of the second."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, other: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+@dataclass(frozen=True)
+class SurrogateTransforms(Backward):
+    """Surrogate for `RandomTransforms` that the attack differentiates.
+
+    Only the draws of the attack change; the defense's predictions do not.
+
+    Args:
+        shared_order: give all copies of an image the same transforms in the same order, drawn anew
+            at every step, each still with its probability and its own parameters: gradients of less
+            variance (RT paper, appendix B.2). "batch": all images share them too, as good for each
+            image and faster.
+        gradients: of the transforms, see `RandomTransforms`; None leaves the defense's own.
+
+    Raises:
+        ValueError: another value of shared_order.
+        TypeError: when entered, the defense has no random transforms.
+    """
+
+    shared_order: Shared = True
+    gradients: Gradients | None = None
+
+    def __post_init__(self) -> None:
+        if self.shared_order not in (True, False, "batch"):
+            raise ValueError(
+                f"shared_order must be True, False or 'batch', got {self.shared_order!r}"
+            )
+
+    def __call__(self, defense: Defense) -> AbstractContextManager[None]:
+        """Return a context in which every `RandomTransforms` in the defense has these options."""
+        return _with_surrogates(defense, self)
+
+
+@contextmanager
+def _with_surrogates(defense: Defense, surrogate: SurrogateTransforms) -> Iterator[None]:
+    found = random_transforms_in(defense)
+    if not found:
+        raise TypeError(f"{surrogate} is for RandomTransforms, got {type(defense).__name__}")
+    before = [(part.shared_order, part.gradients) for part in found]
+    try:
+        for part in found:
+            part.shared_order = surrogate.shared_order
+            part.gradients = surrogate.gradients or part.gradients
+        yield
+    finally:
+        for part, (shared_order, gradients) in zip(found, before, strict=True):
+            part.shared_order, part.gradients = shared_order, gradients

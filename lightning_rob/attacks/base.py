@@ -1,4 +1,4 @@
-"""What all attacks share: they are functions of tensors that leave nothing behind."""
+"""The base class of attacks, and the contexts in which they run and leave no trace."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -10,19 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.folding import folded
-from lightning_rob.attacks.oom import retry_with_smaller_batches
-from lightning_rob.defenses import Defense, Mixture
-from lightning_rob.defenses.learning import OwnBatch
-from lightning_rob.objectives import Objective, check_logits, over_draws
+from lightning_rob.attacks.oom import run_in_halves
+from lightning_rob.defenses import Defense
+from lightning_rob.defenses.transductive import PerImageLayer
 from lightning_rob.precision import in_float32
-from lightning_rob.randomness import Generator
-from lightning_rob.rules import random_member
+from lightning_rob.randomness import Generator, Streams
 from lightning_rob.threat import Threat
 
 
 @contextmanager
 def evaluating(defense: nn.Module) -> Iterator[None]:
-    """Eval mode, restored module by module, so that frozen parts stay frozen; full float32."""
+    """Set eval mode and full float32; restore modes module by module: frozen parts stay frozen."""
     modes = [(module, module.training) for module in defense.modules()]
     defense.eval()
     try:
@@ -35,12 +33,12 @@ def evaluating(defense: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attacking(defense: nn.Module) -> Iterator[None]:
-    """Eval mode, gradients for images and none for weights; all as before afterwards.
+    """Set eval mode and gradients for images but not for weights; restore everything on exit.
 
-    Works inside `torch.inference_mode` and inside autocast, whose cache of cast weights is left
-    alone: a copy made here would have no gradient for the training step. Meanwhile BatchNorm is
-    folded into the convolutions (`lightning_rob.attacks.folding`), and TF32 is off unless an
-    `in_float32` around this asks for it (`lightning_rob.precision`).
+    Works inside `torch.inference_mode` and inside autocast. Autocast's cache of cast weights is not
+    used: a copy cast here would have no gradient in the training step. Inside the context BatchNorm
+    is folded into the convolutions (`lightning_rob.attacks.folding`), and TF32 is off unless an
+    enclosing `in_float32` allows it (`lightning_rob.precision`).
     """
     grads = [(weight, weight.requires_grad) for weight in defense.parameters()]
     with (
@@ -48,7 +46,7 @@ def attacking(defense: nn.Module) -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         _uncached_autocast(),
-        folded(_called_as_a_whole(defense)),
+        folded(_foldable_networks(defense)),
     ):
         try:
             for weight, _ in grads:
@@ -59,7 +57,7 @@ def attacking(defense: nn.Module) -> Iterator[None]:
                 weight.requires_grad_(grad)
 
 
-def _called_as_a_whole(defense: nn.Module) -> list[nn.Module]:
+def _foldable_networks(defense: nn.Module) -> list[nn.Module]:
     if not isinstance(defense, Defense):
         return [defense]
     try:
@@ -94,95 +92,12 @@ def check_images(x: Tensor, bounds: tuple[float, float]) -> None:
         )
 
 
-def height(
-    objective: Objective,
-    draws: int | None,
-    defense: Defense,
-    x: Tensor,
-    y: Tensor,
-    generator: Generator,
-    check: bool = False,
-    right: list[Tensor] | None = None,
-) -> Tensor:
-    """The objective [B] of images [B, C, H, W] with labels [B], over so many draws of the defense.
-
-    With `check` labels out of range and logits that are not numbers raise a ValueError. To `right`
-    is added how probable the right answer is: [B].
-    """
-    logits, weights = defense.sample_logits(x, generator, draws)
-    if check:
-        check_logits(logits, y)
-    if right is not None:
-        right.append(defense.rule(logits.detach(), weights).gather(1, y[:, None])[:, 0])
-    return objective(logits.float() if logits.itemsize < 4 else logits, weights, y)
-
-
-def slope(
-    objective: Objective,
-    draws: int | None,
-    defense: Defense,
-    x: Tensor,
-    y: Tensor,
-    generator: Generator,
-    check: bool = False,
-    right: list[Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The objective [B] and its gradient by the images [B, C, H, W]; see `height`.
-
-    A mixture is seen one part after the other where the objective is the mean of the draws' own or
-    the least of them: memory does not grow with the number of parts.
-    """
-    pooled = right is not None and defense.rule is not random_member
-    if isinstance(defense, Mixture) and over_draws(objective) and not pooled:
-        return _part_by_part(objective, draws, defense, x, y, generator, check, right)
-    leaf = x.detach().requires_grad_()
-    climbed = height(objective, draws, defense, leaf, y, generator, check, right)
-    (gradient,) = torch.autograd.grad(climbed.sum(), leaf)
-    return climbed.detach(), gradient
-
-
-def _part_by_part(
-    objective: Objective,
-    draws: int | None,
-    defense: Mixture,
-    x: Tensor,
-    y: Tensor,
-    generator: Generator,
-    check: bool,
-    right: list[Tensor] | None,
-) -> tuple[Tensor, Tensor]:
-    """`slope`, the sum of the parts' by their shares, or for each image that of the least part."""
-    least = over_draws(objective) == "min"
-    value = x.new_full((len(x),), torch.inf if least else 0.0)
-    gradient = torch.zeros_like(x)
-    for share, part in zip(defense.shares, defense.defenses, strict=True):
-        if share == 0:
-            continue
-        height_of_part, slope_of_part = slope(objective, draws, part, x, y, generator, check, right)
-        if least:
-            wins = height_of_part < value
-            value = torch.where(wins, height_of_part, value)
-            wins = wins.view(-1, *[1] * (x.dim() - 1))
-            gradient = torch.where(wins, slope_of_part, gradient)
-        else:
-            value = value + share * height_of_part
-            gradient = gradient + share * slope_of_part
-    return value, gradient
-
-
-def is_batch_separable(attack: "Attack", defense: Defense) -> bool:
-    """Whether a batch may be attacked in parts: neither goes by the whole of it."""
-    layers = (layer for layer in defense.modules() if isinstance(layer, OwnBatch))
-    whole = defense.transductive or not all(layer.separable for layer in layers)
-    return not whole and not any(part.batch_dependent for part in parts(attack))
-
-
 class Backward(ABC):
-    """How an attack sees a defense as long as it lasts: other gradients, the same answers."""
+    """Another backward pass for a defense while an attack runs; its predictions stay the same."""
 
     @abstractmethod
     def __call__(self, defense: Defense) -> AbstractContextManager[None]:
-        """A context in which the defense is seen so."""
+        """Return the context in which the defense has this backward pass."""
 
 
 Backwards = Backward | Sequence[Backward] | None
@@ -190,7 +105,7 @@ Backwards = Backward | Sequence[Backward] | None
 
 @contextmanager
 def entered(backward: Backwards, defense: Defense) -> Iterator[None]:
-    """Enter one backward or several, in turn."""
+    """Enter one backward or several in turn; none for None."""
     chosen = backward or ()
     with ExitStack() as stack:
         for each in chosen if isinstance(chosen, Sequence) else (chosen,):
@@ -203,7 +118,7 @@ Forward = Callable[[Tensor], Tensor]
 
 @contextmanager
 def other_forward(nets: list[nn.Module], change: Callable[[Forward], Forward]) -> Iterator[None]:
-    """Give networks another forward, made of their own, for this context only."""
+    """Replace the networks' forward by one built from it, inside this context only."""
     before = {net: net.__dict__.get("forward") for net in nets}
     try:
         for net in before:
@@ -216,12 +131,15 @@ def other_forward(nets: list[nn.Module], change: Callable[[Forward], Forward]) -
 
 
 class Attack(ABC):
-    """A search for images that a defense gets wrong. Subclasses are frozen dataclasses."""
+    """A search for images that a defense misclassifies. Subclasses are frozen dataclasses."""
 
     threat: Threat
-    batch_dependent: ClassVar[bool] = False  # whether an image's result depends on the others
+    batch_dependent: ClassVar[bool] = False  # whether an image's result depends on other images
     knowledge: ClassVar[str] = "all of the defense but its private randomness"
     lengths: ClassVar[tuple[str, ...]] = ()  # the fields that are lengths in the threat's norm
+    made_for: ClassVar[tuple[str, ...]] = ()  # kinds of defenses whose adaptive attack this is
+    rehearses: ClassVar[bool] = False  # whether it lets the defense adapt to the whole batch
+    ignores_state: ClassVar[bool] = False  # whether it sees nothing of a defense's adapted state
 
     def __call__(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator = None
@@ -229,17 +147,17 @@ class Attack(ABC):
         """Perturb a batch of images.
 
         Args:
-            defense: what is attacked; its modes, weights and gradients are left as they are.
+            defense: the defense under attack; its modes, weights and gradients stay unchanged.
             x: [B, C, H, W] images within the threat's bounds.
             y: [B] their true labels.
-            generator: where random starts and the defense's draws come from.
+            generator: the source of random starts and of the defense's draws.
 
         Returns:
             [B, C, H, W] images within the threat's ball and bounds, detached.
 
         Raises:
-            TypeError: a plain network.
-            ValueError: images or labels out of range.
+            TypeError: the defense is a plain network.
+            ValueError: images or labels are out of range.
         """
         if not isinstance(defense, Defense):
             kind = type(defense).__name__
@@ -251,38 +169,52 @@ class Attack(ABC):
             x, y = x.detach().clone(), y.clone()
             if not len(x):
                 return x
-            if is_batch_separable(self, defense):
-                return retry_with_smaller_batches(self.perturb, defense, x, y, generator).detach()
-            return self._whole(defense, x, y, generator).detach()
+            used = generator.counter if isinstance(generator, Streams) else 0
+            try:
+                return self.perturb(defense, x, y, generator).detach()
+            except torch.OutOfMemoryError as error:
+                if not is_batch_separable(self, defense):
+                    self._suggest_smaller_rounds(error, len(x))
+                    raise
+                if len(x) < 2:
+                    raise
+            # outside the handler, whose traceback keeps the failed attempt's tensors alive
+            if isinstance(generator, Streams):
+                generator.counter = used
+            return run_in_halves(self.perturb, defense, x, y, generator).detach()
 
-    def _whole(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """`perturb`; where that runs out of memory the error says how to need less."""
-        try:
-            return self.perturb(defense, x, y, generator)
-        except torch.OutOfMemoryError as error:
-            if not getattr(error, "__notes__", None):
-                error.add_note(
-                    f"{type(self).__name__} attacks a round of {len(x)} images as a whole: play "
-                    "rounds of fewer images (protocol.images, or eval_batch_size)"
-                )
-            raise
+    def _suggest_smaller_rounds(self, error: torch.OutOfMemoryError, images: int) -> None:
+        if not getattr(error, "__notes__", None):
+            error.add_note(
+                f"{type(self).__name__} attacks a round of {images} images as a whole: play rounds "
+                "of fewer images (protocol.images, or eval_batch_size)"
+            )
+
+    @property
+    def stops_on_gradient_logits(self) -> bool:
+        """Whether logits computed for a gradient decide which images are already fooled."""
+        return False
+
+    def require_package(self) -> None:  # noqa: B027 (most attacks need none)
+        """Raise ModuleNotFoundError without an optional package that the attack needs."""
 
     def strategies(self, defense: Defense) -> "list[tuple[float, Attack]]":
-        """What the attacker may do against this defense, each with its probability; mostly one.
+        """Return the attacker's strategies against this defense with their probabilities.
 
-        An evaluation averages the outcomes, which is exact where a drawn strategy is an estimate.
+        Most attacks have one. An evaluation averages over strategies, which is exact, whereas
+        drawing one would be an estimate.
         """
         return [(1.0, self)]
 
     def rescaled(self, eps: float) -> "Attack":
-        """The attack within a ball of another radius, of which its `lengths` keep their share.
+        """Return the attack for another radius; its `lengths` are scaled in proportion.
 
-        So do the attacks that it is made of.
+        Attacks among its arguments are rescaled too.
 
         Raises:
-            ValueError: it is not a dataclass, or has a length and a radius of 0.
+            ValueError: the attack is not a dataclass, or has a length and a radius of 0.
         """
-        changes = _with_parts(self, lambda part: part.rescaled(eps))
+        changes = _map_inner(self, lambda inner: inner.rescaled(eps))
         if "threat" in changes:
             changes["threat"] = replace(self.threat, eps=eps)
             if self.lengths and self.threat.eps == 0:
@@ -294,14 +226,14 @@ class Attack(ABC):
 
     @abstractmethod
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """The attack itself, called inside `attacking`; same shapes as `__call__`."""
+        """Run the attack, inside `attacking`; shapes as in `__call__`."""
 
 
-def arguments(attack: Attack) -> dict[str, Any]:
-    """Return the arguments that the attack was made with.
+def init_fields(attack: Attack) -> dict[str, Any]:
+    """Return the arguments that the attack was created with.
 
     Raises:
-        ValueError: it is not a dataclass.
+        ValueError: the attack is not a dataclass.
     """
     if not is_dataclass(attack):
         raise ValueError(f"{type(attack).__name__} cannot be changed: it is not a dataclass")
@@ -309,39 +241,46 @@ def arguments(attack: Attack) -> dict[str, Any]:
 
 
 def inner_attacks(attack: Attack) -> Iterator[Attack]:
-    """The attacks among its arguments, or in tuples there; not those that these are made of."""
+    """Yield the attacks among its arguments and in tuples there, one level deep."""
     if not is_dataclass(attack):
         return
-    for value in arguments(attack).values():
-        for part in value if isinstance(value, tuple) else (value,):
-            if isinstance(part, Attack):
-                yield part
+    for value in init_fields(attack).values():
+        for inner in value if isinstance(value, tuple) else (value,):
+            if isinstance(inner, Attack):
+                yield inner
 
 
-def parts(attack: Attack) -> Iterator[Attack]:
-    """The attack and all that it is made of."""
+def walk(attack: Attack) -> Iterator[Attack]:
+    """Yield the attack and all attacks inside it."""
     yield attack
     for inner in inner_attacks(attack):
-        yield from parts(inner)
+        yield from walk(inner)
 
 
-def rebuilt(attack: Attack, change: Callable[[Attack], dict[str, Any]]) -> Attack:
-    """The attack with fields changed, those of the attacks it is made of as well.
+def map_attacks(attack: Attack, change: Callable[[Attack], dict[str, Any]]) -> Attack:
+    """Return a copy of the attack with fields changed, in the attacks inside it too.
 
     Args:
         attack: a dataclass.
-        change: attack -> its fields that become others.
+        change: attack -> the fields to replace, with their new values.
     """
-    made_of = _with_parts(attack, lambda part: rebuilt(part, change))
-    return replace(attack, **made_of | change(attack))  # type: ignore[type-var]
+    inner = _map_inner(attack, lambda part: map_attacks(part, change))
+    return replace(attack, **inner | change(attack))  # type: ignore[type-var]
 
 
-def _with_parts(attack: Attack, change: Callable[[Attack], Attack]) -> dict[str, Any]:
-    """The attack's arguments, those that are attacks, or tuples of attacks, changed."""
+def _map_inner(attack: Attack, change: Callable[[Attack], Attack]) -> dict[str, Any]:
+    """Return the attack's arguments with `change` applied to attacks and to tuples of them."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(changed(part) for part in value)
+            return tuple(changed(item) for item in value)
         return change(value) if isinstance(value, Attack) else value
 
-    return {name: changed(value) for name, value in arguments(attack).items()}
+    return {name: changed(value) for name, value in init_fields(attack).items()}
+
+
+def is_batch_separable(attack: Attack, defense: Defense) -> bool:
+    """Whether a batch may be attacked in parts: no result depends on the other images."""
+    layers = (layer for layer in defense.modules() if isinstance(layer, PerImageLayer))
+    adapts = defense.transductive or not all(layer.separable for layer in layers)
+    return not adapts and not any(part.batch_dependent for part in walk(attack))

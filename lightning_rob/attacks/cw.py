@@ -1,104 +1,97 @@
 """The attack of Carlini and Wagner: the smallest l2 perturbation that fools."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack, height
+from lightning_rob.attacks.active_set import ActiveBatch
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import Objective, expected_margin
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.threat import Threat
 
-# tanh spans twice the bounds, within which w is kept: on a tanh of just the bounds, pixels that
-# are black or white have hardly a slope to leave by, and 100 steps of 0.01 miss four digits in ten.
+# The range of tanh is twice the bounds, and w is kept where the image is within them. If the range
+# were the bounds, black and white pixels would hardly have a gradient: 100 steps of 0.01 would
+# then fail on four digits in ten.
 STRETCH = 2.0
 LIMIT = math.atanh(1 / STRETCH)
-PROGRESS = 0.9999  # what a tenth of the steps must leave of the cost, as in the authors' code
+PROGRESS = 0.9999  # ratio of costs, a tenth of the steps apart, that still counts as falling
 
 
 @dataclass
-class Best:
-    """Of each image the smallest perturbation that succeeds, else the one nearest to success.
+class BestSoFar:
+    """Per image the smallest perturbation that succeeds or, without one, the nearest to success.
 
     Args:
         x_adv: [B, …] the perturbed images.
-        size: [B] their distances; infinite where none succeeds.
-        height: [B] their objectives.
-        won: [B] whether there was a success since this was last set.
+        distance: [B] their distances; infinite without a success.
+        value: [B] their objectives.
+        succeeded: [B] the images with a success since this was last reset.
     """
 
     x_adv: Tensor
-    size: Tensor
-    height: Tensor
-    won: Tensor
+    distance: Tensor
+    value: Tensor
+    succeeded: Tensor
 
-    def keep(self, live: Tensor, x_adv: Tensor, size: Tensor, height: Tensor, above: float) -> None:
-        """Take over what is better, of the images with these indices."""
-        success = height > above
-        smaller = success & (size < self.size[live])
-        nearer = ~success & self.size[live].isinf() & (height > self.height[live])
+    def update(
+        self, index: Tensor, x_adv: Tensor, distance: Tensor, value: Tensor, threshold: float
+    ) -> None:
+        """Keep the better candidates, in the rows `index`; success is a value above threshold."""
+        success = value > threshold
+        smaller = success & (distance < self.distance[index])
+        nearer = ~success & self.distance[index].isinf() & (value > self.value[index])
         rows = (smaller | nearer).nonzero()[:, 0]
-        wins = live[rows]
-        self.x_adv[wins], self.height[wins] = x_adv[rows], height[rows]
-        self.size[wins] = size.masked_fill(~success, torch.inf)[rows]
-        self.won[live] |= success
+        wins = index[rows]
+        self.x_adv[wins], self.value[wins] = x_adv[rows], value[rows]
+        self.distance[wins] = distance.masked_fill(~success, torch.inf)[rows]
+        self.succeeded[index] |= success
 
 
 @dataclass
-class Descent:
-    """Adam (Kingma and Ba 2015) on the images whose cost still falls; one row of each per image.
+class BatchedAdam(ActiveBatch):
+    """Adam (Kingma and Ba 2015) on the images whose cost still falls.
 
     Args:
-        live: [B] their indices.
-        x: [B, …] the images.
-        y: [B] their labels.
-        const: [B] their c.
-        generator: their noise.
-        origin: [B, …] the images as the tanh of their w, rounded as it rounds them.
-        w: [B, …] what Adam moves.
-        mean: [B, …] of the gradients.
-        square: [B, …] mean of the gradients' squares.
-        cost: [B] the sum of costs since the last check.
-        before: [B] the sum of costs up to the last check.
+        const: [b] the weights c of the objective.
+        origin: [b, …] the images as the tanh of their w, with its rounding errors.
+        w: [b, …] the variables of the search.
+        mean: [b, …] running mean of the gradients.
+        square: [b, …] running mean of the gradients' squares.
+        cost: [b] the sum of costs since the last check.
+        previous_cost: [b] the sum of costs before the last check.
     """
 
-    live: Tensor
-    x: Tensor
-    y: Tensor
     const: Tensor
-    generator: Generator
     origin: Tensor
     w: Tensor
     mean: Tensor
     square: Tensor
     cost: Tensor
-    before: Tensor
+    previous_cost: Tensor
 
     def step(self, gradient: Tensor, step_size: float, count: int) -> None:
-        """Move against the gradient, no further than the bounds."""
+        """Take step number `count` against the gradient, and keep w within its limits."""
         self.mean.lerp_(gradient, 0.1)
         self.square.lerp_(gradient.square(), 0.001)
-        slope = (self.square / (1 - 0.999**count)).sqrt_().add_(1e-8)
-        step = (self.mean / slope).mul_(step_size / (1 - 0.9**count))
+        root = (self.square / (1 - 0.999**count)).sqrt_().add_(1e-8)
+        step = (self.mean / root).mul_(step_size / (1 - 0.9**count))
         self.w = (self.w.detach() - step).clamp_(-LIMIT, LIMIT)
 
-    def drop_settled(self) -> None:
-        """Go on without the images whose cost has not fallen since the last check."""
-        rows = (self.cost < PROGRESS * self.before).nonzero()[:, 0]
-        self.before, self.cost = self.cost, torch.zeros_like(self.cost)
-        if len(rows) == len(self.live):
-            return
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor | Streams):
-                setattr(self, field.name, value[rows])
+    def drop_converged(self) -> Self:
+        """Return the descent of the images whose cost has fallen since the last check."""
+        falling = self.cost < PROGRESS * self.previous_cost
+        self.previous_cost, self.cost = self.cost, torch.zeros_like(self.cost)
+        return self.select(falling.nonzero()[:, 0])
 
 
 def brought_inside(x_adv: Tensor, x: Tensor, threat: Threat) -> Tensor:
-    """Images outside the ball projected onto it, the others not even rounded: [B, …]."""
+    """Project images outside the ball onto it; return the others bit by bit as they are: [B, …]."""
     inside = (threat.distance(x_adv, x) <= threat.eps).view(-1, *[1] * (x.dim() - 1))
     return torch.where(inside, x_adv.clamp(*threat.bounds), threat.project(x_adv, x))
 
@@ -107,21 +100,24 @@ def brought_inside(x_adv: Tensor, x: Tensor, threat: Threat) -> Tensor:
 class CW(Attack):
     """Smallest l2 perturbation by descent on ||delta||^2 + c h (Carlini and Wagner 2017).
 
-    h is how much the objective falls short of `confidence`, c is searched for each image, and
-    pixels are a tanh of what Adam moves. The smallest perturbation found is brought into the ball:
-    a huge eps leaves it as it is. Images that the objective counts as fooled stay as they are.
-    On an ensemble success is that of the mean: with confidence 0 some members stay right.
+    h is the shortfall of the objective from `confidence`, c is searched for each image, and pixels
+    are the tanh of the variables of Adam. The smallest perturbation found is projected into the
+    ball: with a huge eps it is returned unchanged. Images that the objective counts as fooled are
+    returned unchanged. On an ensemble the mean must succeed: with confidence 0 some members stay
+    correct.
 
     Args:
         threat: the ball and the bounds; l2.
         steps: Adam steps for one c; fewer for images whose cost stops falling.
-        step_size: of Adam, on the scale of tanh's argument; from 0.1 on too coarse for most images.
-        binary_steps: values of c tried; too small ones grow tenfold, then the range is halved.
+        step_size: Adam's learning rate, on the scale of tanh's argument; from 0.1 on it is too
+            coarse for most images.
+        binary_steps: number of values of c; c grows tenfold until it succeeds, then the interval is
+            halved.
         initial_const: the first c.
-        confidence: what the objective must exceed to succeed.
-        objective: what is to become positive; `expected_margin` or `linear` (the margin of the
-            mean logits), which are one on a single network.
-        draws: how often a random defense is drawn per step; None draws once.
+        confidence: the value that the objective must exceed to succeed.
+        objective: the objective that must become positive: `expected_margin`, or `linear` (the
+            margin of the mean logits); they are equal on a single network.
+        draws: how often a random defense is drawn per step; None for as often as for a prediction.
 
     Raises:
         ValueError: a count below 1, a step size or c that is not positive, a negative confidence,
@@ -151,62 +147,63 @@ class CW(Attack):
             raise ValueError(f"CW is for l2, not for norm {self.threat.norm}")
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        evaluate = ObjectiveGradient(self.objective, self.draws)
         with torch.no_grad():
-            top = self._height(defense, x, y, generator, check=True)
-        done = top > self.confidence
-        const, low = torch.full_like(top, self.initial_const), torch.zeros_like(top)
-        high = torch.full_like(top, torch.inf)
-        best = Best(x.clone(), high.masked_fill(done, 0), top, done)
-        live = (~done).nonzero()[:, 0]
-        for _ in range(self.binary_steps if len(live) else 0):
-            best.won = torch.zeros_like(done)
-            self._descend(defense, self._start(x, y, const, live, generator), best)
-            low, high = torch.where(best.won, low, const), torch.where(best.won, const, high)
+            value = evaluate.value(defense, x, y, generator, check=True).to(x)
+        fooled = value > self.confidence
+        const, low = torch.full_like(value, self.initial_const), torch.zeros_like(value)
+        high = torch.full_like(value, torch.inf)
+        best = BestSoFar(x.clone(), high.masked_fill(fooled, 0), value, fooled)
+        index = (~fooled).nonzero()[:, 0]
+        for _ in range(self.binary_steps if len(index) else 0):
+            best.succeeded = torch.zeros_like(fooled)
+            self._descend(defense, self._begin(x, y, const, index, generator), best)
+            low = torch.where(best.succeeded, low, const)
+            high = torch.where(best.succeeded, const, high)
             const = torch.where(high.isinf(), 10 * const, (low + high) / 2)
         return brought_inside(best.x_adv, x, self.threat)
 
-    def _start(
-        self, x: Tensor, y: Tensor, const: Tensor, live: Tensor, generator: Generator
-    ) -> Descent:
-        # Every c meets the same noise: how many steps the last one took depends on the batch.
-        part = generator[live] if isinstance(generator, Streams) else generator
+    def _begin(
+        self, x: Tensor, y: Tensor, const: Tensor, index: Tensor, generator: Generator
+    ) -> BatchedAdam:
+        """Return the start of the descent of the images `index` with their c, `const` [B]."""
+        # Every c sees the same noise: the number of steps of the last one depends on the batch.
+        noise = generator[index] if isinstance(generator, Streams) else generator
         middle, half = self._range()
-        w = ((x[live] - middle) / (STRETCH * half)).clamp(-1 / STRETCH, 1 / STRETCH).atanh()
-        none = torch.zeros_like(const[live])
-        zero, start = torch.zeros_like(w), torch.full_like(none, torch.inf)
-        return Descent(
-            live,
-            x[live],
-            y[live],
-            const[live],
-            part,
-            self._images(w),
-            w,
-            zero,
-            zero.clone(),
-            none,
-            start,
+        w = ((x[index] - middle) / (STRETCH * half)).clamp(-1 / STRETCH, 1 / STRETCH).atanh()
+        cost = torch.zeros_like(const[index])
+        return BatchedAdam(
+            *(index, x[index], y[index], noise),
+            const=const[index],
+            origin=self._images(w),
+            w=w,
+            mean=torch.zeros_like(w),
+            square=torch.zeros_like(w),
+            cost=cost,
+            previous_cost=torch.full_like(cost, torch.inf),
         )
 
-    def _descend(self, defense: Defense, run: Descent, best: Best) -> None:
+    def _descend(self, defense: Defense, run: BatchedAdam, best: BestSoFar) -> None:
+        """Take the Adam steps for one c, and record the images found in `best`."""
+        evaluate = ObjectiveGradient(self.objective, self.draws)
         for count in range(1, self.steps + 1):
             run.w.requires_grad_()
-            # Adam would make a step of the rounding of tanh, where nothing else has a gradient.
+            # Subtracted, tanh's rounding errors are no gradient that Adam would scale to a step.
             delta = self._images(run.w) - run.origin
             x_adv = run.x + delta
             x_adv = x_adv + (x_adv.clamp(*self.threat.bounds) - x_adv).detach()
-            found = self._height(defense, x_adv, run.y, run.generator)
+            value = evaluate.value(defense, x_adv, run.y, run.generator).to(x_adv)
             squared = delta.square().flatten(1).sum(1)
-            cost = squared + run.const * (self.confidence - found).clamp_min(0)
+            cost = squared + run.const * (self.confidence - value).clamp_min(0)
             (gradient,) = torch.autograd.grad(cost.sum(), run.w)
-            size = squared.detach().sqrt()
-            best.keep(run.live, x_adv.detach(), size, found.detach(), self.confidence)
+            distance = squared.detach().sqrt()
+            best.update(run.index, x_adv.detach(), distance, value.detach(), self.confidence)
             run.cost += cost.detach()
             run.step(gradient, self.step_size, count)
             if count % math.ceil(self.steps / 10) == 0:
-                run.drop_settled()
-                if not len(run.live):
+                run = run.drop_converged()
+                if not len(run):
                     break
 
     def _range(self) -> tuple[float, float]:
@@ -214,11 +211,6 @@ class CW(Attack):
         return (low + high) / 2, (high - low) / 2
 
     def _images(self, w: Tensor) -> Tensor:
-        """Within the bounds, but for rounding."""
+        """Return the images [b, …] of variables w; within the bounds up to rounding."""
         middle, half = self._range()
         return middle + STRETCH * half * w.tanh()
-
-    def _height(
-        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
-    ) -> Tensor:
-        return height(self.objective, self.draws, defense, x, y, generator, check).to(x)

@@ -1,4 +1,4 @@
-"""Attacks on defenses that adapt: rehearse the defense, attack what it became, and again."""
+"""Attacks on adapting defenses: rehearse the adaptation, attack the adapted models, repeat."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack, evaluating, height, rebuilt
-from lightning_rob.attacks.pgd import PGD
+from lightning_rob.attacks.base import Attack, evaluating, map_attacks
+from lightning_rob.attacks.gradient import ObjectiveGradient
+from lightning_rob.attacks.pgd import is_pgd
 from lightning_rob.defenses import Defense, Mixture
-from lightning_rob.objectives import expected_ce, over_draws
+from lightning_rob.objectives import expected_ce, reduction_of
 from lightning_rob.randomness import Generator, generator_from
 from lightning_rob.threat import Threat
 
@@ -18,26 +19,27 @@ from lightning_rob.threat import Threat
 class GMSA(Attack):
     """Greedy model space attack (Chen et al. 2022, Algorithm 2) and, without memory, FPA.
 
-    (FPA is Algorithm 1.) In round i the attacker attacks all models met so far, F(0) … F(i), lets a
-    rehearsal of the defense adapt to the images found, which gives F(i+1), and sees how often that
-    one is right on them. The images on which it was right least often are handed in; of equals
-    those with the largest mean cross-entropy, which decides rounds of one image. F(0) is the
-    defense as it stands; rehearsals draw from the attacker's generator, never from the defender's.
+    (FPA is Algorithm 1.) In round i the attacker attacks all models collected in earlier rounds,
+    F(0) … F(i), lets a rehearsal of the defense adapt to the perturbed images, which gives F(i+1),
+    and evaluates F(i+1) on them. The attack returns the images with the lowest rehearsed accuracy,
+    among equals those with the largest mean cross-entropy, which decides rounds of one image. F(0)
+    is the defense in its current state. Rehearsals draw from the attacker's generator, never from
+    the defender's.
 
-    Line 5 of the algorithm takes the largest loss L; the authors' code counts errors. Both are used
-    here in that order, whatever loss the inner attack climbs.
+    Line 5 of the algorithm takes the largest loss L; the authors' code counts errors. Here errors
+    decide first and the cross-entropy second, for every objective of the inner attack.
 
-    The inner attack's objective says what is made of the models: `expected_ce` is GMSA-AVG,
-    `worst_ce` is GMSA-MIN. Models are seen one after the other, so memory does not grow with their
-    number beyond that of their weights.
+    The inner attack's objective combines the models: `expected_ce` is GMSA-AVG, `worst_ce` is
+    GMSA-MIN. Models run one after the other: beyond their weights, memory does not grow with their
+    number.
 
     Args:
-        inner: attacks the models met; a PGD that keeps its best iterate in the paper.
-        rounds: T + 1, how often the defense is rehearsed.
-        memory: attack all models met so far; False is FPA, which attacks the last one.
+        inner: the attack on the collected models; in the paper a PGD that keeps its best iterate.
+        rounds: T + 1, the number of rehearsals on attacked images.
+        memory: attack all models collected in earlier rounds; False is FPA, which attacks the last.
         steps_per_model: multiply the steps of each PGD in `inner` by the number of models; None
-            does so, as in the paper, where its objective is the least over models.
-        from_clean: rehearse on the clean images first, and hand those in if all others are worse:
+            does so, as in the paper, where its objective is a minimum over models.
+        from_clean: rehearse on the clean images first, and return those if all others are worse:
             one more adaptation. Algorithms 1 and 2 choose among attacked images only.
 
     Raises:
@@ -45,6 +47,8 @@ class GMSA(Attack):
     """
 
     batch_dependent: ClassVar[bool] = True
+    rehearses: ClassVar[bool] = True
+    made_for: ClassVar[tuple[str, ...]] = ("transductive",)
     knowledge: ClassVar[str] = f"{Attack.knowledge}, and rehearses the adaptation"
     inner: Attack
     rounds: int = 10
@@ -58,48 +62,49 @@ class GMSA(Attack):
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
-        """The inner attack's."""
+        """The inner attack's threat model."""
         return self.inner.threat
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
-        models, best, highest = [defense.adapted_model], x, (-1.0, 0.0)
+        models, x_best, best_score = [defense.adapted_model], x, (-1.0, 0.0)
         if self.from_clean:
-            _, highest = self._rehearse(defense, x, y, generator)
+            _, best_score = self._rehearse(defense, x, y, generator)
         for _ in range(self.rounds):
-            if highest[0] == 1 and best is not x:
+            # An error of 1 cannot grow; on clean images it may be luck, and the attack goes on.
+            if best_score[0] == 1 and x_best is not x:
                 break
-            met = models if self.memory else models[-1:]
-            x_adv = self._longer(len(met))(Mixture(met), x, y, generator)
-            model, found = self._rehearse(defense, x_adv, y, generator)
-            if found > highest or (found == highest and best is x):
-                best, highest = x_adv, found
+            attacked = models if self.memory else models[-1:]
+            x_adv = self._with_steps_for(len(attacked))(Mixture(attacked), x, y, generator)
+            model, score = self._rehearse(defense, x_adv, y, generator)
+            if score > best_score or (score == best_score and x_best is x):
+                x_best, best_score = x_adv, score
             models.append(model)
-        return best
+        return x_best
 
-    def _longer(self, models: int) -> Attack:
-        """The inner attack with as many steps as so many models deserve."""
+    def _with_steps_for(self, models: int) -> Attack:
+        """Return the inner attack with its steps multiplied by the number of models, if wanted."""
 
-        def change(part: Attack) -> dict[str, Any]:
-            if not isinstance(part, PGD):
+        def multiply(part: Attack) -> dict[str, Any]:
+            if not is_pgd(part):
                 return {}
-            least = over_draws(part.objective) == "min"
-            wanted = least if self.steps_per_model is None else self.steps_per_model
+            minimum = reduction_of(part.objective) == "min"
+            wanted = minimum if self.steps_per_model is None else self.steps_per_model
             return {"steps": part.steps * models} if wanted else {}
 
-        return rebuilt(self.inner, change)
+        return map_attacks(self.inner, multiply)
 
     @staticmethod
     def _rehearse(
         defense: Defense, x: Tensor, y: Tensor, generator: Generator
     ) -> tuple[Defense, tuple[float, float]]:
-        """What the defense becomes on these images, and how wrong it is: its error, then its loss.
+        """Adapt the defense to images and return the adapted model with its score (error, loss).
 
-        The error is the probability of a wrong answer, the loss the cross-entropy, the mean over
+        The error is the probability of a wrong prediction, the loss the cross-entropy averaged over
         draws; both are means over the images.
         """
         final = defense.adapt(x, generator_from(x, generator))
         with evaluating(final), torch.no_grad():
             right = final(x, generator).gather(1, y[:, None])
-            loss = height(expected_ce, None, final, x, y, generator)
+            loss = ObjectiveGradient(expected_ce).value(final, x, y, generator)
         return final.adapted_model, (1 - float(right.double().mean()), float(loss.double().mean()))

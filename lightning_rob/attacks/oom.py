@@ -1,4 +1,4 @@
-"""Batches that are attacked in parts, because memory does not suffice for the whole."""
+"""Batches that are attacked in chunks because they do not fit into memory as a whole."""
 
 import warnings
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.learning import asking
+from lightning_rob.defenses.transductive import restricted_to
 from lightning_rob.randomness import Generator, Streams
 
 Work = Callable[[Defense, Tensor, Tensor, Generator], Tensor]
@@ -17,27 +17,42 @@ Work = Callable[[Defense, Tensor, Tensor, Generator], Tensor]
 def retry_with_smaller_batches(
     work: Work, defense: Defense, x: Tensor, y: Tensor, generator: Generator
 ) -> Tensor:
-    """Work on a batch, and on its halves where that runs out of memory, with a warning.
+    """Work on a batch; where that runs out of memory, warn and work on its halves.
 
-    The device's memory is meant: what the processor lacks is found by the system, which kills.
+    This covers the accelerator's memory. A process that exhausts the host's memory is killed.
 
     Args:
-        work: the defense, images [B, …], labels [B] and their noise -> [B, …].
-        defense: one that has adapted to the batch is asked about the images of each part.
+        work: function of the defense, images [B, …], labels [B] and a generator -> [B, …].
+        defense: where it has adapted to the batch, it is evaluated on the images of each chunk.
         x: [B, …] images.
         y: [B] labels.
-        generator: where noise comes from; `Streams` give each image the same one in any part.
+        generator: the source of randomness; `Streams` give an image the same noise in any chunk.
 
     Returns:
         [B, …].
+
+    Raises:
+        torch.OutOfMemoryError: a single image does not fit.
     """
-    drawn = generator.counter if isinstance(generator, Streams) else 0
+    counter = generator.counter if isinstance(generator, Streams) else 0
     try:
         return work(defense, x, y, generator)
     except torch.OutOfMemoryError:
         if len(x) < 2:
             raise
-    # beyond the handler, whose traceback holds on to what the attempt has allocated
+    # Outside the handler, whose traceback keeps the tensors of the failed attempt alive.
+    if isinstance(generator, Streams):
+        generator.counter = counter  # the failed attempt has drawn from it
+    return run_in_halves(work, defense, x, y, generator)
+
+
+def run_in_halves(
+    work: Work, defense: Defense, x: Tensor, y: Tensor, generator: Generator
+) -> Tensor:
+    """Warn that a batch of two images or more did not fit, and work on its halves.
+
+    See `retry_with_smaller_batches`, which halves a half again where that does not fit either.
+    """
     half = (len(x) + 1) // 2
     warnings.warn(
         f"an attack on {len(x)} images at once ran out of memory and goes on with {half}: save "
@@ -46,55 +61,53 @@ def retry_with_smaller_batches(
     )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if isinstance(generator, Streams):
-        generator.counter = drawn
     return run_in_chunks(partial(retry_with_smaller_batches, work), half, defense, x, y, generator)
 
 
 def run_in_chunks(
-    work: Work, count: int, defense: Defense, x: Tensor, y: Tensor, generator: Generator
+    work: Work, size: int, defense: Defense, x: Tensor, y: Tensor, generator: Generator
 ) -> Tensor:
-    """Work on a batch part by part; see `retry_with_smaller_batches`.
+    """Work on a batch chunk by chunk; see `retry_with_smaller_batches`.
 
     Args:
-        work: the defense, images [b, …], labels [b] and their noise -> [b, …].
-        count: b, how many images a part has at most.
-        defense: one that has adapted to the batch is asked about the images of each part.
+        work: function of the defense, images [b, …], labels [b] and a generator -> [b, …].
+        size: b, the largest number of images in a chunk.
+        defense: where it has adapted to the batch, it is evaluated on the images of each chunk.
         x: [B, …] images.
         y: [B] labels.
-        generator: where noise comes from.
+        generator: the source of randomness.
 
     Returns:
         [B, …].
     """
-    done, drawn = [], 0
-    for first in range(0, len(x), count):
-        some = torch.arange(first, min(first + count, len(x)), device=x.device)
-        part = generator[some] if isinstance(generator, Streams) else generator
-        with asking(defense, some):
-            done.append(work(defense, x[some], y[some], part))
-        drawn = max(drawn, part.counter) if isinstance(part, Streams) else 0
+    done, counter = [], 0
+    for first in range(0, len(x), size):
+        rows = torch.arange(first, min(first + size, len(x)), device=x.device)
+        noise = generator[rows] if isinstance(generator, Streams) else generator
+        with restricted_to(defense, rows):
+            done.append(work(defense, x[rows], y[rows], noise))
+        counter = max(counter, noise.counter) if isinstance(noise, Streams) else 0
     if isinstance(generator, Streams):
-        generator.counter = drawn
+        generator.counter = counter  # as far as an attack on the whole batch would have drawn
     return torch.cat(done)
 
 
 def kept_for_gradients(work: Callable[[], object]) -> int:
-    """How many bytes autograd keeps when work takes its first gradient; work runs to its end."""
+    """Run work to its end and return the bytes that autograd keeps for its first gradient."""
     storages: dict[int, int] = {}
     counting = True
 
-    def keep(value: Tensor) -> Tensor:
+    def pack(value: Tensor) -> Tensor:
         if counting:
             storage = value.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
         return value
 
-    def use(value: Tensor) -> Tensor:
+    def unpack(value: Tensor) -> Tensor:
         nonlocal counting
-        counting = False
+        counting = False  # the first backward pass has begun
         return value
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, use):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         work()
     return sum(storages.values())

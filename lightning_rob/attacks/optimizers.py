@@ -1,12 +1,14 @@
-"""How gradients become moves: the optimisers of `PGD(ascent=…)`.
+"""Optimizers of attacks, `PGD(ascent=…)`: they turn gradients into steps.
 
-Sign-SGD is PGD's default, AggMo without momentum. Momentum is AggMo with one damping, and momentum
-boosting (MI-FGSM) that of its variant "normalized": `AggMo([0.9], "normalized")`.
+PGD's default is the steepest direction of each gradient, AggMo without momentum. Momentum is AggMo
+with one velocity, and momentum boosting (MI-FGSM) its variant "normalized":
+`AggMo([0.9], "normalized")`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal, get_args
 
 import torch
@@ -14,60 +16,80 @@ from torch import Tensor
 
 from lightning_rob.threat import TINY, Threat, scale
 
-Move = Callable[[Tensor], Tensor]
+State = tuple[Tensor, ...]
 Variant = Literal["steepest", "gradients", "normalized", "paper"]
 
 
-class Ascent(ABC):
-    """An optimiser. Subclasses are frozen dataclasses."""
+@dataclass
+class StepRule:
+    """The optimizer of one run, called with one gradient [B, …] after the other.
+
+    Args:
+        update: gradient [B, …] and state -> step [B, …] in units of the step size, and next state.
+        state: tensors with one row per image; scalars before the first gradient.
+    """
+
+    update: Callable[[Tensor, State], tuple[Tensor, State]]
+    state: State = ()
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """Return the step [B, …] that follows from this gradient [B, …] and those before it."""
+        step, self.state = self.update(gradient, self.state)
+        return step
+
+    def select(self, rows: Tensor) -> "StepRule":
+        """Return the rule of some of the images, given as a mask [B] or as indices."""
+        return StepRule(self.update, tuple(v[rows] if v.dim() else v for v in self.state))
+
+
+class AttackOptimizer(ABC):
+    """How an attack turns gradients into steps. Subclasses are frozen dataclasses."""
 
     @abstractmethod
-    def begin(self, threat: Threat) -> Move:
-        """A climb's own moves, each of the gradients so far, per image.
+    def init(self, threat: Threat) -> StepRule:
+        """Return the step rule of a new run.
 
         Args:
-            threat: whose norm gives steps their length.
-
-        Returns:
-            A function of the next gradients [B, …] that gives the move [B, …], in step sizes.
+            threat: its norm defines the length of a step.
         """
 
 
 def aggmo(count: int) -> tuple[float, ...]:
-    """The momentum 0, 0.9, 0.99 … 1 - 10^-j of AggMo, so many of them.
+    """Return the first `count` momentum coefficients of AggMo: 0, 0.9, 0.99 … 1 - 10^-j.
 
     Raises:
         ValueError: count is below 1.
     """
     if count < 1:
-        raise ValueError(f"AggMo needs at least one damping, got {count}")
+        raise ValueError(f"AggMo needs at least one coefficient, got {count}")
     return tuple(1 - 10.0**-j for j in range(count))
 
 
 @dataclass(frozen=True)
-class AggMo(Ascent):
+class AggMo(AttackOptimizer):
     """Aggregated momentum (Lucas et al. 2019; RT paper, Algorithm 1): several velocities at once.
 
-    The variants, with the steepest direction of unit norm in the threat's norm:
+    Steepest directions have unit length in the threat's norm. Each velocity v has a coefficient m:
 
-    - "steepest": v <- damping v + steepest(gradient), the move is the mean of steepest(v): the RT
-      authors' code with `normalize: True`;
-    - "gradients": v <- damping v + gradient, each of its d entries clamped to +-1 / sqrt(d), the
-      move is the mean of steepest(v): the RT authors' code with `normalize: False`, which most of
-      their configurations have. Steps with a larger gradient count for more;
-    - "normalized": v <- damping v + gradient / ||gradient||_1, the move is the mean of steepest(v):
-      with one damping MI-FGSM (Dong et al. 2018, eqs. 6 and 7), the RT paper's momentum boosting;
-    - "paper": v as in "steepest", the move is the mean of v, up to 1 / (1 - damping) steps long.
+    - "steepest": v <- m v + steepest(gradient); the step is the mean of steepest(v). The RT
+      authors' code with `normalize: True`.
+    - "gradients": v <- m v + gradient, each of its d entries clamped to +-1 / sqrt(d); the step is
+      the mean of steepest(v). The RT authors' code with `normalize: False`, as in most of their
+      configurations. Iterations with a larger gradient weigh more.
+    - "normalized": v <- m v + gradient / ||gradient||_1; the step is the mean of steepest(v). With
+      one coefficient it is MI-FGSM (Dong et al. 2018, eqs. 6 and 7), the RT paper's momentum
+      boosting.
+    - "paper": v as in "steepest"; the step is the mean of v, up to 1 / (1 - m) step sizes long.
 
-    The RT authors' code is for linf and takes signs; in other norms it is the steepest direction.
+    The RT authors' code is for linf and takes signs; the steepest direction extends it to any norm.
 
     Args:
-        momentum: one for each velocity, in [0, 1]; `aggmo(B)` are those of the papers. With 1, the
-            usual one of MI-FGSM, a velocity is the sum of all gradients so far.
-        variant: what is accumulated, and where the direction is taken.
+        momentum: one coefficient in [0, 1] for each velocity; `aggmo(B)` returns those of the
+            papers. With 1, usual in MI-FGSM, a velocity is the sum of all gradients so far.
+        variant: which quantity is accumulated, and where the steepest direction is taken.
 
     Raises:
-        ValueError: a damping outside [0, 1], or an unknown variant.
+        ValueError: a coefficient outside [0, 1], or an unknown variant.
     """
 
     momentum: tuple[float, ...] = aggmo(6)
@@ -80,66 +102,66 @@ class AggMo(Ascent):
         if self.variant not in get_args(Variant):
             raise ValueError(f"variant must be of {get_args(Variant)}, got {self.variant!r}")
 
-    def begin(self, threat: Threat) -> Move:
-        """The moves of a climb."""
-        pushes = {"gradients": _clamped, "normalized": _unit}
-        push = pushes.get(self.variant, threat.steepest)
-        turn = torch.clone if self.variant == "paper" else threat.steepest
-        if not any(self.momentum) and push is not _clamped:
-            return threat.steepest
-        velocities = [torch.zeros(()) for _ in self.momentum]
+    def init(self, threat: Threat) -> StepRule:
+        """Return the step rule of a new run."""
+        accumulated = {"gradients": _clamped, "normalized": _unit}.get(
+            self.variant, threat.steepest
+        )
+        direction = torch.clone if self.variant == "paper" else threat.steepest
+        if not any(self.momentum) and self.variant != "gradients":
+            # Every velocity is the current gradient, scaled: no state, and half of the work.
+            return StepRule(lambda gradient, state: (threat.steepest(gradient), state))
 
-        def move(gradient: Tensor) -> Tensor:
-            g = push(gradient)
-            for i, damping in enumerate(self.momentum):
-                velocities[i] = damping * velocities[i].to(g) + g
-            return torch.stack([turn(v) for v in velocities]).mean(0)
+        def update(gradient: Tensor, velocities: State) -> tuple[Tensor, State]:
+            g = accumulated(gradient)
+            pairs = zip(self.momentum, velocities, strict=True)
+            velocities = tuple(m * velocity.to(g) + g for m, velocity in pairs)
+            return torch.stack([direction(v) for v in velocities]).mean(0), velocities
 
-        return move
+        return StepRule(update, (torch.zeros(()),) * len(self.momentum))
 
 
 @dataclass(frozen=True)
-class Nesterov(Ascent):
-    """Momentum that looks ahead (Lin et al. 2020), in the form of `torch.optim.SGD`.
+class Nesterov(AttackOptimizer):
+    """Nesterov's accelerated gradient (Lin et al. 2020), in the form of `torch.optim.SGD`.
 
-    v <- damping v + g with g = gradient / ||gradient||_1; the move is steepest(g + damping v).
+    v <- m v + g with g = gradient / ||gradient||_1; the step is steepest(g + m v).
 
     Args:
-        damping: in [0, 1].
+        momentum: the coefficient m, in [0, 1].
 
     Raises:
-        ValueError: damping is not in [0, 1].
+        ValueError: momentum is not in [0, 1].
     """
 
-    damping: float = 0.9
+    momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        if not 0 <= self.damping <= 1:
-            raise ValueError(f"damping must be in [0, 1], got {self.damping}")
+        if not 0 <= self.momentum <= 1:
+            raise ValueError(f"momentum must be in [0, 1], got {self.momentum}")
 
-    def begin(self, threat: Threat) -> Move:
-        """The moves of a climb."""
-        velocity = torch.zeros(())
+    def init(self, threat: Threat) -> StepRule:
+        """Return the step rule of a new run."""
 
-        def move(gradient: Tensor) -> Tensor:
-            nonlocal velocity
+        def update(gradient: Tensor, state: State) -> tuple[Tensor, State]:
             g = _unit(gradient)
-            velocity = self.damping * velocity.to(g) + g
-            return threat.steepest(g + self.damping * velocity)
+            velocity = self.momentum * state[0].to(g) + g
+            return threat.steepest(g + self.momentum * velocity), (velocity,)
 
-        return move
+        return StepRule(update, (torch.zeros(()),))
 
 
 @dataclass(frozen=True)
-class Adam(Ascent):
-    """Adam (Kingma and Ba 2015), with its own moves: pixels whose gradient varies move less.
+class Adam(AttackOptimizer):
+    """Adam (Kingma and Ba 2015) with its own steps: pixels whose gradient varies move less.
 
-    A steepest direction taken of them would undo what tells it from momentum. They are divided by
-    the norm of all ones, so that a step is about as long as others in any norm: for linf it is
-    `torch.optim.Adam` with the step size as its rate and an eps of next to nothing.
+    The steps are not turned into steepest directions, which would undo the difference from
+    momentum. They are divided by the norm of the all-ones image, which makes them about as long as
+    those of the other optimizers in any norm: for linf this is `torch.optim.Adam` with the step
+    size as learning rate and an eps near 0.
 
     Args:
-        betas: momentum of the gradients' mean and mean square, in [0, 1).
+        betas: decay of the gradients' running mean and mean square, in [0, 1).
 
     Raises:
         ValueError: a beta is not in [0, 1).
@@ -152,32 +174,32 @@ class Adam(Ascent):
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
 
-    def begin(self, threat: Threat) -> Move:
-        """The moves of a climb."""
+    def init(self, threat: Threat) -> StepRule:
+        """Return the step rule of a new run."""
         first, second = self.betas
-        mean, root, steps = torch.zeros(()), torch.zeros(()), 0
+        steps = count(1)
 
-        def move(gradient: Tensor) -> Tensor:
-            nonlocal mean, root, steps
-            steps += 1
-            mean = first * mean.to(gradient) + (1 - first) * gradient
+        def update(gradient: Tensor, state: State) -> tuple[Tensor, State]:
+            mean, root = (moment.to(gradient) for moment in state)
+            mean = first * mean + (1 - first) * gradient
             # the root of the mean square, without squares, which underflow on confident networks
-            root = torch.hypot(second**0.5 * root.to(gradient), (1 - second) ** 0.5 * gradient)
-            ratio = (1 - second**steps) ** 0.5 / (1 - first**steps)
-            step = ratio * mean / root.clamp_min(torch.finfo(root.dtype).tiny)
-            return scale(step, 1 / threat.size(torch.ones_like(step)))
+            root = torch.hypot(second**0.5 * root, (1 - second) ** 0.5 * gradient)
+            t = next(steps)
+            bias = (1 - second**t) ** 0.5 / (1 - first**t)
+            step = bias * mean / root.clamp_min(torch.finfo(root.dtype).tiny)
+            return scale(step, 1 / threat.size(torch.ones_like(step))), (mean, root)
 
-        return move
+        return StepRule(update, (torch.zeros(()), torch.zeros(())))
 
 
 def _clamped(gradient: Tensor) -> Tensor:
-    """Each of an image's d entries clamped to +-1 / sqrt(d)."""
-    most = gradient.shape[1:].numel() ** -0.5
-    return gradient.clamp(-most, most)
+    """Clamp each of an image's d entries to +-1 / sqrt(d)."""
+    bound = gradient.shape[1:].numel() ** -0.5
+    return gradient.clamp(-bound, bound)
 
 
 def _unit(gradient: Tensor) -> Tensor:
-    """Of 1-norm 1 for each image; 0 where it is 0."""
+    """Scale each image's gradient to 1-norm 1; zero stays zero."""
     flat = gradient.flatten(1)
     flat = flat / flat.abs().amax(1, keepdim=True).clamp_min(TINY)
     return (flat / flat.abs().sum(1, keepdim=True).clamp_min(TINY)).view_as(gradient)

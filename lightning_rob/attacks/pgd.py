@@ -1,17 +1,18 @@
-"""Projected gradient ascent, one loop for all its names."""
+"""Projected gradient ascent: one loop for FGSM, BIM, PGD, EoT and their momentum variants."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack, Backward, entered, height, slope
-from lightning_rob.attacks.optimizers import AggMo, Ascent
-from lightning_rob.defenses import Defense, Mixture
-from lightning_rob.objectives import Objective, expected_ce, over_draws
+from lightning_rob.attacks.active_set import ActiveBatch, positions
+from lightning_rob.attacks.base import Attack, Backward, entered
+from lightning_rob.attacks.gradient import ObjectiveGradient
+from lightning_rob.attacks.optimizers import AggMo, AttackOptimizer
+from lightning_rob.defenses import Defense
+from lightning_rob.objectives import Objective, expected_ce, reduction_of
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.threat import Threat, pixels, scale
@@ -21,37 +22,38 @@ from lightning_rob.threat import Threat, pixels, scale
 class PGD(Attack):
     """Projected gradient ascent on any objective (Madry et al. 2018).
 
-    FGSM is one step of size eps without random start, BIM is PGD without random start, adaptive
-    PGD and EoT are the default objective on an ensemble or a random defense, momentum is
-    `momentum=[0.9]` (like MI-FGSM, but it accumulates steepest directions, not gradients of unit
-    1-norm), AggMo (Lucas et al. 2019) is `momentum=[0, 0.9, 0.99]`.
+    FGSM is one step of size eps without random start. BIM is PGD without random start. Adaptive PGD
+    and EoT are the default objective on an ensemble or a random defense. Momentum is
+    `momentum=[0.9]` (similar to MI-FGSM, but it accumulates steepest directions instead of
+    gradients of unit 1-norm), AggMo (Lucas et al. 2019) is `momentum=[0, 0.9, 0.99]`.
 
     Args:
         threat: the ball and the bounds.
         steps: number of gradient steps.
-        step_size: length of a step in pixel units, images span [0, 1]; where the threat is
-            relative, as a share of the image's norm.
-        objective: what is climbed, one of `lightning_rob.objectives`.
-        draws: how often a random defense is drawn per step; None draws once.
-        restarts: runs from fresh random starts; the best by the objective is kept per image.
-        random_start: start from a random point of the ball instead of the image.
-        keep_best: keep each image's best iterate (the image itself included), not the last one.
-        momentum: one velocity per number, v <- damping * v + steepest(gradient); the step is the
-            mean of their steepest directions: short for `AggMo(momentum)`.
+        step_size: length of a step in pixel units, images span [0, 1]; for a relative threat, as a
+            share of the image's norm.
+        objective: the objective to maximise, one of `lightning_rob.objectives`.
+        draws: how often a random defense is drawn per step; None for as often as for a prediction.
+        restarts: number of runs from fresh random starts; each image keeps its best run by the
+            objective.
+        random_start: start at a random point of the ball instead of the image.
+        keep_best: keep each image's best iterate, the image itself included, not its last one.
+        momentum: one coefficient m per velocity, v <- m v + steepest(gradient); the step is the
+            mean of the velocities' steepest directions. Short for `AggMo(momentum)`.
         backward: a context such as SGM, LinBP or InsideBounds, or several, entered in turn with the
             defense.
-        ascent: any other optimiser of `lightning_rob.attacks.optimizers`, instead of momentum.
-        early_stop: an image that the defense certainly gets wrong is handed in as it is then, and
-            costs nothing any more, nor does it start again. The accuracy of what is attacked never
-            rises but for rounding, which depends on how many images share a batch; that of others
-            may: leave it out of TAA, OnMember and rehearsals. On a GPU each step waits for the last
-            one.
+        ascent: another optimizer of `lightning_rob.attacks.optimizers`, instead of momentum.
+        early_stop: return an image as soon as the defense misclassifies it with certainty; it then
+            costs no further passes and no restarts. Never raises the accuracy of the attacked
+            defense, up to rounding, which depends on the batch size. It may raise that of other
+            defenses: leave it out of TAA, OnMember and GMSA. On a GPU each step waits for the
+            previous one.
 
     Raises:
-        TypeError: when called, fooled images are to be dropped and there is chance in the answers,
-            or the objective does not see which part of a mixture answers.
-        ValueError: a count below 1, a step size that is not positive, a damping outside [0, 1],
-            both momentum and another optimiser.
+        TypeError: when called with `early_stop` on a random defense, or on a mixture with an
+            objective that pools its parts.
+        ValueError: a count below 1, a step size that is not positive, a momentum outside [0, 1],
+            both momentum and another optimizer.
     """
 
     lengths: ClassVar[tuple[str, ...]] = ("step_size",)
@@ -65,7 +67,7 @@ class PGD(Attack):
     keep_best: bool = False
     momentum: tuple[float, ...] = (0.0,)
     backward: Backward | Sequence[Backward] | None = None
-    ascent: Ascent | None = None
+    ascent: AttackOptimizer | None = None
     early_stop: bool = False
 
     def __post_init__(self) -> None:
@@ -84,93 +86,95 @@ class PGD(Attack):
         if self.restarts > 1 and not self.random_start:
             raise ValueError(f"{self.restarts} restarts without random_start are one and the same")
 
+    @property
+    def stops_on_gradient_logits(self) -> bool:
+        """Whether logits computed for a gradient decide which images are already fooled."""
+        return self.early_stop
+
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if self.early_stop:
-            _check_certain(defense, self.objective)
+            _check_predictions_are_certain(defense, self.objective)
+        evaluate = ObjectiveGradient(self.objective, self.draws)
+        x_final, run = torch.empty_like(x), Iterates.begin(x, y, generator)
         with entered(self.backward, defense):
-            value = x.new_full((len(x),), -torch.inf)
-            best, value = self._run(defense, x, y, generator, value)
-            for _ in range(self.restarts - 1):
-                if self.early_stop and bool(value.isposinf().all()):
-                    break
-                again, other = self._run(defense, x, y, generator, value)
-                best, value = better(best, value, again, other)
-        return best
+            for _ in range(self.restarts):
+                start = self.threat.start(x, generator) if self.random_start else x
+                run.x_adv = run.rows_of(start)
+                if self.keep_best and self.random_start:
+                    run.keep_better(run.x, run.value(evaluate, defense, run.x, check=True))
+                step_rule = (self.ascent or AggMo(self.momentum)).init(self.threat)
+                for step in range(self.steps):
+                    at = evaluate(defense, run.x_adv, run.y, run.generator, check=step == 0)
+                    gradient = at.gradient
+                    if self.keep_best:
+                        run.keep_better(run.x_adv, at.value)
+                    if self.early_stop:
+                        x_final[run.index] = run.x_adv  # the result of the images that leave
+                        rows = (~at.fooled(run.y)).nonzero()[:, 0]
+                        run, step_rule = run.select(rows), step_rule.select(rows)
+                        gradient = gradient[rows]
+                        if not len(run):
+                            return x_final
+                    length = self.step_size * self.threat.unit(run.x)
+                    step_taken = scale(step_rule(gradient.nan_to_num(0.0, 0.0, 0.0)), length)
+                    run.x_adv = self.threat.project(run.x_adv + step_taken, run.x)
+                if self.keep_best or self.restarts > 1:
+                    run.keep_better(run.x_adv, run.value(evaluate, defense, run.x_adv))
+                else:
+                    run.best = run.x_adv
+        x_final[run.index] = run.best
+        return x_final
 
-    def _run(
-        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, before: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The images of one run [B, …] and their objective [B], where anybody asks for it.
 
-        The objective counts as infinite where `early_stop` found an image fooled; so it does in
-        `before` [B], of earlier runs.
-        """
-        x_adv = self.threat.start(x, generator) if self.random_start else x
-        best, value = x, x.new_full((len(x),), -torch.inf)
-        if self.keep_best and self.random_start:
-            value = self._value(defense, x, y, generator, check=True)
-        reach = self.step_size * self.threat.unit(x)
-        move = (self.ascent or AggMo(self.momentum)).begin(self.threat)
-        live = (before < torch.inf).nonzero()[:, 0] if self.early_stop else None
-        for step in range(self.steps):
-            climbed, gradient, live = self._slope(defense, x_adv, y, generator, live, step == 0)
-            if self.keep_best or self.early_stop:
-                best, value = better(best, value, x_adv, climbed)
-            if live is not None and not len(live):
-                break
-            along = scale(move(gradient.nan_to_num(0.0, 0.0, 0.0)), reach)
-            x_adv = self.threat.project(x_adv + along, x)
-        if self.keep_best or self.restarts > 1:
-            last = self._value(defense, x_adv, y, generator)
-        else:
-            last = torch.zeros_like(value)
-        kept = self.keep_best or self.early_stop
-        return better(best, value, x_adv, last) if kept else (x_adv, last)
+@dataclass
+class Iterates(ActiveBatch):
+    """The iterates of the images that are still attacked.
 
-    def _slope(
-        self,
-        defense: Defense,
-        x: Tensor,
-        y: Tensor,
-        generator: Generator,
-        live: Tensor | None,
-        check: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The objective [B], its gradient [B, …], and the indices of the images still attacked."""
-        see = partial(slope, self.objective, self.draws, defense)
-        if live is None:
-            return *see(x, y, generator, check), None
-        seen: list[Tensor] = []
-        climbed, gradient = x.new_full((len(x),), -torch.inf), torch.zeros_like(x)
-        if not len(live):
-            return climbed, gradient, live
-        height_, gradient[live] = see(x[live], y[live], None, check, seen)
-        fooled = torch.stack(seen).amax(0) <= 0
-        if self.keep_best:
-            climbed[live] = height_
-        climbed[live] = climbed[live].masked_fill(fooled, torch.inf)
-        return climbed, gradient, live[~fooled]
+    Args:
+        x_adv: [b, C, H, W] the current iterates.
+        best: [b, C, H, W] the best iterates so far.
+        best_value: [b] the objective of the best iterates; minus infinity before the first one.
+    """
+
+    x_adv: Tensor
+    best: Tensor
+    best_value: Tensor
+
+    @classmethod
+    def begin(cls, x: Tensor, y: Tensor, generator: Generator) -> "Iterates":
+        """Start with all images of a batch."""
+        return cls(positions(x), x, y, generator, x, x, x.new_full((len(x),), -torch.inf))
 
     @torch.no_grad()
-    def _value(
-        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
+    def value(
+        self, evaluate: ObjectiveGradient, defense: Defense, x: Tensor, check: bool = False
     ) -> Tensor:
-        return height(self.objective, self.draws, defense, x, y, generator, check)
+        """Return the objective [b] of candidate images [b, C, H, W]."""
+        return evaluate.value(defense, x, self.y, self.generator, check)
+
+    def keep_better(self, x_adv: Tensor, value: Tensor) -> None:
+        """Replace the best iterates of the images whose candidate has a larger objective."""
+        self.best, self.best_value = better(self.best, self.best_value, x_adv, value)
+
+
+def is_pgd(attack: Attack | None) -> TypeGuard[PGD]:
+    """Whether an attack has PGD's fields: an objective, steps, a random start."""
+    return isinstance(attack, PGD)
 
 
 def better(a: Tensor, value_a: Tensor, b: Tensor, value_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Per image, whichever of two has the larger objective; the first one on ties."""
+    """Return per image the candidate with the larger objective, and its value; a on ties."""
     wins = value_b > value_a
     return torch.where(wins.view(-1, *[1] * (a.dim() - 1)), b, a), torch.where(
         wins, value_b, value_a
     )
 
 
-def _check_certain(defense: Defense, objective: Objective) -> None:
-    """Raise TypeError where what the objective sees does not tell who is certainly fooled."""
-    pooled = not over_draws(objective)
-    if isinstance(defense, Mixture) and pooled and defense.rule is random_member:
+def _check_predictions_are_certain(defense: Defense, objective: Objective) -> None:
+    """Raise TypeError if one evaluation does not prove that an image is always misclassified."""
+    pooled = reduction_of(objective) is None
+    if defense.kind == "mixture" and pooled and defense.rule is random_member:
         raise TypeError(f"early_stop does not see who of a mixture answers, by {objective}")
     try:
         _ = defense.classifiers

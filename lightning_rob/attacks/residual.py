@@ -1,4 +1,4 @@
-"""The residual branches of a network, found in what its blocks compute and not by their names."""
+"""Residual branches of a network, found in the graph of its operations and not by names."""
 
 import copy
 import inspect
@@ -17,19 +17,19 @@ from lightning_rob.defenses import Defense
 ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 RELUS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-QUESTIONS = (getattr, operator.getitem, operator.eq)
+SHAPE_QUERIES = (getattr, operator.getitem, operator.eq)
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A path of layers around which its input is added.
+    """A path of layers and the addition of its input to its output.
 
     Args:
-        block: whose graph this is a part of.
-        entry: the node where branch and skip connection part.
+        block: the block whose graph contains the branch.
+        entry: the node where branch and skip connection separate.
         body: the branch's nodes, in order.
         addition: the node where they meet again.
-        unchanged: whether the skip connection passes its input on as it is.
+        unchanged: whether the skip connection is the identity.
     """
 
     block: "Block"
@@ -40,42 +40,41 @@ class Branch:
 
     @property
     def end(self) -> fx.Node:
-        """The body's last node, which only the addition needs."""
+        """The body's last node, used by the addition only."""
         return self.body[-1]
 
 
 class Block:
-    """A module that adds residual branches, as a graph that may be edited and run.
+    """A module with residual branches, as a graph that can be edited and run.
 
     Args:
-        module: the module, which stays as it is.
-        graph: what its forward computes.
-        first: whether it is the first child of an `nn.Sequential` or `nn.ModuleList`, the first
-            block of a stage.
+        module: the module; it is not changed.
+        graph: the graph of its forward.
+        first_of_stage: whether it is the first child of an `nn.Sequential` or `nn.ModuleList`.
     """
 
-    def __init__(self, module: nn.Module, graph: fx.Graph, first: bool = False) -> None:
-        self.module, self.graph, self.first = module, graph, first
+    def __init__(self, module: nn.Module, graph: fx.Graph, first_of_stage: bool) -> None:
+        self.module, self.graph, self.first_of_stage = module, graph, first_of_stage
         self.parts = dict(module.named_modules())
 
     @property
     def branches(self) -> list[Branch]:
-        """The branches there are in the graph, as it stands now."""
+        """The branches in the current graph."""
         return [branch for node in self.graph.nodes for branch in self.ending_at(node)]
 
     def ending_at(self, node: fx.Node) -> list[Branch]:
-        """The branch that a node adds to a skip connection, if it does."""
+        """Return the branch that a node adds to a skip connection, or no branch."""
         ends = node.all_input_nodes
         if not node.op.startswith("call_") or node.target not in ADDITIONS or len(ends) != 2:
             return []
-        return [*self._around(node, ends[0], ends[1]), *self._around(node, ends[1], ends[0])]
+        return [*self._branches(node, ends[0], ends[1]), *self._branches(node, ends[1], ends[0])]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The module's forward, by the graph."""
+        """Compute the module's forward by the graph."""
         return self.run(self.graph, x)
 
     def run(self, graph: fx.Graph, *inputs: Any) -> Tensor:
-        """A graph of this module's layers, run without compiling it, which would leave traces."""
+        """Run a graph of this module's layers; compiling it would leave traces in the module."""
         out: Tensor = fx.Interpreter(self.module, graph=graph).run(*inputs)
         return out
 
@@ -89,7 +88,7 @@ class Block:
         return node.op == "call_module" and isinstance(self.parts[str(node.target)], nn.Identity)
 
     def layers(self, nodes: Iterable[fx.Node]) -> int:
-        """How many convolutions and linear layers there are in these nodes."""
+        """Count the convolutions and linear layers in these nodes."""
         return sum(node.meta.get("layers") or self._layers(node) for node in nodes)
 
     def _layers(self, node: fx.Node) -> int:
@@ -97,11 +96,12 @@ class Block:
             return sum(isinstance(part, LAYERS) for part in self.parts[str(node.target)].modules())
         return int(node.target in (F.linear, F.conv1d, F.conv2d, F.conv3d))
 
-    def _around(self, addition: fx.Node, end: fx.Node, skip: fx.Node) -> Iterator[Branch]:
-        """The branch that ends in one node, if the other ends a skip connection around it."""
+    def _branches(self, addition: fx.Node, end: fx.Node, skip: fx.Node) -> Iterator[Branch]:
+        """Yield the branch that ends in `end` if `skip` ends a skip connection around it."""
         skipped = _ancestors(skip)
         above = _ancestors(end) - skipped
         body = [node for node in self.graph.nodes if node in above]
+        # A branch has one entry, and no node inside of it is used elsewhere.
         entries = {node for part in body for node in part.all_input_nodes} - above
         closed = all(user in above or user is addition for part in body for user in part.users)
         if len(entries) != 1 or not closed:
@@ -115,23 +115,23 @@ class Block:
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """The node and all that it depends on."""
-    found, waiting = set(), [node]
-    while waiting:
-        if (one := waiting.pop()) not in found:
-            found.add(one)
-            waiting += one.all_input_nodes
+    """Return the node and all nodes that it depends on."""
+    found, pending = set(), [node]
+    while pending:
+        if (current := pending.pop()) not in found:
+            found.add(current)
+            pending += current.all_input_nodes
     return found
 
 
 def residual_blocks(defense: nn.Module) -> list[list[Block]]:
-    """The residual blocks of each of a defense's networks, in the order of its layers.
+    """Return the residual blocks of each of a defense's networks, in the order of its layers.
 
-    A block is the smallest module that `torch.fx` can trace and whose forward, of one argument,
-    adds what goes through more layers to what goes through fewer and no ReLU.
+    A block is the smallest module that `torch.fx` can trace, with a forward of one argument, that
+    adds a path through more layers to a path through fewer layers and no ReLU.
 
     Raises:
-        TypeError: there are none.
+        TypeError: the networks have no residual blocks.
     """
     known: dict[nn.Module, Block] = {}
     found = [_blocks(net, known) for net in _networks(defense)]
@@ -157,25 +157,25 @@ def _networks(defense: nn.Module) -> list[nn.Module]:
 
 def _blocks(net: nn.Module, known: dict[nn.Module, Block]) -> list[Block]:
     modules = list(net.modules())
-    rows = [part for part in modules if isinstance(part, nn.Sequential | nn.ModuleList)]
-    first = {next(iter(row)) for row in rows if len(row)}
-    for module in reversed(modules):  # parts before the whole
-        if module not in known and _candidate(module) and (graph := _graph(module, known)):
+    stages = [part for part in modules if isinstance(part, nn.Sequential | nn.ModuleList)]
+    first = {next(iter(stage)) for stage in stages if len(stage)}
+    for module in reversed(modules):  # inner modules first: the smallest one is the block
+        if module not in known and _may_be_block(module) and (graph := _graph(module, known)):
             block = Block(module, graph, module in first)
             if block.branches:
                 known[module] = block
     return [known[module] for module in modules if module in known]
 
 
-def _candidate(module: nn.Module) -> bool:
+def _may_be_block(module: nn.Module) -> bool:
     if isinstance(module, Defense) or type(module).__module__.startswith(("torch.nn", "torch.jit")):
         return False
-    one = len(inspect.signature(type(module).forward).parameters) == 2
-    return one and any(isinstance(part, LAYERS) for part in module.modules())
+    unary = len(inspect.signature(type(module).forward).parameters) == 2  # self and x
+    return unary and any(isinstance(part, LAYERS) for part in module.modules())
 
 
 def _graph(module: nn.Module, known: dict[nn.Module, Block]) -> fx.Graph | None:
-    """A copy of the graph an outer context runs the module by, or a trace of a copy of it."""
+    """Return a copy of the graph that an outer context runs, or trace a copy of the module."""
     running = getattr(module.__dict__.get("forward"), "__self__", None)
     if isinstance(running, Block):
         graph = fx.Graph()
@@ -187,21 +187,21 @@ def _graph(module: nn.Module, known: dict[nn.Module, Block]) -> fx.Graph | None:
     try:
         with torch.random.fork_rng(devices=[]):
             return _unasserted(tracer.trace(copy.deepcopy(module, memo).eval()))
-    except Exception:  # whatever a forward does when it is given a stand-in for an image
+    except Exception:  # a user's forward may raise anything when its input is a tracer's proxy
         return None
 
 
 def _unasserted(graph: fx.Graph) -> fx.Graph:
-    """Without assertions on shapes, which would hold on to what is inside of a branch."""
+    """Remove assertions on shapes: they use nodes inside of a branch, which must be replaceable."""
     for node in reversed(graph.nodes):
-        asked = node.target in QUESTIONS and not node.users
-        if node.op == "call_function" and (node.target is torch._assert or asked):
+        unused = node.target in SHAPE_QUERIES and not node.users
+        if node.op == "call_function" and (node.target is torch._assert or unused):
             graph.erase_node(node)
     return graph
 
 
 class _Tracer(fx.Tracer):
-    """Looks into everything but torch's own layers and blocks that are known."""
+    """Trace into all modules but torch's own layers and known blocks."""
 
     def __init__(self, known: dict[nn.Module, Block]) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class _Tracer(fx.Tracer):
 
 @contextmanager
 def running(blocks: Iterable[Block]) -> Iterator[None]:
-    """Let modules compute what their blocks' graphs say, for as long as the context lasts."""
+    """Run modules by their blocks' graphs inside this context."""
     before = [(block.module, block.module.__dict__.get("forward")) for block in blocks]
     try:
         for block in blocks:

@@ -1,34 +1,44 @@
-"""Attacks that aim at one wrong class (TG)."""
+"""Attacks that climb towards wrong classes: towards a runner-up, or to high confidence."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack, height
-from lightning_rob.attacks.pgd import PGD, better
+from lightning_rob.attacks.decorators import AttackDecorator
+from lightning_rob.attacks.gradient import ObjectiveGradient
+from lightning_rob.attacks.pgd import PGD, better, is_pgd
 from lightning_rob.defenses import Defense
-from lightning_rob.objectives import Objective, over_draws
+from lightning_rob.objectives import (
+    Objective,
+    Reduction,
+    TargetedMargin,
+    confident,
+    expected_margin,
+    min_confidence,
+    reduction_of,
+    worst_margin,
+)
 from lightning_rob.randomness import Generator
-from lightning_rob.threat import Threat
 
 
 @dataclass(frozen=True)
-class Targeted(Attack):
-    """Climb towards a runner-up instead of away from the label (RT paper, "TG").
+class Targeted(AttackDecorator):
+    """Climb towards a runner-up class instead of away from the label (RT paper, "TG").
 
-    What is climbed is the negated objective with the target as label: of `linear` the target's
-    logit minus the largest other one.
+    The attack climbs its negated objective with the target as label: for `linear` this is the
+    target's logit minus the largest other one.
 
     Args:
-        attack: how.
-        rank: which wrong class, by the mean probabilities on the clean image: 1 is the likeliest;
-            of several ranks, each attacked in turn, the best by the attack's own objective is kept
-            per image.
+        attack: the PGD that climbs.
+        rank: rank of the target among the wrong classes, by the mean probabilities on the clean
+            image: 1 is the most probable. Several ranks are attacked in turn, and per image the
+            best result by the attack's own objective is kept.
 
     Raises:
-        ValueError: no rank or one below 1, an objective that is the least over models, or
-            `early_stop`; when called, there are not so many wrong classes.
+        ValueError: no rank or one below 1, an objective that is a minimum over models, or
+            `early_stop`; when called, fewer wrong classes than the largest rank.
     """
 
     attack: PGD
@@ -37,14 +47,14 @@ class Targeted(Attack):
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int):
             object.__setattr__(self, "rank", tuple(self.rank))
-        if not isinstance(self.attack, PGD):
+        if not is_pgd(self.attack):
             kind = type(self.attack).__name__
             raise ValueError(f"Targeted takes a PGD, got {kind}: put {kind} around Targeted")
         if self.attack.early_stop:
             raise ValueError(
                 "leave early_stop out of the attack in Targeted: its labels are targets"
             )
-        if over_draws(self.attack.objective) == "min":
+        if reduction_of(self.attack.objective) == "min":
             raise ValueError(
                 "an objective that is the least over models cannot be negated, got "
                 f"{self.attack.objective}: HighConfidence has targeted runs for it"
@@ -54,51 +64,119 @@ class Targeted(Attack):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks."""
+        """All ranks, as a tuple."""
         return (self.rank,) if isinstance(self.rank, int) else tuple(self.rank)
-
-    @property
-    def threat(self) -> Threat:  # type: ignore[override]
-        """The attack's own."""
-        return self.attack.threat
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
-        climb = replace(self.attack, objective=_towards(self.attack.objective))
-        wrong = self._wrong(defense, x, y, generator)
-        best, value = x, x.new_full((len(x),), -torch.inf)
+        climb = replace(self.attack, objective=_negated(self.attack.objective))
+        targets = self._wrong_classes(defense, x, y, generator)
+        x_best, best_value = x, x.new_full((len(x),), -torch.inf)
         for rank in self.ranks:
-            x_adv = climb.perturb(defense, x, wrong[:, rank - 1], generator)
+            x_adv = climb.perturb(defense, x, targets[:, rank - 1], generator)
             if len(self.ranks) == 1:
                 return x_adv
             with torch.no_grad():
-                reached = self._height(self.attack.objective, defense, x_adv, y, generator)
-            best, value = better(best, value, x_adv, reached.to(value))
-        return best
+                value = self._evaluate(self.attack.objective, defense, x_adv, y, generator)
+            x_best, best_value = better(x_best, best_value, x_adv, value.to(best_value))
+        return x_best
 
     @torch.no_grad()
-    def _wrong(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """The wrong classes [B, K - 1] of each image, the likeliest first."""
-        scores = self._height(_log_mean_probs, defense, x, y, generator)
+    def _wrong_classes(
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator
+    ) -> Tensor:
+        """Return each image's wrong classes [B, K - 1], the most probable first."""
+        scores = self._evaluate(_log_mean_probs, defense, x, y, generator)
         if (wrong := scores.shape[1] - 1) < max(self.ranks):
             raise ValueError(f"rank must be 1 … {wrong} of {wrong + 1} classes, got {self.rank}")
         order = scores.argsort(1, descending=True)
         return order[order != y[:, None]].reshape(len(x), wrong)
 
-    def _height(
+    def _evaluate(
         self, objective: Objective, defense: Defense, x: Tensor, y: Tensor, generator: Generator
     ) -> Tensor:
-        return height(objective, self.attack.draws, defense, x, y, generator, check=True)
+        evaluate = ObjectiveGradient(objective, self.attack.draws)
+        return evaluate.value(defense, x, y, generator, check=True)
 
 
 def _log_mean_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
-    """[B, K]; logarithms tell runners-up apart where probabilities round to zero."""
-    share = weights.to(logits).log()[:, None, None]
-    return (logits.log_softmax(-1) + share).logsumexp(0)
+    """Return scores [B, K] as logarithms, which still rank probabilities that round to zero."""
+    log_weights = weights.to(logits).log()[:, None, None]
+    return (logits.log_softmax(-1) + log_weights).logsumexp(0)
 
 
-def _towards(objective: Objective) -> Objective:
-    def towards(logits: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+def _negated(objective: Objective) -> Objective:
+    def negated(logits: Tensor, weights: Tensor, target: Tensor) -> Tensor:
         return -objective(logits, weights, target)
 
-    return towards
+    return negated
+
+
+@dataclass(frozen=True)
+class HighConfidence(AttackDecorator):
+    """Keep, of many runs, the image that is wrong with most confidence (Chen et al. 2022, A.3).
+
+    Made for defenses that minimise the entropy of their predictions, such as DENT: such a defense
+    does not correct a confident error. The runs climb the margin of the most probable wrong class,
+    from fresh random starts, and then that of each wrong class in turn. The attack's objective only
+    decides how several models are combined: by the mean, or by the minimum if the objective is a
+    minimum over models, as `worst_ce` is.
+
+    Args:
+        attack: the PGD that climbs the margins; the paper takes 100 steps and keeps the best.
+        untargeted: number of runs that climb the margin of the most probable wrong class.
+        targeted: number of wrong classes with a run of their own, y + 1, y + 2 … modulo K; None for
+            all of them.
+
+    Raises:
+        ValueError: no runs, or an objective that is neither a mean nor a minimum over draws.
+    """
+
+    attack: PGD
+    untargeted: int = 5
+    targeted: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.untargeted < 0 or (self.targeted or 0) < 0:
+            raise ValueError(
+                f"counts of runs must not be negative, got {self.untargeted} and {self.targeted}"
+            )
+        if self.untargeted == 0 and self.targeted == 0:
+            raise ValueError("untargeted and targeted must not both be 0: there would be no run")
+        if reduction_of(self.attack.objective) is None:
+            raise ValueError(
+                "the objective must be a mean or a least over draws, such as expected_ce or "
+                f"worst_ce, got {self.attack.objective}"
+            )
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        x_best, best_confidence = x, self._confidence(defense, x, y, generator)
+        for run in self._runs(self._class_count(defense, x, generator)):
+            x_adv = run.perturb(defense, x, y, generator)
+            confidence = self._confidence(defense, x_adv, y, generator)
+            x_best, best_confidence = better(x_best, best_confidence, x_adv, confidence)
+        return x_best
+
+    @property
+    def _takes_minimum(self) -> bool:
+        return reduction_of(self.attack.objective) == "min"
+
+    def _runs(self, classes: int) -> Iterator[PGD]:
+        margin = worst_margin if self._takes_minimum else expected_margin
+        for _ in range(self.untargeted):
+            yield replace(self.attack, objective=margin)
+        count = classes - 1 if self.targeted is None else min(self.targeted, classes - 1)
+        for offset in range(1, count + 1):
+            reduce: Reduction = "min" if self._takes_minimum else "mean"
+            yield replace(self.attack, objective=TargetedMargin(offset, reduce))
+
+    @torch.no_grad()
+    def _confidence(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        score = min_confidence if self._takes_minimum else confident
+        evaluate = ObjectiveGradient(score, self.attack.draws)
+        return evaluate.value(defense, x, y, generator, check=True)
+
+    @torch.no_grad()
+    def _class_count(self, defense: Defense, x: Tensor, generator: Generator) -> int:
+        return int(defense.sample_logits(x, generator, self.attack.draws)[0].shape[-1])

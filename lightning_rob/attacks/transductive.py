@@ -1,4 +1,4 @@
-"""How attackers of a defense that adapts may look at it."""
+"""Attacks on adapting defenses: before adaptation, through adaptation, on a part of a batch."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,27 +6,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.base import Attack, walk
+from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.defenses import Defense
-from lightning_rob.randomness import Generator
+from lightning_rob.randomness import Generator, Streams
 from lightning_rob.threat import Threat
 
 
 @dataclass(frozen=True)
-class TransferFromStatic(Attack):
-    """A transfer attack: on the network as it was before any test image (Chen et al. 2022, "AA").
+class TransferFromStatic(AttackDecorator):
+    """Attack the network before its adaptation to test images (Chen et al. 2022, "AA").
 
     Args:
-        attack: what the static network is attacked by.
+        attack: the attack on the unadapted network.
     """
 
     knowledge: ClassVar[str] = "the defense before it adapts"
-    attack: Attack
-
-    @property
-    def threat(self) -> Threat:  # type: ignore[override]
-        """The attack's own."""
-        return self.attack.threat
+    ignores_state: ClassVar[bool] = True
+    strategies = Attack.strategies  # the attack sees the base model, not this defense
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
@@ -34,31 +31,26 @@ class TransferFromStatic(Attack):
 
 
 @dataclass(frozen=True)
-class ThroughAdaptation(Attack):
-    """The attack sees the defense adapt anew to every image that it tries (DENT-AA).
+class ThroughAdaptation(AttackDecorator):
+    """Let the defense adapt anew to every iterate of the attack (DENT-AA).
 
-    Its gradient is that of the adapted network, which itself is taken as given.
+    The gradient is that of the adapted network; its weights are treated as constants.
 
     Args:
-        attack: what the adapting defense is attacked by.
+        attack: the attack on the adapting defense.
     """
 
     batch_dependent: ClassVar[bool] = True
     knowledge: ClassVar[str] = f"{Attack.knowledge}, and sees it adapt to every image tried"
-    attack: Attack
-
-    @property
-    def threat(self) -> Threat:  # type: ignore[override]
-        """The attack's own."""
-        return self.attack.threat
+    strategies = Attack.strategies  # the attack sees the adapting defense, not this one
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
-        return self.attack(_Adapting(defense), x, y, generator)
+        return self.attack(_AdaptsToEveryBatch(defense), x, y, generator)
 
 
-class _Adapting(Defense):
-    """A defense that adapts to whatever it is asked."""
+class _AdaptsToEveryBatch(Defense):
+    """A defense that adapts to each batch before it predicts."""
 
     def __init__(self, defense: Defense) -> None:
         super().__init__(torch.ones(1), defense.rule)
@@ -66,16 +58,68 @@ class _Adapting(Defense):
 
     @property
     def transductive(self) -> bool:
-        """It adapts to every batch that it is asked."""
+        """True: predictions depend on the whole batch."""
         return True
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        """None that an attack may fold."""
+        """Raise TypeError: adapting copies the network, and a copy must have its BatchNorm."""
         raise TypeError("an adapting defense copies its network: it has to stay as it is")
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """[B, C, H, W] -> [S, B, K], of the defense that has adapted to these images."""
-        final = self.defense.adapt(x, generator)
-        final.eval()
-        return final.logits(x, generator)
+        """Return logits [S, B, K] of the defense that has adapted to x [B, C, H, W]."""
+        adapted = self.defense.adapt(x, generator)
+        adapted.eval()
+        return adapted.logits(x, generator)
+
+
+@dataclass(frozen=True)
+class PartialBatchAttack(AttackDecorator):
+    """Attack the last images of a batch only: x~ = [z; attacked] (Goldwasser et al. 2020).
+
+    The place in the batch decides which images are attacked: one batch is one round.
+
+    Args:
+        attack: the attack on the last images.
+        clean: the share of the batch that is z, its first images.
+        natural: the perturbation of z, such as `CommonCorruption`; None leaves z unchanged.
+
+    Raises:
+        ValueError: a share outside [0, 1].
+        TypeError: an attack that rehearses the whole round.
+    """
+
+    batch_dependent: ClassVar[bool] = True
+    clean: float = 0.5
+    natural: Attack | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clean <= 1:
+            raise ValueError(f"clean must be a share in [0, 1], got {self.clean}")
+        for part in walk(self.attack):
+            if part.rehearses:
+                name = type(part).__name__
+                raise TypeError(
+                    f"{name} rehearses whole rounds: write {name}(inner=PartialBatchAttack(…))"
+                )
+
+    @property
+    def threat(self) -> Threat:  # type: ignore[override]
+        """The attack's threat model; all images within the bounds if that of `natural` differs."""
+        if self.natural is None or self.natural.threat == self.attack.threat:
+            return self.attack.threat
+        low, high = bounds = self.attack.threat.bounds
+        return Threat("linf", high - low, bounds)
+
+    def is_clean(self, y: Tensor) -> Tensor:
+        """Return the mask [B] of the images that are z, for labels [B]."""
+        return torch.arange(len(y), device=y.device) < round(self.clean * len(y))
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        x_adv, z = x.clone(), self.is_clean(y)
+        for rows, attack in ((z, self.natural), (~z, self.attack)):
+            if attack and rows.any():
+                noise = generator[rows] if isinstance(generator, Streams) else generator
+                x_adv[rows] = attack.perturb(defense, x[rows], y[rows], noise)
+        return x_adv

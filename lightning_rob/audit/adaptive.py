@@ -1,10 +1,12 @@
 """The check that attacks were made for this kind of defense."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks import ARC, GMSA, PAA, PGD, TAA, Attack, AutoAttack, OnDifferentiable
-from lightning_rob.attacks.base import parts
+from lightning_rob.attacks import PGD, Attack
+from lightning_rob.attacks.base import walk
 from lightning_rob.audit.case import Subject
 from lightning_rob.audit.finding import (
     Columns,
@@ -82,7 +84,7 @@ def _lacking(subject: Subject) -> str:
     """
     if not subject.others:
         return ""
-    made_of = [part for attack in subject.others.values() for part in parts(attack)]
+    made_of = [part for attack in subject.others.values() for part in walk(attack)]
     fitting = [part for part in made_of if _made_for(subject, part)]
     if any(_covers(subject, part) and _arrives(part) for part in fitting):
         return ""
@@ -102,12 +104,7 @@ def _made_for(subject: Subject, part: Attack) -> bool:
         return _averages(part)
     if kind == "ensemble":
         return _climbs(subject.defense, part)
-    made_for: dict[str, tuple[type[Attack], ...]] = {
-        "randomized": (ARC,),
-        "transformed": (PAA, OnDifferentiable, TAA),
-        "transductive": (GMSA,),
-    }
-    return isinstance(part, made_for[kind])
+    return kind in part.made_for
 
 
 def _averages(attack: Attack) -> bool:
@@ -121,7 +118,7 @@ def _averages(attack: Attack) -> bool:
 def _climbs(defense: Defense, attack: Attack) -> bool:
     """Whether it goes by what decides the ensemble's answer."""
     by_mean = defense.rule in (mean_logits, mean_probs)
-    if isinstance(attack, AutoAttack):  # of an ensemble that votes it attacks something else
+    if "ensemble" in attack.made_for:  # AutoAttack: it attacks the mean, not a vote
         return by_mean
     margin = linear if by_mean else expected_margin
     return isinstance(attack, PGD) and attack.objective in (climbed(defense), margin)
@@ -129,16 +126,16 @@ def _climbs(defense: Defense, attack: Attack) -> bool:
 
 def _covers(subject: Subject, part: Attack) -> bool:
     """Whether its ball holds the audit's; that of PAA is another."""
-    if isinstance(part, PAA):
-        return part.max_dissimilarity >= DISSIMILARITY
     ball, threat = part.threat, subject.threat
+    if "transformed" in part.made_for and ball.relative:
+        return ball.eps >= DISSIMILARITY
     large = ball.eps >= threat.eps * (1 - 1e-6)
     return large and ball.p == threat.p and not ball.relative
 
 
 def _arrives(attack: Attack) -> bool:
     """Whether a search that it is made of has steps enough to cross its ball, if any has steps."""
-    searches = [part for part in parts(attack) if isinstance(part, PGD | ARC)]
+    searches: list[Any] = [part for part in walk(attack) if "step_size" in part.lengths]
     return not searches or any(
         part.steps >= FEWEST_STEPS and part.steps * part.step_size >= part.threat.eps
         for part in searches

@@ -16,10 +16,10 @@ from lightning_rob.audit.measures import MEASURES, Seen
 from lightning_rob.audit.page import Report
 from lightning_rob.audit.slope import slope
 from lightning_rob.audit.strength import black_box, noise, radius, restarts, steps
-from lightning_rob.callbacks.record import Result, measured
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import worst_case
-from lightning_rob.ledger.identity import describe
+from lightning_rob.evaluation.records import Result, measured
+from lightning_rob.identity import attack_spec
 from lightning_rob.threat import Threat
 
 CHECKS: tuple[Check, ...] = (
@@ -102,7 +102,7 @@ def results_of(subject: Subject, seen: Columns) -> list[Result]:
     """The accuracy under each attack that could run, and the worst case within the threat."""
     found = []
     for name, attack in subject.attacks.items():
-        details = {"attack": describe(attack), "ball": str(attack.threat)}
+        details = {"attack": attack_spec(attack), "ball": str(attack.threat)}
         if name == "huge":
             details["ball"] = "every image"
         if len(known(seen[name])):
@@ -119,5 +119,5 @@ def _worst(subject: Subject, seen: Columns) -> Result:
     table = torch.arange(len(scores)), scores
     chance = any(bool(seen[name].any()) for name in ("by_chance", "unrepeatable"))
     worst = worst_case([table], not subject.exact or chance, joint=subject.transductive)
-    details = {"attack": worst.choice, "ball": str(subject.threat)}
+    details = {"choice": worst.choice, "ball": str(subject.threat)}
     return measured("worst", worst.scores.mean(1), 0.0, details)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import InsideBounds, WithBackward, attacking
-from lightning_rob.attacks.base import height
-from lightning_rob.attacks.base import slope as climbed
+from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.audit.case import Case, Subject
 from lightning_rob.audit.finding import (
     FEWEST,
@@ -45,21 +44,16 @@ def hidden(case: Case) -> Tensor:
 def _hidden(case: Case, target: Defense, x: Tensor) -> Tensor:
     low, high = case.subject.threat.bounds
     inside = x.clamp(low + HAIR * (high - low), high - HAIR * (high - low))
-    view = view_of(target)
+    view, margin = view_of(target), ObjectiveGradient(expected_margin)
     with attacking(target):
         with view(target) if view else nullcontext():
-            there, near = (
-                climbed(expected_margin, None, target, z, case.y, case.noise())[1]
-                for z in (x, inside)
-            )
+            there, near = (margin(target, z, case.y, case.noise()).gradient for z in (x, inside))
         sloped = near.abs() > LEAST_SLOPE * near.abs().mean((1, 2, 3), keepdim=True)
         lost = sloped & (there == 0)
         up = torch.where(lost & (near * (inside - x) > 0), inside, x)
         promised = (near * (up - x)).flatten(1).sum(1)
         with torch.no_grad():
-            risen, stood = (
-                height(expected_margin, None, target, z, case.y, case.noise()) for z in (up, x)
-            )
+            risen, stood = (margin.value(target, z, case.y, case.noise()) for z in (up, x))
     # What is flat all around has slopes of rounding just inside, which the answers do not keep.
     kept = ((risen - stood - promised).abs() < 0.5 * promised).view(-1, 1, 1, 1)
     shares = [_share(lost & kept, sloped & (x == bound)) for bound in (low, high)]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack, attacking, evaluating
 from lightning_rob.audit.suite import Suite, seen, suite_for
-from lightning_rob.callbacks.protocol import AttackerDefenderSession, NoAttack
-from lightning_rob.defenses import Defense, TransformEnsemble
+from lightning_rob.defenses import Defense, is_transform_ensemble
+from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.objectives import NonFiniteLogitsError, Objective, expected_ce, expected_margin
 from lightning_rob.randomness import Streams
@@ -80,7 +80,7 @@ class Subject:
     @property
     def target(self) -> Defense | None:
         """What has gradients: the network as it stands, of some ensembles only some members."""
-        if not isinstance(self.defense, TransformEnsemble):
+        if not is_transform_ensemble(self.defense):
             return self.defense.adapted_model
         kinds = self.defense.transforms.values()
         chosen = [i for i, transform in enumerate(kinds) if transform.differentiable]
@@ -212,7 +212,7 @@ def _round(
 ) -> tuple[Tensor, Tensor]:
     """A round. Where an attack meets no numbers within the ball, the answer there is wrong."""
     try:
-        x_adv, found = subject.match(attack, name).round(x, y, index, ANSWERS)
+        x_adv, found = subject.match(attack, name).step(x, y, index, ANSWERS)
     except NonFiniteLogitsError as error:
         x_adv, scores = x.clone(), x.new_zeros(len(x), ANSWERS)
         for well in _pieces(error.images, len(x)):

@@ -11,7 +11,7 @@ from lightning_rob.audit.bounds import hidden, inside_bounds
 from lightning_rob.audit.case import Case, no_numbers
 from lightning_rob.audit.slope import slope_far, slope_near, slope_networks
 from lightning_rob.audit.suite import InDouble
-from lightning_rob.callbacks.protocol import answers
+from lightning_rob.evaluation.protocol import predictions
 from lightning_rob.randomness import derive_seed, seeded_global_rng
 
 VERY_LITTLE = 1e-5  # of a pixel: far below the 1/255 of a grey level, far above rounding
@@ -66,7 +66,7 @@ def _differ(a: Tensor, b: Tensor) -> Tensor:
 
 def second_answer(case: Case) -> Tensor:
     """The defense answers otherwise when it is asked again."""
-    first, second = answers(case.subject.defense, case.x, case.noise("answers"), 2)
+    first, second = predictions(case.subject.defense, case.x, case.noise("answers"), 2)
     found: Tensor = (first - second).abs().amax(1) > OTHER
     return found
 
@@ -76,8 +76,8 @@ def alone(case: Case) -> Tensor:
     if case.subject.transductive:
         return case.unknown()
     defense = case.subject.defense
-    whole = answers(defense, case.x, case.noise())[0]
-    each = [answers(defense, x[None], case.noise()[i])[0] for i, x in _one_by_one(case)]
+    whole = predictions(defense, case.x, case.noise())[0]
+    each = [predictions(defense, x[None], case.noise()[i])[0] for i, x in _one_by_one(case)]
     return (torch.cat(each) - whole).abs().amax(1) > OTHER
 
 

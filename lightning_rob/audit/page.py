@@ -1,7 +1,6 @@
 """An audit's report for readers: in the terminal, for TensorBoard, as JSON."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from lightning_rob.audit.finding import Finding
-from lightning_rob.callbacks.record import Result, print_table
+from lightning_rob.evaluation.records import Result, with_schema
+from lightning_rob.tables import print_table
 
 STYLES = {"severe": "bold red", "warning": "yellow", "note": "cyan"}
 
@@ -75,16 +75,13 @@ class Report:
 
     def json(self, shared: Mapping[str, Any]) -> str:
         """All of it, beside what else belongs in the file."""
-        found = [asdict(result) for result in self.results]
+        found = [result.record() for result in self.results]
         findings = [asdict(finding) for finding in self.findings]
-        content = {**shared, "title": self.title, "attacks": found, "findings": findings}
-        return json.dumps(_finite(content), indent=2, ensure_ascii=False) + "\n"
-
-
-def _finite(content: Any) -> Any:
-    """The same, null for a number that is none: JSON has no word for it."""
-    if isinstance(content, dict):
-        return {key: _finite(part) for key, part in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(part) for part in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+        content = {
+            "kind": "audit",
+            **shared,
+            "title": self.title,
+            "attacks": found,
+            "findings": findings,
+        }
+        return json.dumps(with_schema(content), indent=2, ensure_ascii=False) + "\n"

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import attacking
-from lightning_rob.attacks.base import height
-from lightning_rob.attacks.base import slope as climbed
+from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.audit.case import Case, Subject
 from lightning_rob.audit.finding import Columns, Finding, Severity, known, many, not_run, share
 from lightning_rob.audit.suite import seen as view_of
-from lightning_rob.defenses import Defense, Mixture, RandomTransforms, Single, TransformEnsemble
+from lightning_rob.defenses import Defense, Mixture, Single
 from lightning_rob.objectives import expected_margin
 from lightning_rob.randomness import uniform
 
@@ -37,7 +36,7 @@ def slope_far(case: Case) -> Tensor:
 def slope_networks(case: Case) -> Tensor:
     """That of the networks without the defense's transforms, the better [B] of the two widths."""
     defense = case.subject.defense.adapted_model
-    if not isinstance(defense, RandomTransforms | TransformEnsemble):
+    if defense.kind not in ("random_transforms", "transform_ensemble"):
         return case.unknown()
     bare = Mixture([Single(net) for net in defense.foldable_networks])
     widths = (partial(_agreement, case, width) for width in (NEAR, FAR))
@@ -69,17 +68,15 @@ def _agreement(case: Case, width: float, target: Defense, x: Tensor) -> Tensor:
     low, high = case.subject.threat.bounds
     side = high - low
     inside = x.detach().clamp(low + FAR * side, high - FAR * side)  # room on both sides
-    view = view_of(target)
+    view, margin = view_of(target), ObjectiveGradient(expected_margin)
     with attacking(target):
         with view(target) if view else nullcontext():
-            gradient = climbed(expected_margin, None, target, inside, case.y, case.noise())[1]
+            gradient = margin(target, inside, case.y, case.noise()).gradient
         slopes, differences = [], []
         with torch.no_grad():
             for corner in _corners(case, inside):
                 ends = (inside + width * side * corner, inside - width * side * corner)
-                up, down = (
-                    height(expected_margin, None, target, end, case.y, case.noise()) for end in ends
-                )
+                up, down = (margin.value(target, end, case.y, case.noise()) for end in ends)
                 slopes.append((gradient * corner).flatten(1).sum(1))
                 differences.append(up - down)
     return _cosine(torch.stack(slopes, 1), torch.stack(differences, 1)).masked_fill(

@@ -20,7 +20,7 @@ from lightning_rob.attacks import (
     TransferFromStatic,
     arc_suite,
 )
-from lightning_rob.defenses import Defense, RandomTransforms, TransformEnsemble
+from lightning_rob.defenses import Defense, random_transforms_in
 from lightning_rob.objectives import (
     Objective,
     ce_of_mean_logits,
@@ -43,7 +43,7 @@ def kind_of(defense: Defense) -> Kind:
     """What has to be known of a defense to attack it."""
     if defense.transductive:
         return "transductive"
-    if isinstance(defense, TransformEnsemble):
+    if defense.kind == "transform_ensemble":
         return "transformed"
     try:
         members = len(defense.classifiers)
@@ -174,7 +174,7 @@ def climbed(defense: Defense) -> Objective:
 
 def seen(defense: Defense) -> SurrogateTransforms | None:
     """A view that has a gradient where random transforms have none; None where it needs none."""
-    parts = [part for part in defense.modules() if isinstance(part, RandomTransforms)]
+    parts = random_transforms_in(defense)
     kinds = [kind for part in parts for kind in part.transforms.values()]
     lacking = any(part.gradients == "exact" for part in parts) and not all(
         kind.differentiable for kind in kinds
@@ -186,7 +186,7 @@ def seen(defense: Defense) -> SurrogateTransforms | None:
 
 def _wrapped(defense: Defense, attack: Attack) -> Attack:
     """The attack, on what has a gradient; on single members where nothing has one."""
-    if not isinstance(defense, TransformEnsemble):
+    if defense.kind != "transform_ensemble":
         return attack
     with_gradient = any(kind.differentiable for kind in defense.transforms.values())
     return OnDifferentiable(attack) if with_gradient else TAA(attack)
@@ -227,8 +227,9 @@ def _adaptive(defense: Defense, kind: Kind, usual: PGD) -> dict[str, Attack]:
     if kind == "randomized":
         return arc_suite(threat, steps)
     if kind == "random":
-        has = any(isinstance(part, RandomTransforms) for part in defense.modules())
-        view = replace(seen(defense) or SurrogateTransforms(), shared_order=True) if has else None
+        view = None
+        if random_transforms_in(defense):
+            view = replace(seen(defense) or SurrogateTransforms(), shared_order=True)
         found = replace(usual, draws=10, objective=linear, backward=view, momentum=DAMPINGS)
         step_size = _step(threat.eps, 2 * steps, 10)
         return {"linear_aggmo": replace(found, steps=2 * steps, step_size=step_size)}

@@ -1,28 +1,28 @@
 """A look for a false sense of security, beside or instead of other attacks."""
 
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor
 
-from lightning_rob.callbacks.evaluation import Evaluation, at_least_one, writing_folder
-from lightning_rob.callbacks.game import RoundProtocol
+from lightning_rob.attacks import Attack
+from lightning_rob.audit import auditor
+from lightning_rob.audit.case import Subject
+from lightning_rob.audit.page import Report
+from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
+from lightning_rob.callbacks.collector import collector_of
 from lightning_rob.callbacks.progress import console_of
-from lightning_rob.callbacks.robust_eval import RobustEval, whole
-from lightning_rob.data.labelled import give_source
-from lightning_rob.evaluation import GROUP_SIZE
+from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
+from lightning_rob.data.base import labelled_images
+from lightning_rob.defenses.transductive import give_source
+from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
+from lightning_rob.evaluation.evaluate import at_least_one
 from lightning_rob.files import atomic_write_text
 from lightning_rob.metrics import PerImage
 from lightning_rob.threat import Threat
 
-if TYPE_CHECKING:
-    from lightning_rob.audit.case import Subject
-    from lightning_rob.audit.page import Report
 
-
-class RobustAudit(Evaluation):
+class RobustAudit(EvaluationCallback):
     """Attack the module's `defense` by what fits its kind, and say what makes figures suspicious.
 
     It runs the usual attack on such a defense, attacks made for its kind (ARC, EoT with AggMo,
@@ -59,70 +59,54 @@ class RobustAudit(Evaluation):
         record: str = "audit.json",
         group_size: int = GROUP_SIZE,
     ) -> None:
-        super().__init__(every_n_epochs, max_images, seed, group_size)
+        settings = EvaluationSettings(
+            seed, max_images=max_images, group_size=group_size, protocol=protocol
+        )
+        super().__init__(settings, every_n_epochs)
         at_least_one(steps=steps, queries=queries)
         self.threat = threat or Threat()
         self.steps = steps
         self.queries = queries
-        self.protocol = protocol or RoundProtocol()
         self.record = record
         self.subject: Subject | None = None
         self.table = PerImage(1)
         self.tried = False
         self.found: Report | None = None
 
-    def rounds(self, pl_module: Any) -> int:
-        """Once by each attack."""
+    def attack_count(self, pl_module: Any) -> int:
+        """Return the number of attacks."""
         return len(self._subject(pl_module).suite.attacks)
 
-    def begin(self, trainer: Trainer, pl_module: Any) -> None:
+    def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
         """Forget the last audit."""
         self.subject = self._subject(pl_module)
-        self.subject.others = {
-            name: attack
-            for other in _evaluations(trainer)
-            for name, attack in other.attacks.items()
-        }
+        self.subject.others = _other_attacks(trainer)
         if self.subject.transductive and not trainer.sanity_checking:
-            self.protocol.check(trainer, self.loader, self.positions)
-        self.table = PerImage(len(_auditor().columns(self.subject))).to(pl_module.device)
+            give_source(self.subject.defense, lambda: labelled_images(trainer))
+        self.table = PerImage(len(auditor.columns(self.subject))).to(pl_module.device)
         if self.progress:
             self.subject.tell = self.progress.advance
         self.tried, self.found = False, None
+        return self.settings.protocol_for(self.subject.defense)
 
-    def attack_batch(
-        self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
-    ) -> None:
+    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
         """Audit a group of images; before training only try that all of it runs."""
-        subject = self.subject
-        if subject is None or subject.transductive or (trainer.sanity_checking and self.tried):
+        subject, (x, y, index) = self.subject, batch
+        assert subject is not None
+        if trainer.sanity_checking and (subject.transductive or self.tried):
             return
-        rows = _auditor().rows(subject, x, y, index)
+        rows = auditor.rows(subject, x, y, index)
         self.tried = True
         if not trainer.sanity_checking:
             self.table.update(index, rows)
-
-    @property
-    def in_rounds(self) -> bool:
-        """Whether `finish` audits all images, in the rounds of a game."""
-        return self.subject is not None and self.subject.transductive
-
-    def finish(self, trainer: Trainer, pl_module: Any) -> None:
-        """Play the rounds if the defense adapts."""
-        subject = self.subject
-        assert subject is not None
-        if subject.transductive:
-            give_source(subject.defense, trainer)
-            for x, y, index in self.protocol.rounds(trainer, self.loader, self.positions):
-                self.table.update(index, _auditor().rows(subject, x, y, index))
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Judge what all processes have seen, log and record it."""
         subject = self.subject
         assert subject is not None
         _, table = self.table.rows()
-        seen = dict(zip(_auditor().columns(subject), table.unbind(1), strict=True))
-        self.found = found = _auditor().report(subject, seen)
+        seen = dict(zip(auditor.columns(subject), table.unbind(1), strict=True))
+        self.found = found = auditor.report(subject, seen)
         values = {r.name: r.accuracy for r in found.results} | {"flags": float(len(found.flags))}
         for name, value in values.items():
             pl_module.log(f"{stage}/audit/{name}", value, sync_dist=True)
@@ -139,22 +123,12 @@ class RobustAudit(Evaluation):
         if self.found and trainer.is_global_zero:
             self.found.show(console_of(trainer))
 
-    def _subject(self, pl_module: Any) -> "Subject":
-        defense = pl_module.defense
-        subject: Subject = _auditor().Subject(
-            defense, self.threat, self.steps, self.queries, self.seed
-        )
-        return subject
+    def _subject(self, pl_module: Any) -> Subject:
+        return Subject(pl_module.defense, self.threat, self.steps, self.queries, self.settings.seed)
 
 
-def _evaluations(trainer: Trainer) -> list[RobustEval]:
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    found = [other for other in callbacks if isinstance(other, RobustEval)]
-    return [other for other in found if other.target is whole]
-
-
-def _auditor() -> ModuleType:
-    """Imported at its use: it is itself made of parts of this package."""
-    from lightning_rob.audit import auditor
-
-    return auditor
+def _other_attacks(trainer: Trainer) -> dict[str, Attack]:
+    """The attacks of the run on the full defense, by name."""
+    registered = collector_of(trainer, RobustEval).registered.values()
+    asked = [item for attacks in registered for item in attacks.items()]
+    return {name: attack for name, (attack, target, _) in asked if target is full_defense}

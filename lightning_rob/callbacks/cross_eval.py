@@ -1,60 +1,52 @@
-"""Every member of an ensemble attacked alone, and all of them asked: who falls with whom."""
+"""Transfer matrix of an ensemble: each member is attacked alone, and all members predict."""
 
-import json
 import time
-from itertools import takewhile
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torchmetrics import SumMetric
 
 from lightning_rob.attacks import TAA, Attack, evaluating
-from lightning_rob.attacks.taa import attackable
-from lightning_rob.callbacks.evaluation import (
-    Evaluation,
-    deduplicate_names,
-    with_radius,
-    writing_folder,
-)
-from lightning_rob.callbacks.protocol import play
-from lightning_rob.callbacks.record import append_lines
-from lightning_rob.defenses import Defense, Single, TransformEnsemble
-from lightning_rob.evaluation import GROUP_SIZE
-from lightning_rob.figures.heat_map import heat_map
-from lightning_rob.figures.page import pixels, save
-from lightning_rob.ledger.identity import describe
+from lightning_rob.attacks.transform_ensemble import attackable
+from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
+from lightning_rob.callbacks.robust_eval import with_radius
+from lightning_rob.defenses import Defense, Single, is_transform_ensemble
+from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
+from lightning_rob.evaluation.protocol import evaluate_once
+from lightning_rob.evaluation.records import append_records
+from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import Transferability, TransferMatrix, transfer_ranking, wilson
 from lightning_rob.objectives import check_logits
+from lightning_rob.plots import heat_map, pixels, save
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import random_member
+from lightning_rob.tables import print_members
 
 CLEAN = "clean"  # the matrix of no attack: all its columns are the members' clean accuracies
 
 
-class TransferMatrixEval(Evaluation):
-    """Attack each member of the module's `defense` alone and ask all members.
+class TransferMatrixEval(EvaluationCallback):
+    """Attack each member of the module's `defense` alone, and let all members predict.
 
     Sub-models of a `TransformEnsemble` are attacked in their own space, as by `TAA`.
 
     Logs `{stage}/member_{i}/acc`, clean, and `{stage}/member_{i}/{attack}`, member i under attack
     itself. Draws the matrix of every attack (ARC paper, Fig. 10a) as `transfer_{attack}.png` in the
-    run's folder, last evaluation only, and for TensorBoard, and as `transferability_{attack}.png`
-    which share of the images that fool one member fools another (Liao et al. 2020, Table 3).
-    Prints the table of members (ARC paper, Table 4) at the end of a test, and the members by how
-    well attacks on them transfer (Liao et al. 2020, Algorithm 2). Noise is keyed by image and as in
-    `RobustEval`, so that member 1 gets the figure that `first_member` has there. Training is not
-    touched.
+    run's folder, last evaluation only, and for TensorBoard. `transferability_{attack}.png` shows
+    the share of the images that fool one member which fool another (Liao et al. 2020, Table 3).
+    Prints the table of members (ARC paper, Table 4) at the end of a test, and the members ranked by
+    how well attacks on them transfer (Liao et al. 2020, Algorithm 2). Noise is keyed by image and
+    equals that of `RobustEval`: member 1 has the accuracy of `first_member` there. The random
+    streams of training are not touched.
 
     Args:
         attacks: name -> attack.
-        every_n_epochs: validate every so many epochs of `fit`.
-        max_images: attack so many images only, a random choice by the seed; None attacks all.
+        every_n_epochs: evaluate in every n-th epoch of `fit`.
+        max_images: attack this many images, a random choice by the seed; None attacks all.
         seed: of the evaluation's noise.
         record: file in the run's folder to which each matrix is appended as a line of JSON.
         eps: radius of all attacks instead of their own, see `RobustEval`.
@@ -80,7 +72,8 @@ class TransferMatrixEval(Evaluation):
             raise ValueError(
                 f"no attack can be called {taken.pop()!r}: that column has another meaning"
             )
-        super().__init__(every_n_epochs, max_images, seed, group_size)
+        settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
+        super().__init__(settings, every_n_epochs)
         self.attacks = with_radius(attacks, eps)
         self.record = record
         self.matrices: dict[str, TransferMatrix] = {}
@@ -90,20 +83,19 @@ class TransferMatrixEval(Evaluation):
         self.results: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Run once what is there twice; number a name that another attack in the run has."""
-        for other in takewhile(lambda other: other is not self, _siblings(trainer)):
-            self.attacks = deduplicate_names(self.attacks, other.attacks)
+        """Drop attacks that an earlier callback runs; number names that it uses for another."""
+        self.attacks = self.collector(trainer).register(self, self.attacks)
 
     def due(self, trainer: Trainer) -> bool:
-        """Whether this epoch's evaluation is one of ours."""
+        """Whether this callback evaluates in the current epoch."""
         return bool(self.attacks) and super().due(trainer)
 
-    def rounds(self, pl_module: Any) -> int:
-        """Once by each attack on each member."""
+    def attack_count(self, pl_module: Any) -> int:
+        """Return the number of attacks on all members."""
         return len(self.attacks) * len(pl_module.defense.weights)
 
-    def begin(self, trainer: Trainer, pl_module: Any) -> None:
-        """Empty matrices, of as many members as there are by now."""
+    def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
+        """Empty the matrices, which have a row for each current member."""
         members = len(pl_module.defense.weights)
         _check_attackable(pl_module.defense)
         names = (CLEAN, *self.attacks)
@@ -112,33 +104,35 @@ class TransferMatrixEval(Evaluation):
         self.transfers = {name: Transferability(members).to(device) for name in self.attacks}
         self.images = SumMetric().to(pl_module.device)
         self.seconds = dict.fromkeys(self.attacks, 0.0)
+        return None
 
-    def attack_batch(
-        self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
-    ) -> None:
+    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
         """Attack the batch once for every member and attack."""
+        x, y, index = batch
         defense, members = pl_module.defense, len(pl_module.defense.weights)
         self.images.update(len(x))
-        clean = self._ask(defense, x, y, index)
+        clean = self._predict(defense, x, y, index)
         self.matrices[CLEAN].update(torch.stack([clean] * members, 1), y)
         for name, attack in self.attacks.items():
             found, began = [], time.perf_counter()
             for j in range(members):
                 target, alone = _alone(defense, attack, j)
-                x_adv, _ = play(alone, target, x, y, index, self.seed, 0, *name.encode())
-                found.append(self._ask(defense, x_adv, y, index))
+                x_adv, _ = evaluate_once(
+                    alone, target, x, y, index, self.settings.seed, 0, *name.encode()
+                )
+                found.append(self._predict(defense, x_adv, y, index))
                 if self.progress:
                     self.progress.advance(f"{name} on member {j + 1}", len(x))
-            answers = torch.stack(found, 1)
-            self.matrices[name].update(answers, y)
-            self.transfers[name].update(answers, y)
+            probabilities = torch.stack(found, 1)
+            self.matrices[name].update(probabilities, y)
+            self.transfers[name].update(probabilities, y)
             self.seconds[name] += time.perf_counter() - began
 
     @torch.no_grad()
-    def _ask(self, defense: Defense, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        """The probability of each member's answers: [M, B, K]."""
+    def _predict(self, defense: Defense, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        """Return the probability of each class by each member: [M, B, K]."""
         with evaluating(defense):
-            logits = defense.logits(x, Streams.from_index(index, self.seed))
+            logits = defense.logits(x, Streams.from_index(index, self.settings.seed))
         check_logits(logits, y)
         return torch.stack([random_member(one[None], torch.ones(1)) for one in logits])
 
@@ -149,10 +143,12 @@ class TransferMatrixEval(Evaluation):
             name = "acc" if result["name"] == CLEAN else result["name"]
             for i, row in enumerate(result["matrix"]):
                 pl_module.log(f"{stage}/member_{i + 1}/{name}", row[i], sync_dist=True)
+        if stage == "test":
+            self.collector(trainer).rows.append(self.results)
         folder = writing_folder(trainer)
         if folder is None:
             return
-        append_lines(folder / self.record, map(json.dumps, self.results[1:]))
+        append_records(folder / self.record, self.results[1:])
         for result in self.results[1:]:
             for kind, figure in (("transfer", draw(result)), ("transferability", spread(result))):
                 save(figure, folder / f"{kind}_{result['name']}.png")
@@ -161,27 +157,29 @@ class TransferMatrixEval(Evaluation):
                     trainer.logger.experiment.add_image(tag, pixels(figure), trainer.global_step)
 
     def _results(self, trainer: Trainer, defense: Defense, stage: str) -> list[dict[str, Any]]:
-        """One record per matrix, that of no attack first."""
+        """Return one record per matrix, that of clean images first."""
         shared = self.run_metadata(trainer, stage) | {"probs": defense.weights.tolist()}
-        shared |= {"names": _names(defense)}
+        shared |= {"names": defense.names}
         n, found = int(self.images.compute()), []
         size = (len(defense.weights), -1)
         clean = [row[0] for row in self.matrices[CLEAN].compute().reshape(size).tolist()]
         for name, entries in self.matrices.items():
             matrix = entries.compute().reshape(size).tolist()
-            figures = {
+            numbers = {
                 "matrix": matrix,
                 "intervals": [[wilson(value, n) for value in row] for row in matrix],
                 "clean": clean,
                 "n": n,
             }
             if name != CLEAN:
-                figures |= self._transfer(name, torch.tensor(matrix))
-            found.append({"name": name} | shared | self._details(name) | figures)
+                numbers |= self._transfer(name, torch.tensor(matrix))
+            found.append(
+                {"kind": "transfer_matrix", "name": name} | shared | self._details(name) | numbers
+            )
         return found
 
     def _transfer(self, name: str, matrix: Tensor) -> dict[str, Any]:
-        """What fools the other members too, and on which member it is best made."""
+        """Return which images fool other members too, and the members ranked as sources."""
         shares, counts = self.transfers[name].compute()
         shares = shares.reshape(matrix.shape).nan_to_num(0.0)  # of nothing, where nothing succeeded
         return {
@@ -195,26 +193,25 @@ class TransferMatrixEval(Evaluation):
             return {}
         attack = self.attacks[name]
         seconds = self.seconds[name]
-        return {"attack": describe(attack), "threat": repr(attack.threat), "seconds": seconds}
+        fields = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
+        return fields | {"seconds": seconds}
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table of members once all callbacks are through."""
-        siblings = _siblings(trainer)
-        if siblings[-1:] == [self] and trainer.is_global_zero:
-            for sibling in siblings:
-                print_members(type(pl_module).__name__, sibling.results)
+        """Print the tables of all callbacks of the run, once."""
+        for results in self.collector(trainer).take_rows() if trainer.is_global_zero else ():
+            print_members(type(pl_module).__name__, results)
 
 
 def _alone(defense: Defense, attack: Attack, member: int) -> tuple[Defense, Attack]:
-    """What is attacked, and how, in an attack on one member."""
-    if isinstance(defense, TransformEnsemble):
+    """Return the defense to attack, and the attack on it, for an attack on one member."""
+    if defense.kind == "transform_ensemble":
         return defense, TAA(attack, member)
     return Single(defense.classifiers[member]), attack
 
 
 def _check_attackable(defense: Defense) -> None:
     """Raise TypeError, before any attack, where a sub-model cannot be attacked by itself."""
-    if isinstance(defense, TransformEnsemble):
+    if is_transform_ensemble(defense):
         known = {defense.names[i] for i in attackable(defense)}
         if beyond := [name for name in defense.names if name not in known]:
             raise TypeError(
@@ -223,20 +220,14 @@ def _check_attackable(defense: Defense) -> None:
             )
 
 
-def _names(defense: Defense) -> list[str]:
-    if isinstance(defense, TransformEnsemble):
-        return defense.names
-    return [str(i + 1) for i in range(len(defense.weights))]
-
-
 def draw(result: dict[str, Any]) -> Figure:
-    """The heat map of a record's accuracies."""
+    """Return the heat map of a record's accuracies."""
     names, title = result["names"], f"{result['name']} on each member\n{_when(result)}"
     return heat_map(torch.tensor(result["matrix"]), names, names, title)
 
 
 def spread(result: dict[str, Any]) -> Figure:
-    """The heat map of what share of the images that fool one member fool another."""
+    """Return the heat map of the share of images fooling one member that fool another."""
     names = result["names"]
     title = f"{result['name']}: of the images that fool the source, those that fool the target\n"
     labels = {"row_label": "source", "column_label": "target", "unit": "fooled in %"}
@@ -247,35 +238,3 @@ def spread(result: dict[str, Any]) -> Figure:
 def _when(result: dict[str, Any]) -> str:
     epoch = f", epoch {result['epoch']}" if result["stage"] == "val" else ""
     return f"{result['stage']}{epoch}, n = {result['n']}"
-
-
-def print_members(title: str, results: list[dict[str, Any]]) -> None:
-    """The table of members: each alone, under no attack and under attack itself."""
-    n, probs = results[0]["n"], results[0]["probs"]
-    title = f"{title}: each member alone, {n} images; below, the 95 % interval"
-    table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
-    table.add_column("member", no_wrap=True)
-    unequal = len({round(share, 6) for share in probs}) > 1
-    if unequal:
-        table.add_column("probability", justify="right")
-    for result in results:
-        table.add_column(result["name"], justify="right")
-    for i, share in enumerate(probs):
-        cells = [_cell(result["matrix"][i][i], *result["intervals"][i][i]) for result in results]
-        shares = [f"{share:.3g}"] if unequal else []
-        table.add_row(results[0]["names"][i], *shares, *cells)
-    console = Console()
-    console.print(table)
-    for result in results:
-        if len(result.get("ranking", ())) > 1:
-            names = [result["names"][i] for i in result["ranking"]]
-            console.print(f"{result['name']} transfers best from: {', '.join(names)}")
-
-
-def _cell(accuracy: float, low: float, high: float) -> str:
-    return f"{accuracy:.1%}\n{100 * low:.1f} … {100 * high:.1f}"
-
-
-def _siblings(trainer: Trainer) -> list[TransferMatrixEval]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [other for other in callbacks if isinstance(other, TransferMatrixEval) and other.attacks]

@@ -1,45 +1,45 @@
-"""Pictures of what a weak attack overlooks: right answers that a strong one takes away."""
+"""Pictures of images that survive a weak attack and not a strong one."""
 
-import json
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
-from lightning_rob.callbacks.evaluation import Evaluation, at_least_one, with_radius, writing_folder
-from lightning_rob.callbacks.protocol import play
-from lightning_rob.callbacks.record import append_lines
+from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
+from lightning_rob.callbacks.robust_eval import with_radius
 from lightning_rob.defenses import Defense
-from lightning_rob.evaluation import GROUP_SIZE
-from lightning_rob.figures.gallery import Case, Shown, gallery
-from lightning_rob.figures.page import pixels, save
-from lightning_rob.ledger.identity import describe
+from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
+from lightning_rob.evaluation.evaluate import at_least_one
+from lightning_rob.evaluation.protocol import evaluate_once
+from lightning_rob.evaluation.records import append_records
+from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import robust_accuracy
+from lightning_rob.plots import GalleryRow, MemberPredictions, gallery, pixels, save
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import random_member
 
-Found = tuple[float, int, Case]  # minus the expected accuracy under the weak attack, the index
+# Minus the expected accuracy under the weak attack, the index, the row.
+Found = tuple[float, int, GalleryRow]
 
 
-class Gallery(Evaluation):
+class Gallery(EvaluationCallback):
     """At test, show images of which a weak attack leaves some member right and a strong one none.
 
     Draws `{name}.png` in the run's folder and for TensorBoard, counts such images, prints the
     count and appends it to `{name}.jsonl`. Images on which more members survive the weak attack
-    come first, then those of lower index: they are gathered from all processes, whose number
-    changes nothing. Members that never answer are not asked for.
+    come first, then those of lower index. They are gathered from all processes, whose number
+    changes nothing. Members with probability 0 are ignored.
 
     Args:
         weak: the attack that leaves some member right.
         strong: the one that fools every member.
-        names: what the two are called; None takes their classes' names.
-        count: show so many images.
-        max_images: attack so many images only, a random choice by the seed; None attacks all.
+        names: of the two attacks; None takes their classes' names.
+        count: number of images to show.
+        max_images: attack this many images, a random choice by the seed; None attacks all.
         seed: of the attacks' noise.
         name: of the files.
         eps: radius of both attacks instead of their own, see `RobustEval`.
@@ -61,7 +61,7 @@ class Gallery(Evaluation):
         eps: float | None = None,
         group_size: int = GROUP_SIZE,
     ) -> None:
-        super().__init__(1, max_images, seed, group_size)
+        super().__init__(EvaluationSettings(seed, max_images=max_images, group_size=group_size))
         at_least_one(count=count)
         if names is not None and len(names) != 2:
             raise ValueError(f"names must be two, of the weak and the strong attack, got {names}")
@@ -75,28 +75,25 @@ class Gallery(Evaluation):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse to write to another gallery's files."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for other in takewhile(lambda other: other is not self, callbacks):
-            if isinstance(other, Gallery) and other.name == self.name:
-                raise ValueError(f"two galleries are called {self.name!r}: rename one of them")
+        if self.name not in self.collector(trainer).register(self, {self.name: self}):
+            raise ValueError(f"two galleries are called {self.name!r}: rename one of them")
 
     def due(self, trainer: Trainer) -> bool:
-        """At test only."""
+        """Whether the run is a test."""
         return trainer.state.fn == "test"
 
-    def rounds(self, pl_module: Any) -> int:
-        """Once by each attack."""
+    def attack_count(self, pl_module: Any) -> int:
+        """Return the number of attacks."""
         return 2
 
-    def begin(self, trainer: Trainer, pl_module: Any) -> None:
+    def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
         """Forget the last test."""
         self.kept, self.counts, self.line = [], dict.fromkeys(self.counts, 0), ""
+        return None
 
-    def attack_batch(
-        self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
-    ) -> None:
+    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
         """Attack the batch, and what is left of it by the weak attack again by the strong one."""
-        defense = pl_module.defense
+        defense, (x, y, index) = pl_module.defense, batch
         for attack in (self.weak, self.strong):
             if len(attack.strategies(defense)) > 1:
                 name = type(attack).__name__
@@ -109,7 +106,7 @@ class Gallery(Evaluation):
             self.counts[key] += number
         for j in fooled.tolist():
             i = int(left[j])
-            case = Case(int(y[i]), x[i].cpu().clone(), weak[i], strong[j])
+            case = GalleryRow(int(y[i]), x[i].cpu().clone(), weak[i], strong[j])
             self.kept.append((-float(after[i]), int(index[i]), case))
         self.kept = first(self.kept, self.count)
         if self.progress:
@@ -117,17 +114,17 @@ class Gallery(Evaluation):
 
     def _duel(
         self, side: int, attack: Attack, defense: Defense, x: Tensor, y: Tensor, index: Tensor
-    ) -> tuple[list[Shown], Tensor]:
-        """The perturbed images with their answers, and the expected accuracy on them [B]."""
+    ) -> tuple[list[MemberPredictions], Tensor]:
+        """Return the perturbed images with their predictions, and the accuracy on them [B]."""
         if not len(x):
             return [], torch.zeros(0)
-        x_adv, _ = play(attack, defense, x, y, index, self.seed, side)
+        x_adv, _ = evaluate_once(attack, defense, x, y, index, self.settings.seed, side)
         with evaluating(defense), torch.no_grad():
-            logits = defense.logits(x_adv, Streams.from_index(index, self.seed, side, 2))
-        confidence, answers = logits.softmax(-1).max(-1)
-        parts = (x_adv.cpu(), answers.T.cpu(), confidence.T.cpu())
+            logits = defense.logits(x_adv, Streams.from_index(index, self.settings.seed, side, 2))
+        confidence, predicted = logits.softmax(-1).max(-1)
+        parts = (x_adv.cpu(), predicted.T.cpu(), confidence.T.cpu())
         # Cloned, for a view would keep the whole batch alive.
-        shown = [Shown(*(part[i].clone() for part in parts)) for i in range(len(x))]
+        shown = [MemberPredictions(*(p[i].clone() for p in parts)) for i in range(len(x))]
         return shown, robust_accuracy(random_member(logits, defense.weights), y)
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
@@ -144,9 +141,14 @@ class Gallery(Evaluation):
             self._publish(trainer, stage, folder)
 
     def _publish(self, trainer: Trainer, stage: str, folder: Path) -> None:
-        attacks = {"weak": describe(self.weak), "strong": describe(self.strong)}
-        record = {"name": self.name} | self.run_metadata(trainer, stage) | attacks | self.counts
-        append_lines(folder / f"{self.name}.jsonl", [json.dumps(record)])
+        attacks = {"weak": attack_spec(self.weak), "strong": attack_spec(self.strong)}
+        record = (
+            {"kind": "gallery", "name": self.name}
+            | self.run_metadata(trainer, stage)
+            | attacks
+            | self.counts
+        )
+        append_records(folder / f"{self.name}.jsonl", [record])
         if not self.kept:
             return
         names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
@@ -158,20 +160,20 @@ class Gallery(Evaluation):
             trainer.logger.experiment.add_image(tag, pixels(figure), trainer.global_step)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say how many there were."""
+        """Print the counts."""
         if trainer.is_global_zero:
             print(f"{self.line} ({self.counts['n']} attacked)")
 
 
 def first(found: list[Found], count: int) -> list[Found]:
-    """So many of the images: those most robust to the weak attack, then those of lowest index."""
+    """Return `count` images: the most robust to the weak attack, then those of lowest index."""
     return sorted(found, key=lambda item: item[:2])[:count]
 
 
 def _gather(trainer: Trainer, mine: Any) -> list[Any]:
-    """What every process has, in their order."""
+    """Return the value of every process, in the order of ranks."""
     if trainer.world_size == 1:
         return [mine]
-    everybodys = [None] * trainer.world_size
-    torch.distributed.all_gather_object(everybodys, mine)
-    return everybodys
+    gathered = [None] * trainer.world_size
+    torch.distributed.all_gather_object(gathered, mine)
+    return gathered

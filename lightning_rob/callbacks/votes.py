@@ -1,36 +1,30 @@
-"""An ensemble under every voting rule, its parts too, from the same votes."""
+"""Accuracy of an ensemble, and of parts of it, under every voting rule, from the same votes."""
 
-import json
 import time
 from collections.abc import Sequence
-from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_rob.attacks import TAA, Attack, evaluating
-from lightning_rob.attacks.taa import attackable
-from lightning_rob.callbacks.evaluation import (
-    Evaluation,
-    at_least_one,
-    deduplicate_names,
-    with_radius,
-    writing_folder,
-)
+from lightning_rob.attacks.transform_ensemble import attackable
+from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
 from lightning_rob.callbacks.progress import console_of
-from lightning_rob.callbacks.protocol import NoAttack, check_within
-from lightning_rob.callbacks.record import append_lines
-from lightning_rob.callbacks.votes_table import CLEAN, print_votes
-from lightning_rob.defenses import Defense, TransformEnsemble
-from lightning_rob.evaluation import GROUP_SIZE
-from lightning_rob.ledger.identity import describe
+from lightning_rob.callbacks.robust_eval import with_radius
+from lightning_rob.defenses import Defense, is_transform_ensemble
+from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
+from lightning_rob.evaluation.evaluate import at_least_one
+from lightning_rob.evaluation.protocol import NoAttack, check_within
+from lightning_rob.evaluation.records import append_records
+from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import PerImage, robust_accuracy, wilson_over_draws
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import VOTING_RULES, Rule
+from lightning_rob.tables import CLEAN, print_votes
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import WORDS, chosen
 
@@ -39,28 +33,28 @@ DISSIMILARITY = Threat("l2", 1.0, relative=True)
 Names = list[str] | str
 
 
-class VotingRuleEval(Evaluation):
+class VotingRuleEval(EvaluationCallback):
     """Attack an ensemble once, and count its members' votes by every rule.
 
     Prints a table with the accuracy under each rule, as Tables 4 to 7 of Liao et al. (2020), at the
     end of a test, and logs `{stage}/votes/{attack}/{rule}`, or `…/{ensemble}/{rule}` of the parts
-    asked for. Noise is keyed by image; training is not touched.
+    asked for. Noise is keyed by image; the random streams of training are not touched.
 
     Args:
         attacks: name -> attack.
-        rules: name -> how votes become an answer; None is RD, MV, T2MV, AVEP and AVEL.
+        rules: name -> rule that turns votes into a prediction; None is RD, MV, T2MV, AVEP and AVEL.
         ensembles: name -> which members of a `TransformEnsemble` vote: names or words as for
             `lightning_rob.transforms.pool.chosen`, where "reversible", "irreversible" and "all" are
             those that there are; None is one of all members.
-        draws: how often an ensemble such as "14r+28i" is drawn, the figure being the mean over
+        draws: how often an ensemble such as "14r+28i" is drawn; the accuracy is the mean over
             draws.
         attacked: the members that the attacker knows, in the same words; None is all.
         each_target: of each attack make a `TAA` on every member that can be attacked, in turn, and
             call it `{attack}_on_{transformation}` (Table 4).
-        every_n_epochs: validate every so many epochs of `fit`.
-        max_images: attack so many images only, a random choice by the seed; None attacks all.
+        every_n_epochs: evaluate in every n-th epoch of `fit`.
+        max_images: attack this many images, a random choice by the seed; None attacks all.
         seed: of the evaluation's noise and of the draws.
-        record: file in the run's folder to which each figure is appended as a line of JSON.
+        record: file in the run's folder to which each accuracy is appended as a line of JSON.
         eps: radius of all attacks instead of their own, see `RobustEval`.
         group_size: images that are attacked together; other sizes may round otherwise.
 
@@ -87,7 +81,8 @@ class VotingRuleEval(Evaluation):
             raise ValueError("attacks must name at least one attack, got an empty dict")
         if CLEAN in attacks:
             raise ValueError("no attack can be called 'clean': that row has another meaning")
-        super().__init__(every_n_epochs, max_images, seed, group_size)
+        settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
+        super().__init__(settings, every_n_epochs)
         at_least_one(draws=draws)
         self.attacks = with_radius(attacks, eps)
         self.rules = rules or dict(VOTING_RULES)
@@ -95,7 +90,7 @@ class VotingRuleEval(Evaluation):
         self.draws = draws
         self.attacked = attacked
         self.each_target = each_target
-        self.rounds_of: dict[str, Attack] = {}
+        self.made: dict[str, Attack] = {}
         self.record = record
         self.parts: dict[str, list[list[int]]] = {}
         self.tables: dict[str, PerImage] = {}
@@ -103,49 +98,45 @@ class VotingRuleEval(Evaluation):
         self.results: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Run once what is there twice; number a name that another attack in the run has."""
-        earlier: dict[str, Any] = {}
-        for other in takewhile(lambda other: other is not self, _siblings(trainer)):
-            earlier |= other.games()
-        self.attacks = {k: game[0] for k, game in deduplicate_names(self.games(), earlier).items()}
-
-    def games(self) -> dict[str, Any]:
-        """What tells an attack here from another."""
-        asked = (self.rules, self.ensembles, self.draws, self.attacked, self.each_target)
-        return {name: (attack, *asked) for name, attack in self.attacks.items()}
+        """Drop attacks that an earlier callback runs; number names that it uses for another."""
+        how = (self.rules, self.ensembles, self.draws, self.attacked, self.each_target)
+        asked = {name: (attack, *how) for name, attack in self.attacks.items()}
+        kept = self.collector(trainer).register(self, asked)
+        self.attacks = {name: attack for name, (attack, *_) in kept.items()}
 
     def due(self, trainer: Trainer) -> bool:
-        """Whether this epoch's evaluation is one of ours: not while sub-models wait."""
-        waiting: Any = getattr(trainer.lightning_module, "waiting", ())
-        growing = trainer.state.fn == "fit" and bool(waiting)
+        """Whether this callback evaluates in the current epoch: once all members are trained."""
+        complete = getattr(trainer.lightning_module, "complete", True)
+        growing = trainer.state.fn == "fit" and not complete
         return bool(self.attacks) and not growing and super().due(trainer)
 
-    def rounds(self, pl_module: Any) -> int:
-        """Once by each attack."""
+    def attack_count(self, pl_module: Any) -> int:
+        """Return the number of attacks."""
         return len(self._made(pl_module.defense))
 
-    def begin(self, trainer: Trainer, pl_module: Any) -> None:
-        """Forget the last evaluation, and draw the ensembles from the members there are by now."""
+    def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
+        """Forget the last evaluation, and draw the ensembles from the current members."""
         if pl_module.defense.transductive:
             kind = type(pl_module.defense).__name__
             raise TypeError(f"{kind} adapts to the test batch: play games against it by RobustEval")
         self.parts = self._parts(pl_module.defense)
         votes = sum(map(len, self.parts.values())) * len(self.rules)
-        self.rounds_of = self._made(pl_module.defense)
-        names = (CLEAN, *self.rounds_of)
+        self.made = self._made(pl_module.defense)
+        names = (CLEAN, *self.made)
         self.tables = {name: PerImage(1 + votes).to(pl_module.device) for name in names}
-        self.seconds = dict.fromkeys(self.rounds_of, 0.0)
+        self.seconds = dict.fromkeys(self.made, 0.0)
+        return None
 
     def _target(self, defense: Any) -> Any:
-        """What the attacker knows of the defense."""
+        """Return the part of the defense that the attacker knows."""
         if self.attacked is None:
             return defense
-        return defense.part(_places(defense, self.attacked, self.seed))
+        return defense.part(_places(defense, self.attacked, self.settings.seed))
 
     def _made(self, defense: Defense) -> dict[str, Attack]:
-        """What attacks are made of those asked for."""
+        """Return the attacks that run: those given, or one on each member."""
         known = self._target(defense)
-        if not self.each_target or not isinstance(known, TransformEnsemble):
+        if not self.each_target or not is_transform_ensemble(known):
             return self.attacks
         return {
             f"{name}_on_{known.names[i]}": TAA(attack, known.names[i])
@@ -159,20 +150,18 @@ class VotingRuleEval(Evaluation):
             return {ALL: [list(range(len(defense.weights)))]}
         found = {}
         for name, members in self.ensembles.items():
-            seeds = range(self.seed, self.seed + self.draws)
+            seeds = range(self.settings.seed, self.settings.seed + self.draws)
             drawn = [tuple(_places(defense, members, seed)) for seed in seeds]
             found[name] = [list(part) for part in dict.fromkeys(drawn)]
         return found
 
-    def attack_batch(
-        self, trainer: Trainer, pl_module: Any, x: Tensor, y: Tensor, index: Tensor
-    ) -> None:
+    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
         """Let the members vote on the batch, untouched and under every attack."""
-        defense = pl_module.defense
+        defense, (x, y, index) = pl_module.defense, batch
         target = self._target(defense)
         nothing = NoAttack(next(iter(self.attacks.values())).threat)
-        for name, attack in {CLEAN: nothing, **self.rounds_of}.items():
-            began, keys = time.perf_counter(), (self.seed, 0, *name.encode())
+        for name, attack in {CLEAN: nothing, **self.made}.items():
+            began, keys = time.perf_counter(), (self.settings.seed, 0, *name.encode())
             x_adv = attack(target, x, y, Streams.from_index(index, *keys, 0))
             check_within(attack, x_adv, x)
             scores = self._scores(defense, x_adv, y, Streams.from_index(index, *keys, 2))
@@ -194,8 +183,8 @@ class VotingRuleEval(Evaluation):
         for draws in self.parts.values():
             for members in draws:
                 weights = defense.weights[members] / defense.weights[members].sum()
-                answers = [rule(logits[members], weights) for rule in self.rules.values()]
-                found += [robust_accuracy(answer, y) for answer in answers]
+                predictions = [rule(logits[members], weights) for rule in self.rules.values()]
+                found += [robust_accuracy(prediction, y) for prediction in predictions]
         return found
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
@@ -205,9 +194,11 @@ class VotingRuleEval(Evaluation):
             middle = "" if self.ensembles is None else f"{result['ensemble']}/"
             key = f"{stage}/votes/{result['name']}/{middle}{result['rule']}"
             pl_module.log(key, result["accuracy"], sync_dist=True)
+        if stage == "test":
+            self.collector(trainer).rows.append(self.results)
         folder = writing_folder(trainer)
         if folder is not None:
-            append_lines(folder / self.record, map(json.dumps, self.results))
+            append_records(folder / self.record, self.results)
 
     def _results(self, shared: dict[str, Any]) -> list[dict[str, Any]]:
         """A record for each attack, ensemble and rule."""
@@ -222,25 +213,28 @@ class VotingRuleEval(Evaluation):
                 rows = [[float(next(columns).mean()) for _ in self.rules] for _ in draws]
                 for rule, values in zip(self.rules, zip(*rows, strict=True), strict=True):
                     places = {"ensemble": ensemble, "rule": rule, "members": len(draws[0])}
-                    found.append({"name": name} | details | places | _figures(values, len(scores)))
+                    found.append(
+                        {"kind": "voting_rule", "name": name}
+                        | details
+                        | places
+                        | _accuracy(values, len(scores))
+                    )
         return found
 
     def _details(self, name: str) -> dict[str, Any]:
         if name == CLEAN:
             return {}
-        attack = self.rounds_of[name]
-        told = {"attack": describe(attack), "threat": repr(attack.threat)}
-        return told | {"attacked": self.attacked, "seconds": self.seconds[name]}
+        attack = self.made[name]
+        fields = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
+        return fields | {"attacked": self.attacked, "seconds": self.seconds[name]}
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table once all callbacks are through."""
-        siblings = _siblings(trainer)
-        if siblings[-1:] == [self] and trainer.is_global_zero:
-            for sibling in siblings:
-                print_votes(type(pl_module).__name__, sibling.results, console_of(trainer))
+        """Print the tables of all callbacks of the run, once."""
+        for results in self.collector(trainer).take_rows() if trainer.is_global_zero else ():
+            print_votes(type(pl_module).__name__, results, console_of(trainer))
 
 
-def _figures(values: Sequence[float], n: int) -> dict[str, Any]:
+def _accuracy(values: Sequence[float], n: int) -> dict[str, Any]:
     """The mean over draws with its 95 % interval, over the images and, if several, the draws."""
     interval = wilson_over_draws(values, n)
     return {"accuracy": fmean(values), "interval": interval, "draws": list(values)}
@@ -250,10 +244,10 @@ def _places(defense: Defense, names: Names, seed: int) -> list[int]:
     """The members behind these transformations.
 
     Raises:
-        TypeError: the members are not told apart by transformations.
+        TypeError: the defense is not a `TransformEnsemble`.
         ValueError: a transformation is missing.
     """
-    if not isinstance(defense, TransformEnsemble):
+    if not is_transform_ensemble(defense):
         raise TypeError(f"ensembles are parts of a TransformEnsemble, got {type(defense).__name__}")
     wanted: list[str] = []
     for one in [names] if isinstance(names, str) else names:
@@ -262,8 +256,3 @@ def _places(defense: Defense, names: Names, seed: int) -> list[int]:
     if not wanted:
         raise ValueError(f"no member is behind {names}, there are {', '.join(defense.names)}")
     return [defense.place(name) for name in dict.fromkeys(wanted)]
-
-
-def _siblings(trainer: Trainer) -> list[VotingRuleEval]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [other for other in callbacks if isinstance(other, VotingRuleEval) and other.attacks]

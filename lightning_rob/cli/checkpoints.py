@@ -7,7 +7,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rob.errors import InputError
 from lightning_rob.files import MANIFEST_SUFFIX, atomic_save, write_manifest
-from lightning_rob.nets.contents import read_file
+from lightning_rob.nets.weights import read_file
 
 Stamp = tuple[int, int, int]  # inode, bytes, time of change
 

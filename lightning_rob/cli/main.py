@@ -25,7 +25,8 @@ COMMANDS = {
     "export": "write a whole defense as a program that runs without this package",
     "report": "turn the records of runs into one HTML page and a Markdown table",
 }
-HAND_PARSED = ("sweep", "audit", "monitor", "compare")
+HAND_PARSED = ("sweep", "audit", "monitor")
+READERS = ("compare", "report")  # of records
 HELP = """usage: lightning-rob COMMAND [options]
 
 Train adversarially robust ensembles and evaluate them honestly, every epoch.
@@ -63,8 +64,8 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"lightning-rob {version('lightning-rob')}")
     elif args[0] not in COMMANDS:
         _fail(f"unknown command {args[0]!r}, choose from {', '.join(COMMANDS)}")
-    elif args[0] == "report":
-        _report(args[1:])
+    elif args[0] in READERS:
+        _read_records(*args)
     elif _asks_for_help(args):
         print(_help_text(args[0]))
     else:
@@ -117,15 +118,17 @@ def _starter(command: str) -> Callable[[list[str]], Any]:
     return RobustCLI
 
 
-def _report(args: list[str]) -> None:
-    from lightning_rob.report import main as report
+def _read_records(command: str, *args: str) -> None:
+    from lightning_rob.commands import record_configs
 
-    if os.environ.get("LIGHTNING_ROB_DEBUG"):
-        report(args)
+    if {"-h", "--help"} & set(args):
+        print(record_configs.build_parser(record_configs.CONFIGS[command]).format_help().rstrip())
         return
     try:
-        report(args)
+        import_module(f"lightning_rob.commands.{command}").main(args)
     except (ValueError, OSError) as error:
+        if os.environ.get("LIGHTNING_ROB_DEBUG"):
+            raise
         _fail(str(error))
 
 

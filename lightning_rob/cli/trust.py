@@ -22,7 +22,7 @@ TRUSTED = (
         f"lightning_rob.{name}"
         for name in (
             *("threat", "rules", "objectives", "nets", "transforms", "defenses", "attacks"),
-            *("metrics", "modules", "callbacks", "data"),
+            *("metrics", "modules", "callbacks", "data", "evaluation.protocol"),
             *(name for name in lightning_rob.__all__ if name.isidentifier()),
         )
     ),

@@ -89,7 +89,7 @@ def training_images(data: ImageData, limit: int | None) -> Tensor:
     """Return the first training images without augmentation: [N, C, H, W]."""
     data.setup("fit")
     train: Any = data.parts["train"]
-    part = Part(train.source, train.indices[:limit], data.fixed_steps())
+    part = Part(train.source, train.indices[:limit], data.preprocessing())
     return torch.stack([x for x, *_ in map(part.__getitem__, range(len(part)))])
 
 

@@ -12,13 +12,13 @@ from torch.export import Dim, ExportedProgram
 from torch.export import load as load_program
 from torch.export import save as save_program
 
-from lightning_rob.callbacks.record import versions
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.configs import ExportConfig
 from lightning_rob.data import ImageData
-from lightning_rob.defenses import Defense, RandomTransforms, TransformEnsemble
+from lightning_rob.defenses import Defense
+from lightning_rob.evaluation.records import versions
 from lightning_rob.files import atomic_write
-from lightning_rob.ledger.identity import fingerprint
+from lightning_rob.identity import fingerprint
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms import Transform
 
@@ -195,7 +195,7 @@ def is_randomized(defense: Defense, images: Tensor) -> bool:
 
 def _transforms(defense: Defense) -> Iterator[tuple[str, Transform]]:
     for part in defense.modules():
-        if isinstance(part, RandomTransforms | TransformEnsemble):
+        if isinstance(part, Defense):
             yield from part.transforms.items()
 
 

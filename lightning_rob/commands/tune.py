@@ -18,9 +18,8 @@ from lightning_rob.commands.configs import TuneConfig
 from lightning_rob.commands.tune_search import Budget, Point, Search, Space, replaced
 from lightning_rob.commands.tune_trials import Record, Study, Trial, read_trials
 from lightning_rob.errors import InputError
-from lightning_rob.figures.convergence import convergence
-from lightning_rob.figures.page import save
-from lightning_rob.ledger.identity import key_of
+from lightning_rob.identity import cache_key
+from lightning_rob.plots import convergence, save
 from lightning_rob.randomness import derive_seed
 from lightning_rob.safe_yaml import load
 
@@ -144,7 +143,7 @@ def _study_key(run: Run, space: Space, seed: int) -> str:
     """Return a key of all that an objective depends on."""
     bounds = {k: str(b) for k, b in space.variables.items()}
     contents = [bounds, space.objective, space.trial, space.prune]
-    return key_of(recipe=run.recipe, space=contents, seed=seed)
+    return cache_key(recipe=run.recipe, space=contents, seed=seed)
 
 
 def _earlier_trials(config: TuneConfig, space: Space) -> list[tuple[Point, float]]:

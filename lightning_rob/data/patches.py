@@ -1,4 +1,4 @@
-"""Patches10: which of ten photographs is this a crop of? A colour task without a download."""
+"""Patches10: crops of ten photographs, a colour task without a download."""
 
 from functools import cache
 from typing import Any
@@ -8,11 +8,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lightning_rob.data.image_data import ImageData, at_least
-from lightning_rob.data.samples import Pixels
-from lightning_rob.data.wheels import inside
+from lightning_rob.data.base import ImageData, InMemoryImages, at_least, packaged_file
 
-CELL = 96
+CELL = 96  # pixels
 CROP = 64
 KINDS = {"train": (0, 2), "val": (1,), "test": (3,)}  # (row + column) % 4 of a cell
 PHOTOS = {
@@ -21,10 +19,8 @@ PHOTOS = {
     "coffee": ("skimage", "data/coffee.png"),  # CC0, Rachel Michetti
     "galaxies": ("skimage", "data/hubble_deep_field.jpg"),  # public domain, NASA
     "tissue": ("skimage", "data/ihc.png"),  # no known restrictions, CMMI
-    "motorcycle": (
-        "skimage",
-        "data/motorcycle_left.png",
-    ),  # Middlebury 2014 stereo, no licence stated
+    # Middlebury 2014 stereo, no licence stated
+    "motorcycle": ("skimage", "data/motorcycle_left.png"),
     "retina": ("skimage", "data/retina.jpg"),  # CC0, Mikael Häggström
     "rocket": ("skimage", "data/rocket.jpg"),  # public domain, SpaceX
     "china": ("sklearn", "datasets/images/china.jpg"),  # CC BY 2.0, danielbuechele
@@ -34,15 +30,15 @@ PHOTOS = {
 
 @cache
 def _photo(name: str) -> Tensor:
-    """[3,H,W] uint8."""
-    with Image.open(inside(*PHOTOS[name])) as image:
+    """Read a photograph, [3, H, W] uint8."""
+    with Image.open(packaged_file(*PHOTOS[name])) as image:
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
 
 def cells(height: int, width: int, kind: str) -> Tensor:
-    """The upper left corners, [N,2], of an image's cells of a kind.
+    """Return the upper left corners [N, 2] of an image's cells for training, val or test.
 
-    A checkerboard's black cells are for training, its white ones by turns for validation and test.
+    On a checkerboard, black cells are for training, white ones in turn for validation and test.
     """
     grid = torch.cartesian_prod(torch.arange(height // CELL), torch.arange(width // CELL))
     wanted = torch.tensor(KINDS[kind])
@@ -50,16 +46,16 @@ def cells(height: int, width: int, kind: str) -> Tensor:
 
 
 def crops(photo: Tensor, kind: str, count: int, generator: torch.Generator) -> Tensor:
-    """Random crops, each from within one cell, at half their size.
+    """Draw random crops, each from within one cell, at half their size.
 
     Args:
-        photo: [3,H,W] uint8.
-        kind: train, val or test: whose cells.
-        count: how many.
-        generator: gives cell and place.
+        photo: [3, H, W] uint8.
+        kind: train, val or test, the kind of cells to crop.
+        count: N crops.
+        generator: draws the cells and the places in them.
 
     Returns:
-        [count,3,32,32] uint8.
+        [N, 3, 32, 32] uint8.
     """
     corners = cells(photo.shape[1], photo.shape[2], kind)
     cell = corners[torch.randint(len(corners), (count,), generator=generator)]
@@ -70,16 +66,16 @@ def crops(photo: Tensor, kind: str, count: int, generator: torch.Generator) -> T
 
 
 class Patches10(ImageData):
-    """Crops of ten photographs in the scikit-image and scikit-learn packages: which one is it?
+    """Crops of ten photographs of scikit-image and scikit-learn; the class is the photograph.
 
-    Training, validation and test crops come from cells of their own: no pixel is in two of them.
-    Figures on them are comparable with no other data set's.
+    Training, validation and test crops come from disjoint cells: no pixel is in two of them.
+    Results on them cannot be compared with those of other data sets.
 
     Args:
         train_size: training images.
         test_size: test images.
-        val_size: validation images, which come on top of the training images.
-        **options: see `ImageData`; the crops go by `split_seed`.
+        val_size: validation images, in addition to the training images.
+        **options: see `ImageData`; the crops depend on `split_seed`.
     """
 
     classes = 10
@@ -96,20 +92,21 @@ class Patches10(ImageData):
         self.train_size = train_size
         self.test_size = test_size
 
-    def source(self, train: bool) -> Pixels:
-        """The training crops and behind them those for validation, or the test crops."""
+    def source(self, train: bool) -> InMemoryImages:
+        """Return the training crops followed by those for validation, or the test crops."""
         if not train:
-            return Pixels(*self._crops("test", self.test_size))
-        images, labels = self._crops("train", self.train_size)
-        more, labels_of_more = self._crops("val", self.val_size)
-        return Pixels(torch.cat([images, more]), torch.cat([labels, labels_of_more]))
+            return InMemoryImages(*self._crops("test", self.test_size))
+        train_images, train_labels = self._crops("train", self.train_size)
+        val_images, val_labels = self._crops("val", self.val_size)
+        images = torch.cat([train_images, val_images])
+        return InMemoryImages(images, torch.cat([train_labels, val_labels]))
 
     def hold_out(self, count: int) -> tuple[Tensor, Tensor]:
-        """Validation images have cells of their own, so there is nothing to draw."""
+        """Split in order: validation images have cells of their own."""
         return torch.arange(self.train_size), torch.arange(self.train_size, count)
 
     def _crops(self, kind: str, count: int) -> tuple[Tensor, Tensor]:
-        """[count,3,32,32] and [count]: the ten photographs take turns."""
+        """Return images [count, 3, 32, 32] and labels [count]; the photographs take turns."""
         labels = torch.arange(count) % self.classes
         images = torch.empty(count, 3, CROP // 2, CROP // 2, dtype=torch.uint8)
         for label, name in enumerate(PHOTOS):

@@ -1,4 +1,4 @@
-"""Which image a process sees when: exact resumption in training, no padding in evaluation."""
+"""Order of the images on each process: exact resumption in training, no padding in evaluation."""
 
 import sys
 from collections.abc import Iterator, Sized
@@ -12,11 +12,14 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lightning_rob.randomness import derive_seed
 
 
-class Start(NamedTuple):
-    """Where training goes on: after so many batches of an epoch, which Lightning has `ahead` of it.
+class ResumePoint(NamedTuple):
+    """The place where training continues.
 
-    `ahead` is how far Lightning's number of an epoch is above ours: with max_steps it gives a new
-    number to the epoch that it takes up again, even to one that was over.
+    Args:
+        epoch: the sampler's number of the epoch.
+        batches: batches of this epoch that are done.
+        ahead: Lightning's number of the epoch minus the sampler's. With max_steps Lightning gives
+            a new number to an epoch that it resumes, even to one that was over.
     """
 
     epoch: int = 0
@@ -24,20 +27,20 @@ class Start(NamedTuple):
     ahead: int = 0
 
 
-def resumption(trainer: Trainer | None, last: int | None) -> Start:
-    """Where the trainer, its counters perhaps just restored from a checkpoint, goes on.
+def resume_point(trainer: Trainer | None, last: int | None) -> ResumePoint:
+    """Return where the trainer, its counters perhaps restored from a checkpoint, continues.
 
     Args:
-        trainer: None for a loader of its own.
-        last: the epoch that training was in, by our number; None if it was in none.
+        trainer: None for a loader without a trainer.
+        last: the sampler's number of the last epoch in training; None before the first.
     """
     if trainer is None:
-        return Start()
+        return ResumePoint()
     loop: Any = trainer.fit_loop
-    given = loop.epoch_progress.current.processed  # Lightning's number of the epoch to come
-    ahead = 0 if last is None else given - last - int(not loop.restarting)
+    coming = loop.epoch_progress.current.processed  # Lightning's number of the coming epoch
+    ahead = 0 if last is None else coming - last - int(not loop.restarting)
     batches = _batches_done(loop.epoch_loop.batch_progress) if loop.restarting else 0
-    return Start(given - ahead, batches, ahead)
+    return ResumePoint(coming - ahead, batches, ahead)
 
 
 def _batches_done(progress: Any) -> int:
@@ -47,17 +50,17 @@ def _batches_done(progress: Any) -> int:
 
 
 class EpochSampler(DistributedSampler[int]):
-    """A shuffle that is a function of (seed, epoch) and can start in the middle of an epoch.
+    """Shuffle as a function of (seed, epoch), from any batch of an epoch on.
 
     It yields `epoch * len(dataset) + position`, so that the data set knows the epoch in any worker.
 
     Args:
         dataset: the images to shuffle.
-        batch_size: images a process takes at a time, to count the images it has seen.
-        seed: names the shuffles.
+        batch_size: images per batch and process, to count the images that are done.
+        seed: seed of the shuffles.
         start: where to start; its batches are left out of its epoch only.
-        num_replicas: processes that share the images.
-        rank: which of them this is.
+        num_replicas: number of processes that share the images.
+        rank: rank of this process.
     """
 
     def __init__(
@@ -65,56 +68,56 @@ class EpochSampler(DistributedSampler[int]):
         dataset: Dataset[Any],
         batch_size: int,
         seed: int,
-        start: Start,
+        start: ResumePoint,
         num_replicas: int = 1,
         rank: int = 0,
     ) -> None:
         super().__init__(dataset, num_replicas, rank, seed=seed)
         self.start = start
-        self.seen = start.batches * batch_size
+        self.done = start.batches * batch_size
         self.epoch = start.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the epoch from Lightning, which calls this before every epoch."""
+        """Set the epoch by Lightning's number; called before every epoch."""
         super().set_epoch(epoch - self.start.ahead)
 
     def __iter__(self) -> Iterator[int]:
-        """This process's images of this epoch, in order."""
+        """Yield the keys of this process's images of the current epoch."""
         assert isinstance(self.dataset, Sized)
         count = len(self.dataset)
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         order = torch.randperm(count, generator=generator).repeat(self.num_replicas)
-        mine = order[self.rank : self.total_size : self.num_replicas] + self.epoch * count
-        return iter(mine.tolist()[self.seen if self.epoch == self.start.epoch else 0 :])
+        keys = order[self.rank : self.total_size : self.num_replicas] + self.epoch * count
+        return iter(keys.tolist()[self.done if self.epoch == self.start.epoch else 0 :])
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A training loader that starts at its first batch, when Lightning has set the epoch.
+    """Training loader that starts its workers at the first batch, after `set_epoch`.
 
-    A plain loader with workers fetches ahead as soon as `iter` is called, which is before
-    `set_epoch`. Having a state, if an empty one, is how Lightning knows a loader to be resumable;
-    the place to resume at is in its own counters (see `resumption`).
+    A plain loader with workers fetches ahead as soon as `iter` is called, which is before Lightning
+    sets the epoch. Lightning takes a loader with a state, even an empty one, for resumable; the
+    resume point itself is in Lightning's counters (see `resume_point`).
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The batches of an epoch, its workers started by the first."""
+        """Yield the batches of an epoch."""
         yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: Lightning's counters say it all."""
+        """Return no state: Lightning's counters are enough."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load."""
+        """Do nothing: there is no state."""
 
 
 def every_image_once(
     dataset: Dataset[Any], num_replicas: int = 1, rank: int = 0
 ) -> UnrepeatedDistributedSampler:
-    """A sampler in order that repeats no image, whatever the number of processes.
+    """Return a sampler in order that repeats no image, for any number of processes.
 
     Raises:
-        ValueError: a process would be left without an image, and its peers would wait for it.
+        ValueError: a process would get no image, and the others would wait for it.
     """
     assert isinstance(dataset, Sized)
     if len(dataset) < num_replicas:

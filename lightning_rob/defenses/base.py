@@ -1,26 +1,40 @@
-"""A defense is a distribution over classifiers, and a rule that turns its draws into an answer."""
+"""A defense is a distribution over classifiers, and a rule that predicts from its draws."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.transforms import Transform
+
+Kind = Literal[
+    "single",
+    "ensemble",
+    "mixture",
+    "random_transforms",
+    "transform_ensemble",
+    "transductive",
+    "other",
+]
 
 
 class Defense(nn.Module, ABC):
-    """Whatever answers, at the moment it answers.
+    """A distribution over S classifiers, at the moment of prediction.
 
-    `weights` [S] sums to one, `logits(x)` is [S, B, K], `rule` makes [B, K] of them: the
-    probability that the system answers k.
+    `weights` [S] sums to one, `logits(x)` is [S, B, K], and `rule` turns both into [B, K]: the
+    probability that the system predicts each class.
     """
 
+    kind: ClassVar[Kind] = "other"  # which attacks and checks are made for it
+    transforms: Mapping[str, Transform] = MappingProxyType({})  # of its inputs, by name
     rule: Rule
     weights: Tensor
-    stateful = False  # whether the next round goes on with what this one has adapted to
+    stateful = False  # whether the next round starts from the current adaptation
 
     def __init__(self, weights: Tensor, rule: Rule) -> None:
         super().__init__()
@@ -29,11 +43,11 @@ class Defense(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """The draws' logits.
+        """Compute the logits of the draws.
 
         Args:
             x: [B, C, H, W] images in [0, 1].
-            generator: where the draws come from, if there is chance in them.
+            generator: source of the draws, if the defense is random.
 
         Returns:
             [S, B, K].
@@ -41,7 +55,7 @@ class Defense(nn.Module, ABC):
 
     @property
     def classifiers(self) -> list[nn.Module]:
-        """The S networks [B, C, H, W] -> [B, K] the weights are for, where they are a fixed set.
+        """The S networks [B, C, H, W] -> [B, K] that the weights belong to, if they are fixed.
 
         Raises:
             TypeError: the defense draws its classifiers anew.
@@ -53,25 +67,37 @@ class Defense(nn.Module, ABC):
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        """The networks that see images, and nothing else calls a part of: an attack may fold them.
+        """Networks that are only ever called as a whole, so an attack may fold their BatchNorm.
 
         Raises:
-            TypeError: there are none to name, or the defense adapts, and may copy them.
+            TypeError: there are none, or the defense adapts and may copy them.
         """
         if self.transductive:
             raise TypeError(f"{type(self).__name__} adapts: its network has to stay as it is")
         return self.classifiers
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the S draws, for tables and figures."""
+        return [str(i + 1) for i in range(len(self.weights))]
+
+    def components(self) -> list[tuple[float, "Defense"]]:
+        """Return the defenses that this one mixes, with their probabilities.
+
+        Returns:
+            (probability, defense) of each part of a mixture; of other defenses itself alone.
+        """
+        return [(1.0, self)]
+
     def sample_logits(
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The logits of repeated draws, and their weights.
+        """Compute the logits of repeated draws, and their weights.
 
         Args:
             x: [B, C, H, W] images in [0, 1].
-            generator: where the draws come from.
-            draws: how often a defense that has chance in it is asked; None for as often as it
-                is for an answer.
+            generator: source of the draws.
+            draws: how often a random defense is sampled; None samples it as for a prediction.
 
         Returns:
             [S, B, K] and [S].
@@ -80,42 +106,42 @@ class Defense(nn.Module, ABC):
         return logits, self.weights.repeat(draws or 1) / (draws or 1)
 
     def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """[B, C, H, W] -> [B, K], the probability of each answer."""
+        """Predict: [B, C, H, W] -> [B, K], the probability of each class."""
         return self.rule(self.logits(x, generator), self.weights)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move with the network, but keep the weights' precision: they must sum to one."""
+        """Move with the network, but keep the precision of the weights: they must sum to one."""
         weights = self.weights
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.weights = weights.to(self.weights.device)
         return self
 
     def adapt(self, x: Tensor, generator: Generator = None) -> "Defense":
-        """The defense after it has seen the unlabelled test batch; this one stays as it was."""
+        """Return the defense adapted to an unlabelled test batch; this one is not changed."""
         return self
 
     def after_batch(self, generator: Generator = None) -> "Defense":
-        """What a stateful defense goes on with after it has answered; this one stays as it was."""
+        """Return the defense that starts the next batch; this one is not changed."""
         return self
 
     @property
     def transductive(self) -> bool:
-        """Whether it adapts to the test batch, so that its answers depend on the whole batch."""
+        """Whether it adapts to the test batch, so that predictions depend on the whole batch."""
         return type(self).adapt is not Defense.adapt
 
     @property
     def base_model(self) -> "Defense":
-        """The defense before it has seen any test image: what a transfer attack attacks."""
+        """The defense before any adaptation: the target of a transfer attack."""
         return self
 
     @property
     def adapted_model(self) -> "Defense":
-        """What answers at this moment, without what it adapts by: a point of GMSA's model space."""
+        """The current classifier without its adaptation: a point of GMSA's model space."""
         return self
 
 
 def check_network(net: nn.Module) -> None:
-    """Raise TypeError for a defense in the place of a network: its answers have no gradient."""
+    """Raise TypeError for a defense in place of a network: its predictions have no gradient."""
     if isinstance(net, Defense):
         raise TypeError(
             f"{type(net).__name__} is a defense, not a network: put defenses together by Mixture"
@@ -127,8 +153,10 @@ class Single(Defense):
 
     Args:
         net: [B, C, H, W] -> [B, K] logits.
-        rule: any; with one draw all five give its class.
+        rule: any; with one draw all five predict its class.
     """
+
+    kind = "single"
 
     def __init__(self, net: nn.Module, rule: Rule = mean_probs) -> None:
         check_network(net)
@@ -141,10 +169,10 @@ class Single(Defense):
         return [self.net]
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """[B, C, H, W] -> [1, B, K]."""
+        """Compute [B, C, H, W] -> [1, B, K]."""
         return torch.as_tensor(self.net(x)).unsqueeze(0)
 
 
 def base_model(defense: Defense) -> Defense:
-    """The defense before it has seen any test image, for an evaluation's target."""
+    """Return the defense before any adaptation, as the target of an evaluation."""
     return defense.base_model

@@ -1,4 +1,4 @@
-"""DANN: a network whose features do not tell the test images from the training images."""
+"""DANN: a network whose features do not separate the test images from the training images."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,8 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_rob.defenses.learning import Transductive, reinitialized, shown, shuffled
-from lightning_rob.defenses.source import Augment, Source, SourceData
+from lightning_rob.defenses.transductive import (
+    Augment,
+    Source,
+    SourceData,
+    Transductive,
+    check_counts,
+    reinitialized,
+    shuffled,
+)
 from lightning_rob.nets.dann import reversed_gradient
 from lightning_rob.objectives import classification_loss
 from lightning_rob.rules import Rule, mean_probs
@@ -18,7 +25,7 @@ PARTS = ("features", "classify", "domain")
 
 
 def check_parts(net: nn.Module) -> None:
-    """Raise TypeError for a network that has no discriminator of domains."""
+    """Raise TypeError for a network without the parts that DANN trains."""
     if missing := [name for name in PARTS if not callable(getattr(net, name, None))]:
         raise TypeError(
             f"DANN needs a network with {', '.join(PARTS)}, such as DANNNet: "
@@ -27,10 +34,10 @@ def check_parts(net: nn.Module) -> None:
 
 
 def reversal_weight(progress: float, scale: float) -> float:
-    """Alpha, which grows from 0 to the scale (Ganin et al. 2016, eq. 14).
+    """Compute alpha, which grows from 0 to the scale (Ganin et al. 2016, eq. 14).
 
     Args:
-        progress: p, the share of training that is done.
+        progress: p, the fraction of training that is done.
         scale: the authors use 0.1 for MNIST and 1 for CIFAR-10.
     """
     return scale * (2 / (1 + math.exp(-10 * progress)) - 1)
@@ -39,7 +46,7 @@ def reversal_weight(progress: float, scale: float) -> float:
 def domain_adversarial_loss(
     net: nn.Module, x: Tensor, y: Tensor, target: Tensor, weight: float
 ) -> Tensor:
-    """Cross-entropy of the source's classes, and of both domains by the discriminator.
+    """Compute the cross-entropy of the source's classes, and of both domains by the discriminator.
 
     The encoder is trained against the discriminator by a reversed gradient. Source and target are
     passed through the network one after the other, so that BatchNorm sees each by itself.
@@ -63,30 +70,30 @@ def domain_adversarial_loss(
 
 def _domain_loss(parts: Any, features: Tensor, domain: int, weight: float) -> Tensor:
     logits = parts.domain(reversed_gradient(features, weight))
-    wanted = torch.full((len(features),), domain, device=features.device)
-    return classification_loss(logits, wanted)
+    labels = torch.full((len(features),), domain, device=features.device)
+    return classification_loss(logits, labels)
 
 
 class DANN(Transductive):
     """Domain-adversarial training against the test batch (Ganin et al. 2016; Chen et al. 2022).
 
     `adapt` trains a new network on labelled source images and the unlabelled test images, so that
-    its features tell the classes and do not tell the two apart. An epoch has as many steps as the
-    smaller of the two has batches; of the larger one other images have their turn in each epoch.
-    `net`, the static model, is usually the same network trained on the source alone.
+    its features separate the classes, but not the two sets. An epoch has as many steps as the
+    smaller set has batches; of the larger set each epoch sees other images. `net`, the static
+    model, is usually the same network trained on the source alone.
 
     Args:
         net: [B, C, H, W] -> [B, K] with `features`, `classify` and `domain`, such as `DANNNet`.
         source: labelled images, see `Transductive`.
-        epochs: the authors train 100.
-        batch_size: images of each domain in a step; the authors take 128, for CIFAR-10 64.
+        epochs: number of epochs; the authors train 100.
+        batch_size: images of each domain per step; the authors use 128, for CIFAR-10 64.
         scale: of the reversed gradient, see `reversal_weight`.
         optimizer: parameters -> optimizer; the authors use Adam at 0.001, for CIFAR-10 SGD at 0.1
             with Nesterov's momentum and weight decay 0.0001.
         lr_scheduler: optimizer -> schedule, stepped once an epoch; None keeps the rate. The authors
             divide it by 10 at epochs 50, 75 and 90 for CIFAR-10.
-        augment: what is done to an image [C, H, W] of either domain in training, drawing from
-            torch's global stream; the images that are answered are left as they are.
+        augment: applied to an image [C, H, W] of either domain in training, drawing from torch's
+            global stream; predictions are of the unchanged images.
         rule: any; there is one draw.
 
     Raises:
@@ -108,9 +115,7 @@ class DANN(Transductive):
     ) -> None:
         check_parts(net)
         super().__init__(net, rule, source)
-        for name, count in {"epochs": epochs, "batch_size": batch_size}.items():
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+        check_counts(epochs=epochs, batch_size=batch_size)
         if scale < 0:
             raise ValueError(f"scale must not be negative, got {scale}")
         self.epochs = epochs
@@ -120,23 +125,23 @@ class DANN(Transductive):
         self.lr_scheduler = lr_scheduler
         self.augment = augment
 
-    def fit_to_batch(self, x: Tensor, chance: torch.Generator) -> Self:
-        """The defense with a network trained from the beginning, on the source and on x.
+    def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
+        """Return the defense with a new network, trained on the source and on x.
 
         Args:
             x: [B, C, H, W] images in [0, 1].
-            chance: draws the weights, the orders of source and x, and dropout.
+            generator: source of the weights, the orders of source and x, and dropout.
 
         Raises:
             TypeError: the network has weights that cannot be drawn anew, see `reinitialized`.
         """
-        net = reinitialized(self.net, chance).train()
+        net = reinitialized(self.net, generator).train()
         optimizer = self.optimizer(net.parameters())
         schedule = self.lr_scheduler and self.lr_scheduler(optimizer)
         target = Source((x, x.new_full((len(x),), -1, dtype=torch.long)))
-        for progress, chosen, place, last in self._steps(len(x), chance):
-            images, labels = self.source.take(chosen, self.augment)
-            unlabelled, _ = target.take(place, self.augment)
+        for progress, rows, target_rows, last in self._steps(len(x), generator):
+            images, labels = self.source.gather(rows, self.augment)
+            unlabelled, _ = target.gather(target_rows, self.augment)
             labelled = images.to(x), labels.to(x.device)
             weight = reversal_weight(progress, self.scale)
             loss = domain_adversarial_loss(net, *labelled, unlabelled, weight)
@@ -149,13 +154,12 @@ class DANN(Transductive):
         return self.copy_with(adapted=net.eval().requires_grad_(False))
 
     def _steps(
-        self, count: int, chance: torch.Generator
+        self, count: int, generator: torch.Generator
     ) -> Iterator[tuple[float, Tensor, Tensor, bool]]:
-        """By step: the share of training done, positions of source and target, end of an epoch."""
-        for epoch in shown(range(self.epochs), "DANN"):
-            sides = [
-                shuffled(images, self.batch_size, chance) for images in (len(self.source), count)
-            ]
-            steps = min(map(len, sides))
-            for i, (chosen, place) in enumerate(zip(*sides, strict=False)):
-                yield (epoch + i / steps) / self.epochs, chosen, place, i == steps - 1
+        """Yield by step: the fraction of training done, source rows, target rows, end of epoch."""
+        for epoch in self.progress(range(self.epochs), "DANN", None):
+            source = shuffled(len(self.source), self.batch_size, generator)
+            target = shuffled(count, self.batch_size, generator)
+            steps = min(len(source), len(target))
+            for i, (rows, target_rows) in enumerate(zip(source, target, strict=False)):
+                yield (epoch + i / steps) / self.epochs, rows, target_rows, i == steps - 1

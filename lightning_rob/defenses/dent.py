@@ -1,46 +1,45 @@
-"""Networks whose BatchNorm adapts to each image of the test batch."""
+"""DENT: networks whose BatchNorm adapts to each image of the test batch."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
-from lightning_rob.defenses.adamod import AdaMod
-from lightning_rob.defenses.learning import (
+from lightning_rob.defenses.transductive import (
     LocalBatchNorm,
-    OwnBatch,
+    Optimizer,
+    PerImageLayer,
     Transductive,
-    shown,
+    check_counts,
     trainable,
 )
 from lightning_rob.rules import Rule, mean_probs
 
-Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Statistics = Literal["static", "batch"]
 BatchNorm = nn.modules.batchnorm._BatchNorm
 EPS = 1e-5  # in the logarithms of DENT+, as released
-KINDS = (nn.BatchNorm2d, nn.SyncBatchNorm, LocalBatchNorm)
+ADAPTED = (nn.BatchNorm2d, nn.SyncBatchNorm, LocalBatchNorm)
 
 
 class DENT(Transductive):
-    """Minimise the entropy of the answers, keep their mean diverse (Wang et al. 2021, DENT+).
+    """Minimise the entropy of predictions, keep their mean diverse (Wang et al. 2021, DENT+).
 
     Each image has scales and shifts of its own in every BatchNorm2d; they start from the network's
-    and take some steps on the loss of Chen et al. 2022, eq. 8. Nothing else learns, and nothing is
-    kept for the next batch. The adapted defense answers the batch that it has seen, image by image
-    in the same order.
+    and take some steps on the loss of Chen et al. 2022, eq. 8. All other weights are fixed, and
+    each batch starts from the network again. The adapted defense predicts the batch that it has
+    adapted to, in the same order.
 
     Args:
         net: [B, C, H, W] -> [B, K] logits, with BatchNorm2d anywhere in it.
-        steps: how many.
+        steps: number of steps.
         optimizer: parameters -> optimizer; None is the paper's AdaMod.
         statistics: means and variances of BatchNorm: "static", those of training, or "batch",
             those of the test batch.
-        diversity: weight of the term that keeps the mean answer diverse; 0 is entropy alone, the
-            objective of Tent (Wang et al. 2021).
+        diversity: weight of the term that keeps the mean prediction diverse; 0 is entropy alone,
+            the objective of Tent (Wang et al. 2021).
         rule: any; there is one draw.
 
     Raises:
@@ -53,34 +52,34 @@ class DENT(Transductive):
         self,
         net: nn.Module,
         steps: int = 6,
-        optimizer: Optimizer | None = None,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
         statistics: Statistics = "static",
         diversity: float = 1.0,
         rule: Rule = mean_probs,
     ) -> None:
         super().__init__(net, rule)
-        if steps < 1:
-            raise ValueError(f"steps must be at least 1, got {steps}")
+        check_counts(steps=steps)
         if statistics not in ("static", "batch"):
             raise ValueError(f"statistics must be 'static' or 'batch', got {statistics!r}")
-        if not any(isinstance(module, KINDS) for module in net.modules()):
+        if not any(isinstance(module, ADAPTED) for module in net.modules()):
             raise ValueError(f"DENT adapts BatchNorm2d, and a {type(net).__name__} has none")
         self.steps = steps
-        self.optimizer = optimizer or partial(AdaMod, lr=0.006, betas=(0.99, 0.999), beta3=0.6)
+        default = partial(AdaMod, lr=0.006, betas=(0.99, 0.999), beta3=0.6)
+        self.optimizer: Optimizer = optimizer or default
         self.statistics = statistics
         self.diversity = diversity
 
-    def fit_to_batch(self, x: Tensor, chance: torch.Generator) -> Self:
-        """The defense with scales and shifts for each of the images [B, C, H, W]."""
+    def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
+        """Return the defense with scales and shifts for each of the images [B, C, H, W]."""
         net = trainable(self.net).requires_grad_(False)
-        layers = _per_image(net, len(x), self.statistics)
+        layers = _with_per_image_norms(net, len(x), self.statistics)
         weights = [weight for layer in layers for weight in layer.parameters()]
         optimizer = self.optimizer(weights)
-        net.train()
+        net.train()  # as released: dropout is active while adapting
         for module in net.modules():
             if isinstance(module, BatchNorm):
                 module.eval()
-        for _ in shown(range(self.steps), "DENT"):
+        for _ in self.progress(range(self.steps), "DENT", None):
             loss = information(net(x), self.diversity)
             gradients = torch.autograd.grad(loss, weights, allow_unused=True)
             for weight, gradient in zip(weights, gradients, strict=True):
@@ -93,10 +92,10 @@ class DENT(Transductive):
 
 
 def information(logits: Tensor, diversity: float = 1.0) -> Tensor:
-    """The mean entropy of the answers minus the entropy of their mean: logits [B, K] -> scalar.
+    """Compute the mean entropy of predictions minus the entropy of their mean: [B, K] -> scalar.
 
-    Chen et al. 2022, eq. 8, divided by B, the logarithm of B aside (Liang et al. 2020, SHOT). As in
-    the released code its logarithms are of p + 1e-5; entropy alone, as in Tent, has none of that.
+    Chen et al. 2022, eq. 8, divided by B, up to the constant log B (Liang et al. 2020, SHOT). As in
+    the released code its logarithms are of p + 1e-5; entropy alone, as in Tent, adds nothing to p.
     """
     probs = logits.softmax(-1)
     if not diversity:
@@ -106,12 +105,12 @@ def information(logits: Tensor, diversity: float = 1.0) -> Tensor:
     return entropy + diversity * (mean * (mean + EPS).log()).sum()
 
 
-class PerImageNorm(OwnBatch):
+class PerImageNorm(PerImageLayer):
     """A BatchNorm2d with a scale and a shift for each image and channel.
 
     Args:
-        norm: whose statistics it uses, and where the scales and shifts start from.
-        count: B, how many images.
+        norm: gives the statistics, and the initial scales and shifts.
+        count: B, number of images.
         statistics: "static", those of training, or "batch".
     """
 
@@ -127,13 +126,13 @@ class PerImageNorm(OwnBatch):
         self.bias = nn.Parameter(shift.repeat(count, 1))
         self.eps = norm.eps
         self.separable = statistics == "static"
-        known = statistics == "static"
         for name, value in (("mean", norm.running_mean), ("var", norm.running_var)):
-            self.register_buffer(name, value.clone() if known and value is not None else None)
+            kept = value.clone() if self.separable and value is not None else None
+            self.register_buffer(name, kept)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], for the B images it was made for, in their order."""
-        rows = slice(None) if self.asked is None else self.asked
+        """Normalise [B, C, H, W], the B images of the layer's batch in their order."""
+        rows = slice(None) if self.rows is None else self.rows
         weight, bias = self.weight[rows], self.bias[rows]
         if len(x) != len(weight):
             raise ValueError(
@@ -143,17 +142,82 @@ class PerImageNorm(OwnBatch):
         if self.mean is None or self.var is None:
             plain = batch_norm(x, None, None, training=True, eps=self.eps)
             return plain * weight[..., None, None] + bias[..., None, None]
+        # One multiplication and addition per pixel: statistics and scales are merged first.
         scale = weight * (self.var + self.eps).rsqrt()
         shift = bias - self.mean * scale
         return torch.addcmul(shift[..., None, None], x, scale[..., None, None])
 
 
-def _per_image(net: nn.Module, count: int, statistics: Statistics) -> list[PerImageNorm]:
-    """Put a `PerImageNorm` in the place of each BatchNorm2d; the new layers."""
-    norms = {name: m for name, m in net.named_modules() if isinstance(m, KINDS)}
+def _with_per_image_norms(net: nn.Module, count: int, statistics: Statistics) -> list[PerImageNorm]:
+    """Replace each BatchNorm2d of a network by a `PerImageNorm`; return the new layers."""
+    norms = {name: m for name, m in net.named_modules() if isinstance(m, ADAPTED)}
     device = next(net.parameters()).device
     layers = {}
     for name, norm in norms.items():
         layers[name] = PerImageNorm(norm, count, statistics).to(device)
         net.set_submodule(name, layers[name])
     return list(layers.values())
+
+
+class AdaMod(torch.optim.Optimizer):
+    """Adam whose step sizes, parameter by parameter, are bounded by their own moving average.
+
+    Ding et al. 2019, Algorithm 1; the average starts at 0 and is not corrected for it.
+
+    Args:
+        params: parameters to optimise.
+        lr: learning rate.
+        betas: of the moving averages of the gradient and of its square.
+        beta3: of the moving average of the step size.
+        eps: added to the root of the second average.
+        weight_decay: decoupled from the gradient, times the learning rate.
+
+    Raises:
+        ValueError: a rate that is not positive, or a beta outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        beta3: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if not lr > 0:
+            raise ValueError(f"lr must be positive, got {lr}")
+        if not all(0 <= beta < 1 for beta in (*betas, beta3)):
+            raise ValueError(f"betas must be in [0, 1), got {(*betas, beta3)}")
+        defaults = {"lr": lr, "betas": tuple(betas), "beta3": beta3}
+        super().__init__(params, defaults | {"eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; parameters without a gradient are not changed."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._update(weight, weight.grad, group)
+        return loss
+
+    def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[weight]
+        if not state:
+            state["step"] = 0
+            for name in ("mean", "square", "size"):
+                state[name] = torch.zeros_like(weight)
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        state["mean"].lerp_(gradient, 1 - beta1)
+        state["square"].lerp_(gradient.square(), 1 - beta2)
+        unbiased = (1 - beta2 ** state["step"]) ** 0.5 / (1 - beta1 ** state["step"])
+        size = group["lr"] * unbiased / (state["square"].sqrt() + group["eps"])
+        state["size"].lerp_(size, 1 - group["beta3"])
+        if group["weight_decay"]:
+            weight.mul_(1 - group["weight_decay"] * group["lr"])
+        weight.sub_(torch.minimum(state["size"], size) * state["mean"])

@@ -11,7 +11,10 @@ from lightning_rob.rules import Rule, random_member
 
 
 def sampling_probabilities(probs: Sequence[float] | Tensor | None, count: int) -> Tensor:
-    """Check sampling probabilities; None means equal ones.
+    """Check the sampling probabilities of `count` members; None means equal ones.
+
+    Returns:
+        [count], normalised to sum to 1.
 
     Raises:
         ValueError: wrong in number, negative, or not summing to 1.
@@ -29,13 +32,15 @@ def sampling_probabilities(probs: Sequence[float] | Tensor | None, count: int) -
 
 
 class Ensemble(Defense):
-    """Networks of which one, drawn by its probability, answers (randomized ensemble).
+    """Networks of which one, drawn by its probability, predicts (randomized ensemble).
 
     Args:
         members: M networks [B, C, H, W] -> [B, K].
         probs: M sampling probabilities, alpha in the ARC paper; None means equal ones.
-        rule: how the members' draws become an answer.
+        rule: turns the logits of the members into a prediction.
     """
+
+    kind = "ensemble"
 
     def __init__(
         self,
@@ -55,18 +60,20 @@ class Ensemble(Defense):
         return list(self.members)
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """[B, C, H, W] -> [M, B, K]."""
+        """Compute [B, C, H, W] -> [M, B, K]."""
         return torch.stack([member(x) for member in self.members])
 
 
 class Mixture(Defense):
-    """Defenses of which one, drawn by its probability, answers: GMSA's model space.
+    """Defenses of which one, drawn by its probability, predicts: GMSA's model space.
 
     Args:
-        defenses: the parts; their draws are laid side by side.
-        probs: their probabilities; None means equal ones.
-        rule: how all the draws become an answer.
+        defenses: the parts; their draws are concatenated.
+        probs: probabilities of the parts; None means equal ones.
+        rule: turns the draws of all parts into a prediction.
     """
+
+    kind = "mixture"
 
     def __init__(
         self,
@@ -87,6 +94,10 @@ class Mixture(Defense):
         """The parts."""
         return [part for part in self.parts if isinstance(part, Defense)]
 
+    def components(self) -> list[tuple[float, Defense]]:
+        """Return the parts with their probabilities."""
+        return list(zip(self.shares, self.defenses, strict=True))
+
     @property
     def classifiers(self) -> list[nn.Module]:
         """The classifiers of all the parts."""
@@ -94,7 +105,7 @@ class Mixture(Defense):
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        """The networks of all the parts."""
+        """The foldable networks of all the parts."""
         return [net for part in self.defenses for net in part.foldable_networks]
 
     @property
@@ -104,47 +115,46 @@ class Mixture(Defense):
 
     @property
     def base_model(self) -> "Mixture":
-        """The parts before they have seen any test image."""
-        return self._of([part.base_model for part in self.defenses])
+        """The mixture of the parts before any adaptation."""
+        return self._with_parts([part.base_model for part in self.defenses])
 
     @property
     def adapted_model(self) -> "Mixture":
-        """The parts as they stand."""
-        return self._of([part.adapted_model for part in self.defenses])
+        """The mixture of the parts' current classifiers."""
+        return self._with_parts([part.adapted_model for part in self.defenses])
 
     def adapt(self, x: Tensor, generator: Generator = None) -> "Mixture":
-        """The parts after each of them has seen the unlabelled test batch."""
+        """Return the mixture of the parts, each adapted to the unlabelled test batch."""
         if not self.transductive:
             return self
-        return self._of([part.adapt(x, generator) for part in self.defenses])
+        return self._with_parts([part.adapt(x, generator) for part in self.defenses])
 
     def after_batch(self, generator: Generator = None) -> "Mixture":
-        """What the parts go on with after they have answered."""
-        return self._of([part.after_batch(generator) for part in self.defenses])
+        """Return the mixture of the parts that start the next batch."""
+        return self._with_parts([part.after_batch(generator) for part in self.defenses])
 
-    def _of(self, parts: list[Defense]) -> "Mixture":
+    def _with_parts(self, parts: list[Defense]) -> "Mixture":
         return Mixture(parts, self.shares, self.rule)
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """[B, C, H, W] -> [S_1 + … + S_n, B, K]."""
+        """Compute [B, C, H, W] -> [S_1 + … + S_n, B, K]."""
         return torch.cat([part.logits(x, generator) for part in self.defenses])
 
     def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """[B, C, H, W] -> [B, K]; under `random_member` one part answers, by its own rule."""
+        """Predict [B, C, H, W] -> [B, K]; under `random_member` one part does, by its own rule."""
         if self.rule is not random_member:
             return super().forward(x, generator)
-        answers = [part(x, generator) for part in self.defenses]
-        return torch.stack([p * a for p, a in zip(self.shares, answers, strict=True)]).sum(0)
+        return torch.stack([share * part(x, generator) for share, part in self.components()]).sum(0)
 
     def sample_logits(
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The draws of all the parts, each asked for so many."""
-        found = [part.sample_logits(x, generator, draws) for part in self.defenses]
-        weights = [share * part for share, (_, part) in zip(self.shares, found, strict=True)]
-        return torch.cat([logits for logits, _ in found]), torch.cat(weights)
+        """Compute the logits of the given number of draws of each part, and their weights."""
+        samples = [part.sample_logits(x, generator, draws) for part in self.defenses]
+        weights = [share * part for share, (_, part) in zip(self.shares, samples, strict=True)]
+        return torch.cat([logits for logits, _ in samples]), torch.cat(weights)
 
 
 def first_member(defense: Defense) -> Single:
-    """The member an ensemble was grown from, alone."""
+    """Return the first member of an ensemble as a defense: the one that BAT starts from."""
     return Single(defense.classifiers[0])

@@ -19,34 +19,37 @@ Gradients = Literal["exact", "straight_through", "identity", "bpda", "combo"]
 
 
 class RandomTransforms(Defense):
-    """Each answer is of many copies of the image, each through its own random transforms (RT).
+    """Each prediction is of many copies of the image, each behind its own random transforms (RT).
 
     A copy goes through `size` of the transforms in an order of its own, drawn without replacement;
-    each of them is applied with its probability p, with parameters of its own.
+    each transform is applied with its probability p, with its own random parameters.
 
     Args:
         net: [B, C, H, W] -> [B, K] logits.
-        transforms: K of them; or, as a recipe writes it, their arguments by their names:
+        transforms: K transforms; or, as in a recipe, their arguments by name:
             {Affine: {alpha: 0.2}, HorizontalFlip: {p: 0.5}}.
-        size: S, how many transforms a copy goes through at most.
-        draws: n, how many copies are drawn for an answer; attacks and training may draw others.
-        rule: how the copies' logits become an answer: `mean_probs`, `majority`, `mean_logits`.
+        size: S, the largest number of transforms a copy goes through.
+        draws: n, the number of copies per prediction; attacks and training may draw others.
+        rule: turns the logits of the copies into a prediction: `mean_probs`, `majority` or
+            `mean_logits`.
         shared_order: all copies of an image go through the same transforms in the same order, with
-            parameters of their own: an attacker's variance reduction, see `SurrogateTransforms`.
-        gradients: what the transforms' gradient is: "exact"; "identity"; "straight_through", exact
-            where there is one, else the identity; "bpda", that of the networks in `approximations`;
-            or "combo", exact where there is one, else by network. The images are the same.
+            different parameters: an attacker's variance reduction, see `SurrogateTransforms`.
+        gradients: gradient of the transforms: "exact"; "identity"; "straight_through", exact where
+            there is one, else the identity; "bpda", that of the networks in `approximations`; or
+            "combo", exact where there is one, else by network. The images are the same.
         approximations: a network for each transform by its name, or the folder where
-            `lightning-rob bpda` has put them.
-        released_code: do as the authors' code does by accident, in all that there is an option for:
-            apply with probability 1/2 whatever has a p other than 0 and 1, and take each transform
-            `as_released`.
+            `lightning-rob bpda` has saved them.
+        released_code: reproduce the slips of the authors' code, as far as there are options for
+            them: apply transforms with a p other than 0 and 1 with probability 1/2, and take each
+            transform `as_released`.
 
     Raises:
         ValueError: an unknown or repeated transform, a size or number of draws out of range, an
             approximation that is missing.
         FileNotFoundError: there is no such folder of approximations, or it lacks one.
     """
+
+    kind = "random_transforms"
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class RandomTransforms(Defense):
             raise ValueError(f"size must be 1 … {len(self.transforms)} transforms, got {size}")
         self.size = size
         self.draws = draws
-        if shared_order not in (True, False):  # one order for all images is no way to answer
+        if shared_order not in (True, False):  # "batch" is for attacks: images must be independent
             raise ValueError(
                 f"shared_order must be True or False, got {shared_order!r}: see SurrogateTransforms"
             )
@@ -81,7 +84,7 @@ class RandomTransforms(Defense):
         self.folder = approximations if isinstance(approximations, str) else None
         if isinstance(approximations, str):
             approximations = _in_folder(approximations, self.transforms)
-        self.approximations = dict(approximations or {})  # no part of what is trained and saved
+        self.approximations = dict(approximations or {})  # a dict: neither trained nor saved
         for approximation in self.approximations.values():
             approximation.eval()
         self.gradients: Gradients = gradients
@@ -93,19 +96,19 @@ class RandomTransforms(Defense):
         return [self.net]
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """[B, C, H, W] -> [draws, B, K]."""
+        """Compute [B, C, H, W] -> [draws, B, K]."""
         return self.sample_logits(x, generator)[0]
 
     def sample_logits(
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The logits [n, B, K] of n copies, in one batch, and their weights [n]."""
+        """Compute the logits [n, B, K] of n copies, in one batch, and their weights [n]."""
         draws = draws or self.draws
         logits: Tensor = self.net(self.transformed(x, generator, draws).flatten(0, 1))
         return logits.view(draws, len(x), logits.shape[-1]), x.new_full((draws,), 1 / draws)
 
     def transformed(self, x: Tensor, generator: Generator = None, draws: int = 1) -> Tensor:
-        """What the network sees: [B, C, H, W] -> [draws, B, C, H, W]."""
+        """Transform images as the network sees them: [B, C, H, W] -> [draws, B, C, H, W]."""
         self._check_gradients(wanted=x.requires_grad and torch.is_grad_enabled())
         copies = x.repeat(draws, 1, 1, 1)
         generator = generator.split(draws) if isinstance(generator, Streams) else generator
@@ -117,27 +120,28 @@ class RandomTransforms(Defense):
         return self._grouped(copies, order.cpu(), generator).view(draws, *x.shape)
 
     def _grouped(self, copies: Tensor, order: Tensor, generator: Generator) -> Tensor:
-        """Copies [N, C, H, W] through their transforms, those next in line for one together."""
-        alike: dict[tuple[int, ...], list[int]] = {}  # copies of one order stay side by side
+        """Transform copies [N, C, H, W]; those whose next transform is the same go together."""
+        by_order: dict[tuple[int, ...], list[int]] = {}  # copies of one order stay together
         for copy, row in enumerate(order.tolist()):
-            alike.setdefault(tuple(row), []).append(copy)
-        units = list(alike.values())
-        rows = torch.tensor([copy for unit in units for copy in unit], device=copies.device)
-        parts = list(torch.split(copies.index_select(0, rows), [len(unit) for unit in units]))
-        for kind, chosen in _schedule(list(alike), len(self.transforms)):
+            by_order.setdefault(tuple(row), []).append(copy)
+        groups = list(by_order.values())
+        rows = torch.tensor([copy for group in groups for copy in group], device=copies.device)
+        parts = list(torch.split(copies.index_select(0, rows), [len(group) for group in groups]))
+        for kind, chosen in _schedule(list(by_order), len(self.transforms)):
             batch, noise = torch.cat([parts[i] for i in chosen]), generator
             if isinstance(generator, Streams):
-                some = torch.tensor([copy for i in chosen for copy in units[i]])
+                some = torch.tensor([copy for i in chosen for copy in groups[i]])
                 noise = generator[some].fold_in(1 + kind)
-            done = torch.split(self._apply_one(kind, batch, noise), [len(units[i]) for i in chosen])
+            sizes = [len(groups[i]) for i in chosen]
+            done = torch.split(self._apply_one(kind, batch, noise), sizes)
             for i, part in zip(chosen, done, strict=True):
                 parts[i] = part
         return torch.cat(parts).index_select(0, rows.argsort())
 
     def _masked(self, images: Tensor, order: Tensor, generator: Generator) -> Tensor:
-        """Copies [N, C, H, W] through their transforms with no list whose length hangs on values.
+        """Transform copies [N, C, H, W] by masks, so that all shapes are static (`torch.export`).
 
-        Each transform is applied to every copy in every place: more work, for programs alone.
+        Each transform is applied to every copy in every place, which is more work.
         """
         for place in order.unbind(1):
             before = images
@@ -148,17 +152,19 @@ class RandomTransforms(Defense):
         return images
 
     def _orders(self, copies: Tensor, images: int, generator: Generator) -> Tensor:
-        """[N, S]: the transforms of each copy, as numbers, in order; -1 is one left out."""
+        """Draw the transforms of each copy: [N, S] indices in order, -1 for one left out."""
         count = len(self.transforms)
         keys = self._ranks(copies, images, generator)
         order = keys.argsort(1)[:, : self.size]
-        chances = [t.p if not self.released_code or t.p in (0, 1) else 0.5 for t in self._kinds]
-        toss = uniform(copies, count, generator=generator)
-        applied = toss < torch.tensor(chances, device=toss.device, dtype=toss.dtype)
+        ps = [transform.p for transform in self.transforms.values()]
+        if self.released_code:
+            ps = [p if p in (0, 1) else 0.5 for p in ps]
+        u = uniform(copies, count, generator=generator)
+        applied = u < torch.tensor(ps, device=u.device, dtype=u.dtype)
         return order.where(applied.gather(1, order), -1)
 
     def _ranks(self, copies: Tensor, images: int, generator: Generator) -> Tensor:
-        """[N, K] numbers by which each copy's transforms are sorted."""
+        """Draw numbers [N, K] by which the transforms of each copy are sorted."""
         if self.shared_order == "batch" and isinstance(generator, Streams):
             ranks = uniform(copies, len(self.transforms), generator=generator.shared())
             generator.counter += len(self.transforms)
@@ -170,7 +176,7 @@ class RandomTransforms(Defense):
         return ranks[:rows].repeat(len(copies) // max(rows, 1), 1)
 
     def _apply_one(self, kind: int, x: Tensor, generator: Generator) -> Tensor:
-        """Transform number `kind` of [b, C, H, W], with the gradient that is asked for."""
+        """Apply transform number `kind` to [b, C, H, W], with the gradient of `gradients`."""
         name, transform = list(self.transforms.items())[kind]
         params = transform.sample(x.detach(), generator)
         mixed = self.gradients in ("straight_through", "combo")
@@ -181,12 +187,8 @@ class RandomTransforms(Defense):
         net = self.approximations[name].to(x.device) if by_network else None
         return approximated(transform, x, params, net)
 
-    @property
-    def _kinds(self) -> list[Transform]:
-        return list(self.transforms.values())
-
     def _check_gradients(self, wanted: bool) -> None:
-        """Raise ValueError unless there is such a gradient of every transform that needs it."""
+        """Raise ValueError if a transform lacks the gradient that `gradients` names."""
         if self.gradients not in get_args(Gradients):
             raise ValueError(f"gradients must be of {get_args(Gradients)}, got {self.gradients!r}")
         kinds = self.transforms.items()
@@ -198,7 +200,7 @@ class RandomTransforms(Defense):
             )
         need = {"bpda": [name for name, _ in kinds], "combo": without}.get(self.gradients, [])
         if missing := [name for name in need if name not in self.approximations]:
-            if self.folder:  # it has the better message: what is there instead
+            if self.folder:  # raises the better message, with the files that exist
                 load_approximations(self.folder, [self.transforms[missing[0]]])
             raise ValueError(
                 f"gradients {self.gradients!r} need approximations of {', '.join(missing)}: "
@@ -206,8 +208,13 @@ class RandomTransforms(Defense):
             )
 
 
+def random_transforms_in(defense: nn.Module) -> list[RandomTransforms]:
+    """Return the `RandomTransforms` that a defense consists of or contains."""
+    return [part for part in defense.modules() if isinstance(part, RandomTransforms)]
+
+
 def _in_folder(folder: str, transforms: Mapping[str, Transform]) -> dict[str, nn.Module]:
-    """The networks of those transforms that have one there; what lacks one is told at its use."""
+    """Load the networks of transforms; one that is missing raises an error when it is used."""
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"no folder {folder}: train networks with lightning-rob bpda")
     found: dict[str, nn.Module] = {}
@@ -218,16 +225,17 @@ def _in_folder(folder: str, transforms: Mapping[str, Transform]) -> dict[str, nn
 
 
 def _schedule(orders: Sequence[Sequence[int]], count: int) -> Iterator[tuple[int, list[int]]]:
-    """Which transform to run next on which copies, so that few calls do for all of them.
+    """Schedule transforms so that few calls serve all copies.
 
-    Always the one that is next for the most orders, as the authors do; ties to the first.
+    The next call is of the transform that is next in the most orders, as in the authors' code;
+    ties go to the first.
 
     Args:
-        orders: [N, S] numbers of transforms, -1 for none.
-        count: how many transforms there are.
+        orders: [N, S] indices of transforms, -1 for none.
+        count: number of transforms.
 
     Yields:
-        (transform, orders).
+        (index of the transform, positions of the orders it is applied to).
     """
     waiting: list[list[int]] = [[] for _ in range(count)]
     rows = [[kind for kind in reversed(row) if kind >= 0] for row in orders]

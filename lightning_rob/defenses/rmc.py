@@ -1,37 +1,66 @@
-"""RMC: a network that learns from the neighbours of what it is to answer."""
+"""RMC: a network that learns from the neighbours of the images it is about to classify."""
 
 import copy
+import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO, Literal, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_rob.defenses.learning import Transductive, learning, shown, shuffled, trainable
-from lightning_rob.defenses.memory import Attacker, FeatureSet, FeatureStore, features, nearest
-from lightning_rob.defenses.source import Augment, SourceData
-from lightning_rob.randomness import Generator, Streams, generator_from
+from lightning_rob.defenses.base import Defense, Single
+from lightning_rob.defenses.transductive import (
+    Augment,
+    Optimizer,
+    Progress,
+    Source,
+    SourceData,
+    Transductive,
+    check_counts,
+    learning,
+    progress_bar,
+    shuffled,
+    trainable,
+)
+from lightning_rob.randomness import (
+    Generator,
+    Streams,
+    derive_seed,
+    generator_from,
+    seeded_global_rng,
+)
 from lightning_rob.rules import Rule, mean_probs
 
+Attacker = Callable[[Defense, Tensor, Tensor, Generator], Any]  # to a Tensor, see `data.samples`
 Stop = Literal["either", "both"]
 CALIBRATION_HELD_OUT = 0.125  # as released
+FORMAT = 1  # of the cache files; increase it if their content or layout changes
+BATCH = 256  # images attacked at a time
+CHUNK = 1 << 14  # rows of features whose distances are computed at a time
+SAMPLED = 64  # source images that enter the cache key
 
 
 class RMC(Transductive):
-    """Runtime masking and cleansing (Wu et al. 2020), as Chen et al. 2022 play against it.
+    """Runtime masking and cleansing (Wu et al. 2020), in the protocol of Chen et al. 2022.
 
     D' is the training set with attacked copies. The K images of D' whose features are nearest to
-    those of the test image train the network before it answers; some of the very nearest validate.
-    After each answer the network is calibrated on clean images drawn at random. Weights and the
-    optimizer's moments are carried on from image to image.
+    those of the test image train the network before it predicts; some of the very nearest
+    validate. After each prediction the network is calibrated on clean images drawn at random.
+    Weights and the optimizer's moments are carried on from image to image.
 
-    The paper's game has batches of one image. A larger batch trains on all its images' neighbours.
+    The paper has batches of one image. A larger batch trains on the neighbours of all its images.
 
     Args:
-        net: [B, C, H, W] -> [B, K] logits, the static model, by whose features neighbours are told.
+        net: [B, C, H, W] -> [B, K] logits, the static model; its features define the neighbours.
         source: labelled images to learn from, see `Transductive`.
         attack: makes the copies, (defense, x, y, generator) -> x_adv: on MNIST PGD of 100 steps of
             0.01 within linf 0.3, on CIFAR-10 40 of 1/255 within 8/255, keeping the best; None
@@ -39,22 +68,22 @@ class RMC(Transductive):
         copies: attacked copies of the training set in D': the paper has 1 for MNIST (D' is twice
             as large as the training set), 4 for CIFAR-10.
         neighbours: K.
-        share: how many of the neighbours, the nearest, may validate, in (0, 1).
-        validation: how many of these do, drawn at random, in (0, 1).
-        epochs: at most so many passes over the neighbours.
-        batch_size: images of a step.
+        share: fraction of the neighbours, the nearest, that may validate, in (0, 1).
+        validation: fraction of these that validate, drawn at random, in (0, 1).
+        epochs: largest number of passes over the neighbours.
+        batch_size: images per step.
         optimizer: parameters -> optimizer; None is the paper's for MNIST, Adam of rate 2e-4 (for
             CIFAR-10 2.5e-5).
-        target_loss: mean training loss of an epoch that is low enough to stop.
-        patience: epochs without a new lowest validation loss that are enough to stop.
-        stop: "either" condition is enough, as the paper says, or it takes "both", as in its code:
-            then training goes on for several times as long.
-        stateful: go on with what was learnt for the image before; else begin with `net` each time.
-        calibrate: whether a stateful defense calibrates after each answer.
-        augment: what is done to the images of D' before the attack, see `Source.take`.
+        target_loss: training stops below this mean training loss of an epoch.
+        patience: training stops after this number of epochs without a new lowest validation loss.
+        stop: "either" condition is enough, as the paper says, or "both" have to hold, as in its
+            code: then training takes several times as long.
+        stateful: continue from the adaptation to the image before; else begin with `net` each time.
+        calibrate: whether a stateful defense calibrates after each prediction.
+        augment: applied to the images of D' before the attack, see `Source.gather`.
         layer: name of the module whose input are the features; None is the last linear layer.
-        seed: of D', which is the same for all that is learnt from it.
-        cache: folder where D' is kept for other runs; None keeps it while the process runs.
+        seed: of D', which is shared by all adaptations.
+        cache: folder that keeps D' for other runs; None keeps it while the process runs.
         rule: any; there is one draw.
 
     Raises:
@@ -85,9 +114,7 @@ class RMC(Transductive):
         rule: Rule = mean_probs,
     ) -> None:
         super().__init__(net, rule, source)
-        for name, count in {"epochs": epochs, "batch_size": batch_size}.items():
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+        check_counts(epochs=epochs, batch_size=batch_size)
         if copies < 0:
             raise ValueError(f"copies must not be negative, got {copies}")
         for name, part in {"share": share, "validation": validation}.items():
@@ -103,23 +130,23 @@ class RMC(Transductive):
         self.validation = validation
         self.epochs = epochs
         self.batch_size = batch_size
-        self.optimizer = optimizer or _adam
+        self.optimizer: Optimizer = optimizer or _default_optimizer
         self.stopping = Stopping(target_loss, patience, stop)
         self.stateful = stateful
         self.calibrate = calibrate
-        self.memory = FeatureStore(attack, copies, augment, layer, seed, cache)
+        self.store = FeatureStore(attack, copies, augment, layer, seed, cache)
         self.moments: dict[str, Any] | None = None
 
-    def fit_to_batch(self, x: Tensor, chance: torch.Generator) -> Self:
-        """The defense with a network trained on the neighbours of the images [B, C, H, W]."""
-        images = self._remembered(x.device)
-        given = features(self.net, x, self.memory.layer)
-        found = nearest(images.features, given, self.neighbours).cpu()
-        train, held = split(found, self.share, self.validation, chance)
-        return self._trained(images, train, held, x.device, chance)
+    def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
+        """Return the defense with a network trained on the neighbours of images [B, C, H, W]."""
+        images = self._feature_set(x.device)
+        query = features(self.net, x, self.store.layer)
+        found = nearest(images.features, query, self.neighbours).cpu()
+        train, held_out = split(found, self.share, self.validation, generator)
+        return self._trained(images, train, held_out, x.device, generator)
 
     def after_batch(self, generator: Generator = None) -> Self:
-        """The defense that the next round begins with, calibrated if it is stateful.
+        """Return the defense that starts the next batch, calibrated if it is stateful.
 
         Args:
             generator: the defender's private randomness.
@@ -130,34 +157,35 @@ class RMC(Transductive):
             return self
         device = next(self.net.parameters()).device
         count = len(generator) if isinstance(generator, Streams) else 1
-        chance = generator_from(torch.zeros(count, device=device), generator)
-        with learning(chance, device):
-            drawn = torch.randint(len(self.source), (self.neighbours,), generator=chance)
-            held = math.ceil(CALIBRATION_HELD_OUT * self.neighbours)
-            images = self._remembered(device)
-            return self._trained(images, drawn[held:], drawn[:held], device, chance)
+        private = generator_from(torch.zeros(count, device=device), generator)
+        with learning(private, device):
+            # The first len(source) images of D' are the clean ones.
+            drawn = torch.randint(len(self.source), (self.neighbours,), generator=private)
+            held_out = math.ceil(CALIBRATION_HELD_OUT * self.neighbours)
+            images = self._feature_set(device)
+            return self._trained(images, drawn[held_out:], drawn[:held_out], device, private)
 
-    def _remembered(self, device: torch.device) -> FeatureSet:
-        return self.memory.of(self.net, self.source, device)
+    def _feature_set(self, device: torch.device) -> "FeatureSet":
+        return self.store.build(self.net, self.source, device, self.progress)
 
     def _trained(
         self,
-        images: FeatureSet,
+        images: "FeatureSet",
         train: Tensor,
-        held: Tensor,
+        held_out: Tensor,
         device: torch.device,
-        chance: torch.Generator,
+        generator: torch.Generator,
     ) -> Self:
-        """Training from where the defense stands, on the images at some places until it stops."""
+        """Return the defense trained on the images at some positions until it stops."""
         net, optimizer = self._resumed()
-        x, y = images.take(train, device)
-        unseen = images.take(held, device)
-        lay_out(net, x[:1])
+        x, y = images.gather(train, device)
+        unseen = images.gather(held_out, device)
+        set_memory_format(net, x[:1])
         losses: list[tuple[float, float]] = []
-        for _ in shown(range(self.epochs), "RMC"):
-            order = shuffled(len(train), self.batch_size, chance)
-            trained = train_epoch(net, optimizer, x, y, order)
-            losses.append((trained, mean_loss(net, *unseen, self.batch_size)))
+        for _ in self.progress(range(self.epochs), "RMC", None):
+            order = shuffled(len(train), self.batch_size, generator)
+            loss = train_epoch(net, optimizer, x, y, order)
+            losses.append((loss, mean_loss(net, *unseen, self.batch_size)))
             if self.stopping.over(losses):
                 break
         optimizer.zero_grad()
@@ -165,11 +193,11 @@ class RMC(Transductive):
         return self.copy_with(adapted=net, moments=optimizer.state_dict())
 
     def _resumed(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """A copy of the network as it stands, and an optimizer as it stands."""
-        learnt = self.adapted if self.stateful else None
-        net = trainable(learnt or self.net)
+        """Return a copy of the current network, and an optimizer with the current moments."""
+        adapted = self.adapted if self.stateful else None
+        net = trainable(adapted or self.net)
         optimizer = self.optimizer(net.parameters())
-        if learnt and self.moments:
+        if adapted and self.moments:
             # Loading shares tensors with what is loaded, and a step writes to them.
             optimizer.load_state_dict(copy.deepcopy(self.moments))
         return net, optimizer
@@ -177,12 +205,12 @@ class RMC(Transductive):
 
 @dataclass(frozen=True)
 class Stopping:
-    """When a training is over.
+    """The stopping rule of a training.
 
     Args:
         target_loss: mean training loss of an epoch that is low enough.
-        patience: epochs without a new lowest validation loss that are enough.
-        stop: whether "either" is enough or it takes "both".
+        patience: number of epochs without a new lowest validation loss that is enough.
+        stop: whether "either" condition is enough or "both" have to hold.
 
     Raises:
         ValueError: patience below 1, or another word for `stop`.
@@ -193,46 +221,46 @@ class Stopping:
     stop: Stop
 
     def __post_init__(self) -> None:
-        if self.patience < 1:
-            raise ValueError(f"patience must be at least 1, got {self.patience}")
+        check_counts(patience=self.patience)
         if self.stop not in ("either", "both"):
             raise ValueError(f"stop must be 'either' or 'both', got {self.stop!r}")
 
     def over(self, losses: Sequence[tuple[float, float]]) -> bool:
-        """Whether it is, after epochs with these mean losses (training, validation)."""
-        trained, held = zip(*losses, strict=True)
-        since_best = len(held) - 1 - held.index(min(held))
-        conditions = trained[-1] < self.target_loss, since_best >= self.patience
+        """Return whether to stop after epochs of these mean (training, validation) losses."""
+        training, validation = zip(*losses, strict=True)
+        since_best = len(validation) - 1 - validation.index(min(validation))
+        conditions = training[-1] < self.target_loss, since_best >= self.patience
         return all(conditions) if self.stop == "both" else any(conditions)
 
 
 def split(
-    found: Tensor, share: float, validation: float, chance: torch.Generator
+    found: Tensor, share: float, validation: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Neighbours into training and validation, which is some of the nearest of each image.
+    """Split neighbours into training and validation; some of each image's nearest validate.
 
     Args:
         found: [B, K] positions, nearest first.
-        share: of K, the nearest, that may validate.
-        validation: how much of these do, rounded up as released; drawn at random.
-        chance: draws them.
+        share: fraction of K, the nearest, that may validate.
+        validation: fraction of these that validate, rounded up as released; drawn at random.
+        generator: source of the draw.
 
     Returns:
-        The positions [T] and [V], none of them twice; for B = 1 there are K.
+        Distinct positions [T] and [V]; for B = 1 there are K in all.
     """
     near = torch.unique(found[:, : int(share * found.shape[1])])
     others = torch.unique(found)
     others = others[~torch.isin(others, near)]
-    near = near[torch.randperm(len(near), generator=chance)]
-    held = math.ceil(validation * len(near))
-    return torch.cat([near[held:], others]), near[:held]
+    near = near[torch.randperm(len(near), generator=generator)]
+    held_out = math.ceil(validation * len(near))
+    return torch.cat([near[held_out:], others]), near[:held_out]
 
 
 @torch.no_grad()
-def lay_out(net: nn.Module, x: Tensor) -> None:
-    """Order a network's weights as a processor trains fastest, which changes rounding only.
+def set_memory_format(net: nn.Module, x: Tensor) -> None:
+    """Use the memory format in which a CPU trains fastest, which changes rounding only.
 
-    Worth 10 to 30 % with convolutions; one that views its activations cannot be ordered so.
+    It saves 10 to 30 % of the time with convolutions; a network that views its activations keeps
+    the contiguous format.
 
     Args:
         net: changed in place.
@@ -253,7 +281,7 @@ def train_epoch(
     y: Tensor,
     order: Sequence[Tensor],
 ) -> float:
-    """A step on each batch of the images [N, C, H, W] and labels [N]; the mean loss on the way."""
+    """Take a step on each batch of images [N, C, H, W] and labels [N]; return the mean loss."""
     net.train()
     total = torch.zeros((), device=x.device)
     for index in order:
@@ -267,11 +295,285 @@ def train_epoch(
 
 @torch.no_grad()
 def mean_loss(net: nn.Module, x: Tensor, y: Tensor, size: int) -> float:
-    """The loss on images [N, C, H, W] with labels [N] in evaluation mode, so many at a time."""
+    """Compute the loss on images [N, C, H, W], labels [N] in eval mode, `size` at a time."""
     net.eval()
     parts = zip(torch.split(x, size), torch.split(y, size), strict=True)
     return sum(float(cross_entropy(net(a), b, reduction="sum")) for a, b in parts) / len(x)
 
 
-def _adam(weights: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def _default_optimizer(weights: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(weights, 2e-4)
+
+
+@torch.no_grad()
+def nearest(features: Tensor, query: Tensor, count: int) -> Tensor:
+    """Find the nearest rows by Euclidean distance, nearest first; ties in the order of the rows.
+
+    Args:
+        features: [N, F], perhaps mapped from a file: read in chunks.
+        query: [B, F]; distances are computed on its device.
+        count: K, the number of rows to find.
+
+    Returns:
+        [B, K] positions.
+
+    Raises:
+        ValueError: there are fewer rows.
+    """
+    if not 1 <= count <= len(features):
+        raise ValueError(f"cannot have {count} nearest neighbours among {len(features)} images")
+    best = query.new_empty(len(query), 0)
+    where = torch.empty(len(query), 0, dtype=torch.int64, device=query.device)
+    for first in range(0, len(features), CHUNK):
+        part = features[first : first + CHUNK].to(query)
+        # Differences, not a matrix product: its rounding would make equal images differ.
+        distances = torch.cdist(query, part, compute_mode="donot_use_mm_for_euclid_dist")
+        here = torch.arange(first, first + len(part), device=query.device).expand(len(query), -1)
+        best, order = torch.cat([best, distances], 1).sort(dim=1, stable=True)
+        where = torch.cat([where, here], 1).gather(1, order[:, :count])
+        best = best[:, :count]
+    return where
+
+
+@torch.no_grad()
+def features(net: nn.Module, x: Tensor, layer: str | None = None) -> Tensor:
+    """Compute the input of a network's last linear layer, in evaluation mode.
+
+    Args:
+        net: its modes are restored.
+        x: [B, C, H, W] images in [0, 1].
+        layer: name of another module whose input is wanted.
+
+    Returns:
+        [B, F] float32.
+
+    Raises:
+        ValueError: there is no such layer, or the network does not call it.
+    """
+    inputs: list[Tensor] = []
+
+    def record(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        inputs[:] = given[:1]  # of several layers the last one called is kept
+
+    modes = [(module, module.training) for module in net.modules()]
+    hooks = [module.register_forward_pre_hook(record) for module in _feature_layers(net, layer)]
+    try:
+        net.eval()(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes:
+            module.training = mode
+    if not inputs:
+        wanted = f"layer {layer!r}" if layer else "linear layer, name another one by layer="
+        raise ValueError(f"{type(net).__name__} calls no {wanted}")
+    return inputs[0].detach().flatten(1).float()
+
+
+def _feature_layers(net: nn.Module, layer: str | None) -> list[nn.Module]:
+    if layer is None:
+        return [module for module in net.modules() if isinstance(module, nn.Linear)]
+    return [module for name, module in net.named_modules() if name == layer]
+
+
+@dataclass(frozen=True)
+class FeatureSet:
+    """Labelled images with their features, on the CPU, mapped from files.
+
+    Args:
+        x: [N, C, H, W] float32 in [0, 1].
+        y: [N] int64.
+        features: [N, F] float32.
+    """
+
+    x: Tensor
+    y: Tensor
+    features: Tensor
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def gather(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the images [B, C, H, W] and labels [B] at positions [B]."""
+        return self.x[index].to(device), self.y[index].to(device)
+
+
+class FeatureStore:
+    """D' of RMC: the source images clean, then attacked, all with the features of a network.
+
+    It is built at the first use, and again for a network of other weights. Each pass over the
+    source is augmented once, with fresh randomness.
+
+    Args:
+        attack: (defense, x, y, generator) -> x_adv, on the network alone; None attacks nothing.
+        copies: number of attacked passes after the clean one.
+        augment: applied to a source image [C, H, W], drawing from torch's global stream.
+        layer: name of the module whose input are the features; None is the last linear layer.
+        seed: of the augmentation and the attack.
+        cache: folder that keeps the files, named by their content; None keeps them as long as the
+            process needs them.
+    """
+
+    def __init__(
+        self,
+        attack: Attacker | None = None,
+        copies: int = 1,
+        augment: Sequence[Augment] = (),
+        layer: str | None = None,
+        seed: int = 0,
+        cache: str | None = None,
+    ) -> None:
+        self.attack = attack
+        self.copies = copies
+        self.augment = tuple(augment)
+        self.layer = layer
+        self.seed = seed
+        self.cache = cache
+        self._last: tuple[Source, str, FeatureSet] | None = None
+
+    def build(
+        self,
+        net: nn.Module,
+        source: Source,
+        device: torch.device,
+        progress: Progress = progress_bar,
+    ) -> FeatureSet:
+        """Return the images and features for a network; its modes and weights are not changed.
+
+        Args:
+            net: [B, C, H, W] -> [B, K], the static model.
+            source: N labelled images.
+            device: of the network.
+            progress: see `Transductive`.
+
+        Returns:
+            (copies + 1) * N images, of which the first N are not attacked.
+        """
+        network = fingerprint(net)
+        if self._last is None or self._last[0] is not source or self._last[1] != network:
+            self._last = None  # frees the mapped files before others are written
+            batches = self._batches(net, source, device, progress)
+            self._last = source, network, self._stored(network, source, batches)
+        return self._last[2]
+
+    def _stored(
+        self, network: str, source: Source, batches: Iterable[Sequence[Tensor]]
+    ) -> FeatureSet:
+        """Return the images and features from the cache, or write the batches there first."""
+        place = Path(self.cache) / f"rmc-{self._key(network, source)}" if self.cache else None
+        if place and place.is_dir():
+            return _read(place)
+        if place:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(
+            dir=place and place.parent, prefix="rmc-unfinished-", ignore_cleanup_errors=True
+        ) as folder:
+            complete = Path(folder) / "complete"
+            complete.mkdir()
+            _write(complete, batches, (self.copies + 1) * len(source))
+            if not place:
+                return _read(complete)  # mapped files outlive their names
+            _rename(complete, place)
+        return _read(place)
+
+    def _batches(
+        self, net: nn.Module, source: Source, device: torch.device, progress: Progress
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield images, labels and features, batch by batch."""
+        batches = torch.split(torch.arange(len(source)), BATCH)
+        todo = [(turn, index) for turn in range(self.copies + 1) for index in batches]
+        for turn, index in progress(todo, "RMC's training set", None):
+            x, y = self._images(net, source, turn, index, device)
+            yield x, y, features(net, x, self.layer)
+
+    def _images(
+        self, net: nn.Module, source: Source, turn: int, index: Tensor, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return images and labels at positions [B]: clean in turn 0, attacked in the others."""
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, turn, int(index[0])))
+        with seeded_global_rng(generator, device):
+            x, y = source.gather(index, self.augment)
+            x, y = x.to(device, torch.float32), y.to(device, torch.int64)
+            if turn and self.attack:
+                noise = Streams.from_index(index.to(device), self.seed, turn)
+                x = self.attack(Single(net), x, y, noise)
+        return x, y
+
+    def _key(self, network: str, source: Source) -> str:
+        """Return the name of the files in the cache.
+
+        Raises:
+            ValueError: the repr of an attack or augmentation does not identify it.
+        """
+        some = torch.unique(torch.linspace(0, len(source) - 1, SAMPLED).long())
+        images = [(str(len(source)), part) for part in source.gather(some)]
+        settings = [identity(self.attack), *map(identity, self.augment)]
+        numbers = [FORMAT, BATCH, self.copies, self.layer, self.seed]
+        return _digest(f"{network} {numbers} {settings}", images)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return itself: copies of a defense share the files."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_last": None}
+
+
+def _write(folder: Path, batches: Iterable[Sequence[Tensor]], count: int) -> None:
+    """Write batches of `count` rows in all to one .npy file for each tensor of `FeatureSet`."""
+    with ExitStack() as stack:
+        files: dict[str, BinaryIO] = {}
+        for batch in batches:
+            for name, part in zip(FeatureSet.__annotations__, batch, strict=True):
+                array = part.cpu().contiguous().numpy()
+                if name not in files:
+                    files[name] = stack.enter_context(open(folder / f"{name}.npy", "wb"))
+                    shape = (count, *array.shape[1:])
+                    head = {"descr": array.dtype.str, "fortran_order": False, "shape": shape}
+                    np.lib.format.write_array_header_1_0(files[name], head)
+                files[name].write(array.data)
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _read(folder: Path) -> FeatureSet:
+    arrays = (np.load(folder / f"{name}.npy", mmap_mode="c") for name in FeatureSet.__annotations__)
+    return FeatureSet(*map(torch.from_numpy, arrays))
+
+
+def _rename(folder: Path, place: Path) -> None:
+    try:
+        folder.rename(place)
+    except OSError:
+        if not place.is_dir():  # else another process has built the same files meanwhile
+            raise
+
+
+def fingerprint(net: nn.Module) -> str:
+    """Hash the layers, weights and buffers of a network."""
+    return _digest(repr(net), [*net.named_parameters(), *net.named_buffers()])
+
+
+def identity(setting: object) -> str:
+    """Return a setting with all its arguments as text; functions by name, not by address.
+
+    Raises:
+        ValueError: the text would not identify it.
+    """
+    text = re.sub(r"<function ([\w.]+) at 0x[0-9a-f]+>", r"\1", repr(setting))
+    if " at 0x" in text:
+        raise ValueError(
+            f"files in a cache are told apart by repr, and that of {text} does not tell what it "
+            "does: make it a frozen dataclass or a named function, or give no cache"
+        )
+    return text
+
+
+def _digest(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().flatten()
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Adversarial retraining from fresh private randomness."""
+"""TADV: adversarial retraining from fresh private randomness."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,8 +10,14 @@ from torch.nn.functional import kl_div
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rob.defenses.base import Defense, Single
-from lightning_rob.defenses.learning import Transductive, reinitialized, shown, shuffled
-from lightning_rob.defenses.source import Augment, SourceData
+from lightning_rob.defenses.transductive import (
+    Augment,
+    SourceData,
+    Transductive,
+    check_counts,
+    reinitialized,
+    shuffled,
+)
 from lightning_rob.objectives import check_labels, cross_entropy
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.rules import Rule, mean_probs
@@ -23,8 +29,8 @@ TrainingAttack = Callable[[Defense, Tensor, Tensor, Generator], Any]
 class TADV(Transductive):
     """A network adversarially trained anew for each test batch (Chen et al. 2022).
 
-    Nobody can know its weights beforehand, for all of them are drawn from the defender's private
-    randomness. As in the authors' code it does not look at the test batch, unless `use_batch`: a
+    An attacker cannot know its weights beforehand: all of them are drawn from the defender's
+    private randomness. As in the authors' code it ignores the test batch, unless `use_batch`: a
     step's loss is then, in addition, the `smoothness` of the network around `fraction * batch_size`
     of the test images (UAT-OT, Uesato et al. 2019). That takes no labels, but the images are the
     attacker's.
@@ -36,11 +42,11 @@ class TADV(Transductive):
             40 steps of 0.01 within linf 0.3 that keeps the best iterate. The authors start half of
             the attacks from the image and half from a Gaussian direction; PGD starts uniformly.
         epochs: passes over the source; the paper has 100 for MNIST and 110 for CIFAR-10.
-        batch_size: images of a step.
-        fraction: share of each batch that is attacked, its last images; also their weight.
+        batch_size: images per step.
+        fraction: fraction of each batch that is attacked, its last images; also their weight.
         optimizer: parameters -> optimizer; the default is the paper's for MNIST, Adam of rate 1e-3.
         lr_scheduler: optimizer -> schedule, stepped once an epoch; None keeps the rate.
-        augment: what is done to a training image [C, H, W], see `Source.take`.
+        augment: applied to a training image [C, H, W], see `Source.gather`.
         use_batch: learn from the test batch too.
         rule: any; there is one draw.
 
@@ -63,9 +69,7 @@ class TADV(Transductive):
         rule: Rule = mean_probs,
     ) -> None:
         super().__init__(net, rule, source)
-        for name, count in {"epochs": epochs, "batch_size": batch_size}.items():
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+        check_counts(epochs=epochs, batch_size=batch_size)
         check_fraction(fraction)
         self.attack = attack
         self.epochs = epochs
@@ -76,53 +80,55 @@ class TADV(Transductive):
         self.augment = augment
         self.use_batch = use_batch
 
-    def fit_to_batch(self, x: Tensor, chance: torch.Generator) -> Self:
-        """The defense with a network trained from the beginning.
+    def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
+        """Return the defense with a newly drawn and trained network.
 
         Args:
             x: [B, C, H, W] images in [0, 1].
-            chance: draws the weights, the order of the source and the attack's starts.
+            generator: source of the weights, the order of the images and the attack's starts.
 
         Raises:
             ValueError: there is no attack.
             TypeError: the network has weights that cannot be drawn anew, see `reinitialized`.
         """
-        net = reinitialized(self.net, chance).train()
+        net = reinitialized(self.net, generator).train()
         optimizer = self.optimizer(net.parameters())
         schedule = self.lr_scheduler and self.lr_scheduler(optimizer)
         epoch = math.ceil(len(self.source) / self.batch_size)
-        steps = shown(self._order(chance), "Retraining", self.epochs * epoch)
+        steps = self.progress(self._order(generator), "Retraining", self.epochs * epoch)
         for step, index in enumerate(steps, start=1):
             optimizer.zero_grad()
-            self._loss(net, index, x, chance).backward()  # type: ignore[no-untyped-call]
+            self._loss(net, index, x, generator).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if schedule and step % epoch == 0:
                 schedule.step()
         optimizer.zero_grad()
         return self.copy_with(adapted=net.eval().requires_grad_(False))
 
-    def _order(self, chance: torch.Generator) -> Iterator[Tensor]:
+    def _order(self, generator: torch.Generator) -> Iterator[Tensor]:
         for _ in range(self.epochs):
-            yield from shuffled(len(self.source), self.batch_size, chance)
+            yield from shuffled(len(self.source), self.batch_size, generator)
 
-    def _loss(self, net: nn.Module, index: Tensor, seen: Tensor, chance: torch.Generator) -> Tensor:
+    def _loss(
+        self, net: nn.Module, index: Tensor, batch: Tensor, generator: torch.Generator
+    ) -> Tensor:
         if self.attack is None:
             raise ValueError(
                 "TADV trains on adversarial images: give it an attack, such as "
                 "attack=PGD(Threat('linf', 0.3), steps=40, step_size=0.01, keep_best=True)"
             )
-        x, y = self.source.take(index, self.augment)
-        x, y = x.to(seen), y.to(seen.device)
-        loss = half_adversarial(Single(net), x, y, self.attack, self.fraction, chance)
+        x, y = self.source.gather(index, self.augment)
+        x, y = x.to(batch), y.to(batch.device)
+        loss = half_adversarial(Single(net), x, y, self.attack, self.fraction, generator)
         if self.use_batch:
             count = math.ceil(self.fraction * self.batch_size)
-            some = torch.randperm(len(seen), generator=chance)[:count].to(seen.device)
-            loss = loss + smoothness(net, seen[some], self.attack, chance)
+            some = torch.randperm(len(batch), generator=generator)[:count].to(batch.device)
+            loss = loss + smoothness(net, batch[some], self.attack, generator)
         return loss
 
 
 def check_fraction(fraction: float) -> None:
-    """Raise ValueError for a share of attacked images outside (0, 1]."""
+    """Raise ValueError for a fraction of attacked images outside (0, 1]."""
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction must be in (0, 1], got {fraction}")
 
@@ -135,7 +141,7 @@ def half_adversarial(
     fraction: float = 0.5,
     generator: Generator = None,
 ) -> Tensor:
-    """(1 - fraction) * CE of a batch's first images + fraction * CE of the last ones, attacked.
+    """Compute (1 - fraction) * CE of the first images + fraction * CE of the last ones, attacked.
 
     The batch, half clean and half adversarial, goes through the network in one forward. A half of
     an odd number is rounded up for the attack, and a part without images counts for zero.
@@ -144,9 +150,9 @@ def half_adversarial(
         defense: of one draw, in train mode.
         x: [B, C, H, W] images in [0, 1].
         y: [B] labels.
-        attack: makes the adversarial images of the defense as it is, in eval mode.
-        fraction: share of the images that are attacked, and their weight.
-        generator: the attack's chance; `Streams` of B images.
+        attack: makes the adversarial images of the current defense, in eval mode.
+        fraction: fraction of the images that are attacked, and their weight.
+        generator: randomness of the attack; `Streams` of B images.
 
     Returns:
         The loss, a scalar.
@@ -168,19 +174,19 @@ def half_adversarial(
 def smoothness(
     net: nn.Module, x: Tensor, attack: TrainingAttack, generator: Generator = None
 ) -> Tensor:
-    """How far an attack moves the network's own predictions on unlabelled images, by KL divergence.
+    """Compute how far an attack moves the predictions on unlabelled images, by KL divergence.
 
-    UAT-OT of Uesato et al. 2019, whose targets are the predictions of the network as it stands. The
-    attack is on the class that the network predicts, where the paper's climbs the divergence.
+    UAT-OT of Uesato et al. 2019, whose targets are the current network's predictions. The attack is
+    on the class that the network predicts; the paper's maximises the divergence.
 
     Args:
         net: [B, C, H, W] -> [B, K] logits, in train mode as a whole.
         x: [B, C, H, W] images in [0, 1].
         attack: makes adversarial images.
-        generator: its chance.
+        generator: randomness of the attack.
 
     Returns:
-        Mean KL(prediction on x || prediction on x_adv), a scalar; x is seen in eval mode.
+        Mean KL(prediction on x || prediction on x_adv), a scalar; on x in eval mode.
     """
     with torch.no_grad():
         target = net.eval()(x).softmax(-1)

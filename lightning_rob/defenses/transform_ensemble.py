@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,10 @@ Transforms = str | Sequence[str] | Mapping[str, Transform]
 
 
 class TransformedNetwork(nn.Module):
-    """A network that sees images through a transformation without chance.
+    """A network behind a deterministic transformation of its input.
 
     Args:
-        transform: in front of it.
+        transform: in front of the network.
         net: [B, C, H, W] -> [B, K].
     """
 
@@ -30,7 +31,7 @@ class TransformedNetwork(nn.Module):
         self.net = net
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, K] of images [B, C, H, W]."""
+        """Compute the logits [B, K] of images [B, C, H, W]."""
         logits: Tensor = self.net(self.transform(x))
         return logits
 
@@ -41,20 +42,22 @@ class TransformEnsemble(Defense):
     Under `random_member` it is the paper's Random Defense (RD), with `majority` MV, with
     `top2_majority` T2MV, with `mean_probs` AVEP and with `mean_logits` AVEL.
 
-    The chance in a transformation, as in noise, is keyed by its name: a member answers alike
-    whichever others stand beside it.
+    The randomness of a transformation, such as noise, is keyed by its name: a member predicts the
+    same in every ensemble that contains it.
 
     Args:
         members: M networks [B, C, H, W] -> [B, K], each trained on images that its transformation
             has changed.
         transforms: M names of `lightning_rob.transforms.pool`, or words for several of them, see
             `chosen`; or transformations by name.
-        rule: how the members' votes become an answer.
+        rule: turns the votes of the members into a prediction.
 
     Raises:
-        ValueError: an unknown name, or not as many transformations as members.
+        ValueError: an unknown name, or the number of transformations differs from that of members.
         TypeError: a member is a defense.
     """
+
+    kind = "transform_ensemble"
 
     def __init__(
         self,
@@ -77,11 +80,11 @@ class TransformEnsemble(Defense):
 
     @property
     def names(self) -> list[str]:
-        """The transformations' names, in the members' order."""
+        """Names of the transformations, in the members' order."""
         return list(self.transforms)
 
     def place(self, name: str | int) -> int:
-        """The index of the member behind a transformation.
+        """Return the index of the member behind a transformation.
 
         Args:
             name: of the transformation, or already the index.
@@ -95,47 +98,46 @@ class TransformEnsemble(Defense):
             return name
         if name not in self.transforms:
             close = get_close_matches(name, self.names, n=3, cutoff=0.5)
-            meant = f", did you mean {', '.join(close)}?" if close else ""
-            there = "" if close else f", there are {', '.join(self.names)}"
-            raise ValueError(f"no member is behind {name!r}{meant}{there}")
+            hint = f", did you mean {', '.join(close)}?" if close else ""
+            known = "" if close else f", there are {', '.join(self.names)}"
+            raise ValueError(f"no member is behind {name!r}{hint}{known}")
         return self.names.index(name)
 
     def transform(self, member: int) -> Transform:
-        """The transformation in front of a member."""
+        """Return the transformation in front of a member."""
         return self.transforms[self.names[member]]
 
     def one(self, member: int) -> "TransformEnsemble":
-        """A member behind its transformation, alone."""
+        """Return the ensemble of a single member behind its transformation."""
         return self.part([member])
 
     def part(self, members: Sequence[int]) -> "TransformEnsemble":
-        """The ensemble of some of the members, of the same networks."""
-        places = [self.names[i] for i in members]
-        found = {name: self.transforms[name] for name in places}
-        part = TransformEnsemble([self.members[i] for i in members], found, self.rule)
+        """Return the ensemble of some of the members; the networks are shared."""
+        transforms = {self.names[i]: self.transform(i) for i in members}
+        part = TransformEnsemble([self.members[i] for i in members], transforms, self.rule)
         part.weights = part.weights.to(self.weights.device)
         return part
 
     def seen(self, member: int, x: Tensor, generator: Generator = None) -> Tensor:
-        """Images as a member sees them: [B, C, H, W] -> [B, C, H, W]."""
-        name = self.names[member]
-        if (
-            x.requires_grad
-            and torch.is_grad_enabled()
-            and not self.transform(member).differentiable
-        ):
+        """Transform images [B, C, H, W] as a member sees them.
+
+        Raises:
+            RuntimeError: a gradient is wanted and the transformation has none.
+        """
+        name, transform = self.names[member], self.transform(member)
+        if x.requires_grad and torch.is_grad_enabled() and not transform.differentiable:
             raise RuntimeError(
                 f"{name} has no gradient: attack the members that have one by OnDifferentiable, or "
                 "one of them by TAA"
             )
-        return transformed(self.transforms[name], name, x, generator)
+        return transformed(transform, name, x, generator)
 
     @property
     def classifiers(self) -> list[nn.Module]:
         """The members, each behind its transformation.
 
         Raises:
-            TypeError: there is chance in a transformation.
+            TypeError: a transformation is random.
         """
         probe = torch.zeros(1, 1, 8, 8)
         for name, transform in self.transforms.items():
@@ -150,15 +152,20 @@ class TransformEnsemble(Defense):
         return list(self.members)
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """[B, C, H, W] -> [M, B, K]."""
+        """Compute [B, C, H, W] -> [M, B, K]."""
         if isinstance(generator, Streams):
-            generator = generator.split(1)  # other chance at the next call
+            generator = generator.split(1)  # the next call draws anew
         votes = [net(self.seen(i, x, generator)) for i, net in enumerate(self.members)]
         return torch.stack(votes)
 
 
+def is_transform_ensemble(defense: nn.Module) -> TypeGuard[TransformEnsemble]:
+    """Return whether a defense is a `TransformEnsemble`, in a form that type checkers follow."""
+    return isinstance(defense, TransformEnsemble)
+
+
 def transformed(transform: Transform, name: str, x: Tensor, generator: Generator = None) -> Tensor:
-    """Images [B, C, H, W] behind a transformation, by chance of its own where it has any."""
+    """Transform images [B, C, H, W]; the randomness is keyed by the transformation's name."""
     if isinstance(generator, Streams):
         generator = generator.fold_in(derive_seed(*name.encode()))
     return transform(x, *transform.sample(x, generator))

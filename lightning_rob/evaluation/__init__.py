@@ -1,12 +1,22 @@
-"""Scores of a defense under attack: which images are attacked together, and the worst case."""
+"""Evaluation of a defense under attacks, without Lightning."""
 
+from lightning_rob.evaluation.evaluate import EvaluationSettings, Evaluator, evaluate
 from lightning_rob.evaluation.groups import GROUP_SIZE, canonical_groups, group_loader, serves_once
+from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack, RoundProtocol
+from lightning_rob.evaluation.results import EvaluationResult
 from lightning_rob.evaluation.worst import Worst, is_random, worst_case
 
 __all__ = [
     "GROUP_SIZE",
+    "AttackerDefenderSession",
+    "EvaluationResult",
+    "EvaluationSettings",
+    "Evaluator",
+    "NoAttack",
+    "RoundProtocol",
     "Worst",
     "canonical_groups",
+    "evaluate",
     "group_loader",
     "is_random",
     "serves_once",

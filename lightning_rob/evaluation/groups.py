@@ -5,6 +5,7 @@ batch may get other logits in the last bit, and another adversarial image. An ev
 cuts the data set into groups by position and deals groups, not images, to the processes.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -94,3 +95,24 @@ def group_loader(loader: DataLoader[Any], groups: list[Tensor]) -> DataLoader[An
         multiprocessing_context=loader.multiprocessing_context if workers else None,
         generator=torch.Generator(),  # else each pass draws from the global stream
     )
+
+
+def regrouped(
+    batches: Iterable[tuple[Tensor, Tensor, Tensor]], size: int = GROUP_SIZE
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the same images in the same order, in batches of another size.
+
+    Args:
+        batches: images [B, ...], labels [B] and indices [B], of any sizes.
+        size: images in a group; the last one may have fewer.
+    """
+    held: list[tuple[Tensor, ...]] = []
+    for batch in batches:
+        held.append(batch)
+        while sum(len(part[1]) for part in held) >= size:
+            x, y, index = (torch.cat(parts) for parts in zip(*held, strict=True))
+            yield x[:size], y[:size], index[:size]
+            held = [(x[size:], y[size:], index[size:])]
+    if sum(len(part[1]) for part in held):
+        x, y, index = (torch.cat(parts) for parts in zip(*held, strict=True))
+        yield x, y, index

@@ -1,4 +1,4 @@
-"""Metrics: a function each, and its torchmetrics twin."""
+"""Metrics: functions of tensors, each with its torchmetrics twin."""
 
 from lightning_rob.comparisons import holm
 from lightning_rob.metrics.gradient_spread import GradientSpread, gradient_spread
@@ -14,10 +14,11 @@ from lightning_rob.metrics.intervals import (
 from lightning_rob.metrics.per_image import PerImage
 from lightning_rob.metrics.robust_accuracy import RobustAccuracy, robust_accuracy
 from lightning_rob.metrics.selective import SelectiveError, rejection_curves, selective_error
-from lightning_rob.metrics.transfer_matrix import TransferMatrix, transfer_matrix
-from lightning_rob.metrics.transferability import (
+from lightning_rob.metrics.transfer import (
     Transfer,
     Transferability,
+    TransferMatrix,
+    transfer_matrix,
     transfer_ranking,
     transferability,
 )

@@ -1,4 +1,4 @@
-"""How much a random defense's gradients differ from draw to draw."""
+"""The spread of a random defense's gradients from draw to draw."""
 
 from typing import Any
 
@@ -6,20 +6,22 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+NAMES = ("variance", "cosine", "agreement", "variance_of_nonzero")
+
 
 def gradient_spread(gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The spread of the signs of several draws' gradients (RT paper, section 6 and eq. 17).
+    """Compute the spread of the signs of several draws' gradients (RT paper, section 6, eq. 17).
 
     Args:
-        gradients: [n, B, …] of n >= 2 draws, as `lightning_rob.attacks.draw_gradients` gives them;
-            signed here.
+        gradients: [n, B, …] of n >= 2 draws, as returned by `lightning_rob.attacks.draw_gradients`;
+            only their signs count.
 
     Returns:
         Each [B]: the variance of an entry (the paper's, which its authors' code multiplies by the
         number of entries; 0 … n / (n - 1)), the mean cosine of a draw to the mean of the draws, the
-        share of entries whose sign is that of the mean, and the variance divided by the share of
-        entries that are not zero. Zero entries, of a transform that erases or clamps pixels, hardly
-        vary: where there are many of them the variance tells their share more than anything else.
+        share of entries with the sign of the mean, and the variance divided by the share of
+        non-zero entries. Zero entries, of a transform that erases or clamps pixels, hardly vary:
+        with many of them the variance mostly measures their share.
 
     Raises:
         ValueError: there are fewer than two draws.
@@ -31,8 +33,8 @@ def gradient_spread(gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     variance = (signs - mean).square().sum(0).mean(1) / (len(signs) - 1)
     cosine = torch.cosine_similarity(signs, mean.expand_as(signs), dim=2).mean(0)
     agreement = (signs == mean.sign()).to(signs).mean((0, 2))
-    share = signs.abs().mean((0, 2))
-    return variance, cosine, agreement, torch.where(share > 0, variance / share, 0.0)
+    nonzero = signs.abs().mean((0, 2))
+    return variance, cosine, agreement, torch.where(nonzero > 0, variance / nonzero, 0.0)
 
 
 class GradientSpread(Metric):
@@ -40,6 +42,7 @@ class GradientSpread(Metric):
 
     is_differentiable = False
     full_state_update = False
+    plot_lower_bound = 0.0
     totals: Tensor
     count: Tensor
 
@@ -54,7 +57,9 @@ class GradientSpread(Metric):
         self.count += gradients.shape[1]
 
     def compute(self) -> dict[str, Tensor]:
-        """The means, named variance, cosine, agreement and variance_of_nonzero."""
-        means = (self.totals / self.count).float()
-        names = ("variance", "cosine", "agreement", "variance_of_nonzero")
-        return dict(zip(names, means, strict=True))
+        """Return the means, named variance, cosine, agreement and variance_of_nonzero."""
+        return dict(zip(NAMES, (self.totals / self.count).float(), strict=True))
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Draw the four means, or several results in a row; see `torchmetrics.Metric.plot`."""
+        return self._plot(val, ax)

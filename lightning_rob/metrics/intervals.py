@@ -1,4 +1,4 @@
-"""How far a measured figure may be from the truth."""
+"""Confidence intervals of accuracies, and tests of their differences."""
 
 import math
 from collections.abc import Sequence
@@ -7,16 +7,18 @@ from statistics import NormalDist, fmean, stdev
 
 from torch import Tensor
 
+FEW = 12  # images whose 2^12 patterns of signs are all tried
+
 
 def wilson(mean: float, n: int, level: float = 0.95) -> tuple[float, float]:
-    """The score interval of a mean of n numbers in [0, 1] (Wilson 1927).
+    """Compute the score interval of a mean of n numbers in [0, 1] (Wilson 1927).
 
-    Exact in spirit for 0/1 answers; for a randomized ensemble's expected accuracies, which vary
-    less than 0/1 answers of the same mean, it is too wide rather than too narrow.
+    It is derived for 0/1 scores; for a randomized ensemble's expected accuracies, which vary less
+    than 0/1 scores of the same mean, it is too wide rather than too narrow.
 
     Args:
         mean: the observed mean.
-        n: how many images it is the mean of.
+        n: number of images.
         level: the probability that the interval covers the truth.
 
     Returns:
@@ -32,20 +34,18 @@ def wilson(mean: float, n: int, level: float = 0.95) -> tuple[float, float]:
 
 
 def clopper_pearson(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """The exact interval of a share: it covers the truth at least as often as it says.
-
-    Clopper and Pearson 1934; wider than `wilson`.
+    """Compute the exact interval of a proportion (Clopper and Pearson 1934); wider than `wilson`.
 
     Args:
-        successes: how many of the n answers, each of which is right or wrong, are right.
-        n: how many images.
-        level: the probability that the interval covers the truth, at least.
+        successes: number of correct predictions.
+        n: number of images.
+        level: lower bound of the probability that the interval covers the truth.
 
     Returns:
         (low, high).
 
     Raises:
-        ValueError: more successes than answers.
+        ValueError: more successes than images.
     """
     from scipy.stats import binomtest
 
@@ -56,7 +56,7 @@ def clopper_pearson(successes: int, n: int, level: float = 0.95) -> tuple[float,
 
 
 def student(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """The t interval of the mean of independent numbers: repeats, seeds, paired differences.
+    """Compute the t interval of the mean of independent numbers, such as repeats or seeds.
 
     Args:
         values: at least two numbers.
@@ -72,14 +72,15 @@ def student(values: Sequence[float], level: float = 0.95) -> tuple[float, float]
 
 
 def wilson_over_draws(values: Sequence[float], n: int, level: float = 0.95) -> tuple[float, float]:
-    """The interval of a mean over images and over independent draws of what all images share.
+    """Compute the interval of a mean over images and over draws that all images share.
 
-    Such draws are a defender's private randomness or the members of an ensemble. The two kinds of
-    chance are taken to be independent: the half widths of `wilson` and `student` add in square.
+    Such draws are a defender's private randomness or the members of an ensemble. Both sources of
+    randomness are assumed to be independent: the half widths of `wilson` and `student` add in
+    square.
 
     Args:
         values: accuracy of the same n images by draw; of a single draw the interval is Wilson's.
-        n: images.
+        n: number of images.
         level: the probability that the interval covers the truth.
 
     Returns:
@@ -88,24 +89,21 @@ def wilson_over_draws(values: Sequence[float], n: int, level: float = 0.95) -> t
     mean = fmean(values)
     low, high = wilson(mean, n, level)
     if len(values) > 1:
-        fewer, more = student(values, level)
-        low = max(0.0, mean - math.hypot(mean - low, mean - fewer))
-        high = min(1.0, mean + math.hypot(high - mean, more - mean))
+        t_low, t_high = student(values, level)
+        low = max(0.0, mean - math.hypot(mean - low, mean - t_low))
+        high = min(1.0, mean + math.hypot(high - mean, t_high - mean))
     return low, high
-
-
-FEW = 12  # images of which all patterns of signs can be tried
 
 
 @dataclass(frozen=True)
 class Paired:
-    """How two scores of the same images differ.
+    """The difference of two scores of the same images.
 
     Args:
         difference: the second's mean minus the first's.
-        interval: its 95 % t interval; all there is where there are fewer than two images.
-        p: the probability of a difference so large if there were none.
-        test: what p is by.
+        interval: its 95 % t interval; (-1, 1) for fewer than two images.
+        p: the probability of a difference at least as large under the null hypothesis.
+        test: name of the test that gave p.
     """
 
     difference: float
@@ -115,14 +113,14 @@ class Paired:
 
 
 def mcnemar(first: Tensor, second: Tensor) -> float:
-    """The exact two-sided p of two answers to the same images (McNemar 1947).
+    """Compute the exact two-sided p-value of predictions of the same images (McNemar 1947).
 
     Args:
-        first: [N] scores, right from a half on.
+        first: [N] scores, correct from 0.5 on.
         second: [N] scores of the same images.
 
     Returns:
-        The probability that the images right under one only divide as unevenly by chance.
+        The probability that the images correct under one of the two split at least as unevenly.
     """
     from scipy.stats import binomtest
 
@@ -134,18 +132,16 @@ def mcnemar(first: Tensor, second: Tensor) -> float:
 def paired(first: Tensor, second: Tensor) -> Paired:
     """Compare two scores of the same images: attacks or checkpoints.
 
-    By McNemar's test where every answer is right or wrong, else (the expected accuracies of a
-    randomized ensemble) by the t test of the differences, or of few images by flipping their signs.
+    The test is McNemar's if all scores are 0 or 1, else (expected accuracies of a randomized
+    ensemble) the t test of the differences; for at most 12 images their signs are flipped.
 
     Args:
         first: [N] in [0, 1].
         second: [N] of the same images.
 
     Raises:
-        ValueError: not as many of the one as of the other, or one is not a number.
+        ValueError: different numbers of scores, or a score is NaN.
     """
-    from scipy.stats import permutation_test, t
-
     if first.shape != second.shape:
         raise ValueError(f"{len(first)} scores cannot be paired with {len(second)}")
     gaps = (second - first).double()
@@ -153,20 +149,34 @@ def paired(first: Tensor, second: Tensor) -> Paired:
         raise ValueError("scores that are not numbers cannot be compared")
     if len(gaps) < 2:
         return Paired(float(gaps.sum()), (-1.0, 1.0), 1.0, "too few images")
-    span = student(gaps.tolist())
     if not ((first % 1).any() or (second % 1).any()):
-        return Paired(float(gaps.mean()), span, mcnemar(first, second), "McNemar")
-    if len(gaps) <= FEW:
-        flips = permutation_test(
-            (gaps.numpy(),),
-            lambda g, axis: g.mean(axis),
-            vectorized=True,
-            permutation_type="samples",
-            n_resamples=2**FEW + 1,
-        )
-        return Paired(float(gaps.mean()), span, float(flips.pvalue), "sign flips")
+        p, test = mcnemar(first, second), "McNemar"
+    elif len(gaps) <= FEW:
+        p, test = _sign_flips(gaps), "sign flips"
+    else:
+        p, test = _paired_t(gaps), "paired t"
+    return Paired(float(gaps.mean()), student(gaps.tolist()), p, test)
+
+
+def _sign_flips(gaps: Tensor) -> float:
+    """Compute the exact p-value of a mean difference under all patterns of signs."""
+    from scipy.stats import permutation_test
+
+    result = permutation_test(
+        (gaps.numpy(),),
+        lambda g, axis: g.mean(axis),
+        vectorized=True,
+        permutation_type="samples",
+        n_resamples=2**FEW + 1,
+    )
+    return float(result.pvalue)
+
+
+def _paired_t(gaps: Tensor) -> float:
+    """Compute the two-sided p-value of a mean difference by the t test."""
+    from scipy.stats import t
+
     error = float(gaps.std()) / math.sqrt(len(gaps))
-    if not error:
-        return Paired(float(gaps.mean()), span, float(gaps[0] == 0), "paired t")
-    p = 2 * float(t.sf(abs(float(gaps.mean())) / error, len(gaps) - 1))
-    return Paired(float(gaps.mean()), span, p, "paired t")
+    if not error:  # all differences are equal
+        return float(gaps[0] == 0)
+    return 2 * float(t.sf(abs(float(gaps.mean())) / error, len(gaps) - 1))

@@ -1,8 +1,12 @@
-"""Scores of every image, whatever rank or batch it was in."""
+"""The scores of every image, collected from all batches and ranks."""
 
 from typing import Any
 
+import numpy as np
 import torch
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
@@ -12,7 +16,8 @@ class PerImage(Metric):
     """A table of scores by image index; an image seen twice counts once.
 
     Args:
-        columns: A, how many scores an image has.
+        columns: A, the number of scores per image.
+        column_dtype: of the scores; int64 keeps integers that float32 could not hold.
     """
 
     is_differentiable = False
@@ -20,32 +25,60 @@ class PerImage(Metric):
     index: list[Tensor]
     scores: list[Tensor]
 
-    def __init__(self, columns: int, **kwargs: Any) -> None:
+    def __init__(
+        self, columns: int, column_dtype: torch.dtype = torch.float32, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.columns = columns
+        self.column_dtype = column_dtype
         self.add_state("index", default=[], dist_reduce_fx="cat")
         self.add_state("scores", default=[], dist_reduce_fx="cat")
 
     def update(self, index: Tensor, scores: Tensor) -> None:
         """Add a batch: indices [B], scores [B, A]."""
         self.index.append(index)
-        self.scores.append(scores.float())
+        self.scores.append(scores.to(self.column_dtype))
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """As `compute`, but with its shapes where there is one image, or none on this process."""
+        """Return `compute` in full shape, also for one image or none on this process."""
         if not len(self.index):
-            nothing = torch.zeros(0, self.columns, device=self.device)
-            self.update(nothing[:, :0].flatten().long(), nothing)
+            # A rank without images has to take part in the reduction with empty tensors.
+            empty = torch.zeros(0, self.columns, device=self.device)
+            self.update(empty[:, :0].flatten().long(), empty)
         index, scores = self.compute()
         return index.reshape(-1), scores.reshape(-1, self.columns)
 
     def compute(self) -> tuple[Tensor, Tensor]:
-        """The indices [N], rising, and their scores [N, A] in float64, on the CPU."""
+        """Return the indices [N], rising, and scores [N, A], float64 unless integer, on the CPU."""
+        exact = torch.float64 if self.column_dtype.is_floating_point else self.column_dtype
         if not len(self.index):
-            return torch.zeros(0, dtype=torch.int64), torch.zeros(0, self.columns).double()
+            return torch.zeros(0, dtype=torch.int64), torch.zeros(0, self.columns, dtype=exact)
         index = dim_zero_cat(self.index).cpu().numpy()
-        scores = dim_zero_cat(self.scores).cpu().double()
-        import numpy as np
-
+        scores = dim_zero_cat(self.scores).cpu().to(exact)
         unique, first = np.unique(index, return_index=True)
         return torch.from_numpy(unique), scores[torch.from_numpy(first)]
+
+    def plot(
+        self, val: tuple[Tensor, Tensor] | None = None, ax: Axes | None = None
+    ) -> tuple[Figure | None, Axes]:
+        """Draw each column's scores, sorted, against the share of images.
+
+        Args:
+            val: the result of `compute`; None computes it.
+            ax: draw here instead of in a new figure.
+
+        Returns:
+            The new figure, None if `ax` was given; and the axes.
+        """
+        scores = (self.rows() if val is None else val)[1].reshape(-1, self.columns)
+        figure, ax = plt.subplots() if ax is None else (None, ax)
+        for number, column in enumerate(scores.sort(0, descending=True).values.T, start=1):
+            heights = column.numpy()
+            ax.stairs(
+                heights, np.linspace(0, 1, len(heights) + 1), baseline=None, label=f"{number}"
+            )
+        ax.set_xlabel("share of images")
+        ax.set_ylabel("score of at least")
+        if self.columns > 1:
+            ax.legend(title="column")
+        return figure, ax

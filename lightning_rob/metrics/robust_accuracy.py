@@ -1,4 +1,4 @@
-"""The accuracy of a system that may answer by chance."""
+"""The accuracy of a system that may predict at random."""
 
 from typing import Any
 
@@ -7,17 +7,17 @@ from torch import Tensor
 from torchmetrics import Metric
 
 
-def robust_accuracy(answers: Tensor, y: Tensor) -> Tensor:
-    """The probability that the answer is right, per image.
+def robust_accuracy(predictions: Tensor, y: Tensor) -> Tensor:
+    """Compute the probability that the prediction is correct, per image.
 
     Args:
-        answers: [B, K] probability of each answer, as a defense returns it.
+        predictions: [B, K] probability of each class, as returned by a defense.
         y: [B] labels.
 
     Returns:
-        [B]: 0 or 1, or between the two for a randomized ensemble; 0 where it is not a number.
+        [B]: 0 or 1, or between the two for a randomized ensemble; 0 if it is non-finite.
     """
-    return answers.gather(1, y[:, None])[:, 0].nan_to_num(0.0, 0.0, 0.0)
+    return predictions.gather(1, y[:, None])[:, 0].nan_to_num(0.0, 0.0, 0.0)
 
 
 class RobustAccuracy(Metric):
@@ -28,19 +28,24 @@ class RobustAccuracy(Metric):
     full_state_update = False
     plot_lower_bound = 0.0
     plot_upper_bound = 1.0
-    right: Tensor
+    total: Tensor
     count: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.add_state("right", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        # In float32 the sum over millions of images would stop growing.
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
-    def update(self, answers: Tensor, y: Tensor) -> None:
-        """Add a batch: answers [B, K], labels [B]."""
-        self.right += robust_accuracy(answers, y).double().sum()
+    def update(self, predictions: Tensor, y: Tensor) -> None:
+        """Add a batch: predictions [B, K], labels [B]."""
+        self.total += robust_accuracy(predictions, y).double().sum()
         self.count += len(y)
 
     def compute(self) -> Tensor:
-        """The mean over all images."""
-        return (self.right / self.count).float()
+        """Return the mean over all images."""
+        return (self.total / self.count).float()
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Draw the accuracy, or several in a row; see `torchmetrics.Metric.plot`."""
+        return self._plot(val, ax)

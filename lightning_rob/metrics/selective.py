@@ -1,4 +1,4 @@
-"""The errors of a classifier that may refuse to answer."""
+"""The errors of a classifier that may reject images."""
 
 from typing import Any, Literal, get_args
 
@@ -6,31 +6,65 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-Per = Literal["image", "answer"]
+Per = Literal["image", "prediction"]
 NAMES = ("rejected_clean", "rejected", "error")
 
 
 def selective_error(
-    answers: Tensor, y: Tensor, clean: Tensor, per: Per = "image"
+    predictions: Tensor, y: Tensor, clean: Tensor, per: Per = "image"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The two errors of selective classification (Chen et al. 2022, eq. 1), and rejection on x~.
+    """Compute the two errors of selective classification (Chen et al. 2022, eq. 1).
 
     Args:
-        answers: [B, K] probability of each answer on x~; a row of zeros is a rejection.
+        predictions: [B, K] probability of each class on x~; a row of zeros is a rejection.
         y: [B] labels.
-        clean: [B] which images of x~ are the clean ones, z.
-        per: what the error is a share of: "image" is all of x~, as the text has it; "answer" is
-            what is accepted, as the authors' code has it, and 0 where nothing is.
+        clean: [B] mask of the images of x~ that are the clean ones, z.
+        per: denominator of the error: "image" is all of x~, as in the paper's text; "prediction"
+            is the images that are not rejected, as in the authors' code; 0 if there are none.
 
     Returns:
-        Scalars in float64: the share of z that is rejected, the share of x~ that is, and the
-        error, answers that are wrong. Without images they are NaN.
+        Scalars in float64: the rejected share of z, the rejected share of x~, and the share of
+        wrong predictions. Without images they are NaN.
 
     Raises:
         ValueError: `per` is neither, or `clean` is not a [B] mask.
     """
     _check(per)
-    return _errors(*_sums(answers, y, clean), per)
+    return _errors(*_sums(predictions, y, clean), per)
+
+
+def rejection_curves(
+    scores: Tensor,
+    wrong: Tensor,
+    clean: Tensor,
+    thresholds: Tensor | None = None,
+    per: Per = "image",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the errors of `selective_error` by the threshold above which an image is rejected.
+
+    Args:
+        scores: [B] of each image of x~, the larger the less like a training image.
+        wrong: [B] whether the classifier is wrong on it, or with which probability.
+        clean: [B] mask of the images of x~ that are the clean ones, z.
+        thresholds: [T]; None: 100 from 0 to 1, as in Fig. 1 of Chen et al. (2022).
+        per: denominator of the error, see `selective_error`.
+
+    Returns:
+        Each [T] in float64: the rejected share of z, the rejected share of x~, the error.
+
+    Raises:
+        ValueError: `per` is neither "image" nor "prediction".
+    """
+    _check(per)
+    if thresholds is None:
+        thresholds = torch.linspace(0, 1, 100, dtype=torch.float64)
+    limits = thresholds.to(scores.device).double()
+    accepted = (scores.double() <= limits[:, None]).double()
+    of_clean, of_all = clean.double(), torch.ones_like(scores, dtype=torch.float64)
+    rejected = [(1 - accepted) @ mask for mask in (of_clean, of_all)]
+    sums = torch.stack([*rejected, accepted @ wrong.double()])
+    counts = torch.stack([clean.sum(), torch.ones_like(clean).sum()])
+    return _errors(sums, counts, per)
 
 
 def _check(per: str) -> None:
@@ -38,40 +72,42 @@ def _check(per: str) -> None:
         raise ValueError(f"per must be of {get_args(Per)}, got {per!r}")
 
 
-def _sums(answers: Tensor, y: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
-    """Of z rejected, of x~ rejected, of x~ wrong: [3] float64; the images in z and x~: [2]."""
+def _sums(predictions: Tensor, y: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum up rejections of z, rejections of x~, errors: [3] float64; count z and x~: [2]."""
     if clean.dtype != torch.bool or clean.shape != y.shape:
         raise ValueError(
             f"clean must be a mask of {len(y)} images, got {clean.dtype} {list(clean.shape)}"
         )
-    right = answers.gather(1, y[:, None])[:, 0].double()
-    answered = answers.double().sum(1)
-    refused = 1 - answered
-    sums = torch.stack([refused[clean].sum(), refused.sum(), (answered - right).sum()])
+    correct = predictions.gather(1, y[:, None])[:, 0].double()
+    accepted = predictions.double().sum(1)
+    rejected = 1 - accepted
+    sums = torch.stack([rejected[clean].sum(), rejected.sum(), (accepted - correct).sum()])
     return sums, torch.stack([clean.sum(), torch.ones_like(clean).sum()])
 
 
 def _errors(sums: Tensor, counts: Tensor, per: Per) -> tuple[Tensor, Tensor, Tensor]:
-    refused_clean, refused, wrong = sums
-    answered = counts[1] - refused
-    share = wrong / counts[1]
-    if per == "answer":
-        share = torch.where(answered > 0, wrong / answered, share * 0)
-    return refused_clean / counts[0], refused / counts[1], share
+    rejected_clean, rejected, wrong = sums
+    accepted = counts[1] - rejected
+    error = wrong / counts[1]
+    if per == "prediction":
+        error = torch.where(accepted > 0, wrong / accepted, error * 0)  # NaN without images
+    return rejected_clean / counts[0], rejected / counts[1], error
 
 
 class SelectiveError(Metric):
     """`selective_error` over all batches and processes.
 
     Args:
-        per: what the error is a share of, see `selective_error`.
+        per: denominator of the error, see `selective_error`.
 
     Raises:
-        ValueError: `per` is neither "image" nor "answer".
+        ValueError: `per` is neither "image" nor "prediction".
     """
 
     is_differentiable = False
     full_state_update = False
+    plot_lower_bound = 0.0
+    plot_upper_bound = 1.0
     sums: Tensor
     counts: Tensor
 
@@ -82,46 +118,16 @@ class SelectiveError(Metric):
         self.add_state("sums", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("counts", torch.zeros(2, dtype=torch.int64), dist_reduce_fx="sum")
 
-    def update(self, answers: Tensor, y: Tensor, clean: Tensor) -> None:
-        """Add a batch: answers [B, K], labels [B], which images are clean [B]."""
-        sums, counts = _sums(answers, y, clean)
+    def update(self, predictions: Tensor, y: Tensor, clean: Tensor) -> None:
+        """Add a batch: predictions [B, K], labels [B], mask of the clean images [B]."""
+        sums, counts = _sums(predictions, y, clean)
         self.sums += sums
         self.counts += counts
 
     def compute(self) -> dict[str, Tensor]:
-        """The three shares, named rejected_clean, rejected and error."""
+        """Return the three shares, named rejected_clean, rejected and error."""
         return dict(zip(NAMES, _errors(self.sums, self.counts, self.per), strict=True))
 
-
-def rejection_curves(
-    scores: Tensor,
-    wrong: Tensor,
-    clean: Tensor,
-    thresholds: Tensor | None = None,
-    per: Per = "image",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The errors of `selective_error` by the threshold above which an image is rejected.
-
-    Args:
-        scores: [B] of each image of x~, the larger the less like a training image.
-        wrong: [B] whether the classifier is wrong on it, or with what probability.
-        clean: [B] which images of x~ are the clean ones, z.
-        thresholds: [T]; None: 100 from 0 to 1, as in Fig. 1 of Chen et al. (2022).
-        per: what the error is a share of, see `selective_error`.
-
-    Returns:
-        Each [T] in float64: the share of z that is rejected, the share of x~, the error.
-
-    Raises:
-        ValueError: `per` is neither "image" nor "answer".
-    """
-    _check(per)
-    if thresholds is None:
-        thresholds = torch.linspace(0, 1, 100, dtype=torch.float64)
-    limits = thresholds.to(scores.device).double()
-    accepted = (scores.double() <= limits[:, None]).double()
-    of_clean, of_all = clean.double(), torch.ones_like(scores, dtype=torch.float64)
-    refused = [(1 - accepted) @ kind for kind in (of_clean, of_all)]
-    sums = torch.stack([*refused, accepted @ wrong.double()])
-    counts = torch.stack([clean.sum(), torch.ones_like(clean).sum()])
-    return _errors(sums, counts, per)
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Draw the three shares, or several results in a row; see `torchmetrics.Metric.plot`."""
+        return self._plot(val, ax)

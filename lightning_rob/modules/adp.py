@@ -1,4 +1,4 @@
-"""Adaptive diversity promoting training."""
+"""Adaptive diversity promoting (ADP) training."""
 
 import math
 from collections.abc import Callable
@@ -9,16 +9,17 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from lightning_rob.modules.joint import JointTraining
+from lightning_rob.objectives import check_labels, cross_entropy
 
-OFFSET = 1e-6  # the authors' addition to the Gram matrix, so that its determinant is not zero
+OFFSET = 1e-6  # the authors add it to the diagonal of the Gram matrix, which may be singular
 
 
 def adp(logits: Tensor, y: Tensor, alpha: float, beta: float) -> Tensor:
-    """The regulariser alpha * entropy of the mean prediction + beta * log ensemble diversity.
+    """Compute the regulariser alpha * entropy of the mean prediction + beta * log diversity.
 
-    The ensemble diversity is det(M^T M): the squared volume that the members' predictions span,
-    each without the true class and of unit 2-norm (Pang et al. 2019, section 3). All is computed
-    from logits, because the small probabilities of a confident network round to zero.
+    The ensemble diversity is det(M^T M): the squared volume spanned by the members' predictions,
+    each without the true class and of unit 2-norm (Pang et al. 2019, section 3). Everything is
+    computed from logits, because the small probabilities of a confident network round to zero.
 
     Args:
         logits: [M, B, K] of the members.
@@ -27,30 +28,31 @@ def adp(logits: Tensor, y: Tensor, alpha: float, beta: float) -> Tensor:
         beta: weight of the diversity.
 
     Returns:
-        [B], to be made large.
+        [B], which training maximises.
     """
     logits = logits.float() if logits.itemsize < 4 else logits
     log_mean = logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
     entropy = -(log_mean.exp() * log_mean).sum(-1)
-    wrong = ~one_hot(y, logits.shape[-1]).bool()
-    others = logits[:, wrong].view(*logits.shape[:2], -1)
-    rows = (others - (2 * others).logsumexp(-1, keepdim=True) / 2).exp()
-    gram = (rows[:, None] * rows[None]).sum(-1).movedim(-1, 0)
-    shifted = gram + OFFSET * torch.eye(len(rows)).to(gram)
+    is_wrong = ~one_hot(y, logits.shape[-1]).bool()
+    wrong_logits = logits[:, is_wrong].view(*logits.shape[:2], -1)
+    # Softmax without the true class, divided by its 2-norm: the softmax's denominator cancels.
+    directions = (wrong_logits - (2 * wrong_logits).logsumexp(-1, keepdim=True) / 2).exp()
+    gram = (directions[:, None] * directions[None]).sum(-1).movedim(-1, 0)  # [B, M, M]
+    shifted = gram + OFFSET * torch.eye(len(directions)).to(gram)
     return alpha * entropy + beta * torch.logdet(shifted)
 
 
 class ADP(JointTraining):
-    """Adaptive diversity promoting (Pang et al. 2019): members disagree on the wrong classes.
+    """Adaptive diversity promoting training (Pang et al. 2019).
 
-    The loss is the sum of the members' cross-entropies less `adp`. Diversity has room for K - 1
-    members at most.
+    Members are trained to disagree on the wrong classes: the loss is the sum of their
+    cross-entropies minus `adp`. At most K - 1 members can be diverse.
 
     Args:
-        net: makes a network, [B, C, H, W] -> [B, K]; called once per member.
+        net: builds a network, [B, C, H, W] -> [B, K]; called once per member.
         alpha: weight of the entropy of the mean prediction; the paper uses 2.
         beta: weight of the log ensemble diversity; the paper uses 0.5.
-        **options: those of `JointTraining`.
+        **options: arguments of `JointTraining`.
     """
 
     def __init__(
@@ -64,7 +66,10 @@ class ADP(JointTraining):
         self.alpha, self.beta = alpha, beta
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Sum of the members' cross-entropies less the regulariser, averaged over images."""
-        logits = self.defense.logits(self.attacked(x, y))
-        losses = self.member_losses(logits, y).sum(0)
+        """Return summed cross-entropies minus the regulariser, averaged over images."""
+        if self.attack is not None:
+            x = self.attack(self.defense, x, y, self.noise)
+        logits = self.defense.logits(x)
+        check_labels(y, logits.shape[-1])
+        losses = cross_entropy(logits, y).sum(0)
         return (losses - adp(logits, y, self.alpha, self.beta)).mean()

@@ -1,4 +1,4 @@
-"""What every training method shares."""
+"""Base class of all training methods."""
 
 import os
 from abc import ABC, abstractmethod
@@ -10,8 +10,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lightning_rob.data.labelled import give_source
+from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.transductive import give_source
 from lightning_rob.metrics import RobustAccuracy
 from lightning_rob.objectives import check_labels
 from lightning_rob.randomness import Streams, derive_seed
@@ -20,14 +21,16 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class RobustModule(LightningModule, ABC):
-    """Trains `defense`; subclasses say what the loss is.
+    """Train `defense` by the loss that a subclass defines.
 
-    A batch is images [B, C, H, W] in [0, 1], labels [B] and image indices [B]. All chance in a step
-    follows from seed, epoch, batch and image: neither resumption nor a callback can change it.
+    A batch is images [B, C, H, W] in [0, 1], labels [B] and image indices [B]. The randomness of a
+    step is derived from seed, epoch, batch and image, so that neither a resumed run nor a callback
+    changes it.
 
     Args:
         optimizer: parameters -> optimizer.
-        lr_scheduler: optimizer -> schedule, stepped once an epoch; None keeps the rate.
+        lr_scheduler: optimizer -> schedule, stepped once an epoch; None keeps the
+            learning rate.
     """
 
     defense: Defense
@@ -46,10 +49,10 @@ class RobustModule(LightningModule, ABC):
 
     @abstractmethod
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """The training loss of a batch: [B, C, H, W], [B] -> scalar."""
+        """Return the training loss of a batch: [B, C, H, W], [B] -> scalar."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The loss, with this step's own randomness."""
+        """Compute and log the loss, `train/loss`, with the randomness of this step."""
         x, y, index = batch
         torch.manual_seed(derive_seed(self.seed, self.current_epoch, batch_idx, self.global_rank))
         self.noise = Streams.from_index(index, self.seed, self.current_epoch)
@@ -58,60 +61,65 @@ class RobustModule(LightningModule, ABC):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Evaluate what is saved: every process takes the first one's BatchNorm statistics."""
+        """Broadcast rank 0's BatchNorm statistics: checkpoints hold them, so they are evaluated."""
         for buffer in self.buffers() if self.trainer.world_size > 1 else ():
             torch.distributed.broadcast(buffer, 0)
 
     def on_test_epoch_start(self) -> None:
-        """The same before a test."""
+        """Broadcast rank 0's BatchNorm statistics before a test too."""
         self.on_validation_epoch_start()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Clean accuracy, `val/acc`."""
+        """Log the clean accuracy, `val/acc`."""
         self._score("val", self.val_accuracy, batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Clean accuracy, `test/acc`."""
+        """Log the clean accuracy, `test/acc`."""
         self._score("test", self.test_accuracy, batch)
 
     def on_predict_start(self) -> None:
-        """Let a defense that learns have what it learns from."""
-        give_source(self.defense, self.trainer)
+        """Give transductive defenses the labelled training images."""
+        give_source(self.defense, lambda: labelled_images(self.trainer))
 
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
-        """The images' indices [B] and the probability of each answer [B, K], batch by batch."""
+        """Return image indices [B] and the probability of each prediction [B, K]."""
         x, _, index = batch
         private = torch.Generator().manual_seed(derive_seed(self.seed, *index.tolist()))
-        final = self.defense.adapt(x, private).eval()
-        return index, final(x, Streams.from_index(index, self.seed))
+        adapted = self.defense.adapt(x, private).eval()
+        return index, adapted(x, Streams.from_index(index, self.seed))
 
     def _score(self, stage: str, accuracy: RobustAccuracy, batch: Batch) -> None:
         x, y, index = batch
-        answers = self.defense(x, Streams.from_index(index, self.seed))
-        check_labels(y, answers.shape[-1])
-        accuracy.update(answers, y)
+        predictions = self.defense(x, Streams.from_index(index, self.seed))
+        check_labels(y, predictions.shape[-1])
+        accuracy.update(predictions, y)
         self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, batch_size=len(x))
 
-    def on_robust_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Called after each robust evaluation with what it logged, never with stale values."""
+    @property
+    def complete(self) -> bool:
+        """Whether all members have been trained; voting rules are compared from then on."""
+        return True
 
-    def kept_in(self, checkpoint: Mapping[str, Any], name: str) -> Any:
-        """What `on_save_checkpoint` put into a checkpoint under a name.
+    def on_robust_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Receive the values that a robust evaluation has just logged, by name."""
+
+    def saved_state(self, checkpoint: Mapping[str, Any], name: str) -> Any:
+        """Return the entry that `on_save_checkpoint` added to a checkpoint.
 
         Raises:
-            ValueError: the checkpoint is of another kind of module.
+            ValueError: another kind of module wrote the checkpoint.
         """
         if name not in checkpoint:
             kind = type(self).__name__
             raise ValueError(f"the checkpoint is not one of {kind}: it has no {name!r}")
         return checkpoint[name]
 
-    def trained(self) -> nn.Module:
-        """The part whose weights are trained."""
+    def trainable_network(self) -> nn.Module:
+        """Return the part whose weights the optimizer updates."""
         return self.defense
 
     def configure_optimizers(self) -> Any:
-        """The optimizer of `trained()`, and its schedule by epoch."""
-        optimizer = self.optimizer(self.trained().parameters())
+        """Return the optimizer of `trainable_network()` and its schedule, stepped by epoch."""
+        optimizer = self.optimizer(self.trainable_network().parameters())
         schedule = self.lr_scheduler and self.lr_scheduler(optimizer)
         return {"optimizer": optimizer} | ({"lr_scheduler": schedule} if schedule else {})

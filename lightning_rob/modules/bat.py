@@ -1,4 +1,4 @@
-"""Ensembles whose members are trained one after another."""
+"""Boosted (BAT) and independent (IAT) adversarial training: members one after another."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -19,28 +19,28 @@ from lightning_rob.objectives import classification_loss
 
 
 class SequentialTraining(RobustModule):
-    """One `fit` trains M members in turn, each with an optimizer and schedule of its own.
+    """Train M members in one `fit`, one after another, each with its own optimizer and schedule.
 
-    `defense` is the ensemble of the members begun so far, so every epoch's evaluation is of what
-    stands by then. Each member keeps the weights of its best epoch by `monitor`, a defence
-    against robust over-fitting (Rice et al. 2020).
+    `defense` is the ensemble of the members whose training has started: each epoch evaluates the
+    current ensemble. Each member keeps the weights of its best epoch by `monitor`, which prevents
+    robust overfitting (Rice et al. 2020).
 
     Args:
-        net: makes a network, [B, C, H, W] -> [B, K]; called once per member.
+        net: builds a network, [B, C, H, W] -> [B, K]; called once per member.
         attack: makes the adversarial images.
-        epochs: how many epochs each member is trained: one number, or one per member; 0 leaves a
-            member as its checkpoint has it. `trainer.max_epochs` must be their sum.
-        members: M, how many networks.
-        probs: M sampling probabilities; None means equal ones. While fewer than M stand, theirs
-            are scaled to sum to one.
-        monitor: the logged value by which a member's best epoch is chosen, larger being better;
-            None keeps the last weights.
+        epochs: number of training epochs, the same for all members or one per member; a member with
+            0 keeps the weights of its checkpoint. `trainer.max_epochs` must be the sum.
+        members: number of networks M.
+        probs: M sampling probabilities; None means equal ones. An ensemble of fewer than M members
+            takes theirs, scaled to sum to one.
+        monitor: logged value that selects a member's best epoch, larger is better; None keeps the
+            last weights.
         checkpoints: weights that members start from, one path or null per member.
-        optimizer: parameters -> optimizer.
-        lr_scheduler: optimizer -> schedule by epoch, anew for each member.
+        optimizer: parameters of a member -> optimizer.
+        lr_scheduler: optimizer -> schedule, stepped once an epoch and restarted for each member.
 
     Raises:
-        ValueError: numbers that do not fit together.
+        ValueError: arguments of different lengths, or epochs or probabilities out of range.
     """
 
     def __init__(
@@ -63,34 +63,49 @@ class SequentialTraining(RobustModule):
         self.monitor = monitor
         self.best: dict[str, Any] = {"value": None, "weights": {}}
         self.stage = self._stage_at(0)
+        # Defenses of these members by purpose, stage and device; the module saves the members.
+        self._defenses: dict[tuple[str, int, torch.device], Defense] = {}
 
     @abstractmethod
     def attack_target(self) -> Defense:
-        """Whose adversarial images the member in training sees."""
+        """Build the defense whose adversarial images train the current member."""
 
     @property
     def defense(self) -> Defense:  # type: ignore[override]
-        """The ensemble of the members begun so far."""
-        begun = self.members[: self.stage + 1]
-        probs = self.probs[: self.stage + 1]
-        return Ensemble(begun, probs / probs.sum()).to(self.device)
+        """Return the ensemble of the members whose training has started."""
+        return self._built_once(self._started_ensemble)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Cross-entropy of the member in training on the opponent's adversarial images."""
-        x_adv = self.attack(self.attack_target(), x, y, self.noise)
-        return classification_loss(self.trained()(x_adv), y)
+        """Return the current member's cross-entropy on adversarial images of the attack target."""
+        x_adv = self.attack(self._built_once(self.attack_target), x, y, self.noise)
+        return classification_loss(self.trainable_network()(x_adv), y)
 
-    def trained(self) -> nn.Module:
-        """The member in training."""
+    def trainable_network(self) -> nn.Module:
+        """Return the member in training."""
         return self.members[self.stage]
 
+    def first_members(self, count: int) -> Ensemble:
+        """Build the ensemble of the first members, their probabilities scaled to sum to one."""
+        probs = self.probs[:count]
+        return Ensemble(self.members[:count], probs / probs.sum())
+
+    def _started_ensemble(self) -> Ensemble:
+        return self.first_members(self.stage + 1)
+
+    def _built_once(self, build: Callable[[], Defense]) -> Defense:
+        """Return what `build` returns, built once for each stage and device."""
+        key = build.__name__, self.stage, self.device
+        if key not in self._defenses:
+            self._defenses[key] = build().to(self.device)
+        return self._defenses[key]
+
     def _stage_at(self, epoch: int) -> int:
-        """Which member an epoch trains; the last one after the last epoch."""
+        """Return the index of the member that an epoch trains; after the last epoch, the last."""
         ends = torch.tensor(self.epochs).cumsum(0)
         return min(int((ends <= epoch).sum()), len(self.epochs) - 1)
 
     def on_fit_start(self) -> None:
-        """Check that the trainer's epochs are the members'."""
+        """Check that `trainer.max_epochs` is the sum of the members' epochs."""
         total, wanted = sum(self.epochs), self.trainer.max_epochs
         if wanted != total and not _is_trial(self.trainer):
             raise MisconfigurationException(
@@ -99,7 +114,7 @@ class SequentialTraining(RobustModule):
             )
 
     def on_train_epoch_start(self) -> None:
-        """Go on to the next member when its turn has come."""
+        """Switch to the next member, with a new optimizer, when its first epoch starts."""
         stage = self._stage_at(self.current_epoch)
         if stage != self.stage:
             self._finish_member()
@@ -107,16 +122,17 @@ class SequentialTraining(RobustModule):
             self.trainer.strategy.setup_optimizers(self.trainer)
 
     def on_robust_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Keep the member's weights if they are its best ones."""
+        """Store the member's weights if they are its best ones."""
         value = metrics.get(self.monitor or "")
         if self.trainer.state.fn != "fit" or value is None:
             return
         if self.best["value"] is None or value > self.best["value"]:
-            weights = {k: v.detach().cpu().clone() for k, v in self.trained().state_dict().items()}
+            state = self.trainable_network().state_dict()
+            weights = {key: value.detach().cpu().clone() for key, value in state.items()}
             self.best = {"value": value, "weights": weights, "epoch": self.current_epoch}
 
     def on_train_epoch_end(self) -> None:
-        """After a member's last epoch, before a checkpoint is written, restore its best weights."""
+        """Restore a member's best weights after its last epoch, before a checkpoint is written."""
         if self.current_epoch + 1 in torch.tensor(self.epochs).cumsum(0):
             self._finish_member()
 
@@ -128,16 +144,16 @@ class SequentialTraining(RobustModule):
                 f"no evaluation logged {self.monitor!r} for member {self.stage + 1}: add a "
                 "callback such as callbacks/pgd.yaml, or set model.monitor to null"
             )
-        self.trained().load_state_dict(self.best["weights"])
+        self.trainable_network().load_state_dict(self.best["weights"])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store which member is in training, and its best weights."""
+        """Store the index of the member in training and its best weights."""
         checkpoint["staged"] = {"stage": self.stage, "best": self.best}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` stored, before the optimizer is made."""
-        kept = self.kept_in(checkpoint, "staged")
-        self.stage, self.best = kept["stage"], kept["best"]
+        state = self.saved_state(checkpoint, "staged")
+        self.stage, self.best = state["stage"], state["best"]
 
 
 def _is_trial(trainer: Trainer) -> bool:
@@ -155,19 +171,17 @@ class BAT(SequentialTraining):
     """Boosted adversarial training (Pinot et al. 2020; ARC paper, appendix B.1).
 
     Member k is trained on adversarial images of the mixture of the members before it, which it
-    is there to complement; the first on its own, as in adversarial training.
+    complements. The first member is trained on its own, as in adversarial training.
     """
 
     def attack_target(self) -> Defense:
-        """The members before, or the first member itself."""
-        count = max(self.stage, 1)
-        probs = self.probs[:count]
-        return Ensemble(self.members[:count], probs / probs.sum()).to(self.device)
+        """Return the ensemble of the members before, or the first member itself."""
+        return self.first_members(max(self.stage, 1))
 
 
 class IAT(SequentialTraining):
-    """Independent adversarial training: M members, each on its own adversarial images."""
+    """Independent adversarial training: each member is trained on its own adversarial images."""
 
     def attack_target(self) -> Defense:
-        """The member in training."""
-        return Single(self.trained()).to(self.device)
+        """Return the member in training."""
+        return Single(self.trainable_network())

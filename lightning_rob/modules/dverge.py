@@ -1,4 +1,4 @@
-"""DVERGE: members that are not fooled by each other's weaknesses."""
+"""DVERGE training: members do not share their vulnerabilities."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_rob.attacks import PGD, Attack, attacking
+from lightning_rob.attacks import PGD, attacking
 from lightning_rob.defenses import Defense, Single
 from lightning_rob.modules.joint import JointTraining
 from lightning_rob.objectives import Objective, classification_loss
@@ -18,13 +18,13 @@ ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ReLU6, nn.ELU, nn.GELU, nn.SiLU)
 
 
 def feature_layers(net: nn.Module) -> list[str]:
-    """The names of all activations, and "" for the whole network, whose features are its logits."""
-    found = [name for name, part in net.named_modules() if isinstance(part, ACTIVATIONS)]
-    return [*found, ""]
+    """Return the names of all activations, and "" for the network, with its logits as features."""
+    names = [name for name, part in net.named_modules() if isinstance(part, ACTIVATIONS)]
+    return [*names, ""]
 
 
 def features(net: nn.Module, layer: str, x: Tensor) -> Tensor:
-    """What a layer puts out, or what an activation takes in, as the paper has it.
+    """Return the output of a layer, or the input of an activation, as in the paper.
 
     Args:
         net: the network.
@@ -35,25 +35,25 @@ def features(net: nn.Module, layer: str, x: Tensor) -> Tensor:
         [B, D].
 
     Raises:
-        ValueError: the module takes no part.
+        ValueError: the network does not call the module.
     """
-    found: list[Tensor] = []
+    recorded: list[Tensor] = []
     part = net.get_submodule(layer)
-    if isinstance(part, ACTIVATIONS):  # a copy, because some work in place
-        hook = part.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0].clone()))
+    if isinstance(part, ACTIVATIONS):  # cloned, because an activation may work in place
+        hook = part.register_forward_pre_hook(lambda _, inputs: recorded.append(inputs[0].clone()))
     else:
-        hook = part.register_forward_hook(lambda _, inputs, output: found.append(output))
+        hook = part.register_forward_hook(lambda _, inputs, output: recorded.append(output))
     try:
         net(x)
     finally:
         hook.remove()
-    if not found:
+    if not recorded:
         raise ValueError(f"layer {layer!r} takes no part in {type(net).__name__}'s answer")
-    return found[-1].flatten(1)
+    return recorded[-1].flatten(1)
 
 
 class _Features(Defense):
-    """A network as PGD sees it here: its "logits" are a layer's features."""
+    """Defense whose "logits" are a layer's features, for PGD to bring near a target."""
 
     def __init__(self, net: nn.Module, layer: str) -> None:
         super().__init__(torch.ones(1), mean_probs)
@@ -61,15 +61,15 @@ class _Features(Defense):
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        """The network, where folding BatchNorm into the layer before leaves the features alone."""
-        whole = not self.layer or isinstance(self.net.get_submodule(self.layer), ACTIVATIONS)
-        return [self.net] if whole else []
+        """Return the network unless folding BatchNorm would change the layer's features."""
+        unchanged = not self.layer or isinstance(self.net.get_submodule(self.layer), ACTIVATIONS)
+        return [self.net] if unchanged else []
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         return features(self.net, self.layer, x).unsqueeze(0)
 
 
-def _closeness_to(target: Tensor) -> Objective:
+def _negative_distance_to(target: Tensor) -> Objective:
     def objective(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
         return -(logits[0] - target).square().sum(-1)
 
@@ -85,10 +85,10 @@ def distil(
     steps: int = 10,
     step_size: float = 0.007,
 ) -> Tensor:
-    """Images that look like the source and that a layer takes for the target (DVERGE, eq. 1).
+    """Perturb source images until a layer's features are near the target's (DVERGE, eq. 1).
 
-    argmin over z of ||f(z) - f(target)||_2^2 with ||z - source||_inf <= eps, by PGD in eval mode
-    from the source, without the momentum of the authors' code.
+    Minimises ||f(z) - f(target)||_2^2 over z with ||z - source||_inf <= eps, by PGD in eval mode
+    that starts from the source, without the momentum of the authors' code.
 
     Args:
         net: [B, C, H, W] -> [B, K].
@@ -100,37 +100,37 @@ def distil(
         step_size: length of a step in pixel units.
 
     Returns:
-        [B, C, H, W].
+        Distilled images z, [B, C, H, W].
     """
     with attacking(_Features(net, layer)), torch.no_grad():
-        wanted = features(net, layer, target).float()
-    search = PGD(
-        Threat("linf", eps), steps, step_size, objective=_closeness_to(wanted), random_start=False
-    )
-    labels = torch.zeros(len(source), dtype=torch.int64, device=source.device)  # nobody reads them
-    return search(_Features(net, layer), source, labels)
+        objective = _negative_distance_to(features(net, layer, target).float())
+    search = PGD(Threat("linf", eps), steps, step_size, objective=objective, random_start=False)
+    unused_labels = torch.zeros(len(source), dtype=torch.int64, device=source.device)
+    return search(_Features(net, layer), source, unused_labels)
 
 
 class DVERGE(JointTraining):
-    """Diversified vulnerabilities (Yang et al. 2020, Algorithm 1).
+    """Diversify the members' vulnerabilities (Yang et al. 2020, Algorithm 1).
 
-    Each member learns to classify rightly the images distilled from every other member, which hold
-    that one's non-robust features of another image of the batch, at one layer drawn for the epoch.
-    The authors step M optimizers in turn. As the distilled images are constants made before any
-    step, a member's weights get their gradient from its own terms of the sum alone: one optimizer
-    does the same if it treats each weight by itself (SGD, Adam; no clipping of a common norm).
+    Each member learns to classify images distilled from every other member. They contain the other
+    member's non-robust features of another image of the batch, at a layer that is drawn once an
+    epoch.
+
+    The authors step M optimizers in turn. One optimizer does the same if it updates each weight
+    separately (SGD, Adam; no clipping of the total norm): the distilled images are constants made
+    before any step, so that the gradient of a member's weights comes from its own terms of the sum.
 
     Args:
-        net: makes a network, [B, C, H, W] -> [B, K]; called once per member.
+        net: builds a network, [B, C, H, W] -> [B, K]; called once per member.
         eps: radius of distillation in pixel units, images span [0, 1].
-        steps: of distillation.
-        step_size: of distillation, in pixel units.
+        steps: number of steps of distillation.
+        step_size: length of a step of distillation, in pixel units.
         layers: names of the modules to distil from, see `features`; None takes `feature_layers`.
-        warmup_epochs: first train by cross-entropy for so many epochs, as the paper starts from
-            trained members; then optimizer and schedule begin anew. 0 where there are checkpoints.
-        diversity_weight: weight of the distilled images beside the adversarial ones, if any.
-        **options: those of `JointTraining`; the `attack` is on each member alone, which is trained
-            on these images also (DVERGE with adversarial training).
+        warmup_epochs: number of first epochs with plain cross-entropy, because the paper starts
+            from trained members; then optimizer and schedule restart. Use 0 with checkpoints.
+        diversity_weight: weight of the loss on distilled images beside that on adversarial ones.
+        **options: arguments of `JointTraining`; the `attack` is on each member alone, which is also
+            trained on these images (DVERGE with adversarial training).
 
     Raises:
         ValueError: a layer that the network does not have.
@@ -150,25 +150,25 @@ class DVERGE(JointTraining):
         super().__init__(net, **options)
         known = dict(self.members[0].named_modules())
         self.layers = feature_layers(self.members[0]) if layers is None else list(layers)
-        strange = [name for name in self.layers if name not in known]
-        if strange or not self.layers:
-            raise ValueError(f"layers must be of {list(known)}, got {strange or self.layers}")
+        unknown = [name for name in self.layers if name not in known]
+        if unknown or not self.layers:
+            raise ValueError(f"layers must be of {list(known)}, got {unknown or self.layers}")
         self.eps, self.steps, self.step_size = pixels(eps), steps, pixels(step_size)
         self.warmup_epochs = warmup_epochs
         self.diversity_weight = diversity_weight
 
     def on_train_epoch_start(self) -> None:
-        """Begin with a new optimizer when the members are warm."""
+        """Restart optimizer and schedule after the warm-up."""
         if 0 < self.warmup_epochs == self.current_epoch:
             self.trainer.strategy.setup_optimizers(self.trainer)
 
     def layer(self) -> str:
-        """The layer of this epoch."""
-        chance = torch.Generator().manual_seed(derive_seed(self.seed, self.current_epoch))
-        return self.layers[int(torch.randint(len(self.layers), (), generator=chance))]
+        """Return the layer of the current epoch, drawn from the seed."""
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.current_epoch))
+        return self.layers[int(torch.randint(len(self.layers), (), generator=generator))]
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Sum of the members' cross-entropies, each on images distilled from all the others."""
+        """Return the sum of the members' cross-entropies on images distilled from all others."""
         if self.current_epoch < self.warmup_epochs:
             return torch.stack([classification_loss(member(x), y) for member in self.members]).sum()
         target, layer = x[torch.randperm(len(x), device=x.device)], self.layer()
@@ -176,21 +176,21 @@ class DVERGE(JointTraining):
             distil(member, layer, x, target, self.eps, self.steps, self.step_size)
             for member in self.members
         ]
-        total = self.diversity_weight * self._diversity(distilled, y)
-        return total if self.attack is None else total + self._adversarial(self.attack, x, y)
+        diversity = self.diversity_weight * self._diversity(distilled, y)
+        if self.attack is None:
+            return diversity
+        losses = []
+        for member in self.members:
+            x_adv = self.attack(Single(member).to(x.device), x, y, self.noise)
+            losses.append(classification_loss(member(x_adv), y))
+        return diversity + torch.stack(losses).sum()
 
     def _diversity(self, distilled: list[Tensor], y: Tensor) -> Tensor:
+        """Return the sum over members i and others j of i's loss on images distilled from j."""
         losses = [
             classification_loss(member(z), y)
             for i, member in enumerate(self.members)
             for j, z in enumerate(distilled)
             if i != j
         ]
-        return torch.stack(losses).sum()
-
-    def _adversarial(self, attack: Attack, x: Tensor, y: Tensor) -> Tensor:
-        losses = []
-        for member in self.members:
-            x_adv = attack(Single(member).to(x.device), x, y, self.noise)
-            losses.append(classification_loss(member(x_adv), y))
         return torch.stack(losses).sum()

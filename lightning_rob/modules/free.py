@@ -1,4 +1,4 @@
-"""Adversarial training for free."""
+"""Free adversarial training: one backward pass updates weights and perturbation."""
 
 import math
 from collections.abc import Callable
@@ -19,29 +19,29 @@ from lightning_rob.threat import Threat
 class FreeTraining(RobustModule):
     """Adversarial training at the cost of standard training (Shafahi et al. 2019, Algorithm 1).
 
-    Each batch is replayed m times. One backward pass gives the gradient by the weights, with which
-    the optimizer steps, and the gradient by the perturbation, which goes up by a step of length eps
-    and is brought back into the ball. The perturbation is carried over to the next replay and to
-    the next batch, place by place.
+    Each batch is replayed m times. One backward pass yields two gradients: the optimizer steps with
+    that of the weights; the perturbation takes a step of length eps along its own and is projected
+    into the ball. The next replay and the next batch start from this perturbation, image position
+    by image position.
 
-    An epoch costs m times as much: like the paper, divide the epochs of standard training by m, and
-    the milestones of its schedule. `trainer.global_step` counts batches, not replays. A checkpoint
-    holds the perturbation, so that a run of one process resumes exactly; of several processes all
-    resume with that of the first.
+    An epoch costs m times as much: like the paper, divide the epochs of standard training and the
+    milestones of its schedule by m. `trainer.global_step` counts batches, not replays. A checkpoint
+    holds the perturbation, so that a run of one process resumes exactly; several processes all
+    resume with the perturbation of rank 0.
 
     Args:
-        net: makes the network, [B, C, H, W] -> [B, K].
+        net: builds the network, [B, C, H, W] -> [B, K].
         threat: the ball; linf in the paper, or l2.
         replays: m; the paper uses 8 for CIFAR-10 and 4 for ImageNet.
         optimizer: parameters -> optimizer.
-        lr_scheduler: optimizer -> schedule by epoch.
-        attack_target: checkpoint of a trained network of the same kind, to train on its adversarial
-            images, as the second member of BAT is (ARC paper, appendix B.1): the perturbation goes
-            up by its gradient, at the cost of one more forward and backward pass a replay.
+        lr_scheduler: optimizer -> schedule, stepped once an epoch.
+        attack_target: checkpoint of a trained network of the same architecture, whose adversarial
+            images to train on, like the second member of BAT (ARC paper, appendix B.1). The
+            perturbation follows its gradient, at one more forward and backward pass per replay.
 
     Raises:
         ValueError: no replays, or a relative threat.
-        FileNotFoundError: when a fit starts, there is no such checkpoint.
+        FileNotFoundError: the checkpoint does not exist when a fit starts.
     """
 
     def __init__(
@@ -61,44 +61,46 @@ class FreeTraining(RobustModule):
         self.net = net
         self.defense = Single(net())
         self.attack_target = attack_target
-        self._target: tuple[nn.Module, ...] = ()  # in a tuple: no part of what is saved
+        self._target: tuple[nn.Module, ...] = ()  # a tuple, not a submodule: not saved
         self.threat = threat
         self.replays = replays
         self.delta = torch.zeros(0)
-        self._live = self.delta
+        self._perturbed = self.delta  # the current images, which receive the gradient
 
     def on_fit_start(self) -> None:
-        """Load the opponent, if there is one."""
+        """Load the attack target, if there is one."""
         if self.attack_target is not None:
-            kind = next(self.defense.parameters())
-            net = load_weights(self.net(), self.attack_target).to(kind.device, kind.dtype)
+            weight = next(self.defense.parameters())
+            net = load_weights(self.net(), self.attack_target).to(weight.device, weight.dtype)
             self._target = (net.eval().requires_grad_(False),)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Cross-entropy on the images with the perturbation as it stands."""
+        """Return the cross-entropy on the images with the current perturbation."""
         missing = max(len(x) - len(self.delta), 0)
         self.delta = torch.cat([self.delta.to(x), x.new_zeros(missing, *x.shape[1:])])
-        # The gradient is taken by the image: clamping has none at a pixel that is black or white.
-        self._live = self.threat.apply(self.delta[: len(x)], x).detach().requires_grad_()
+        # The gradient with respect to the perturbed image: that of the perturbation is zero where
+        # clamping to [0, 1] is active, as at black and white pixels.
+        x_adv = self._perturbed = self.threat.apply(self.delta[: len(x)], x).detach()
+        x_adv.requires_grad_()
         for target in self._target:
-            height = classification_loss(target(self._live), y)
-            (self._live.grad,) = torch.autograd.grad(height, self._live)
-        seen = self._live.detach() if self._target else self._live
-        return classification_loss(self.defense.logits(seen)[0], y)
+            target_loss = classification_loss(target(x_adv), y)
+            (x_adv.grad,) = torch.autograd.grad(target_loss, x_adv)
+        x = x_adv.detach() if self._target else x_adv
+        return classification_loss(self.defense.logits(x)[0], y)
 
     def on_after_backward(self) -> None:
-        """Move the perturbation, by the gradient that the same pass has found."""
-        assert self._live.grad is not None
-        step = self.threat.eps * self.threat.steepest(self._live.grad.nan_to_num())
-        anywhere = replace(self.threat, bounds=(-math.inf, math.inf))
-        moved = self.delta[: len(step)] + step
-        moved = anywhere.clip(moved, moved)
-        self.delta = torch.cat([moved, self.delta[len(moved) :]])
+        """Step the perturbation along the gradient of this pass, and project it into the ball."""
+        assert self._perturbed.grad is not None
+        step = self.threat.eps * self.threat.steepest(self._perturbed.grad.nan_to_num())
+        unbounded = replace(self.threat, bounds=(-math.inf, math.inf))  # `loss` clamps the images
+        delta = self.delta[: len(step)] + step
+        delta = unbounded.clip(delta, delta)
+        self.delta = torch.cat([delta, self.delta[len(delta) :]])
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
     ) -> None:
-        """Replay the batch: each time a forward, a backward and a step."""
+        """Replay the batch: a forward pass, a backward pass and a step each time."""
         for _ in range(self.replays):
             optimizer.step(closure=optimizer_closure)
 
@@ -108,4 +110,4 @@ class FreeTraining(RobustModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` stored."""
-        self.delta = self.kept_in(checkpoint, "free")["delta"]
+        self.delta = self.saved_state(checkpoint, "free")["delta"]

@@ -1,4 +1,4 @@
-"""Diversity training with the gradient alignment loss."""
+"""Diversity training with the gradient alignment loss (GAL)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,13 @@ from lightning_rob.modules.joint import JointTraining, cosines, losses_and_gradi
 
 
 def gal(gradients: Tensor) -> Tensor:
-    """The gradient alignment loss, log of the sum over pairs a < b of exp(cos(g_a, g_b)).
+    """Compute the gradient alignment loss log(sum over pairs a < b of exp(cos(g_a, g_b))).
 
-    A smooth stand-in for the largest cosine of two members (Kariyappa and Qureshi 2019, section 4).
+    It is a smooth approximation of the largest cosine of two members (Kariyappa and Qureshi 2019,
+    section 4).
 
     Args:
-        gradients: [M, B, D] of each member's loss by the image.
+        gradients: [M, B, D], the gradient of each member's loss with respect to the image.
 
     Returns:
         [B].
@@ -23,17 +24,17 @@ def gal(gradients: Tensor) -> Tensor:
 
 
 class GAL(JointTraining):
-    """Diversity training (Kariyappa and Qureshi 2019): members whose loss gradients do not align.
+    """Diversity training (Kariyappa and Qureshi 2019): keep the members' loss gradients apart.
 
-    The loss is the mean of the members' cross-entropies plus `strength` times `gal`, whose descent
-    differentiates the network twice. The second derivative of a ReLU is zero: the alignment teaches
-    the weights only along the units that are on. The paper therefore trains networks with
-    LeakyReLU, in which no unit is off.
+    The loss is the mean of the members' cross-entropies plus `strength` times `gal`. Its gradient
+    differentiates the network twice. The second derivative of a ReLU is zero, so that the alignment
+    term trains only weights of active units. The paper therefore uses networks with LeakyReLU,
+    whose units are always active.
 
     Args:
-        net: makes a network, [B, C, H, W] -> [B, K]; called once per member.
-        strength: weight of the alignment, lambda in the paper, which uses 0.5.
-        **options: those of `JointTraining`.
+        net: builds a network, [B, C, H, W] -> [B, K]; called once per member.
+        strength: weight of the alignment term, lambda in the paper, which uses 0.5.
+        **options: arguments of `JointTraining`.
     """
 
     def __init__(self, net: Callable[[], nn.Module], strength: float = 0.5, **options: Any) -> None:
@@ -41,7 +42,9 @@ class GAL(JointTraining):
         self.strength = strength
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Mean cross-entropy of the members plus their gradients' alignment, over the images."""
-        x = self.attacked(x, y).detach().requires_grad_()
+        """Return the members' mean cross-entropy plus the alignment term, averaged over images."""
+        if self.attack is not None:
+            x = self.attack(self.defense, x, y, self.noise)
+        x = x.detach().requires_grad_()
         losses, gradients = losses_and_gradients(self.members, x, y)
         return (losses.mean(0) + self.strength * gal(gradients)).mean()

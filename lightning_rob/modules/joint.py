@@ -1,4 +1,4 @@
-"""Ensembles whose members are trained together."""
+"""Base class of methods that train all members of an ensemble together."""
 
 from collections.abc import Callable, Iterable
 
@@ -16,15 +16,15 @@ from lightning_rob.objectives import check_labels, cross_entropy
 def new_members(
     net: Callable[[], nn.Module], count: int, checkpoints: list[str | None] | None = None
 ) -> nn.ModuleList:
-    """Networks to train, each from its checkpoint if it has one.
+    """Return new networks to train, each with the weights of its checkpoint if it has one.
 
     Args:
-        net: makes a network; called once per member.
-        count: M.
+        net: builds a network; called once per member.
+        count: number of members M.
         checkpoints: weights to start from, one path or None per member.
 
     Raises:
-        ValueError: not as many checkpoints as members.
+        ValueError: the number of checkpoints is not the number of members.
     """
     members = nn.ModuleList(net() for _ in range(count))
     checkpoints = checkpoints or [None] * count
@@ -39,7 +39,9 @@ def new_members(
 def losses_and_gradients(
     members: Iterable[nn.Module], x: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Each member's cross-entropy, and its gradient by the images, itself differentiable.
+    """Return each member's cross-entropy and its gradient with respect to the images.
+
+    The gradients can be differentiated again.
 
     Args:
         members: M networks [B, C, H, W] -> [B, K].
@@ -63,29 +65,30 @@ def losses_and_gradients(
 
 
 def cosines(gradients: Tensor) -> Tensor:
-    """The cosine of each pair of members: [M, B, D] -> [M (M - 1) / 2, B]."""
-    # By the largest entry first: the squares of a confident network's gradients underflow.
-    tall = gradients.detach().abs().amax(-1, keepdim=True).clamp_min(torch.finfo().tiny)
-    directions = nn.functional.normalize(gradients / tall, dim=-1)
+    """Return the cosine of each pair of members' gradients: [M, B, D] -> [M (M - 1) / 2, B]."""
+    # A confident network has tiny gradients, whose squares would underflow: first scale the largest
+    # entry to 1.
+    largest = gradients.detach().abs().amax(-1, keepdim=True).clamp_min(torch.finfo().tiny)
+    directions = nn.functional.normalize(gradients / largest, dim=-1)
     a, b = torch.triu_indices(len(gradients), len(gradients), offset=1)
     return (directions[a] * directions[b]).sum(-1)
 
 
 class JointTraining(RobustModule):
-    """Train M members with one optimizer and a loss that knows them all.
+    """Train M members with one optimizer and a loss over all of them.
 
     Args:
-        net: makes a network, [B, C, H, W] -> [B, K]; called once per member.
-        members: M, at least 2.
-        probs: M sampling probabilities of the defense, which training does not look at; None means
-            equal ones.
-        attack: train on the adversarial images it makes of the ensemble; None trains on the images.
+        net: builds a network, [B, C, H, W] -> [B, K]; called once per member.
+        members: number of members M, at least 2.
+        probs: M sampling probabilities of the defense, which training ignores; None means equal
+            ones.
+        attack: train on its adversarial images of the ensemble; None trains on clean images.
         checkpoints: weights that members start from, one path or null per member.
         optimizer: parameters of all members -> optimizer.
-        lr_scheduler: optimizer -> schedule by epoch.
+        lr_scheduler: optimizer -> schedule, stepped once an epoch.
 
     Raises:
-        ValueError: numbers that do not fit together.
+        ValueError: fewer than two members, or arguments of different lengths.
     """
 
     defense: Ensemble
@@ -108,14 +111,5 @@ class JointTraining(RobustModule):
 
     @property
     def members(self) -> list[nn.Module]:
-        """The M networks."""
+        """Return the M networks."""
         return self.defense.classifiers
-
-    def attacked(self, x: Tensor, y: Tensor) -> Tensor:
-        """The images to train on: adversarial ones of the ensemble, or as they are."""
-        return x if self.attack is None else self.attack(self.defense, x, y, self.noise)
-
-    def member_losses(self, logits: Tensor, y: Tensor) -> Tensor:
-        """The members' cross-entropies: [M, B, K], [B] -> [M, B]."""
-        check_labels(y, logits.shape[-1])
-        return cross_entropy(logits, y)

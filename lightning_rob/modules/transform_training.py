@@ -1,25 +1,27 @@
-"""Ensembles of which each member is trained on images that a transformation has changed."""
+"""Training of transformation ensembles: each member sees images changed by its transformation."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 from lightning_rob.attacks import evaluating
-from lightning_rob.callbacks.progress import AttackProgress
-from lightning_rob.data.image_data import ImageData, at_least
-from lightning_rob.data.transformed import CHUNK, Shown
+from lightning_rob.data.base import ImageData, at_least
+from lightning_rob.data.transformed import CHUNK, TransformedCache
 from lightning_rob.defenses.transform_ensemble import TransformEnsemble, transformed
 from lightning_rob.files import atomic_save
 from lightning_rob.modules.base import Batch, RobustModule
-from lightning_rob.nets.contents import read_file
+from lightning_rob.nets.weights import read_file
 from lightning_rob.objectives import classification_loss, cross_entropy
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import Rule, mean_probs
@@ -27,54 +29,63 @@ from lightning_rob.transforms.pool import chosen
 
 
 @dataclass
-class Turn:
-    """How the sub-model in training has done so far.
+class TrainingState:
+    """Early stopping of the sub-model that this rank trains.
 
     Args:
-        epochs: it has been trained for.
-        loss: its lowest validation loss.
-        since: epochs since then.
-        weights: of then.
-        over: it has stopped, and so have those of the other processes.
+        epochs: number of epochs trained.
+        best_loss: lowest validation loss.
+        epochs_since_best: number of epochs since then.
+        best_weights: weights of that epoch.
+        finished: whether the sub-models of all ranks have stopped.
     """
 
     epochs: int = 0
-    loss: float = math.inf
-    since: int = 0
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    over: bool = False
+    best_loss: float = math.inf
+    epochs_since_best: int = 0
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    finished: bool = False
+
+    def update(self, loss: float, net: nn.Module) -> None:
+        """Count an epoch with its validation loss, and store the weights of the best one."""
+        self.epochs += 1
+        self.epochs_since_best += 1
+        if loss < self.best_loss:
+            state = net.state_dict()
+            self.best_weights = {k: v.detach().cpu().clone() for k, v in state.items()}
+            self.best_loss, self.epochs_since_best = loss, 0
 
 
 class TransformTraining(RobustModule):
     """Train a sub-model for each transformation, one after another (Meng et al. 2020, "Athena").
 
-    Each is trained on images as its transformation leaves them, until the cross-entropy on the
-    validation images, transformed alike, has not fallen for `patience` epochs; its best weights
-    are kept. Several processes train as many sub-models at a time, each on all images. `defense` is
-    the ensemble of those begun so far.
+    A sub-model is trained on transformed images until its cross-entropy on transformed validation
+    images has not fallen for `patience` epochs; then its best weights are restored. Each rank
+    trains another sub-model, on all images. `defense` is the ensemble of the sub-models whose
+    training has started.
 
-    Training images without augmentation are transformed once, the chance in a transformation being
-    keyed by image; augmented ones anew in every epoch.
+    Training images without augmentation are transformed once, by a random stream keyed by image;
+    augmented images are transformed anew in every epoch.
 
     Args:
-        net: makes a network, [B, C, H, W] -> [B, K]; called once per sub-model.
-        transforms: names of `lightning_rob.transforms.pool`, or words for several of them, such as
-            "reversible", "14r+28i" or ["clean", "flip_both"].
-        epochs: at most so many for each; `trainer.max_epochs` must allow for all.
-        patience: epochs without a better validation loss after which the next one's turn is.
-        rule: how the sub-models' votes become an answer.
-        draw_seed: of the draw where `transforms` leaves one open.
-        folder: where sub-models that are through are kept, a file each; what is there already is
-            not trained again.
-        cache: folder for transformed images; None keeps them in memory as long as they are needed.
-        optimizer: parameters -> optimizer.
-        lr_scheduler: optimizer -> schedule by epoch, anew for each sub-model.
+        net: builds a network, [B, C, H, W] -> [B, K]; called once per sub-model.
+        transforms: names of `lightning_rob.transforms.pool`, or expressions for several of them,
+            such as "reversible", "14r+28i" or ["clean", "flip_both"].
+        epochs: maximum number of epochs of a sub-model; `trainer.max_epochs` must allow for all.
+        patience: number of epochs without a lower validation loss after which a sub-model stops.
+        rule: turns the sub-models' logits into a prediction.
+        draw_seed: seed of the draw where `transforms` asks for one.
+        folder: where the weights of finished sub-models are saved, a file each; sub-models that are
+            there already are not trained again.
+        cache: folder for transformed images; None keeps them in memory while they are needed.
+        optimizer: parameters of a sub-model -> optimizer.
+        lr_scheduler: optimizer -> schedule, stepped once an epoch and restarted for each sub-model.
 
     Raises:
-        ValueError: an unknown name, or a count below 1.
+        ValueError: an unknown transformation, or epochs or patience below 1.
     """
 
-    trains_apart = True
+    trains_apart = True  # data modules give each rank all images
 
     def __init__(
         self,
@@ -96,49 +107,52 @@ class TransformTraining(RobustModule):
         self.members = nn.ModuleList(net() for _ in self.names)
         self.epochs, self.patience, self.rule = epochs, patience, rule
         self.folder, self.cache = folder, cache
-        self.waiting = list(range(len(self.names)))
-        self.now: list[int] = []
-        self.turn = Turn()
-        self.images: dict[str, Shown] = {}
-        self.seen: dict[str, Tensor] = {}
+        self.pending = list(range(len(self.names)))
+        self.current: list[int] = []  # the sub-model of each rank, in the order of ranks
+        self.state = TrainingState()
+        self.images: dict[str, TransformedCache] = {}
+        self.transformed_images: dict[str, Tensor] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether no sub-model waits for its training."""
+        return not self.pending
 
     @property
     def defense(self) -> TransformEnsemble:  # type: ignore[override]
-        """The sub-models that are through or in training; all where none has begun."""
-        begun = [i for i in range(len(self.names)) if i not in self.waiting]
-        begun = begun or list(range(len(self.names)))
-        transforms = {self.names[i]: self.transforms[self.names[i]] for i in begun}
-        ensemble = TransformEnsemble([self.members[i] for i in begun], transforms, self.rule)
+        """Return the ensemble of the sub-models whose training has started; of all before a fit."""
+        started = [i for i in range(len(self.names)) if i not in self.pending]
+        started = started or list(range(len(self.names)))
+        transforms = {self.names[i]: self.transforms[self.names[i]] for i in started}
+        ensemble = TransformEnsemble([self.members[i] for i in started], transforms, self.rule)
         return ensemble.to(self.device)
 
     @property
-    def mine(self) -> int:
-        """The sub-model that this process trains; where processes are too many, that of another."""
-        return self.now[min(self.global_rank, len(self.now) - 1)] if self.now else -1
+    def member_on_this_rank(self) -> int:
+        """Return the index of the sub-model trained here; surplus ranks repeat the last one."""
+        return self.current[min(self.global_rank, len(self.current) - 1)] if self.current else -1
 
-    def trained(self) -> nn.Module:
-        """The sub-model that this process trains."""
-        return self.members[self.mine]
+    def trainable_network(self) -> nn.Module:
+        """Return the sub-model that this rank trains."""
+        return self.members[self.member_on_this_rank]
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Cross-entropy on images that are transformed already."""
-        return classification_loss(self.trained()(x), y)
+        """Return the cross-entropy on images that are already transformed."""
+        return classification_loss(self.trainable_network()(x), y)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The loss on the images as the sub-model sees them."""
+        """Compute and log the loss on the transformed images."""
         x, y, index = batch
         if "train" in self.images:
-            x = self._seen("train")[self.images["train"].rows(index)].to(x.device)
+            x = self._transformed("train")[self.images["train"].positions(index)].to(x.device)
         else:
-            name, noise = (
-                self.names[self.mine],
-                Streams.from_index(index, self.seed, self.current_epoch),
-            )
+            name = self.names[self.member_on_this_rank]
+            noise = Streams.from_index(index, self.seed, self.current_epoch)
             x = transformed(self.transforms[name], name, x, noise)
         return super().training_step((x, y, index), batch_idx)
 
     def setup(self, stage: str) -> None:
-        """Bring the images into memory, and take over the sub-models that are there."""
+        """Load the images into memory, and the finished sub-models from `folder`."""
         if stage != "fit":
             return
         data = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -147,19 +161,26 @@ class TransformTraining(RobustModule):
                 "TransformTraining needs validation images for early stopping, and one of the data "
                 "modules of lightning_rob.data: set data.val_size to 1 or more"
             )
-        if not data.parts["train"].steps:
-            self.images["train"] = Shown(data.parts["train"], self.cache)
-        self.images["val"] = Shown(data.parts["val"], self.cache)
-        there = self.trainer.strategy.broadcast(self._there())
-        for member, weights in there.items():
+        if not data.parts["train"].augmentations:
+            self.images["train"] = TransformedCache(data.parts["train"], self.cache)
+        self.images["val"] = TransformedCache(data.parts["val"], self.cache)
+        finished = self.trainer.strategy.broadcast(self._finished_weights())
+        for member, weights in finished.items():
             self.members[member].load_state_dict(weights)
-        self.waiting = [i for i in range(len(self.names)) if i not in there]
-        self._begin()
+        self.pending = [i for i in range(len(self.names)) if i not in finished]
+        self._start_next()
 
     def on_train_start(self) -> None:
-        """Check the number of epochs, and let each process go its own way."""
-        turns = 1 + -(-len(self.waiting) // self.trainer.world_size)
-        needed = self.epochs * turns - self.turn.epochs if self.now else 0
+        """Check the trainer's options, and let each rank train on its own."""
+        self._check_trainer()
+        if self.trainer.world_size > 1:
+            self._disable_synchronization()
+        if not self.current or (self.state.finished and not self.pending):
+            self.trainer.should_stop = True
+
+    def _check_trainer(self) -> None:
+        turns = 1 + -(-len(self.pending) // self.trainer.world_size)
+        needed = self.epochs * turns - self.state.epochs if self.current else 0
         most, trial = self.trainer.max_epochs, self.trainer.fast_dev_run  # type: ignore[attr-defined]
         if not trial and most not in (None, -1) and most < self.current_epoch + needed:
             raise MisconfigurationException(
@@ -172,13 +193,9 @@ class TransformTraining(RobustModule):
                 "TransformTraining stops by the validation loss of every epoch: leave "
                 "trainer.check_val_every_n_epoch and trainer.val_check_interval at 1"
             )
-        if self.trainer.world_size > 1:
-            self._go_apart()
-        if not self.now or (self.turn.over and not self.waiting):
-            self.trainer.should_stop = True
 
-    def _go_apart(self) -> None:
-        """Keep DDP from averaging what is of different sub-models."""
+    def _disable_synchronization(self) -> None:
+        """Keep DDP from averaging gradients and buffers of different sub-models."""
         mixing = any(isinstance(part, nn.SyncBatchNorm) for part in self.modules())
         if mixing or not isinstance(self.trainer.model, DistributedDataParallel):
             raise MisconfigurationException(
@@ -189,165 +206,180 @@ class TransformTraining(RobustModule):
         self.trainer.model.require_forward_param_sync = False
 
     def on_train_epoch_start(self) -> None:
-        """Go on to the next sub-models when their turn has come."""
-        if self.turn.over:
-            self._begin()
+        """Start the next sub-models, with new optimizers, when the current ones have finished."""
+        if self.state.finished:
+            self._start_next()
             self.trainer.strategy.setup_optimizers(self.trainer)
 
     def on_validation_epoch_start(self) -> None:
-        """Let every process have all sub-models, and see how they do on validation images."""
+        """Broadcast the current sub-models to all ranks, and compute their validation losses."""
         if self.trainer.state.fn != "fit":
             super().on_validation_epoch_start()
             return
         self._exchange()
         if not self.trainer.sanity_checking:
-            self._judge()
+            self._update_state()
 
     def on_train_epoch_end(self) -> None:
-        """Before a checkpoint is written, restore the best weights of those that are through.
+        """Restore the best weights of finished sub-models, before a checkpoint is written.
 
         Raises:
             MisconfigurationException: there was no validation.
         """
-        if not self.turn.epochs:
+        if not self.state.epochs:
             raise MisconfigurationException(
                 "TransformTraining stops by the validation loss: validate after every epoch, "
                 "leave trainer.limit_val_batches above 0"
             )
-        if not self.turn.over:
+        if not self.state.finished:
             return
-        self.trained().load_state_dict(self.turn.weights)
+        self.trainable_network().load_state_dict(self.state.best_weights)
         self._exchange()
-        for member in self.now if self.trainer.is_global_zero else ():
-            self._keep(member)
-        if not self.waiting:
+        for member in self.current if self.trainer.is_global_zero else ():
+            self._save_finished(member)
+        if not self.pending:
             self.trainer.should_stop = True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store which sub-models are in training, and their best weights."""
-        checkpoint["turns"] = {
-            "now": self.now,
-            "waiting": self.waiting,
-            "turn": asdict(self.turn),
+        checkpoint["transform_training"] = {
+            "current": self.current,
+            "pending": self.pending,
+            "state": asdict(self.state),
             "processes": self.trainer.world_size,
-            "transforms": [list(pair) for pair in self._described()],
+            "transforms": [list(pair) for pair in self._transform_reprs()],
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` stored, before the optimizer is made.
 
-        Of several processes only the first one's optimizer is in a checkpoint: their sub-models go
-        on from their weights, but with optimizers of their own and all their epochs.
+        A checkpoint of several processes holds the optimizer of rank 0 only. Their sub-models
+        resume from their weights, with new optimizers and all their epochs.
         """
-        state = self.kept_in(checkpoint, "turns")
-        if [tuple(pair) for pair in state["transforms"]] != self._described():
-            names = ", ".join(name for name, _ in state["transforms"])
+        saved = self.saved_state(checkpoint, "transform_training")
+        if [tuple(pair) for pair in saved["transforms"]] != self._transform_reprs():
+            names = ", ".join(name for name, _ in saved["transforms"])
             raise ValueError(
                 f"the checkpoint's sub-models are behind other transformations: {names}, not "
                 f"{', '.join(self.names)}"
             )
-        self.now, self.waiting = state["now"], state["waiting"]
-        self.turn = Turn(**state["turn"])
+        self.current, self.pending = saved["current"], saved["pending"]
+        self.state = TrainingState(**saved["state"])
         if self.trainer.state.fn != "fit":
             return
-        if self.turn.over or max(state["processes"], self.trainer.world_size) > 1:
-            if not self.turn.over:
-                self.waiting = self.now + self.waiting
-            self._begin()
+        if self.state.finished or max(saved["processes"], self.trainer.world_size) > 1:
+            if not self.state.finished:
+                self.pending = self.current + self.pending
+            self._start_next()
             checkpoint["optimizer_states"] = checkpoint["lr_schedulers"] = []
 
-    def _begin(self) -> None:
-        """The next sub-models' turn, as many as there are processes."""
+    def _start_next(self) -> None:
+        """Start the next pending sub-models, one per rank."""
         count = self.trainer.world_size
-        self.now, self.waiting = self.waiting[:count], self.waiting[count:]
-        self.turn = Turn()
-        self.seen = {}
+        self.current, self.pending = self.pending[:count], self.pending[count:]
+        self.state = TrainingState()
+        self.transformed_images = {}
 
-    def _seen(self, part: str) -> Tensor:
-        """The images of a part as the sub-model of this process sees them: [N, C, H, W]."""
-        if part not in self.seen:
-            name, images = self.names[self.mine], self.images[part]
-            bar = AttackProgress(self.trainer, f"Transforming {part} images", len(images.y))
-            self.seen[part] = images.through(
-                self.transforms[name], name, self.seed, lambda count: bar.advance(name, count)
-            )
-            bar.close()
-        return self.seen[part]
+    def _transformed(self, part: str) -> Tensor:
+        """Return the images of a part, transformed for the sub-model of this rank: [N, C, H, W]."""
+        if part not in self.transformed_images:
+            name, images = self.names[self.member_on_this_rank], self.images[part]
+            with _progress(self.trainer, f"Transforming {part} images", len(images.y)) as advance:
+                transform = self.transforms[name]
+                self.transformed_images[part] = images.transformed(
+                    transform, name, self.seed, advance
+                )
+        return self.transformed_images[part]
 
     @torch.no_grad()
     def _validation_loss(self) -> float:
-        net, seen, y = self.trained(), self._seen("val"), self.images["val"].y
+        net, images, y = self.trainable_network(), self._transformed("val"), self.images["val"].y
         parts = [slice(start, start + CHUNK) for start in range(0, len(y), CHUNK)]
         with evaluating(net):
             losses = [
-                cross_entropy(net(seen[part].to(self.device)), y[part].to(self.device))
+                cross_entropy(net(images[part].to(self.device)), y[part].to(self.device))
                 for part in parts
             ]
         return float(torch.cat(losses).double().mean())
 
-    def _judge(self) -> None:
-        """Keep the weights of the best epoch, and find out whether it was the last."""
-        turn, loss = self.turn, self._validation_loss()
-        stopped = turn.epochs >= self.epochs or turn.since >= self.patience
-        turn.epochs += 1
-        if not stopped and loss < turn.loss:
-            state = self.trained().state_dict()
-            turn.weights = {key: value.detach().cpu().clone() for key, value in state.items()}
-            turn.loss, turn.since = loss, 0
-        elif not stopped:
-            turn.since += 1
-        stopped = turn.epochs >= self.epochs or turn.since >= self.patience
-        sick = stopped and not turn.weights
-        told = torch.tensor([loss, float(stopped), float(sick)], device=self.device)
-        found = torch.as_tensor(self.all_gather(told)).view(-1, 3)[: len(self.now)]
-        losses, ends, failures = found.unbind(1)
-        for member, value in zip(self.now, losses, strict=True):
+    def _has_stopped(self) -> bool:
+        return self.state.epochs >= self.epochs or self.state.epochs_since_best >= self.patience
+
+    def _update_state(self) -> None:
+        """Keep the weights of the best epoch, and find out whether all ranks have stopped."""
+        loss = self._validation_loss()
+        if self._has_stopped():  # and waits for other ranks: its best weights stay
+            self.state.epochs += 1
+        else:
+            self.state.update(loss, self.trainable_network())
+        stopped = self._has_stopped()
+        never_finite = stopped and not self.state.best_weights
+        report = torch.tensor([loss, float(stopped), float(never_finite)], device=self.device)
+        reports = torch.as_tensor(self.all_gather(report)).view(-1, 3)[: len(self.current)]
+        losses, ends, failures = reports.unbind(1)
+        for member, value in zip(self.current, losses, strict=True):
             self.log(f"val/loss/{self.names[member]}", value, sync_dist=True)
-        turn.over = bool(ends.all())
+        self.state.finished = bool(ends.all())
         if failures.any():
-            names = [self.names[i] for i, bad in zip(self.now, failures, strict=True) if bad]
+            names = [self.names[i] for i, bad in zip(self.current, failures, strict=True) if bad]
             raise ValueError(f"the validation loss is no number: {', '.join(names)}")
 
     def _exchange(self) -> None:
-        """Every process takes each sub-model in training from the process that trains it."""
-        for owner, member in enumerate(self.now if self.trainer.world_size > 1 else ()):
+        """Broadcast each current sub-model from the rank that trains it."""
+        for owner, member in enumerate(self.current if self.trainer.world_size > 1 else ()):
             for tensor in self.members[member].state_dict().values():
                 torch.distributed.broadcast(tensor, owner)
 
-    def _described(self) -> list[tuple[str, str]]:
-        """The sub-models' transformations, in order."""
+    def _transform_reprs(self) -> list[tuple[str, str]]:
+        """Return the sub-models' transformations, in order."""
         return [(name, repr(transform)) for name, transform in self.transforms.items()]
 
-    def _about(self, member: int) -> dict[str, Any]:
-        """What a kept sub-model must have been trained on, and how, to be taken over."""
+    def _conditions(self, member: int) -> dict[str, Any]:
+        """Return what a saved sub-model must have been trained with to be loaded."""
         train, trainer = self.trainer.datamodule.parts["train"], self.trainer  # type: ignore[attr-defined]
         digests = [images.digest for images in self.images.values()]
         return {
             "transform": repr(self.transforms[self.names[member]]),
             "net": repr(self.members[member]),
-            "images": [len(train), len(train.steps), *digests],
+            "images": [len(train), len(train.augmentations), *digests],
             "training": [self.seed, self.epochs, self.patience, str(trainer.limit_train_batches)],
         }
 
-    def _keep(self, member: int) -> None:
+    def _save_finished(self, member: int) -> None:
         if self.folder is not None and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             weights = {k: v.cpu() for k, v in self.members[member].state_dict().items()}
-            content = {"state_dict": weights, "about": self._about(member)}
+            content = {"state_dict": weights, "conditions": self._conditions(member)}
             atomic_save(content, Path(self.folder) / f"{self.names[member]}.pt")
 
-    def _there(self) -> dict[int, dict[str, Tensor]]:
-        """The weights of the sub-models in the folder; asked of the first process only."""
+    def _finished_weights(self) -> dict[int, dict[str, Tensor]]:
+        """Return the weights of the sub-models in the folder, on rank 0 only."""
         if self.folder is None or not self.trainer.is_global_zero:
             return {}
         paths = {i: Path(self.folder) / f"{name}.pt" for i, name in enumerate(self.names)}
-        return {i: self._weights(i, path) for i, path in paths.items() if path.exists()}
+        return {i: self._read_finished(i, path) for i, path in paths.items() if path.exists()}
 
-    def _weights(self, member: int, path: Path) -> dict[str, Tensor]:
-        kept, wanted = read_file(path), self._about(member)
-        if differ := [key for key, value in wanted.items() if kept["about"].get(key) != value]:
+    def _read_finished(self, member: int, path: Path) -> dict[str, Tensor]:
+        content, wanted = read_file(path), self._conditions(member)
+        found = content["conditions"]
+        if differing := [key for key, value in wanted.items() if found.get(key) != value]:
             raise ValueError(
-                f"{path} was trained otherwise ({', '.join(differ)}): name another model.folder, "
-                "or remove it"
+                f"{path} was trained otherwise ({', '.join(differing)}): name another "
+                "model.folder, or remove it"
             )
-        found: dict[str, Tensor] = kept["state_dict"]
-        return found
+        weights: dict[str, Tensor] = content["state_dict"]
+        return weights
+
+
+@contextmanager
+def _progress(trainer: Trainer, text: str, total: int) -> Iterator[Callable[[int], Any]]:
+    """Yield a function that advances a line beside the trainer's progress bar, if it has one."""
+    bar = trainer.progress_bar_callback
+    live = getattr(bar, "progress", None)
+    if live is not None:  # Rich has one live display: a second bar would overwrite it
+        task = live.add_task(text, total=total)
+        yield lambda images: live.update(task, advance=images, refresh=True)
+        live.update(task, visible=False)
+        return
+    hidden = bar is None or not trainer.is_global_zero
+    with tqdm(total=total, desc=text, leave=False, position=2, disable=hidden) as line:
+        yield line.update

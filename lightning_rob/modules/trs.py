@@ -1,4 +1,4 @@
-"""Transferability reduced smooth training."""
+"""Transferability reduced smooth (TRS) training."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,22 +16,22 @@ from lightning_rob.threat import Threat
 
 
 def similarity(gradients: Tensor) -> Tensor:
-    """The mean over pairs of |cos(g_a, g_b)|, L_sim in the paper: [M, B, D] -> [B]."""
+    """Return the mean over pairs of |cos(g_a, g_b)|, L_sim in the paper: [M, B, D] -> [B]."""
     return cosines(gradients).abs().mean(0)
 
 
 def roughness(gradients: Tensor) -> Tensor:
-    """The mean over pairs of ||g_a||_2 + ||g_b||_2, L_smooth in the paper: [M, B, D] -> [B]."""
-    return 2 * _lengths(gradients).mean(0)
+    """Return the mean over pairs of ||g_a||_2 + ||g_b||_2, L_smooth: [M, B, D] -> [B]."""
+    return 2 * _norms(gradients).mean(0)
 
 
-def _lengths(gradients: Tensor) -> Tensor:
-    lengths: Tensor = torch.linalg.vector_norm(gradients, dim=-1)
-    return lengths
+def _norms(gradients: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(gradients, dim=-1)
+    return norms
 
 
-class _Slopes(Defense):
-    """The members as PGD sees them here: their "logits" are the norms of their loss gradients."""
+class _GradientNorms(Defense):
+    """Defense whose "logits" are the norms of the members' loss gradients, for PGD to maximise."""
 
     def __init__(self, members: Sequence[nn.Module], y: Tensor) -> None:
         super().__init__(torch.full((len(members),), 1 / len(members)), mean_probs)
@@ -46,10 +46,10 @@ class _Slopes(Defense):
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         x = x if x.requires_grad else x.detach().requires_grad_()
         _, gradients = losses_and_gradients(self.members, x, self.y)
-        return _lengths(gradients).unsqueeze(-1)
+        return _norms(gradients).unsqueeze(-1)
 
 
-def _steepness(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+def _sum_of_norms(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     return logits.sum((0, 2))
 
 
@@ -61,50 +61,50 @@ def roughest(
     steps: int,
     generator: Generator = None,
 ) -> Tensor:
-    """The images near x where the members' loss gradients are longest, found by PGD in eval mode.
+    """Search by PGD for images near x with the largest loss gradients, members in eval mode.
 
     Args:
         members: M networks [B, C, H, W] -> [B, K].
         x: [B, C, H, W] images.
         y: [B] labels.
-        threat: where to search.
-        steps: of PGD from a random start, each of 2 / steps of the radius; the authors take 6. The
-            best iterate counts, for the norm jumps where a ReLU goes on or off.
-        generator: where the random start comes from.
+        threat: ball to search.
+        steps: steps of PGD from a random start, each of length 2 eps / steps; the authors use 6.
+            The best iterate is returned, because the norm jumps where a ReLU switches.
+        generator: source of the random start.
 
     Returns:
         [B, C, H, W].
     """
     if threat.eps == 0:
         return x
-    size = 2 * threat.eps / steps
-    search = PGD(threat, steps, size, objective=_steepness, keep_best=True)
-    return search(_Slopes(members, y), x, torch.zeros_like(y), generator)
+    step_size = 2 * threat.eps / steps
+    search = PGD(threat, steps, step_size, objective=_sum_of_norms, keep_best=True)
+    return search(_GradientNorms(members, y), x, torch.zeros_like(y), generator)
 
 
 class TRS(JointTraining):
     """Transferability reduced smooth training (Yang et al. 2021, section 4).
 
     The loss is the sum of the members' cross-entropies + lambda_a * `similarity` at the images +
-    lambda_b * `roughness` at the `roughest` images near them; both gradients are differentiated
-    again. The norms are those of the paper's text, of single images; the authors' code squares
-    those of the batch's mean loss, and leaves half of the batch where it is. `GAL` tells what ReLUs
-    mean for the second derivative.
+    lambda_b * `roughness` at the `roughest` images near them; both terms differentiate the network
+    twice, see `GAL` for the effect of ReLUs. The norms are per image, as in the paper's text. The
+    authors' code differs: it squares the norms of the gradient of the batch's mean loss, and does
+    not perturb half of the batch.
 
     Args:
-        net: makes a network, [B, C, H, W] -> [B, K]; called once per member.
-        threat: the ball to search for rough places; the authors use linf 0.03 for CIFAR-10, 0.2 for
-            MNIST.
+        net: builds a network, [B, C, H, W] -> [B, K]; called once per member.
+        threat: ball in which `roughest` searches; the authors use linf 0.03 for CIFAR-10 and 0.2
+            for MNIST.
         similarity_weight: lambda_a; the authors use 40 for CIFAR-10.
         roughness_weight: lambda_b; the authors use 2.5 for CIFAR-10.
         initial_eps: radius of the ball in the first epoch, in pixel units; None starts with the
-            whole one. The authors use 0.01 for CIFAR-10, 0.1 for MNIST.
-        growth_epochs: in how many epochs the radius grows from there to the whole.
-        steps: of the search.
-        **options: those of `JointTraining`.
+            full radius. The authors use 0.01 for CIFAR-10 and 0.1 for MNIST.
+        growth_epochs: number of epochs in which the radius grows linearly to the full one.
+        steps: number of steps of the search.
+        **options: arguments of `JointTraining`.
 
     Raises:
-        ValueError: an initial radius without epochs to grow in, or the reverse.
+        ValueError: one of `initial_eps` and `growth_epochs` is set without the other.
     """
 
     def __init__(
@@ -129,19 +129,21 @@ class TRS(JointTraining):
         self.steps = steps
 
     def current_threat(self) -> Threat:
-        """The ball of this epoch."""
+        """Return the ball that is searched in the current epoch."""
         if self.initial_eps is None:
             return self.threat
-        share = min(self.current_epoch / self.growth_epochs, 1)
-        return replace(
-            self.threat, eps=self.initial_eps + share * (self.threat.eps - self.initial_eps)
-        )
+        progress = min(self.current_epoch / self.growth_epochs, 1)
+        eps = self.initial_eps + progress * (self.threat.eps - self.initial_eps)
+        return replace(self.threat, eps=eps)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Cross-entropies of all members, similarity and roughness, averaged over images."""
-        x = self.attacked(x, y).detach().requires_grad_()
+        """Return summed cross-entropies plus similarity and roughness, averaged over images."""
+        if self.attack is not None:
+            x = self.attack(self.defense, x, y, self.noise)
+        x = x.detach().requires_grad_()
         losses, gradients = losses_and_gradients(self.members, x, y)
-        rough = roughest(self.members, x, y, self.current_threat(), self.steps, self.noise)
-        _, steep = losses_and_gradients(self.members, rough.detach().requires_grad_(), y)
-        penalty = self.similarity_weight * similarity(gradients)
-        return (losses.sum(0) + penalty + self.roughness_weight * roughness(steep)).mean()
+        rough_x = roughest(self.members, x, y, self.current_threat(), self.steps, self.noise)
+        rough_x = rough_x.detach().requires_grad_()
+        _, rough_gradients = losses_and_gradients(self.members, rough_x, y)
+        loss = losses.sum(0) + self.similarity_weight * similarity(gradients)
+        return (loss + self.roughness_weight * roughness(rough_gradients)).mean()

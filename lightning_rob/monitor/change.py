@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rob.callbacks.record import Result
+from lightning_rob.evaluation.records import Result
 from lightning_rob.metrics import holm, mcnemar, paired
 from lightning_rob.monitor.history import Fields, History, tag
 from lightning_rob.monitor.options import Watch

@@ -1,6 +1,5 @@
 """`lightning-rob monitor`: what `test` would evaluate, for each checkpoint as it appears."""
 
-import json
 import os
 import re
 import sys
@@ -13,11 +12,11 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from lightning_rob.callbacks.record import SESSION, Result
 from lightning_rob.cli.checkpoints import load_weights, read_checkpoint
 from lightning_rob.cli.configs import read_config
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.errors import Fault, InputError
+from lightning_rob.evaluation.records import SESSION, Result
 from lightning_rob.monitor.board import Board
 from lightning_rob.monitor.change import (
     alarms,
@@ -305,8 +304,7 @@ def _content(value: str) -> Any:
 
 def _line(result: Result, facts: Fields) -> Fields:
     """The line of a figure."""
-    line: Fields = json.loads(result.line())
-    return line | facts | {"stage": "monitor"}
+    return result.record() | facts | {"stage": "monitor"}
 
 
 def _reason(error: Exception) -> str:

@@ -8,6 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Self
 
+from lightning_rob.evaluation.records import with_schema
+
 Fields = dict[str, Any]
 RECORD = "monitor.jsonl"
 
@@ -66,7 +68,7 @@ class History:
         Raises:
             OSError: they cannot be written; nothing of them is left.
         """
-        rest = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        rest = "".join(json.dumps(as_record(line)) + "\n" for line in lines).encode()
         end = self.file.seek(0, os.SEEK_END)
         try:
             while rest:
@@ -102,6 +104,11 @@ class History:
                 raise ValueError(
                     f"another monitor writes to {self.path}: end it, or choose another --out"
                 ) from error
+
+
+def as_record(line: Fields) -> Fields:
+    """Return the line as a record of its kind."""
+    return with_schema({"kind": "monitor_event" if "event" in line else "accuracy"} | line)
 
 
 def _groups(content: bytes) -> tuple[list[Fields], int]:

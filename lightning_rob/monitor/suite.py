@@ -10,14 +10,13 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 
 from lightning_rob.attacks import PGD, Attack, arc_suite
 from lightning_rob.callbacks import RobustEval
-from lightning_rob.callbacks.record import Result
-from lightning_rob.callbacks.robust_eval import whole
-from lightning_rob.defenses import Ensemble, RandomTransforms
-from lightning_rob.evaluation import worst_case
-from lightning_rob.ledger.identity import describe, key_of
+from lightning_rob.callbacks.measurement import Measurement
+from lightning_rob.callbacks.robust_eval import full_defense
+from lightning_rob.evaluation.records import Result
+from lightning_rob.evaluation.results import worst_measurement, worst_over
+from lightning_rob.identity import attack_spec, cache_key
 from lightning_rob.objectives import ce_of_mean_logits
-from lightning_rob.sweep.measure import Silent
-from lightning_rob.sweep.points import Scores, kept
+from lightning_rob.sweep.points import kept
 from lightning_rob.threat import Threat
 
 STEPS, DRAWS, RESTARTS = 20, 10, 5
@@ -40,14 +39,14 @@ def usual(module: Any) -> RobustEval:
         )
     trained = getattr(module, "attack", None)
     threat = trained.threat if isinstance(trained, Attack) else Threat("linf", 8 / 255)
-    draws = DRAWS if isinstance(module.defense, RandomTransforms) else None
+    draws = DRAWS if module.defense.kind == "random_transforms" else None
     pgd = PGD(threat, STEPS, threat.eps / 4, draws=draws, random_start=False)
     attacks: dict[str, Attack] = {
         "apgd": pgd,
         "apgd_logits": replace(pgd, objective=ce_of_mean_logits),
         "apgd_restarts": replace(pgd, restarts=RESTARTS, random_start=True),
     }
-    if isinstance(module.defense, Ensemble) and not threat.relative:
+    if module.defense.kind == "ensemble" and not threat.relative:
         attacks |= arc_suite(threat, STEPS)
     return RobustEval(attacks, panel=0)
 
@@ -104,11 +103,11 @@ class Suite:
         trainer.callbacks = [*others, *evaluations]  # type: ignore[attr-defined]
         for evaluation in evaluations:
             evaluation.setup(trainer, module, "test")  # numbers names that are there twice
-        self.evaluations = [_silent(evaluation) for evaluation in evaluations]
-        if not any(evaluation.target is whole for evaluation in evaluations):
+        self.evaluations = [Measurement(e.attacks, e.target, e.settings) for e in evaluations]
+        if not any(evaluation.target is full_defense for evaluation in evaluations):
             raise ValueError(f"none of the attacks is on the whole defense; {ADVICE}")
-        told = [_told(evaluation) for evaluation in self.evaluations]
-        self.key = key_of(evaluations=told, **settings)
+        told = [_told(evaluation) for evaluation in evaluations]
+        self.key = cache_key(evaluations=told, **settings)
 
     def take(self, module: Any) -> None:
         """Evaluate another module from now on, by the same attacks on the same images.
@@ -132,58 +131,29 @@ class Suite:
         return ["clean", *attacks, "worst"]
 
     def __call__(self, meanwhile: Callable[[], None]) -> list[Result]:
-        """The figures of the module as it is, with each image's score."""
-        self.trainer.callbacks = [*self.others, *self.evaluations]  # type: ignore[attr-defined]
+        """Evaluate the current module; return its numbers, each with per-image scores."""
         for evaluation in self.evaluations:
-            evaluation.after_group = meanwhile
+            evaluation.after_batch = meanwhile
+        self.trainer.callbacks = [*self.others, *self.evaluations]  # type: ignore[attr-defined]
         self.trainer.test(self.module, datamodule=self.datamodule, verbose=False)
-        scores = self._scores()
-        found = {
-            result.name: result
-            for evaluation in sorted(self.evaluations, key=lambda e: e.target is whole)
-            for result in evaluation.results
-        }
-        return [self._kept(found[name], *scores[name]) for name in self.names]
+        found: dict[str, Result] = {}
+        full = [e.result for e in self.evaluations if e.target is full_defense and e.result]
+        for evaluation in sorted(self.evaluations, key=lambda e: e.target is full_defense):
+            assert evaluation.result is not None
+            for i, name in enumerate(evaluation.result.names):
+                scores = evaluation.result.index, evaluation.result.scores[:, i]
+                found[name] = self._kept(evaluation.result.measurement(name), *scores)
+        worst = worst_over(full)
+        found["worst"] = self._kept(worst_measurement(full), worst.index, worst.scores)
+        return [found[name] for name in self.names]
 
     def _kept(self, result: Result, images: torch.Tensor, scores: torch.Tensor) -> Result:
-        """A figure with the scores that it is the mean of."""
+        """A number with the scores that it is the mean of."""
         return replace(result, details=result.details | kept(self.key, images, scores))
-
-    def _scores(self) -> dict[str, Scores]:
-        """Each figure's scores, image by image."""
-        tables, scores = [], dict[str, Scores]()
-        for evaluation in self.evaluations:
-            images, table = evaluation.scores()
-            columns = dict(zip(evaluation.attacks, table.unbind(1)[1:], strict=True))
-            if evaluation.target is whole:
-                tables.append((images, table))
-                columns["clean"] = table[:, 0]
-            scores |= {name: (images, column) for name, column in columns.items()}
-        random = any(bool(evaluation.random) for evaluation in self.evaluations)
-        adapts = any(evaluation.playing for evaluation in self.evaluations)
-        worst = worst_case(tables, random, adapts)
-        return scores | {"worst": (worst.index, worst.scores)}
-
-
-def _silent(evaluation: RobustEval) -> Silent:
-    return Silent(
-        evaluation.attacks,
-        evaluation.target,
-        max_images=evaluation.max_images,
-        repeats=evaluation.repeats,
-        inferences=evaluation.inferences,
-        seed=evaluation.seed,
-        panel=0,
-        protocol=evaluation.protocol,
-        private_draws=evaluation.private_draws,
-        group_size=evaluation.group_size,
-    )
 
 
 def _told(evaluation: RobustEval) -> dict[str, Any]:
-    """All that the figures of an evaluation depend on."""
-    counts = ("max_images", "repeats", "inferences", "private_draws", "seed", "group_size")
-    attacks = {name: describe(attack) for name, attack in evaluation.attacks.items()}
-    target = describe(evaluation.target)
-    told = {"attacks": attacks, "target": target, "protocol": repr(evaluation.protocol)}
-    return told | {name: getattr(evaluation, name) for name in counts}
+    """All that the numbers of an evaluation depend on."""
+    attacks = {name: attack_spec(attack) for name, attack in evaluation.attacks.items()}
+    described = {"attacks": attacks, "target": attack_spec(evaluation.target)}
+    return described | evaluation.settings.asdict()

@@ -1,15 +1,13 @@
 """Networks: images [B, C, H, W] in [0, 1] to logits [B, K]; each normalises in its first layer."""
 
-from lightning_rob.nets.checkpoint import load_weights
 from lightning_rob.nets.dann import DANNNet, DANNResNet18
-from lightning_rob.nets.members import member_prefixes
 from lightning_rob.nets.mobilenet import MobileNetV1
 from lightning_rob.nets.normalize import Normalize
-from lightning_rob.nets.preact import PreActResNet18
 from lightning_rob.nets.resnet import ResNet, ResNet20, ResNet32
 from lightning_rob.nets.small import AthenaCNN, LeNet, MNISTNet, SmallCNN
 from lightning_rob.nets.vgg import VGG16
-from lightning_rob.nets.wide import WRN28_4, WideResNet
+from lightning_rob.nets.weights import load_weights, member_prefixes
+from lightning_rob.nets.wide_resnet import WRN28_4, PreActResNet18, WideResNet
 from lightning_rob.nets.zoo import ZooNet
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Networks of an encoder, a predictor and a discriminator of domains (Ganin et al. 2016)."""
+"""Networks with an encoder, a predictor and a domain discriminator (Ganin et al. 2016)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
 from lightning_rob.nets.resnet import BasicBlock
 
-GREY_STD = (0.3015,)  # with which the authors divide MNIST; its own is 0.3081
+GREY_STD = (0.3015,)  # the authors' value for MNIST, whose own is 0.3081
 
 
 class _Reversal(torch.autograd.Function):
@@ -24,11 +24,11 @@ class _Reversal(torch.autograd.Function):
 
 
 def reversed_gradient(x: Tensor, weight: float) -> Tensor:
-    """The values of x with minus so many times its gradient (Ganin et al. 2016, eq. 16, 17).
+    """Return x unchanged, but with its gradient times -weight (Ganin et al. 2016, eq. 16, 17).
 
     Args:
         x: [B, …] features.
-        weight: alpha, how much of the gradient goes on to whatever made the features.
+        weight: alpha >= 0, the share of the gradient that reaches the encoder.
 
     Returns:
         [B, …].
@@ -42,13 +42,13 @@ def _convolution(inputs: int, width: int, kernel: int, padding: int = 0) -> list
 
 
 def _discriminator(width: int) -> list[nn.Module]:
-    """Five convolutions of the features, without batch normalisation."""
+    """Return the discriminator's five convolutions, without batch normalisation."""
     layers = [(nn.Conv2d(width, width, 3, padding=1), nn.ReLU()) for _ in range(5)]
     return [layer for pair in layers for layer in pair]
 
 
 class DANNNet(nn.Module):
-    """The network of DANN's MNIST experiments (Chen et al. 2022, appendix A.4.1).
+    """Network of DANN's MNIST experiments (Chen et al. 2022, appendix A.4.1).
 
     Encoder: two 5x5 convolutions without padding, each with pooling, the second with channel
     dropout, and two 3x3 convolutions. Predictor: three 3x3 convolutions and two linear layers.
@@ -60,12 +60,12 @@ class DANNNet(nn.Module):
         channels: C; the authors' table says 3, their MNIST code 1.
         size: height and width of the images in pixels, at least 16.
         width: channels of the first convolution; all others have twice as many, the hidden linear
-            layers four times.
+            layers four times as many.
         mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
-        std: [C], likewise; None for grey is 0.3015, the authors' number.
+        std: [C], likewise; None is 0.3015 for grey, the authors' value.
 
     Raises:
-        ValueError: images too small for the encoder.
+        ValueError: images are too small for the encoder.
     """
 
     def __init__(
@@ -110,22 +110,22 @@ class DANNNet(nn.Module):
         self.discriminator = nn.Sequential(*_discriminator(wide), *last)
 
     def features(self, x: Tensor) -> Tensor:
-        """Images [B, C, size, size] in [0, 1] to what both other parts see, [B, 2 width, h, h]."""
+        """Return features [B, 2 width, h, h] of images [B, C, size, size] in [0, 1]."""
         out: Tensor = self.encoder(self.normalize(x))
         return out
 
     def classify(self, features: Tensor) -> Tensor:
-        """Features to logits [B, K]."""
+        """Return class logits [B, K] of features."""
         out: Tensor = self.predictor(features)
         return out
 
     def domain(self, features: Tensor) -> Tensor:
-        """Features to logits [B, 2] of source and target."""
+        """Return domain logits [B, 2] (source, target) of features."""
         out: Tensor = self.discriminator(features)
         return out
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, K] of images [B, C, size, size] in [0, 1]."""
+        """Return logits [B, K] of images [B, C, size, size] in [0, 1]."""
         return self.classify(self.features(x))
 
 
@@ -134,16 +134,16 @@ def _stage(inputs: int, width: int, stride: int) -> nn.Sequential:
 
 
 class DANNResNet18(nn.Module):
-    """The ResNet-18 of DANN's CIFAR-10 experiments, divided after the third of its four stages.
+    """ResNet-18 of DANN's CIFAR-10 experiments, split after the third of its four stages.
 
-    (Chen et al. 2022, appendix A.4.2; He et al. 2016 for the stages.) The discriminator is a fourth
-    stage of its own, then the mean over the image and a linear layer: 8,394,754 weights at full
-    width. Unlike that of `DANNNet` it has batch normalisation.
+    Chen et al. 2022, appendix A.4.2; He et al. 2016 for the stages. The discriminator is another
+    fourth stage, the mean over the image and a linear layer: 8,394,754 weights at full width.
+    Unlike the discriminator of `DANNNet` it has batch normalisation.
 
     Args:
         classes: K.
-        width: channels of the first stage; 64, 128, 256 and 512 at full width.
-        mean: [C] of images in [0, 1]; as many as the images have channels.
+        width: channels of the first stage; the stages have 64, 128, 256 and 512 at full width.
+        mean: [C] of images in [0, 1], one number per channel.
         std: [C], likewise.
     """
 
@@ -170,20 +170,20 @@ class DANNResNet18(nn.Module):
         self.judge = nn.Linear(8 * width, 2)
 
     def features(self, x: Tensor) -> Tensor:
-        """Images [B, C, H, W] in [0, 1] to what both other parts see, [B, 4 width, H/4, W/4]."""
+        """Return features [B, 4 width, H/4, W/4] of images [B, C, H, W] in [0, 1]."""
         out: Tensor = self.encoder(self.normalize(x))
         return out
 
     def classify(self, features: Tensor) -> Tensor:
-        """Features to logits [B, K]."""
+        """Return class logits [B, K] of features."""
         out: Tensor = self.linear(self.layer4(features).mean((2, 3)))
         return out
 
     def domain(self, features: Tensor) -> Tensor:
-        """Features to logits [B, 2] of source and target."""
+        """Return domain logits [B, 2] (source, target) of features."""
         out: Tensor = self.judge(self.discriminator(features).mean((2, 3)))
         return out
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, K] of images [B, C, H, W] in [0, 1]."""
+        """Return logits [B, K] of images [B, C, H, W] in [0, 1]."""
         return self.classify(self.features(x))

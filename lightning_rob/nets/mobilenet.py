@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
 
 WIDTHS = (32, 64, 128, 128, 256, 256, *(512,) * 6, 1024, 1024)
-STRIDES = (1, 2, 1, 1, 1, 2, 1, 1, 1, 1, 1, 2, 1)  # for CIFAR, where ImageNet's halve too often
+STRIDES = (1, 2, 1, 1, 1, 2, 1, 1, 1, 1, 1, 2, 1)  # ImageNet's would halve 32x32 too often
 
 
 def _conv(inputs: int, width: int, size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
@@ -17,18 +17,18 @@ def _conv(inputs: int, width: int, size: int, stride: int = 1, groups: int = 1) 
 
 
 def _separable(inputs: int, width: int, stride: int) -> nn.Sequential:
-    """A 3x3 convolution of each channel by itself, then a 1x1 convolution of all."""
+    """Return a depthwise 3x3 convolution and a pointwise 1x1 convolution."""
     return nn.Sequential(*_conv(inputs, inputs, 3, stride, inputs), *_conv(inputs, width, 1))
 
 
 class MobileNetV1(nn.Module):
-    """What ARC's CIFAR tables call MobileNetV1: width 1, three of its strides 2, plain ReLU.
+    """MobileNetV1 of ARC's CIFAR tables: width 1, three strides of 2, plain ReLU.
 
     Its entries are named as in the checkpoints of ARC (features.0.0, features.1.3 … classifier).
 
     Args:
         classes: K.
-        mean: [C] of images in [0, 1]; as many as the images have channels.
+        mean: [C] of images in [0, 1], one number per channel.
         std: [C], likewise.
     """
 
@@ -47,6 +47,6 @@ class MobileNetV1(nn.Module):
         self.classifier = nn.Linear(WIDTHS[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, K] of images [B, C, H, W] in [0, 1]; at 32x32 the mean is over 4x4."""
+        """Return logits [B, K] of images [B, C, H, W] in [0, 1]; 32x32 images are pooled at 4x4."""
         out: Tensor = self.classifier(self.features(self.normalize(x)).mean((2, 3)))
         return out

@@ -1,4 +1,4 @@
-"""The first layer of every network: from [0, 1] to zero mean and unit deviation."""
+"""First layer of every network: from [0, 1] to zero mean and unit standard deviation."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ USUAL = {1: (MNIST_MEAN, MNIST_STD), 3: (CIFAR10_MEAN, CIFAR10_STD)}
 
 
 def with_channels(x: Tensor, channels: int) -> Tensor:
-    """The images themselves, once it is sure that they are [B, channels, H, W]."""
+    """Return the images; raise ValueError unless they are [B, channels, H, W]."""
     if x.ndim != 4:
         raise ValueError(f"network expects images of shape [B, C, H, W], got {list(x.shape)}")
     if x.shape[1] != channels:
@@ -29,14 +29,14 @@ def _per_channel(numbers: Sequence[float]) -> Tensor:
 
 
 class Normalize(nn.Module):
-    """(x - mean) / std, channel by channel.
+    """Normalise each channel, (x - mean) / std.
 
     Args:
-        mean: one number per channel; images span [0, 1].
-        std: one positive number per channel.
+        mean: [C] of images in [0, 1].
+        std: [C], positive.
 
     Raises:
-        ValueError: means and deviations differ in number, or a deviation is not positive.
+        ValueError: mean and std differ in length, or a standard deviation is not positive.
     """
 
     mean: Tensor
@@ -49,7 +49,7 @@ class Normalize(nn.Module):
         if min(std) <= 0:
             raise ValueError(f"std must be positive, got {list(std)}")
         self.channels = len(mean)
-        # Not persistent: published checkpoints hold no such entry, the configuration does.
+        # Not persistent: published checkpoints have no such entries; the configuration has them.
         self.register_buffer("mean", _per_channel(mean), persistent=False)
         self.register_buffer("std", _per_channel(std), persistent=False)
 
@@ -57,7 +57,7 @@ class Normalize(nn.Module):
     def usual(
         cls, channels: int, mean: Sequence[float] | None, std: Sequence[float] | None
     ) -> "Normalize":
-        """MNIST's numbers for grey images, CIFAR-10's for colour, wherever None is given."""
+        """Build the layer; None means MNIST's numbers for grey and CIFAR-10's for colour images."""
         known = USUAL.get(channels)
         if known is None and (mean is None or std is None):
             raise ValueError(f"images of {channels} channels need a mean and a std")
@@ -67,14 +67,14 @@ class Normalize(nn.Module):
             raise ValueError(f"{channels} channels, but mean and std have {layer.channels}")
         return layer
 
-    def take(self, statistics: Tensor) -> None:
-        """Normalise by other numbers from now on.
+    def set_statistics(self, statistics: Tensor) -> None:
+        """Replace mean and std in place.
 
         Args:
-            statistics: [2, C], means and deviations.
+            statistics: [2, C], mean and std.
 
         Raises:
-            ValueError: they are for another number of channels, or a deviation is not positive.
+            ValueError: another number of channels, or a standard deviation is not positive.
         """
         other = Normalize(*statistics.tolist())
         if other.channels != self.channels:

@@ -1,4 +1,4 @@
-"""The residual networks of He et al. (2016), section 4.2, for 32x32 images."""
+"""Residual networks for 32x32 images (He et al. 2016, section 4.2)."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -10,10 +10,10 @@ from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
 
 
 class PaddedShortcut(nn.Module):
-    """Option A: every second pixel, and zero channels added half below and half above.
+    """Shortcut of option A: subsample the image, pad with zero channels on both sides.
 
     Args:
-        added: channels to add.
+        added: number of zero channels.
         stride: 2 keeps every second row and column.
     """
 
@@ -22,7 +22,7 @@ class PaddedShortcut(nn.Module):
         self.added, self.stride = added, stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C + added, H / stride, W / stride]."""
+        """Compute [B, C, H, W] -> [B, C + added, H / stride, W / stride]."""
         below = self.added // 2
         kept = x[:, :, :: self.stride, :: self.stride]
         return F.pad(kept, (0, 0, 0, 0, below, self.added - below))
@@ -38,13 +38,13 @@ def _shortcut(inputs: int, width: int, stride: int, option: str) -> nn.Module:
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions around which the input is added.
+    """Residual block of two 3x3 convolutions.
 
     Args:
-        inputs: channels that come in.
-        width: channels that go out.
+        inputs: input channels.
+        width: output channels.
         stride: 2 halves height and width.
-        shortcut: "A" pads with zeros, "B" is a 1x1 convolution; used only where shapes change.
+        shortcut: "A" pads with zeros, "B" is a 1x1 convolution; used where the shape changes.
     """
 
     def __init__(self, inputs: int, width: int, stride: int, shortcut: str) -> None:
@@ -58,7 +58,7 @@ class BasicBlock(nn.Module):
         self.shortcut = _shortcut(inputs, width, stride, shortcut)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, inputs, H, W] -> [B, width, H / stride, W / stride]."""
+        """Compute [B, inputs, H, W] -> [B, width, H / stride, W / stride]."""
         residual = self.bn2(self.conv2(self.relu1(self.bn1(self.conv1(x)))))
         out: Tensor = self.relu2(residual + self.shortcut(x))
         return out
@@ -75,7 +75,7 @@ def _kaiming(module: nn.Module) -> None:
 
 
 class ResNet(nn.Module):
-    """The CIFAR residual network of 6n + 2 layers (He et al. 2016, section 4.2).
+    """CIFAR residual network of 6n + 2 layers (He et al. 2016, section 4.2).
 
     Its entries are named as in the checkpoints of ARC (conv1, bn1, layer1.0.conv1 … linear).
 
@@ -84,7 +84,7 @@ class ResNet(nn.Module):
         classes: K.
         widths: channels of the stages; TADV's "ResNet-20" has (64, 128, 256) and shortcut B.
         shortcut: "A" subsamples and pads with zero channels, "B" is convolution and batch norm.
-        mean: [C] of images in [0, 1]; as many as the images have channels.
+        mean: [C] of images in [0, 1], one number per channel.
         std: [C], likewise.
 
     Raises:
@@ -117,7 +117,7 @@ class ResNet(nn.Module):
         self.apply(_kaiming)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, K] of images [B, C, H, W] in [0, 1]."""
+        """Return logits [B, K] of images [B, C, H, W] in [0, 1]."""
         features = self.relu1(self.bn1(self.conv1(self.normalize(x))))
         features = self.layer3(self.layer2(self.layer1(features)))
         out: Tensor = self.linear(features.mean((2, 3)))
@@ -128,7 +128,7 @@ class ResNet20(ResNet):
     """`ResNet` of depth 20.
 
     Args:
-        **options: those of `ResNet` but for the depth.
+        **options: those of `ResNet` except the depth.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -139,7 +139,7 @@ class ResNet32(ResNet):
     """`ResNet` of depth 32.
 
     Args:
-        **options: those of `ResNet` but for the depth.
+        **options: those of `ResNet` except the depth.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Networks that train in seconds on a processor: for MNIST and the embedded data sets."""
+"""Small networks for MNIST and the embedded data sets; they train in seconds on a CPU."""
 
 from collections.abc import Sequence
 
@@ -21,12 +21,12 @@ def _head(inputs: int, hidden: int, classes: int) -> nn.Sequential:
 class SmallCNN(nn.Module):
     """Three 3x3 convolutions with batch normalisation, then the mean over the image.
 
-    Takes images of any size from 8x8.
+    Images may have any size from 8x8 up.
 
     Args:
         classes: K.
         channels: C, 1 for grey and 3 for colour.
-        width: channels of the first convolution; the others have twice and four times as many.
+        width: channels of the first convolution; the others have 2 and 4 times as many.
         mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
         std: [C], likewise.
     """
@@ -47,7 +47,7 @@ class SmallCNN(nn.Module):
         self.linear = nn.Linear(4 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, K] of images [B, C, H, W] in [0, 1]."""
+        """Return logits [B, K] of images [B, C, H, W] in [0, 1]."""
         features = self.layer3(self.layer2(self.layer1(self.normalize(x))))
         out: Tensor = self.linear(features.mean((2, 3)))
         return out
@@ -56,12 +56,13 @@ class SmallCNN(nn.Module):
 class MNISTNet(nn.Module):
     """Two 3x3 convolutions with batch normalisation and two linear layers.
 
-    The kind of network of RMC's MNIST experiments (2 conv, 2 fc, BN); the widths are ours.
+    RMC's MNIST experiments name this architecture (2 conv, 2 fc, BN) without its widths.
 
     Args:
         classes: K.
         channels: C.
-        width: channels of the first convolution; the second has twice, the hidden layer 8 times.
+        width: channels of the first convolution; the second has twice as many, the hidden layer
+            8 times.
         size: height and width of the images in pixels.
         mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
         std: [C], likewise.
@@ -82,23 +83,22 @@ class MNISTNet(nn.Module):
         self.head = _head(2 * width * (size // 4) ** 2, 8 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, K] of images [B, C, size, size] in [0, 1]."""
+        """Return logits [B, K] of images [B, C, size, size] in [0, 1]."""
         out: Tensor = self.head(self.features(self.normalize(x)))
         return out
 
 
 class AthenaCNN(nn.Module):
-    """The sub-models of Athena (Meng et al. 2020): 3x3 convolutions of 32 and 64, 4096 hidden.
+    """Sub-model of Athena (Meng et al. 2020): 3x3 convolutions of 32 and 64 channels, 4096 hidden.
 
-    As in the released code; the paper speaks of three convolutions. Between the two last layers is
-    dropout but no activation, so that in evaluation they are one linear map, and computed as one.
+    The architecture is that of the released code; the paper mentions three convolutions.
 
     Args:
         classes: K.
         channels: C.
         size: height and width of the images in pixels.
         hidden: units of the first linear layer.
-        dropout: share of them that a training step drops.
+        dropout: share of these units dropped in a training step.
         mean: [C] of images in [0, 1]; None: MNIST's for grey, CIFAR-10's for colour.
         std: [C], likewise.
     """
@@ -125,18 +125,20 @@ class AthenaCNN(nn.Module):
         self.linear = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, K] of images [B, C, size, size] in [0, 1]."""
+        """Return logits [B, K] of images [B, C, size, size] in [0, 1]."""
         features = self.features(self.normalize(x))
         if self.training:
             out: Tensor = self.linear(self.dropout(self.hidden(features)))
             return out
+        # Only dropout is between both layers: in evaluation they are one linear map, which is
+        # cheaper computed as one.
         weight = self.linear.weight @ self.hidden.weight
         bias = self.linear.weight @ self.hidden.bias + self.linear.bias
         return linear(features, weight, bias)
 
 
 class LeNet(nn.Module):
-    """The LeNet of TADV's MNIST experiments: 5x5 convolutions of 32 and 64 channels, 1024 hidden.
+    """LeNet of TADV's MNIST experiments: 5x5 convolutions of 32 and 64 channels, 1024 hidden.
 
     Args:
         classes: K.
@@ -163,6 +165,6 @@ class LeNet(nn.Module):
         self.head = _head(64 * (size // 4) ** 2, 1024, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, K] of images [B, C, size, size] in [0, 1]."""
+        """Return logits [B, K] of images [B, C, size, size] in [0, 1]."""
         out: Tensor = self.head(self.features(self.normalize(x)))
         return out

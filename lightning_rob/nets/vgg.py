@@ -18,13 +18,13 @@ def _stage(inputs: int, width: int, depth: int) -> list[nn.Module]:
 
 
 class VGG16(nn.Module):
-    """What ARC's CIFAR tables call VGG-16: thirteen 3x3 convolutions and one linear layer.
+    """VGG-16 of ARC's CIFAR tables: thirteen 3x3 convolutions and one linear layer.
 
     Its entries are named as in the checkpoints of ARC (features.0 … features.41, classifier).
 
     Args:
         classes: K.
-        mean: [C] of images in [0, 1]; as many as the images have channels.
+        mean: [C] of images in [0, 1], one number per channel.
         std: [C], likewise.
     """
 
@@ -42,6 +42,6 @@ class VGG16(nn.Module):
         self.classifier = nn.Linear(STAGES[-1][0], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, K] of images [B, C, H, W] in [0, 1], from 32x32 up."""
+        """Return logits [B, K] of images [B, C, H, W] in [0, 1], at least 32x32."""
         out: Tensor = self.classifier(self.features(self.normalize(x)).mean((2, 3)))
         return out

@@ -1,4 +1,4 @@
-"""Any network of torchvision or timm by its name."""
+"""Networks of torchvision and timm by name."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -6,38 +6,39 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_rob.nets.checkpoint import load_weights
 from lightning_rob.nets.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
+from lightning_rob.nets.weights import load_weights
 
 
 class Found(NamedTuple):
-    """A network of a zoo, and the statistics that it expects of its images."""
+    """Network of a zoo and the statistics of its training images."""
 
     net: nn.Module
     mean: Sequence[float] = IMAGENET_MEAN
     std: Sequence[float] = IMAGENET_STD
 
 
-def _known(name: str, names: Iterable[str], what: str) -> str:
+def _known(name: str, names: Iterable[str], kind: str) -> str:
+    """Return the name if it is known; else raise ValueError with the closest names."""
     names = list(names)
     if name in names:
         return name
     close = get_close_matches(name, names, n=3, cutoff=0.4)
     hint = f", did you mean {', '.join(close)}?" if close else ""
-    raise ValueError(f"no {what} {name!r}{hint}")
+    raise ValueError(f"no {kind} {name!r}{hint}")
 
 
 def _swap_head(net: nn.Module, fresh: nn.Module) -> nn.Module:
-    """Give a network the layers of a fresh one wherever their weights' shapes differ."""
+    """Replace the layers whose weights have another shape in a fresh network by the fresh ones."""
     for path, layer in list(fresh.named_modules()):
-        ours, theirs = getattr(layer, "weight", None), net.get_submodule(path)
-        if isinstance(ours, Tensor) and ours.shape != theirs.weight.shape:
+        weight, old = getattr(layer, "weight", None), net.get_submodule(path)
+        if isinstance(weight, Tensor) and weight.shape != old.weight.shape:
             net.set_submodule(path, layer)
     return net
 
 
 def torchvision_net(name: str, classes: int, weights: str | None) -> Found:
-    """A classifier of torchvision, by the names of `torchvision.models.list_models`."""
+    """Build a classifier of torchvision, named as in `torchvision.models.list_models`."""
     from torchvision import models
 
     _known(name, models.list_models(module=models), "torchvision network")
@@ -51,7 +52,7 @@ def torchvision_net(name: str, classes: int, weights: str | None) -> Found:
 
 
 def timm_net(name: str, classes: int, weights: str | None) -> Found:
-    """A network of timm; its weights are named by their tag, or DEFAULT."""
+    """Build a network of timm; weights are a tag of timm, or DEFAULT."""
     try:
         import timm
     except ImportError as error:
@@ -70,15 +71,15 @@ ZOOS = {"torchvision": torchvision_net, "timm": timm_net}
 
 
 class ZooNet(nn.Module):
-    """A network of torchvision or timm, for images in [0, 1].
+    """Network of torchvision or timm, for images in [0, 1].
 
     Args:
-        name: the zoo's name of it, such as resnet18.
+        name: the network's name in the zoo, such as resnet18.
         source: the zoo.
-        classes: K; pretrained weights of another number get a new last layer.
-        weights: None for random ones; a checkpoint's path, known by its suffix (x.pt, x.ckpt); or
-            the zoo's name of them: DEFAULT, IMAGENET1K_V1 (torchvision), a1_in1k (timm's tag).
-        mean: [C] of images in [0, 1]; None: what the weights or timm say, else ImageNet's.
+        classes: K; pretrained weights for another K get a new last layer.
+        weights: None for random weights; a checkpoint's path, recognised by its suffix (x.pt,
+            x.ckpt); or their name in the zoo: DEFAULT, IMAGENET1K_V1 (torchvision), a1_in1k (timm).
+        mean: [C] of images in [0, 1]; None: those of the weights or of timm, else ImageNet's.
         std: [C], likewise.
 
     Raises:
@@ -105,8 +106,8 @@ class ZooNet(nn.Module):
             load_weights(self, weights)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, K] of images [B, C, H, W] in [0, 1]."""
+        """Return logits [B, K] of images [B, C, H, W] in [0, 1]."""
         out = self.net(self.normalize(x))
-        # Inception and GoogLeNet add the logits of their auxiliary heads while they train.
+        # In training, Inception and GoogLeNet also return the logits of their auxiliary heads.
         main: Tensor = out[0] if isinstance(out, tuple) else out
         return main

@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 from lightning.pytorch import LightningDataModule
 
-from lightning_rob.callbacks.record import versions
 from lightning_rob.cli.checkpoints import load_weights
 from lightning_rob.cli.errors import parse_or_fail
 from lightning_rob.cli.lightning_cli import RobustCLI
-from lightning_rob.ledger.identity import fingerprint
+from lightning_rob.evaluation.records import versions
+from lightning_rob.identity import fingerprint
 from lightning_rob.sweep.measure import measure
 from lightning_rob.sweep.options import Study, parse
 from lightning_rob.sweep.outcome import Outcome

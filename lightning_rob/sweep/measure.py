@@ -13,30 +13,15 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 
 from lightning_rob.callbacks import RobustEval
-from lightning_rob.callbacks.evaluation import Evaluation
-from lightning_rob.callbacks.record import Result
+from lightning_rob.callbacks.base import EvaluationCallback
+from lightning_rob.callbacks.measurement import Measurement
+from lightning_rob.evaluation.records import Result
 from lightning_rob.sweep.options import Study, Value
-from lightning_rob.sweep.plan import CLEAN, Game, plan, worst
+from lightning_rob.sweep.plan import Game, plan, worst
 from lightning_rob.sweep.points import Points, scores_of
 
 Table = dict[Value, dict[str, Result]]
 RECORD = "sweep.jsonl"
-
-
-class Silent(RobustEval):
-    """Evaluates a single value, of which nobody needs a table."""
-
-    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Print nothing."""
-
-    def _publish(self, trainer: Trainer, stage: str, results: list[Result]) -> None:
-        """The sweep has a record of its own."""
-
-    def _keep(self, trainer: Trainer, pl_module: Any, stage: str, defense: Any) -> None:
-        """The same."""
-
-    def _journal_place(self, trainer: Trainer, pl_module: Any, defense: Any) -> None:
-        """The same."""
 
 
 class Unseen(ProgressBar):
@@ -99,7 +84,7 @@ def bare(trainer: Trainer) -> Iterator[tuple[list[RobustEval], list[Callback]]]:
     """The trainer without what a run tells of itself; yields its evaluations and the rest."""
     log = logging.getLogger("lightning.pytorch")
     callbacks, level = trainer.callbacks, log.level  # type: ignore[attr-defined]
-    told = (Evaluation, ProgressBar, SaveConfigCallback)
+    told = (EvaluationCallback, ProgressBar, SaveConfigCallback)
     others = [callback for callback in callbacks if not isinstance(callback, told)]
     if sys.stderr.isatty():
         others.append(Unseen())
@@ -111,42 +96,37 @@ def bare(trainer: Trainer) -> Iterator[tuple[list[RobustEval], list[Callback]]]:
         log.setLevel(level)
 
 
-def _evaluations(games: Iterable[Game], points: Points) -> list[Silent]:
-    """Callbacks for the figures that are not recorded, one for each that the user gave."""
+def _evaluations(games: Iterable[Game], points: Points) -> list[Measurement]:
+    """Callbacks for the numbers that are not recorded, one for each that the user gave."""
     missing: dict[Any, list[Game]] = {}
     for game in games:
         if game.key not in points and game.attack is not None:
             missing.setdefault(game.target, []).append(game)
     return [
-        Silent(
+        Measurement(
             {game.name: game.attack for game in group if game.attack is not None},
             target,
-            max_images=target.source.max_images,
-            repeats=target.source.repeats,
-            inferences=target.source.inferences,
-            seed=target.source.seed,
-            panel=0,
-            protocol=target.source.protocol,
-            private_draws=target.source.private_draws,
-            group_size=target.source.group_size,
+            target.source.settings,
         )
         for target, group in missing.items()
     ]
 
 
-def _results(games: Sequence[Game], evaluations: Sequence[Silent], points: Points) -> list[Result]:
-    """The value's figures, new and recorded."""
+def _results(
+    games: Sequence[Game], evaluations: Sequence[Measurement], points: Points
+) -> list[Result]:
+    """The value's numbers, new and recorded."""
     measured = {}
     for evaluation in evaluations:
-        if not evaluation.results:
+        found = evaluation.result
+        if found is None:
             raise ValueError(
                 "no figures came back from processes that were spawned: use strategy ddp"
             )
-        images, scores = evaluation.scores()
-        for i, name in enumerate([CLEAN, *evaluation.attacks]):
-            taken = evaluation.seconds.get(name, 0.0)
-            found = evaluation.results[0].details
-            measured[name, evaluation.target] = (images, scores[:, i]), taken, found
+        for i, name in enumerate(found.names):
+            details = found.measurement(name).details
+            scores = found.index, found.scores[:, i]
+            measured[name, evaluation.target] = scores, found.seconds.get(name, 0.0), details
     results = []
     for game in games:
         if game.key in points:

@@ -1,6 +1,5 @@
 """What a sweep found: a table for the terminal, Markdown, a figure and a sentence."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from lightning_rob.callbacks.record import Result, append_lines
-from lightning_rob.figures.curves import Curve, curves
-from lightning_rob.figures.page import save
+from lightning_rob.evaluation.records import Result, append_records
+from lightning_rob.plots import Curve, curves, save
 from lightning_rob.sweep.options import Study, Value
 from lightning_rob.sweep.plan import CLEAN, WORST
 from lightning_rob.sweep.variables import VARIABLES
@@ -109,7 +107,7 @@ class Outcome:
     def heading(self, name: str) -> str:
         """The name of a column or a line, with what was attacked unless it was the whole."""
         target = next(iter(self.column(name).values())).details["target"]
-        return name if target == "whole" else f"{name} on {target}".replace("_", " ")
+        return name if target == "full_defense" else f"{name} on {target}".replace("_", " ")
 
     def figure(self) -> Figure:
         """One line per attack."""
@@ -148,12 +146,12 @@ class Outcome:
             for value, row in self.table.items()
             for result in row.values()
         ]
-        return {"variable": self.study.over, "points": points}
+        return {"kind": "sweep_study", "variable": self.study.over, "points": points}
 
     def tell(self, folder: Path) -> None:
         """Print the table, and write it and the figure to the folder."""
         self.show(Console())
-        append_lines(folder / "sweep_studies.jsonl", [json.dumps({"study": self.contents()})])
+        append_records(folder / "sweep_studies.jsonl", [self.contents()])
         save(self.figure(), folder / "sweep.png")
         (folder / "sweep.md").write_text(self.markdown())
         if self.study.best:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import parts
+from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks import RobustEval
-from lightning_rob.callbacks.record import Result, measured
-from lightning_rob.callbacks.robust_eval import whole
+from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import worst_case
-from lightning_rob.ledger.identity import describe, fingerprint, key_of
+from lightning_rob.evaluation.records import Result, measured
+from lightning_rob.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.sweep.options import Study, Value
 from lightning_rob.sweep.points import Points, Scores, kept, scores_of
 from lightning_rob.sweep.variables import VARIABLES, Variable
@@ -59,7 +59,7 @@ class Game:
     @property
     def counts(self) -> bool:
         """Whether it counts in the worst case: an attack on the whole defense."""
-        return self.attack is not None and self.target.source.target is whole
+        return self.attack is not None and self.target.source.target is full_defense
 
     def result(self, images_and_scores: Scores, seconds: float, found: dict[str, Any]) -> Result:
         """The figure and its record.
@@ -101,7 +101,7 @@ def plan(
     attacks = [attack for callback in callbacks for attack in callback.attacks.values()]
     if not attacks:
         raise ValueError("no attacks to sweep: add --trainer.callbacks+=callbacks/apgd.yaml")
-    have = [hasattr(part, variable.field or "threat") for a in attacks for part in parts(a)]
+    have = [hasattr(part, variable.field or "threat") for a in attacks for part in walk(a)]
     if not any(have):
         raise ValueError(f"no attack has {variable.field} to sweep over: add callbacks/arc.yaml")
     rows = []
@@ -122,22 +122,19 @@ def _games(
     source = target.source
     shared = {
         "target": getattr(source.target, "__name__", repr(source.target)),
-        "seed": source.seed,
-        "repeats": source.repeats,
-        "inferences": source.inferences,
-        "max_images": source.max_images,
-        "group_size": source.group_size,
-        "private_draws": source.private_draws,
-    } | ({"protocol": repr(source.protocol)} if source.protocol else {})
+        **{name: value for name, value in source.settings.asdict().items() if value is not None},
+        "max_images": source.settings.max_images,
+    }
     depends = shared | settings | {"defense": fingerprint(target(defense))}
-    attacks: dict[str, Attack | None] = {CLEAN: None} if source.target is whole else {}
+    attacks: dict[str, Attack | None] = {CLEAN: None} if source.target is full_defense else {}
     for name, attack in source.attacks.items():
         attacks[name] = target.variable.attack(attack, target.value)
     for name, changed in attacks.items():
-        told = {"attack": describe(changed) if changed else "none"}
-        told |= {"threat": repr(changed.threat)} if changed else {}
+        told = {}
+        if changed:
+            told = {"attack": attack_spec(changed), "threat": attack_spec(changed.threat)}
         place = {"variable": study.over, "value": target.value, "stage": "test"}
-        key = key_of(name=name, **told, **depends)
+        key = cache_key(name=name, **told, **depends)
         details = place | told | shared | {"versions": settings["versions"]}
         yield Game(name, changed, target, details, key)
 
@@ -155,10 +152,11 @@ def worst(games: Sequence[Game], points: Points, adapts: bool = False) -> list[R
     tables = [scores_of(result.details["reuse"]) for result in over]
     random = any(result.details["random"] for result in over)
     found = worst_case([(i, scores[:, None]) for i, scores in tables], random, adapts)
-    key = key_of(name=WORST, over=[game.key for game in counted])
-    told = {"attack": found.choice, "over": [game.name for game in counted]}
+    key = cache_key(name=WORST, over=[game.key for game in counted])
+    told = {"choice": found.choice, "over": [game.name for game in counted]}
     details = counted[0].details | _measured(over[-1].details)
     details |= told | kept(key, found.index, found.scores)
-    details.pop("threat")
+    for name in ("attack", "threat"):
+        details.pop(name)
     draws = found.scores if over[-1].details["private_draws"] > 1 else None
     return [measured(WORST, found.scores.mean(1), 0.0, details, draws)]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_rob.callbacks.record import Result, append_records
+from lightning_rob.evaluation.records import Result, append_records
 
 Scores = tuple[Tensor, Tensor]  # indices [N], rising, and scores [N, R] by inference
 
@@ -71,7 +71,7 @@ class Points:
             if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
                 with self.path.open("a") as file:  # end the line that a crash broke off
                     file.write("\n")
-            append_records(self.path, new)
+            append_records(self.path, (result.record() for result in new))
 
     def _take(self, result: Result) -> None:
         self.found.setdefault(result.details["reuse"]["key"], result)
@@ -86,9 +86,7 @@ def _read(path: Path) -> Iterator[Result]:
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
             fields = json.loads(line)
-            low, high = fields.pop("interval")
-            own = {name: fields.pop(name) for name in ("name", "accuracy", "n", "seconds")}
-            result = Result(**own, interval=(low, high), details=fields)
+            result = Result.from_record(fields)
             scores_of(fields["reuse"]), fields["variable"], float(fields["value"])
         except (ValueError, KeyError, TypeError, AttributeError, zlib.error):
             continue

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import arguments, rebuilt
+from lightning_rob.attacks.base import init_fields, map_attacks
 from lightning_rob.defenses import Defense, Ensemble
 
 
@@ -14,7 +14,9 @@ def with_count(name: str) -> Callable[[Attack, float], Attack]:
     """The change of a count, such as steps, wherever an attack has one of that name."""
 
     def changed(attack: Attack, count: float) -> Attack:
-        return rebuilt(attack, lambda part: {name: int(count)} if name in arguments(part) else {})
+        return map_attacks(
+            attack, lambda part: {name: int(count)} if name in init_fields(part) else {}
+        )
 
     return changed
 
@@ -51,7 +53,7 @@ def with_members(defense: Defense, count: float) -> Ensemble:
 
 
 def _ensemble(defense: Defense) -> tuple[list[torch.nn.Module], torch.Tensor]:
-    if not isinstance(defense, Ensemble):
+    if defense.kind != "ensemble":
         kind = type(defense).__name__
         raise ValueError(f"a sweep over probability or members needs an Ensemble, got {kind}")
     return defense.classifiers, defense.weights.double().cpu()

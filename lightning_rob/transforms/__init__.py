@@ -34,6 +34,7 @@ from lightning_rob.transforms.noise import (
     SpeckleNoise,
     UniformNoise,
 )
+from lightning_rob.transforms.nondifferentiable import ALL as NONDIFFERENTIABLE
 from lightning_rob.transforms.stylize import ColorJitter, Gamma, Sharpen, Solarize
 
 GROUPS: dict[str, tuple[type[Transform], ...]] = {
@@ -48,24 +49,24 @@ GROUPS: dict[str, tuple[type[Transform], ...]] = {
 
 
 def catalogue() -> dict[str, type[Transform]]:
-    """All 33 by name, in the order of the groups."""
+    """Return all 33 classes by name, in the order of the groups."""
     return {kind.__name__: kind for kinds in GROUPS.values() for kind in kinds}
 
 
 def named(
     transforms: Sequence[Transform] | Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Transform]:
-    """Transforms by their names.
+    """Return transforms by their names.
 
     Args:
-        transforms: as they are, or the arguments of each by its name. Names are those of the 33,
+        transforms: instances, or the arguments of each by its name. Names are those of the 33,
             `Bilateral`, and those of `lightning_rob.transforms.nondifferentiable`.
 
     Raises:
-        ValueError: an unknown name or argument, or a transform that is there twice.
+        ValueError: an unknown name or argument, or two transforms of one class.
     """
     if isinstance(transforms, Mapping):
-        return {name: _made(name, options) for name, options in transforms.items()}
+        return {name: _build(name, options) for name, options in transforms.items()}
     found = {type(transform).__name__: transform for transform in transforms}
     if len(found) != len(transforms):
         names = [type(transform).__name__ for transform in transforms]
@@ -74,10 +75,8 @@ def named(
     return found
 
 
-def _made(name: str, options: Mapping[str, Any]) -> Transform:
-    from lightning_rob.transforms import nondifferentiable
-
-    others: tuple[type[Transform], ...] = (Bilateral, *nondifferentiable.ALL)
+def _build(name: str, options: Mapping[str, Any]) -> Transform:
+    others: tuple[type[Transform], ...] = (Bilateral, *NONDIFFERENTIABLE)
     kinds = catalogue() | {kind.__name__: kind for kind in others}
     if name not in kinds:
         close = get_close_matches(name, kinds, n=3, cutoff=0.4)

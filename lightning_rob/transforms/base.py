@@ -1,10 +1,13 @@
-"""What all transforms share: chance first, then a deterministic function of image and chance."""
+"""Base class of all transforms: sample the parameters, then apply a deterministic function."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_rob.randomness import Generator, uniform
@@ -12,18 +15,20 @@ from lightning_rob.randomness import Generator, uniform
 EPS = 1e-9
 ROUNDING = 4  # steps of rounding beyond a bound: white stays white in a blur, but for these
 
+NumpyImage = NDArray[Any]
+
 
 @dataclass(frozen=True)
 class Transform(ABC):
     """A random transform of images in [0, 1], one of the 33 of Sitawarin et al. (ICML 2022).
 
-    All chance is in `sample`, so `transform(x, *transform.sample(x, generator))` can be replayed,
+    All randomness is in `sample`: `transform(x, *transform.sample(x, generator))` can be replayed,
     and every image of a batch has parameters of its own. Subclasses are frozen dataclasses; those
     with a strength have `alpha` in [0, 1], by default 0.5, where the paper's search ends.
 
     Args:
-        p: probability that an image is transformed. A defense that composes transforms goes by
-            it; a call transforms every image.
+        p: probability that a defense which composes transforms applies this one to an image; a
+            call transforms every image.
 
     Raises:
         ValueError: alpha or p outside [0, 1].
@@ -43,7 +48,7 @@ class Transform(ABC):
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
-        """Draw the random parameters, one set per image: here none.
+        """Draw the random parameters, one set per image; a deterministic transform has none.
 
         Args:
             x: [B, C, H, W] images in [0, 1].
@@ -60,14 +65,14 @@ class Transform(ABC):
 
         Args:
             x: [B, C, H, W] images in [0, 1].
-            *params: what `sample` returns, or numbers of the same shapes and units.
+            *params: the result of `sample`, or numbers of the same shapes and units.
 
         Returns:
-            [B, C, H, W] in [0, 1]; an image whose result has a NaN is returned as it came.
+            [B, C, H, W] in [0, 1]; an image whose result has a NaN is returned unchanged.
 
         Raises:
-            ValueError: x is no batch of images, or the transform is not for such channels.
-            RuntimeError: a gradient is wanted of a transform that has none.
+            ValueError: x is not a batch of images, or has channels that the transform refuses.
+            RuntimeError: x requires a gradient and the transform has none.
         """
         if x.dim() != 4 or not x.is_floating_point():
             raise ValueError(
@@ -78,41 +83,48 @@ class Transform(ABC):
                 f"{self._name} has no gradient: call it under torch.no_grad or on a detached image"
             )
         with torch.autocast(x.device.type, enabled=False):
-            return self._guarded(x, *params) if len(x) else x
+            return self._apply_finite(x, *params) if len(x) else x
 
     @abstractmethod
     def apply(self, x: Tensor, *params: Any) -> Tensor:
-        """The transform itself, still without range and NaN guard; see `__call__`."""
+        """Compute the transform, before clamping and before the guard against NaN; see `__call__`.
+
+        Args:
+            x: [B, C, H, W] images in [0, 1].
+            *params: the result of `sample`.
+
+        Returns:
+            [B, C, H, W].
+        """
 
     def undo(self, x: Tensor) -> Tensor:
-        """Bring back images, or perturbations of them, of a transform without chance.
+        """Invert a deterministic transform on images, or on perturbations of them.
 
         Args:
             x: [B, C, H, W] transformed.
 
         Returns:
-            [B, C, H, W], 0 where the transform has lost what was there.
+            [B, C, H, W], 0 where the transform has discarded the pixels.
 
         Raises:
-            TypeError: it is not reversible.
+            TypeError: the transform is not reversible.
         """
         raise TypeError(f"{self._name} cannot be undone")
 
     def as_released(self) -> Self:
-        """The transform with each slip of the authors' code that it has as an option.
+        """Return the transform with every slip of the authors' code that it has as an option.
 
-        The share of images transformed is no part of it: `RandomTransforms(released_code=True)`
-        has that slip of p.
+        Their slip in the probability p is excluded: `RandomTransforms(released_code=True)` has it.
         """
         slips: dict[str, Any] = {"released_code": True} if hasattr(self, "released_code") else {}
         return replace(self, **slips)
 
-    def _guarded(self, x: Tensor, *params: Tensor) -> Tensor:
+    def _apply_finite(self, x: Tensor, *params: Tensor) -> Tensor:
         y = self.apply(x, *params)
         failed = y.detach().flatten(1).amax(1).isnan()[:, None, None, None]
-        if torch.compiler.is_exporting():  # without choices by value, and without a gradient
+        if torch.compiler.is_exporting():  # no branch by value, and no gradient
             return torch.where(failed, x, y).clamp(0, 1)
-        if failed.any():  # transformed again, since 0 * nan would spoil the gradient of x
+        if failed.any():  # apply again, detached: 0 * nan would spoil the gradient of x
             y = self.apply(torch.where(failed, x.detach(), x), *params)
             y = torch.where(failed, x, y)
         return clip(y, 0, 1)
@@ -125,19 +137,29 @@ class Transform(ABC):
         if x.shape[1] != 3:
             raise ValueError(f"{self._name} is about colour and needs RGB, got {list(x.shape)}")
 
+    def _need_grey_or_rgb(self, x: Tensor) -> None:
+        if x.shape[1] not in (1, 3):
+            raise ValueError(f"{self._name} needs one or three channels, got {list(x.shape)}")
 
-def check_range(name: str, given: tuple[float, float] | None, least: float, most: float) -> None:
-    """Raise ValueError unless a range, if one is given, is two numbers in order within bounds."""
-    if given is not None and not (len(given) == 2 and least <= given[0] <= given[1] <= most):
-        raise ValueError(f"{name} must be a range within [{least:g}, {most:g}], got {given}")
+
+def check_range(name: str, given: tuple[float, float] | None, low: float, high: float) -> None:
+    """Raise ValueError unless `given` is None or two ascending numbers within [low, high]."""
+    if given is not None and not (len(given) == 2 and low <= given[0] <= given[1] <= high):
+        raise ValueError(f"{name} must be a range within [{low:g}, {high:g}], got {given}")
+
+
+def check_odd(name: str, size: int) -> None:
+    """Raise ValueError unless the side of a kernel is odd and at least 3."""
+    if size < 3 or size % 2 == 0:
+        raise ValueError(f"{name} must be odd and at least 3, got {size}")
 
 
 def clip(x: Tensor, low: float, high: float) -> Tensor:
     """Clamp with slope 1 at the bounds too, where torch's slope depends on its release.
 
-    With slope 0 there, an attack would not see the black and the white pixels of an image. So it
-    is within rounding of the bounds: a blur, whose weights sum to one but for rounding, may take
-    white a little beyond white.
+    With slope 0 there, an attack would not see the black and the white pixels of an image. The
+    slope is 1 within rounding of the bounds as well: a blur, whose weights sum to one but for
+    rounding, may take white a little beyond white.
     """
     if torch.compiler.is_exporting() or not (x.requires_grad and torch.is_grad_enabled()):
         return x.clamp(low, high)
@@ -146,7 +168,7 @@ def clip(x: Tensor, low: float, high: float) -> Tensor:
 
 
 class _Clip(torch.autograd.Function):
-    """One operation where a choice by comparison is four, on every transform of every copy."""
+    """Clamp in one operation; comparing and selecting would be four, on every transformed copy."""
 
     generate_vmap_rule = True
 
@@ -164,18 +186,42 @@ class _Clip(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        # of slope 0 at its bounds, which therefore lie just beyond ours
+        # its slope is 0 at its own bounds, which therefore lie just beyond low and high
         return torch.ops.aten.hardtanh_backward(gradient, x, ctx.low, ctx.high), None, None
 
 
 def pinned(x: Tensor, low: float, high: float) -> Tensor:
-    """Clamp with slope 1 everywhere, for what leaves the bounds almost everywhere."""
+    """Clamp with slope 1 everywhere (straight-through), for values mostly out of bounds."""
     return x + (x.clamp(low, high) - x).detach()
 
 
 def raised(x: Tensor, low: float) -> Tensor:
-    """At least `low`, with slope 1 everywhere, so that an attack can leave what is below."""
+    """Clamp from below with slope 1 everywhere, so that an attack can leave the region below."""
     return x + (x.clamp_min(low) - x).detach()
+
+
+def soft_round(t: Tensor) -> Tensor:
+    """Round with a slope (RT paper, eq. 14; Shin and Song 2017): round(t) + (t - round(t))^3.
+
+    Halves are rounded to even.
+    """
+    nearest = t.round()
+    return nearest + (t - nearest) ** 3
+
+
+def soft_modulo(t: Tensor, literal: bool = False) -> Tensor:
+    """Compute t mod 1 with a slope (RT paper, eq. 15): r = t - soft_round(t), or r + 1.
+
+    Args:
+        t: any shape.
+        literal: return 1 at integers, as eq. 15 does to the letter ("r if r > 0, otherwise r + 1");
+            else 0 there, as every remainder and the authors' code.
+
+    Returns:
+        Same shape as t, in [0, 1); not the identity on [0, 1).
+    """
+    r = t - soft_round(t)
+    return torch.where(r > 0 if literal else r >= 0, r, r + 1)
 
 
 def between(x: Tensor, low: float, high: float, *shape: int, generator: Generator) -> Tensor:
@@ -188,6 +234,28 @@ def integers(x: Tensor, low: int, high: int, *shape: int, generator: Generator) 
     return between(x, low, high + 1, *shape, generator=generator).floor().long().clamp_max(high)
 
 
+def sample_one_of(x: Tensor, values: tuple[int, ...], generator: Generator) -> Tensor:
+    """[B] int64, one of the values for each image, all equally probable."""
+    options = torch.tensor(values, device=x.device)
+    return options[(uniform(x, generator=generator) * len(options)).long()]
+
+
 def over_pixels(values: Tensor) -> Tensor:
-    """Numbers per image [B], or per image and channel [B, C], shaped to meet [B, C, H, W]."""
+    """Reshape [B] or [B, C] numbers so that they broadcast with [B, C, H, W]."""
     return values[(..., *[None] * (4 - values.dim()))]
+
+
+def map_images(x: Tensor, function: Callable[..., NumpyImage], *numbers: Tensor) -> Tensor:
+    """Apply a numpy function to each image of a batch and its numbers.
+
+    Args:
+        x: [B, C, H, W], which the function gets as [C, H, W] of double precision.
+        function: (image, *numbers) -> image of any one shape.
+        *numbers: [B] each, one number per image.
+
+    Returns:
+        [B, …] of x's type, on its device.
+    """
+    images, values = x.detach().cpu().double().numpy(), (number.tolist() for number in numbers)
+    changed = [function(*each) for each in zip(images, *values, strict=True)]
+    return torch.from_numpy(np.stack(changed)).to(x)

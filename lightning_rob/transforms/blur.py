@@ -6,19 +6,22 @@ from dataclasses import dataclass
 import torch
 from kornia.filters import bilateral_blur, box_blur, filter2d_separable, motion_blur
 from torch import Tensor
+from torch.nn.functional import pad
 
-from lightning_rob.randomness import Generator, uniform
-from lightning_rob.transforms.base import Transform, between, check_range, over_pixels
-
-
-def _check_odd(name: str, size: int) -> None:
-    if size < 3 or size % 2 == 0:
-        raise ValueError(f"{name} must be odd and at least 3, got {size}")
+from lightning_rob.randomness import Generator
+from lightning_rob.transforms.base import (
+    Transform,
+    between,
+    check_odd,
+    check_range,
+    over_pixels,
+    sample_one_of,
+)
 
 
 @dataclass(frozen=True)
 class BoxBlur(Transform):
-    """The mean of a square around each pixel; the border is a mirror.
+    """Average the square around each pixel; the border is a mirror.
 
     Args:
         size: side of the square in pixels, odd.
@@ -28,7 +31,7 @@ class BoxBlur(Transform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_odd("size", self.size)
+        check_odd("size", self.size)
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
@@ -37,13 +40,13 @@ class BoxBlur(Transform):
 
 @dataclass(frozen=True)
 class GaussianBlur(Transform):
-    """A Gaussian blur; the border is a mirror.
+    """Blur with a Gaussian kernel; the border is a mirror.
 
-    The paper speaks of random size and variance, its authors' configurations fix both: so do the
-    defaults. Several sizes, or a range of deviations, make it random.
+    The paper speaks of random size and variance; its authors' configurations fix both, and so do
+    the defaults. Several sizes, or a range of deviations, make the blur random.
 
     Args:
-        sizes: sides of the kernel in pixels, odd, one of which each image gets.
+        sizes: sides of the kernel in pixels, odd; each image gets one of them.
         std: lowest and highest standard deviation in pixels.
 
     Raises:
@@ -55,20 +58,17 @@ class GaussianBlur(Transform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "sizes", tuple(self.sizes))
-        object.__setattr__(self, "std", tuple(self.std))
         if not self.sizes or not 0 < self.std[0] <= self.std[1]:
             raise ValueError(f"no kernel has size {self.sizes} and deviation {self.std}")
         for size in self.sizes:
-            _check_odd("each of sizes", size)
+            check_odd("each of sizes", size)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
         """(size [B] int64, std [B, 2] down and across, both in pixels), or () if they are fixed."""
         if len(self.sizes) == 1 and self.std[0] == self.std[1]:
             return ()
-        sizes = torch.tensor(self.sizes, device=x.device)
-        chosen = (uniform(x, generator=generator) * len(sizes)).long()
-        return sizes[chosen], between(x, *self.std, 2, generator=generator)
+        size = sample_one_of(x, self.sizes, generator)
+        return size, between(x, *self.std, 2, generator=generator)
 
     def apply(self, x: Tensor, size: Tensor | None = None, std: Tensor | None = None) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
@@ -86,7 +86,7 @@ class GaussianBlur(Transform):
 
 @dataclass(frozen=True)
 class MedianBlur(Transform):
-    """The median of a square around each pixel; outside the image is black.
+    """Take the median of the square around each pixel; outside the image is black.
 
     Args:
         size: side of the square in pixels, odd; or several, one of which each image gets.
@@ -103,20 +103,20 @@ class MedianBlur(Transform):
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
         """(size [B] int64 in pixels), or () if there is one only."""
-        return () if isinstance(self.size, int) else (_drawn(x, self.size, generator),)
+        return _sample_size(x, self.size, generator)
 
     def apply(self, x: Tensor, size: Tensor | None = None) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]; the gradient goes to the pixel that is the median."""
-        return _by_size(x, self.size, size, lambda rows, side: _median(x[rows], side))
+        return _blur_by_size(x, self.size, size, lambda rows, side: _median(x[rows], side))
 
 
 @dataclass(frozen=True)
 class Bilateral(Transform):
-    """Blur within edges: near pixels of near colour are averaged (Tomasi and Manduchi 1998).
+    """Blur within edges: average near pixels of near colour (Tomasi and Manduchi 1998).
 
-    None of the 33, but one of BaRT's that have a gradient. The border is a mirror. The authors'
-    configuration has the deviation of the colour in 8-bit values and their code takes it for images
-    in [0, 1], where 5 to 20 leave a mere Gaussian blur.
+    One of BaRT's transforms that have a gradient, outside the 33. The border is a mirror. The
+    authors' configuration has the deviation of the colour in 8-bit values and their code uses it
+    on images in [0, 1], where 5 to 20 leave a mere Gaussian blur.
 
     Args:
         size: side of the window in pixels, odd; or several, one of which each image gets.
@@ -145,25 +145,24 @@ class Bilateral(Transform):
         """
         space = between(x, *self.space, generator=generator)
         color = between(x, *self.color, generator=generator)
-        sizes = () if isinstance(self.size, int) else (_drawn(x, self.size, generator),)
-        return space, color, *sizes
+        return space, color, *_sample_size(x, self.size, generator)
 
     def apply(self, x: Tensor, space: Tensor, color: Tensor, size: Tensor | None = None) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
         both = space[:, None].expand(-1, 2)
-        return _by_size(
+        return _blur_by_size(
             x, self.size, size, lambda rows, k: bilateral_blur(x[rows], k, color[rows], both[rows])
         )
 
 
 @dataclass(frozen=True)
 class MotionBlur(Transform):
-    """A blur along a line; outside the image is black.
+    """Blur along a line; outside the image is black.
 
     Args:
         size: length of the line in pixels, odd.
         angle: largest angle of the line, in degrees.
-        direction: largest lopsidedness; at 1 one end of the line may weigh all, the other none.
+        direction: largest asymmetry of the kernel; at 1, the weight of one end may be 0.
     """
 
     size: int = 3
@@ -172,7 +171,7 @@ class MotionBlur(Transform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_odd("size", self.size)
+        check_odd("size", self.size)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
         """(angle [B] in degrees, U(-angle, angle); direction [B], U(-direction, direction))."""
@@ -188,34 +187,35 @@ def _check_sizes(size: int | tuple[int, ...]) -> None:
     if not size:
         raise ValueError("size must name at least one side, got none")
     for side in (size,) if isinstance(size, int) else size:
-        _check_odd("size", side)
+        check_odd("size", side)
 
 
-def _drawn(x: Tensor, sizes: tuple[int, ...], generator: Generator) -> Tensor:
-    """[B] int64, one of the sizes for each image."""
-    sides = torch.tensor(sizes, device=x.device)
-    return sides[(uniform(x, generator=generator) * len(sides)).long()]
+def _sample_size(
+    x: Tensor, size: int | tuple[int, ...], generator: Generator
+) -> tuple[()] | tuple[Tensor]:
+    """(size [B] int64), or () if there is one only."""
+    return () if isinstance(size, int) else (sample_one_of(x, size, generator),)
 
 
-def _by_size(
+def _blur_by_size(
     x: Tensor,
     sizes: int | tuple[int, ...],
     size: Tensor | None,
     blur: Callable[[Tensor | slice, int], Tensor],
 ) -> Tensor:
-    """Each image with the kernel of its size.
+    """Blur each image with the kernel of its size.
 
     Args:
         x: [B, C, H, W].
-        sizes: that there are.
-        size: [B] those of the images; None where there is one only.
+        sizes: all sizes that may occur.
+        size: [B] one per image; None where there is one only.
         blur: (rows, size) -> these images blurred.
     """
     if isinstance(sizes, int) or size is None:
         return blur(slice(None), sizes if isinstance(sizes, int) else sizes[0])
     for side in dict.fromkeys(sizes):
         chosen = size == side
-        if torch.compiler.is_exporting():  # where no length may hang on values
+        if torch.compiler.is_exporting():  # shapes must not depend on values
             x = torch.where(over_pixels(chosen), blur(slice(None), side), x)
         elif chosen.any():
             rows = chosen.nonzero()[:, 0]
@@ -224,19 +224,19 @@ def _by_size(
 
 
 def _median(x: Tensor, size: int) -> Tensor:
-    padded = torch.nn.functional.pad(x, [size // 2] * 4)
+    padded = pad(x, [size // 2] * 4)
     if size == 3:
-        return picked(padded, _place_of_nine(padded.detach()), 3)
+        return gather_pixels(padded, _median_index_3x3(padded.detach()), 3)
     squares = padded.detach().unfold(2, size, 1).unfold(3, size, 1)
-    return picked(padded, squares.flatten(-2).median(-1).indices, size)
+    return gather_pixels(padded, squares.flatten(-2).median(-1).indices, size)
 
 
-def _place_of_nine(padded: Tensor) -> Tensor:
-    """Which pixel of each 3x3 square is its median, the first of equals: [B, C, H, W] int64.
+def _median_index_3x3(padded: Tensor) -> Tensor:
+    """[B, C, H, W] int64: which pixel of each 3x3 square is its median, the first of equals.
 
-    Of columns sorted once for all three squares that share them the median is that of the largest
-    of the lowest, the middle of the middle and the lowest of the largest: minima and maxima of
-    whole images, in a fifth of the time that sorting each square takes.
+    Each column of three is sorted once for all three squares that share it. A square's median is
+    then the median of the largest low, the middle mid and the smallest high of its columns: minima
+    and maxima of whole images, in a fifth of the time that sorting each square takes.
     """
     top, middle, bottom = padded[:, :, :-2], padded[:, :, 1:-1], padded[:, :, 2:]
     low, high = torch.minimum(top, middle), torch.maximum(top, middle)
@@ -246,32 +246,32 @@ def _place_of_nine(padded: Tensor) -> Tensor:
     highs = torch.minimum(torch.minimum(high[a], high[b]), high[c])
     mids = _middle(torch.minimum(mid[a], mid[b]), torch.maximum(mid[a], mid[b]), mid[c])
     median = _middle(torch.minimum(lows, mids), torch.maximum(lows, mids), highs)
-    place = torch.full_like(median, 4, dtype=torch.uint8)  # the centre, where there is no number
+    index = torch.full_like(median, 4, dtype=torch.uint8)  # the centre: a NaN equals no pixel
     for k in reversed(range(9)):
         row, column = divmod(k, 3)
         pixel = padded[:, :, row : row + median.shape[2], column : column + median.shape[3]]
-        place.masked_fill_(pixel == median, k)
-    return place.long()
+        index.masked_fill_(pixel == median, k)
+    return index.long()
 
 
 def _middle(low: Tensor, high: Tensor, other: Tensor) -> Tensor:
-    """The middle one of three, of which two are sorted."""
+    """Return the middle one of three numbers, two of which are sorted."""
     return torch.maximum(low, torch.minimum(high, other))
 
 
-def picked(padded: Tensor, place: Tensor, size: int) -> Tensor:
-    """One pixel of the square around each, gathered: cheaper backwards than through all squares.
+def gather_pixels(padded: Tensor, index: Tensor, size: int) -> Tensor:
+    """Gather one pixel of the square around each: a cheaper backward pass than through squares.
 
     Args:
         padded: [B, C, H + size - 1, W + size - 1] the image with its border.
-        place: [B, C, H, W] int64, which pixel of the square, row by row.
+        index: [B, C, H, W] int64, which pixel of the square, row by row.
         size: side of the squares in pixels.
 
     Returns:
         [B, C, H, W].
     """
-    height, width = place.shape[2:]
-    row = place // size + torch.arange(height, device=place.device)[:, None]
-    column = place % size + torch.arange(width, device=place.device)
-    index = row * padded.shape[3] + column
-    return padded.flatten(2).gather(2, index.flatten(2)).view_as(place)
+    height, width = index.shape[2:]
+    row = index // size + torch.arange(height, device=index.device)[:, None]
+    column = index % size + torch.arange(width, device=index.device)
+    flat = row * padded.shape[3] + column
+    return padded.flatten(2).gather(2, flat.flatten(2)).view_as(index)

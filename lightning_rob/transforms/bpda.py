@@ -1,31 +1,35 @@
-"""Networks whose gradient stands in for a transform's (BPDA, Athalye et al. 2018)."""
+"""Networks whose gradient replaces that of a transform (BPDA, Athalye et al. 2018)."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, mse_loss
 
 from lightning_rob.files import atomic_save
 from lightning_rob.transforms.base import Transform, clip
 
 WIDTHS = (16, 22, 32, 45, 64)
-NOTHING = 1e-9  # the range of a parameter that is always the same
+MIN_RANGE = 1e-9  # of a parameter that is constant
+HELD_OUT = 0.1
+RANGE_IMAGES = 1024  # enough images to estimate the ranges of the parameters
+Estimate = Callable[..., Tensor]
+Task = tuple[Tensor, tuple[Tensor, ...], Tensor]
 
 
 class BPDANet(nn.Module):
     """The network that learns a transform in Sitawarin et al. (ICML 2022), six layers (CoordConv).
 
-    It sees the image, the row and the column of each pixel, and the transform's parameters as
-    further planes; each layer but the last sees all of that again beside the layer before it.
+    Its input is the image, the row and the column of each pixel, and the transform's parameters as
+    further planes. Each layer but the last passes the input on, concatenated to its own output.
 
     Args:
         channels: C of the images.
-        planes: P, how many planes `planes_of` makes of the transform's parameters.
+        planes: P, the number of planes that `planes_of` makes of the transform's parameters.
     """
 
     low: Tensor
@@ -35,14 +39,14 @@ class BPDANet(nn.Module):
         super().__init__()
         self.register_buffer("low", torch.zeros(planes))
         self.register_buffer("high", torch.ones(planes))
-        seen = channels + 2 + planes
-        ins = (seen, *(width + seen for width in WIDTHS))
+        inputs = channels + 2 + planes
+        ins = (inputs, *(width + inputs for width in WIDTHS))
         outs, sizes = (*WIDTHS, channels), (5, 5, 5, 5, 5, 3)
         self.layers = nn.ModuleList(map(_layer, ins, outs, sizes))
         self.to(memory_format=torch.channels_last)  # faster, by a third in training on a CPU
 
     def forward(self, x: Tensor, *params: Tensor) -> Tensor:
-        """An estimate of `transform(x, *params)`.
+        """Estimate `transform(x, *params)`.
 
         Args:
             x: [B, C, H, W] images in [0, 1], of any size.
@@ -52,28 +56,25 @@ class BPDANet(nn.Module):
             [B, C, H, W] in [0, 1].
 
         Raises:
-            ValueError: it was trained on images of other channels.
+            ValueError: x has other channels than the images of the training.
         """
         channels = self.layers[-1][0].out_channels  # type: ignore[index]
         if x.shape[1] != channels:
             raise ValueError(f"this network is of {channels} channels, got images {list(x.shape)}")
-        planes = (planes_of(x, params) - self.low[:, None, None]) / self._span[:, None, None]
-        seen = torch.cat([x, *_coordinates(x), planes], 1)
-        seen = seen.to(self.low.dtype, memory_format=torch.channels_last)
-        y = seen
+        span = (self.high - self.low).clamp_min(MIN_RANGE)
+        planes = (planes_of(x, params) - self.low[:, None, None]) / span[:, None, None]
+        inputs = torch.cat([x, *_coordinates(x), planes], 1)
+        inputs = inputs.to(self.low.dtype, memory_format=torch.channels_last)
+        y = inputs
         for layer in self.layers[:-1]:
-            y = torch.cat([layer(y), seen], 1)
+            y = torch.cat([layer(y), inputs], 1)
         return clip(self.layers[-1](y), 0, 1).to(x.dtype)
 
     def learn_ranges(self, x: Tensor, params: Sequence[Tensor]) -> None:
-        """Take the smallest and largest value of each plane for 0 and 1."""
+        """Scale the input so that the smallest value of each plane is 0 and the largest 1."""
         planes = planes_of(x, params)
         self.low.copy_(planes.amin((0, 2, 3)))
         self.high.copy_(planes.amax((0, 2, 3)))
-
-    @property
-    def _span(self) -> Tensor:
-        return (self.high - self.low).clamp_min(NOTHING)
 
 
 def _layer(ins: int, outs: int, size: int) -> nn.Module:
@@ -82,17 +83,17 @@ def _layer(ins: int, outs: int, size: int) -> nn.Module:
 
 
 def _coordinates(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Row and column of each pixel, [B, 1, H, W] from -1 to almost 1."""
+    """Return row and column of each pixel, [B, 1, H, W] from -1 to almost 1."""
     rows, columns = (torch.arange(n, device=x.device).to(x) * 2 / n - 1 for n in x.shape[2:])
     shape = (len(x), 1, *x.shape[2:])
     return rows[:, None].expand(shape), columns.expand(shape)
 
 
 def planes_of(x: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """The parameters of a transform as planes beside the images.
+    """Turn the parameters of a transform into planes beside the images.
 
-    Whatever is [B, …, h, w] of four dimensions is resized to the images' size; of all else, such
-    as the matrix of `Affine`, each number becomes a plane of its own.
+    Parameters of four dimensions, [B, …, h, w], are resized to the images' size. All others, such
+    as the matrix of `Affine`, give one constant plane per number.
 
     Args:
         x: [B, C, H, W] images.
@@ -108,12 +109,12 @@ def planes_of(x: Tensor, params: Sequence[Tensor]) -> Tensor:
     return torch.cat(planes, 1)
 
 
-class _Seen(torch.autograd.Function):
+class _ReplaceGradient(torch.autograd.Function):
     """The value of one tensor with the gradient of another."""
 
     @staticmethod
-    def forward(ctx: Any, shown: Tensor, learnt: Tensor) -> Tensor:
-        return shown.view_as(shown)
+    def forward(ctx: Any, value: Tensor, surrogate: Tensor) -> Tensor:
+        return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[None, Tensor]:
@@ -123,14 +124,14 @@ class _Seen(torch.autograd.Function):
 def approximated(
     transform: Transform, x: Tensor, params: Sequence[Tensor], net: nn.Module | None = None
 ) -> Tensor:
-    """A transform's own images with the gradient of something else.
+    """Apply a transform exactly, with the gradient of a network or of the identity.
 
     Args:
-        transform: any, whether it has a gradient or not.
+        transform: any, with or without a gradient.
         x: [B, C, H, W] images in [0, 1].
-        params: what the transform's `sample` returned.
-        net: whose vector-Jacobian product at (x, params) is the gradient, in evaluation mode;
-            None: the identity.
+        params: as the transform's `sample` returned them.
+        net: in evaluation mode; the gradient is its vector-Jacobian product at (x, params). None:
+            the identity.
 
     Returns:
         [B, C, H, W], `transform(x, *params)` to the bit.
@@ -139,58 +140,175 @@ def approximated(
         y = transform(x, *params)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return y
-    shown: Tensor = _Seen.apply(y, x if net is None else net(x, *params))
-    return shown
+    replaced: Tensor = _ReplaceGradient.apply(y, x if net is None else net(x, *params))
+    return replaced
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network after its training.
+
+    Args:
+        net: in evaluation mode, its weights frozen.
+        error: mean squared error on the held-out images, in squared pixel units.
+        identity: the same error of the untransformed images.
+    """
+
+    net: BPDANet
+    error: float
+    identity: float
+
+
+def train_bpda(
+    transform: Transform,
+    images: Tensor,
+    epochs: int = 10,
+    batch_size: int = 32,
+    lr: float = 0.01,
+    generator: torch.Generator | None = None,
+    progress: Callable[[int], object] = lambda images: None,
+) -> Trained:
+    """Train a network on a transform (mean squared error, Adam) and keep the best epoch.
+
+    Each epoch samples new parameters for its images. The best epoch is selected on held-out images,
+    whose number `held_out` computes and whose parameters stay.
+
+    Args:
+        transform: the transform to learn.
+        images: [N, C, H, W] in [0, 1], on the device of the training.
+        epochs: passes over the images.
+        batch_size: images per step.
+        lr: learning rate.
+        generator: source of the initial weights, the order and the parameters.
+        progress: called after each step with its number of images.
+
+    Returns:
+        The network and its errors.
+
+    Raises:
+        ValueError: fewer than two images, a count below 1, or images that the transform refuses.
+    """
+    count = held_out(len(images))
+    _check_counts(epochs, batch_size, len(images) - count, len(images))
+    images = images[torch.randperm(len(images), generator=generator).to(images.device)]
+    train, validation = images[count:], torch.split(images[:count], batch_size)
+    tasks = [_sample_task(transform, x, generator) for x in validation]
+    net = _initial_net(transform, train[:RANGE_IMAGES], generator)
+    optimizer = torch.optim.Adam(net.parameters(), lr)
+    best, error = net.state_dict(), float("inf")
+    for _ in range(epochs):
+        net.train()
+        order = torch.randperm(len(train), generator=generator).to(train.device)
+        for chosen in torch.split(order, batch_size):
+            optimizer.zero_grad()
+            loss = _error(net, _sample_task(transform, train[chosen], generator))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            progress(len(chosen))
+        if (current := _mean_error(net.eval(), tasks)) < error:
+            best, error = {key: value.clone() for key, value in net.state_dict().items()}, current
+    net.load_state_dict(best)
+    return Trained(net.eval().requires_grad_(False), error, _mean_error(_identity, tasks))
+
+
+def _check_counts(epochs: int, batch_size: int, left: int, count: int) -> None:
+    if min(epochs, batch_size, left) < 1:
+        raise ValueError(
+            f"epochs and batch_size must be at least 1 and some of the images left to train on, "
+            f"got {epochs}, {batch_size} and {left} of {count} images"
+        )
+
+
+def held_out(count: int) -> int:
+    """Return how many of `count` images the training holds out to select the best epoch."""
+    return max(1, round(HELD_OUT * count))
+
+
+@torch.no_grad()
+def _sample_task(transform: Transform, x: Tensor, generator: torch.Generator | None) -> Task:
+    """Return images, parameters sampled for them, and the transformed images."""
+    params = transform.sample(x, generator)
+    return x, params, transform(x, *params)
+
+
+def _error(net: Estimate, task: Task) -> Tensor:
+    x, params, y = task
+    return mse_loss(net(x, *params), y)
+
+
+@torch.no_grad()
+def _mean_error(net: Estimate, tasks: Sequence[Task]) -> float:
+    total = sum(float(_error(net, task)) * len(task[0]) for task in tasks)
+    return total / sum(len(task[0]) for task in tasks)
+
+
+def _identity(x: Tensor, *params: Tensor) -> Tensor:
+    return x
+
+
+def _initial_net(transform: Transform, x: Tensor, generator: torch.Generator | None) -> BPDANet:
+    """Return an untrained network with the parameters' ranges; restore torch's global stream."""
+    params = transform.sample(x, generator)
+    seed = int(torch.randint(2**62, (), generator=generator))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        net = BPDANet(x.shape[1], planes_of(x[:1], [p[:1] for p in params]).shape[1])
+    net.to(x.device).learn_ranges(x, params)
+    return net
 
 
 def place_of(folder: Path | str, transform: Transform, shape: Sequence[int] | None) -> Path:
-    """The file of a transform's network: it names transform, arguments and [C, H, W], None for all.
+    """Return the file of a transform's network.
 
-    The probability p is none of the arguments: the network is of what happens if it happens.
+    The name depends on the transform, its arguments and [C, H, W] (`*` for None), but not on the
+    probability p: the network learns the transform itself.
     """
-    told = _told(transform)
-    digest = hashlib.sha256(told.encode()).hexdigest()[:8]
+    digest = hashlib.sha256(_spec(transform).encode()).hexdigest()[:8]
     size = "x".join(map(str, shape)) if shape else "*"
     return Path(folder) / f"{type(transform).__name__}_{digest}_{size}.pt"
 
 
-def _told(transform: Transform) -> str:
-    """A transform with its arguments, but for p, as one would write it."""
+def _spec(transform: Transform) -> str:
+    """Return a transform with its arguments, except p, as Python source."""
     names = [field.name for field in fields(transform) if field.name != "p"]
-    arguments = ", ".join(f"{name}={_plain(getattr(transform, name))}" for name in names)
+    arguments = ", ".join(f"{name}={_canonical(getattr(transform, name))}" for name in names)
     return f"{type(transform).__name__}({arguments})"
 
 
-def _plain(value: Any) -> str:
-    """The same text for 1 and 1.0, and for a list and a tuple."""
+def _canonical(value: Any) -> str:
+    """Return the same text for 1 and 1.0, and for a list and a tuple."""
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_plain, value))}]"
+        return f"[{', '.join(map(_canonical, value))}]"
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
 def save_approximation(
     folder: Path | str, transform: Transform, shape: Sequence[int], net: BPDANet, **about: Any
 ) -> Path:
-    """Write a network to its file, which is never there in part.
+    """Write a network to its file, atomically.
 
     Args:
-        folder: made if it is not there.
-        transform: what the network was trained on.
+        folder: created if it is missing.
+        transform: the transform that the network was trained on.
         shape: [C, H, W] of the images it was trained on.
         net: the network.
         **about: plain values to keep beside it.
+
+    Returns:
+        The file.
     """
     path = place_of(folder, transform, shape)
-    about = {"transform": _told(transform), "shape": list(shape), **about}
+    about = {"transform": _spec(transform), "shape": list(shape), **about}
     atomic_save({"weights": net.state_dict(), "about": about}, path)
     return path
 
 
 def load_approximation(path: Path | str) -> tuple[BPDANet, dict[str, Any]]:
-    """A network, in evaluation mode and frozen, and what was saved about it.
+    """Load a network, in evaluation mode and frozen, and the values saved beside it.
 
     Raises:
-        ValueError: the file is of another kind.
+        FileNotFoundError: there is no such file.
+        ValueError: the file has other content.
     """
     try:
         with torch.inference_mode(False):
@@ -200,7 +318,7 @@ def load_approximation(path: Path | str) -> tuple[BPDANet, dict[str, Any]]:
             net.load_state_dict(weights)
     except FileNotFoundError:
         raise
-    except Exception as error:  # whatever another file makes torch do
+    except Exception as error:  # torch raises many types for files that it cannot read
         raise ValueError(
             f"{path} is no network of lightning-rob bpda ({type(error).__name__}): delete it"
         ) from error
@@ -210,37 +328,37 @@ def load_approximation(path: Path | str) -> tuple[BPDANet, dict[str, Any]]:
 def load_approximations(
     folder: Path | str, transforms: Iterable[Transform], shape: Sequence[int] | None = None
 ) -> dict[str, nn.Module]:
-    """The networks that `lightning-rob bpda` has put into a folder.
+    """Load the networks that `lightning-rob bpda` has saved in a folder.
 
     Args:
         folder: the folder.
-        transforms: whose networks are wanted; those trained with other arguments do not count.
+        transforms: transforms whose networks are wanted, trained with the same arguments.
         shape: [C, H, W] of the images they were trained on; None where the folder has only one.
 
     Returns:
         The networks by the names of the transforms' classes.
 
     Raises:
-        FileNotFoundError: one is not there.
+        FileNotFoundError: a network is missing.
         ValueError: there are several, for images of different shapes.
     """
     return {
-        type(transform).__name__: load_approximation(_found(Path(folder), transform, shape))[0]
+        type(transform).__name__: load_approximation(_find(Path(folder), transform, shape))[0]
         for transform in transforms
     }
 
 
-def _found(folder: Path, transform: Transform, shape: Sequence[int] | None) -> Path:
+def _find(folder: Path, transform: Transform, shape: Sequence[int] | None) -> Path:
     pattern = place_of(folder, transform, shape).name
     found = sorted(folder.glob(pattern))
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
-        raise ValueError(f"{folder} has several networks of {_told(transform)}: {names}; say shape")
+        raise ValueError(f"{folder} has several networks of {_spec(transform)}: {names}; say shape")
     if not found:
         others = sorted(path.name for path in folder.glob(f"{type(transform).__name__}_*.pt"))
         beside = f", only {', '.join(others)} of other arguments or images" if others else ""
         raise FileNotFoundError(
-            f"{folder} has no {pattern}, the network of {_told(transform)}{beside}: "
+            f"{folder} has no {pattern}, the network of {_spec(transform)}{beside}: "
             f"train it with lightning-rob bpda --out {folder}"
         )
     return found[0]

@@ -1,9 +1,12 @@
-"""Lossy compression: JPEG, fewer levels, fewer frequencies."""
+"""Lossy compression: JPEG (Shin and Song 2017), fewer levels, fewer frequencies."""
 
+import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool2d, interpolate, pad
 
 from lightning_rob.randomness import Generator, uniform
 from lightning_rob.transforms.base import (
@@ -13,16 +16,39 @@ from lightning_rob.transforms.base import (
     check_range,
     integers,
     over_pixels,
+    soft_round,
 )
-from lightning_rob.transforms.jpeg import jpeg
-from lightning_rob.transforms.smooth import smooth_round
+from lightning_rob.transforms.color import mix_channels
+from lightning_rob.transforms.noise import share_channels
 
-WORST_QUALITY, QUALITIES, LEVELS = 5, 80, 16
+MIN_QUALITY, QUALITY_RANGE, LEVELS = 5, 80, 16
+
+# ITU-T T.81, tables K.1 and K.2; the rows are vertical frequencies
+LUMA = (
+    (16, 11, 10, 16, 24, 40, 51, 61),
+    (12, 12, 14, 19, 26, 58, 60, 55),
+    (14, 13, 16, 24, 40, 57, 69, 56),
+    (14, 17, 22, 29, 51, 87, 80, 62),
+    (18, 22, 37, 56, 68, 109, 103, 77),
+    (24, 35, 55, 64, 81, 104, 113, 92),
+    (49, 64, 78, 87, 103, 121, 120, 101),
+    (72, 92, 95, 98, 112, 100, 103, 99),
+)
+CHROMA = (
+    (17, 18, 24, 47, 99, 99, 99, 99),
+    (18, 21, 26, 66, 99, 99, 99, 99),
+    (24, 26, 56, 99, 99, 99, 99, 99),
+    (47, 66, 99, 99, 99, 99, 99, 99),
+    *(((99,) * 8,) * 4),
+)
+TO_YCBCR = ((0.299, 0.587, 0.114), (-0.168736, -0.331264, 0.5), (0.5, -0.418688, -0.081312))
+FROM_YCBCR = ((1.0, 0.0, 1.402), (1.0, -0.344136, -0.714136), (1.0, 1.772, 0.0))
+WHITE, LUMA_OFFSET, MIN_FACTOR = 255, 128, 0.01
 
 
 @dataclass(frozen=True)
 class JPEG(Transform):
-    """JPEG with 4:2:0 chroma, by smooth rounding; one channel is compressed as luma.
+    """Compress as JPEG with 4:2:0 chroma, by soft rounding; one channel is compressed as luma.
 
     Args:
         alpha: qualities are from 5 to 5 + 80 (1 - alpha), unless there is a range of them.
@@ -47,19 +73,18 @@ class JPEG(Transform):
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(quality [B], of 1 to 100, U(5, 5 + 80 (1 - alpha)) or U of the range, rounded)."""
-        by_alpha = (WORST_QUALITY, WORST_QUALITY + QUALITIES * (1 - self.alpha))
+        by_alpha = (MIN_QUALITY, MIN_QUALITY + QUALITY_RANGE * (1 - self.alpha))
         return (between(x, *(self.quality or by_alpha), generator=generator).round(),)
 
     def apply(self, x: Tensor, quality: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], C = 1 or 3."""
-        if x.shape[1] not in (1, 3):
-            raise ValueError(f"JPEG needs one or three channels, got {list(x.shape)}")
+        self._need_grey_or_rgb(x)
         return jpeg(x, quality, self.released_code, self.transposed)
 
 
 @dataclass(frozen=True)
 class ColorPrecision(Transform):
-    """Round each channel to a few levels, smoothly; the larger alpha, the fewer there may be.
+    """Round each channel to a few levels, softly; the larger alpha, the fewer there may be.
 
     Args:
         alpha: steps from black to white are from floor(16 (1 - alpha)) + 1 to 16, unless there is a
@@ -86,14 +111,14 @@ class ColorPrecision(Transform):
     def apply(self, x: Tensor, steps: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]: round~(steps * x) / steps."""
         steps = over_pixels(steps)
-        return smooth_round(steps * x) / steps
+        return soft_round(steps * x) / steps
 
 
 @dataclass(frozen=True)
 class FFT(Transform):
     """Scale the spectrum and drop a share of at most alpha of it.
 
-    On half of the images, by chance, all channels lose the same frequencies.
+    With probability 1/2 per image, all channels lose the same frequencies.
     """
 
     alpha: float = 0.5
@@ -105,8 +130,7 @@ class FFT(Transform):
         """
         share = between(x, EPS, max(EPS, self.alpha), 1, 1, 1, generator=generator)
         u = uniform(x, *x.shape[1:3], x.shape[3] // 2 + 1, generator=generator)
-        grey = uniform(x, 1, 1, 1, generator=generator) < 0.5
-        kept = torch.where(grey, u[:, :1], u) >= share
+        kept = share_channels(u, generator) >= share
         return between(x, 0.98, 1.02, generator=generator), kept.to(x)
 
     def apply(self, x: Tensor, gain: Tensor, kept: Tensor) -> Tensor:
@@ -114,3 +138,65 @@ class FFT(Transform):
         spectrum = torch.fft.rfft2(x) * (over_pixels(gain) * kept)
         y: Tensor = torch.fft.irfft2(spectrum, s=x.shape[2:])
         return y
+
+
+def jpeg(
+    x: Tensor, quality: Tensor, released_code: bool = False, transposed: bool = True
+) -> Tensor:
+    """Compress and decompress with a gradient, chroma at half the resolution.
+
+    Args:
+        x: [B, C, H, W] in [0, 1], C = 1 (luma alone) or 3; padded to a multiple of 16 by its edge.
+        quality: [B] from 1 to 100.
+        released_code: see `table_factor`.
+        transposed: exchange the horizontal and vertical frequencies of the standard's tables.
+
+    Returns:
+        [B, C, H, W], not clamped.
+    """
+    height, width = x.shape[2:]
+    padded = pad(x, [0, -width % 16, 0, -height % 16], mode="replicate") * WHITE
+    factor = table_factor(quality, released_code).abs().clamp_min(MIN_FACTOR)[:, None, None]
+    tables = x.new_tensor([LUMA, CHROMA])
+    luma, chroma = (factor * t for t in (tables.mT if transposed else tables))
+    if x.shape[1] == 1:
+        decoded = _quantize_luma(padded, luma)
+    else:
+        # only luma is offset by 128: without the offset that files give chroma, zero is its middle
+        ycc = mix_channels(padded, TO_YCBCR)
+        halved = quantize_dct(avg_pool2d(ycc[:, 1:], 2), chroma)
+        full = interpolate(halved, scale_factor=2, mode="nearest")
+        decoded = mix_channels(torch.cat([_quantize_luma(ycc[:, :1], luma), full], 1), FROM_YCBCR)
+    return decoded[..., :height, :width] / WHITE
+
+
+def table_factor(quality: Tensor, released_code: bool = False) -> Tensor:
+    """Compute the factor of the standard tables at a quality from 1 to 100; [B] -> [B].
+
+    5000 / q percent below quality 50, 200 - 2q from there on, as in libjpeg. The authors' code
+    puts the result of the first formula into the second.
+    """
+    coarse = 50 / quality
+    return torch.where(quality < 50, 2 - 2 * coarse if released_code else coarse, 2 - quality / 50)
+
+
+def _quantize_luma(plane: Tensor, table: Tensor) -> Tensor:
+    return quantize_dct(plane - LUMA_OFFSET, table) + LUMA_OFFSET
+
+
+def quantize_dct(plane: Tensor, table: Tensor) -> Tensor:
+    """Round the DCT coefficients of planes [B, C, 8h, 8w] softly to multiples of [B, 8, 8]."""
+    count, channels, height, width = plane.shape
+    blocks = plane.view(count, channels, height // 8, 8, width // 8, 8).transpose(3, 4)
+    dct, steps = dct_matrix().to(plane), table[:, None, None, None]
+    coefficients = soft_round(dct @ blocks @ dct.T / steps) * steps
+    return (dct.T @ coefficients @ dct).transpose(3, 4).reshape(plane.shape)
+
+
+@cache
+def dct_matrix() -> Tensor:
+    """[frequency, position] of the orthonormal 8-point DCT, float64 on the CPU."""
+    with torch.inference_mode(False):
+        place = torch.arange(8, dtype=torch.float64)
+        waves = torch.cos(place[:, None] * (2 * place + 1) * math.pi / 16) / 2
+        return torch.cat([waves[:1] / math.sqrt(2), waves[1:]])

@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from lightning_rob.randomness import Generator
 from lightning_rob.transforms.base import Transform, integers
 
-LIGHTER = (0.05, 0.1, 0.15, 0.2, 0.3)  # added to the value by CIFAR-10-C, at severities 1 … 5
-LARGEST_SEED = 2**24 - 1  # what float32 can draw evenly
+OFFSETS = (0.05, 0.1, 0.15, 0.2, 0.3)  # CIFAR-10-C adds them to the value, at severities 1 … 5
+LARGEST_SEED = 2**24 - 1  # float32 represents all integers up to here
 
 
 def check_severity(severity: int) -> None:
@@ -26,13 +27,13 @@ def check_severity(severity: int) -> None:
 class Brightness(Transform):
     """Raise the value of HSV, as CIFAR-10-C does: hue and saturation stay.
 
-    A grey image, of one channel or three, becomes lighter by the same.
+    The same number is added to a grey image, of one channel or three.
 
     Args:
         severity: 1 … 5, which add 0.05, 0.1, 0.15, 0.2 and 0.3.
 
     Raises:
-        ValueError: another severity.
+        ValueError: the severity is none of 1 … 5.
     """
 
     severity: int = 1
@@ -44,17 +45,17 @@ class Brightness(Transform):
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
         value = x.amax(1, keepdim=True)
-        lighter = (value + LIGHTER[self.severity - 1]).clamp_max(1)
+        lighter = (value + OFFSETS[self.severity - 1]).clamp_max(1)
         black = value == 0  # has neither hue nor saturation
         return torch.where(black, lighter, x * (lighter / torch.where(black, 1, value)))
 
 
 @dataclass(frozen=True)
 class Corruption(Transform):
-    """A corruption of ImageNet-C by its name, as the package imagecorruptions-imaug has it.
+    """Apply a corruption of ImageNet-C by its name, from the package imagecorruptions-imaug.
 
-    Strengths are those for photographs: on images of 32x32 they are harder than CIFAR-10-C's.
-    It works on 8-bit colours, has no gradient, and is for images from 32x32.
+    The severities are those for photographs: on images of 32x32 they are harder than CIFAR-10-C's.
+    A corruption rounds to 8-bit colours, has no gradient, and is for images from 32x32.
 
     Args:
         name: gaussian_noise, shot_noise, impulse_noise, defocus_blur, glass_blur, motion_blur,
@@ -63,8 +64,8 @@ class Corruption(Transform):
         severity: 1 … 5.
 
     Raises:
-        ImportError: when called, the package is missing.
-        ValueError: another severity; when called, an unknown name or small images.
+        ImportError: when called without the package.
+        ValueError: the severity is none of 1 … 5; when called, unknown name or images below 32x32.
     """
 
     name: str
@@ -76,33 +77,31 @@ class Corruption(Transform):
         check_severity(self.severity)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
-        """(seed [B] int64 of what chance there is in the corruption)."""
+        """(seed [B] int64 of the randomness in the corruption)."""
         return (integers(x.float(), 0, LARGEST_SEED - 1, generator=generator),)
 
     def apply(self, x: Tensor, seed: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
         if min(x.shape[2:]) < 32:
             raise ValueError(f"{self.name} is for images from 32x32, got {list(x.shape)}")
-        corrupt = _named(self.name)
+        corrupt = _lookup(self.name)
         bytes_ = (255 * x.detach()).round().byte().expand(-1, 3, -1, -1).permute(0, 2, 3, 1).cpu()
         state = np.random.get_state()  # the package draws from numpy's global stream
         try:
-            images = [self._one(corrupt, *pair) for pair in zip(bytes_, seed, strict=True)]
+            images = [self._corrupted(corrupt, *pair) for pair in zip(bytes_, seed, strict=True)]
         finally:
             np.random.set_state(state)
         return torch.stack(images)[:, : x.shape[1]].to(x) / 255
 
-    def _one(self, corrupt: Callable[..., Any], image: Tensor, seed: Tensor) -> Tensor:
+    def _corrupted(self, corrupt: Callable[..., Any], image: Tensor, seed: Tensor) -> Tensor:
         """[H, W, 3] -> [3, H, W], both of 0 … 255."""
-        from PIL import Image
-
         np.random.seed(int(seed))
         own = {"seed": int(seed)} if "seed" in inspect.signature(corrupt).parameters else {}
         found = np.asarray(corrupt(Image.fromarray(image.numpy()), self.severity, **own))
         return torch.from_numpy(found.astype(np.uint8)).permute(2, 0, 1)
 
 
-def _named(name: str) -> Callable[..., Any]:
+def _lookup(name: str) -> Callable[..., Any]:
     try:
         import imagecorruptions
     except ImportError as error:

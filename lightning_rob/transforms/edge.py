@@ -6,20 +6,20 @@ from kornia.filters import laplacian
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_rob.transforms.base import Transform
+from lightning_rob.transforms.base import Transform, check_odd
 
 FLAT = 1e-6  # keeps an image without edges, which becomes mid-grey, from dividing by zero
 
 
 def stretch(z: Tensor) -> Tensor:
-    """Each image shifted and scaled, all channels alike, so that it spans [0, 1]."""
+    """Shift and scale each image, all channels alike, to span [0, 1]; [B, C, H, W] both."""
     low, high = z.amin((1, 2, 3), keepdim=True), z.amax((1, 2, 3), keepdim=True)
     return (z - low + FLAT / 2) / (high - low + FLAT)
 
 
 @dataclass(frozen=True)
 class Laplacian(Transform):
-    """The second derivative, stretched to [0, 1]; the border is a mirror.
+    """Compute the second derivative, stretched to [0, 1]; the border is a mirror.
 
     Args:
         size: side of the kernel in pixels, odd: ones around 1 - size^2, divided by its 1-norm.
@@ -29,8 +29,7 @@ class Laplacian(Transform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.size < 3 or self.size % 2 == 0:
-            raise ValueError(f"size must be odd and at least 3, got {self.size}")
+        check_odd("size", self.size)
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
@@ -39,7 +38,7 @@ class Laplacian(Transform):
 
 @dataclass(frozen=True)
 class Sobel(Transform):
-    """The length of the first derivative, stretched to [0, 1]; the border is repeated."""
+    """Compute the length of the gradient, stretched to [0, 1]; the border is repeated."""
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
@@ -47,9 +46,9 @@ class Sobel(Transform):
 
 
 def sobel(x: Tensor) -> Tensor:
-    """As `sobel(x, normalized=True, eps=1e-6)` of kornia, [B, C, H, W], in half of its time.
+    """Compute kornia's `sobel(x, normalized=True, eps=1e-6)`, [B, C, H, W], in half of its time.
 
-    The kernels are taken apart, a sum along one side and a difference along the other.
+    Each kernel is separable: a sum along one side and a difference along the other.
     """
     p = pad(x, [1] * 4, "replicate")
     columns = p[:, :, :-2] + 2 * p[:, :, 1:-1] + p[:, :, 2:]

@@ -1,4 +1,4 @@
-"""Pixels moved: by a linear map, a crop, a flip or a swirl."""
+"""Geometric transforms: affine map, crop, flip, swirl."""
 
 import math
 from dataclasses import dataclass
@@ -11,29 +11,30 @@ from torch.nn.functional import affine_grid, grid_sample, pad
 from lightning_rob.randomness import Generator, uniform
 from lightning_rob.transforms.base import EPS, Transform, between, check_range
 
-LEAST_RATIO, TRIES = 3 / 4, 10
+MIN_RATIO, TRIES = 3 / 4, 10
 
 
 @dataclass(frozen=True)
 class Affine(Transform):
-    """A random linear map: the identity with each entry off by at most alpha; zeros outside."""
+    """Apply an affine map, the identity with each entry off by at most alpha; zeros outside."""
 
     alpha: float = 0.5
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(matrix [B, 2, 3], the identity + U(-alpha, alpha)).
 
-        It takes (x, y, 1) of the result to (x, y) of the image, both from -1 to 1.
+        It maps (x, y, 1) of the result to (x, y) of the image, both from -1 to 1.
         """
         off = between(x, -self.alpha, self.alpha, 2, 3, generator=generator)
         return (torch.eye(2, 3, dtype=x.dtype, device=x.device) + off,)
 
     def apply(self, x: Tensor, matrix: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
-        # affine_grid of B matrices is the same, but binds an exported program to B of 4 or more
-        unmoved = torch.eye(2, 3, dtype=x.dtype, device=x.device)[None]
-        places = affine_grid(unmoved, [1, 1, *x.shape[2:]], align_corners=False)
-        grid = pad(places, (0, 1), value=1.0).flatten(1, 2) @ matrix.mT
+        # one grid, multiplied by B matrices: affine_grid of B matrices would bind an exported
+        # program to B of 4 or more
+        identity = torch.eye(2, 3, dtype=x.dtype, device=x.device)[None]
+        positions = affine_grid(identity, [1, 1, *x.shape[2:]], align_corners=False)
+        grid = pad(positions, (0, 1), value=1.0).flatten(1, 2) @ matrix.mT
         return grid_sample(x, grid.view(-1, *x.shape[2:], 2), align_corners=False)
 
 
@@ -44,8 +45,8 @@ class Crop(Transform):
     Args:
         alpha: the box has a share of the area in 1 - alpha … 1 + alpha, unless there is a range of
             its sides.
-        sides: lowest and highest share that the box has of the height and, drawn apart, of the
-            width, in place of alpha: BaRT's zoom.
+        sides: lowest and highest share that the box has of the height and, drawn independently, of
+            the width, in place of alpha: BaRT's zoom.
 
     Raises:
         ValueError: a range that is empty or out of bounds.
@@ -61,53 +62,53 @@ class Crop(Transform):
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(box [B, 4] int64: top, left, height, width in pixels, within the image).
 
-        As `RandomResizedCrop`: the area is a share U(1 - alpha, 1 + alpha), the logarithm of width
-        to height uniform between those of 3/4 and 4/3; the first of ten that fits into the image,
-        or else the largest one in its middle that has such a ratio.
+        As torchvision's `RandomResizedCrop`: the area is a share U(1 - alpha, 1 + alpha), the
+        logarithm of width to height uniform between those of 3/4 and 4/3. The box is the first of
+        ten draws that fits into the image, else the largest central one with such a ratio.
         """
         rows, columns = x.shape[2:]
         if self.sides:
-            whole = x.new_tensor([rows, columns])
-            size = (whole * between(x, *self.sides, 2, generator=generator)).round().clamp_min(1)
-            corner = (uniform(x, 2, generator=generator) * (whole - size + 1)).floor()
+            image = x.new_tensor([rows, columns])
+            size = (image * between(x, *self.sides, 2, generator=generator)).round().clamp_min(1)
+            corner = (uniform(x, 2, generator=generator) * (image - size + 1)).floor()
             return (torch.cat([corner, size], 1).long(),)
         u = uniform(x, TRIES, 2, generator=generator)
         area = rows * columns * (1 - self.alpha + (2 * self.alpha) * u[..., 0] + EPS)
-        ratio = LEAST_RATIO ** (1 - 2 * u[..., 1])
+        ratio = MIN_RATIO ** (1 - 2 * u[..., 1])
         sides = torch.stack([(area / ratio).sqrt(), (area * ratio).sqrt()], -1).round()
-        whole = sides.new_tensor([rows, columns])
-        fits = ((sides >= 1) & (sides <= whole)).all(-1)
+        image = sides.new_tensor([rows, columns])
+        fits = ((sides >= 1) & (sides <= image)).all(-1)
         first = fits.to(torch.uint8).argmax(1)
         found = fits.any(1)[:, None]
-        middle = sides.new_tensor(_middle(rows, columns))
-        size = torch.where(found, sides[torch.arange(len(x), device=x.device), first], middle)
+        central = sides.new_tensor(_largest_box(rows, columns))
+        size = torch.where(found, sides[torch.arange(len(x), device=x.device), first], central)
         place = torch.where(found, uniform(x, 2, generator=generator), 0.5)
-        corner = (place * (whole - size + found)).floor()
+        corner = (place * (image - size + found)).floor()
         return (torch.cat([corner, size], 1).long(),)
 
     def apply(self, x: Tensor, box: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
         (rows, columns), (top, left, height, width) = x.shape[2:], box.to(x).unbind(1)
-        row = _resized(rows, top, height)[:, :, None].expand(-1, rows, columns)
-        column = _resized(columns, left, width)[:, None].expand(-1, rows, columns)
+        row = _source_positions(rows, top, height)[:, :, None].expand(-1, rows, columns)
+        column = _source_positions(columns, left, width)[:, None].expand(-1, rows, columns)
         return remap(x, column, row, padding_mode="border", align_corners=True)
 
 
-def _middle(rows: int, columns: int) -> tuple[int, int]:
-    """Height and width of the largest box whose ratio is from 3/4 to 4/3."""
-    return min(rows, round(columns / LEAST_RATIO)), min(columns, round(rows / LEAST_RATIO))
+def _largest_box(rows: int, columns: int) -> tuple[int, int]:
+    """Return height and width of the largest box whose ratio is from 3/4 to 4/3."""
+    return min(rows, round(columns / MIN_RATIO)), min(columns, round(rows / MIN_RATIO))
 
 
-def _resized(length: int, start: Tensor, cut: Tensor) -> Tensor:
-    """[B, length]: where in the image each pixel of the resized cut lies."""
-    place = torch.arange(length, device=start.device, dtype=start.dtype) + 0.5
-    inside = place * (cut[:, None] / length) - 0.5
-    return start[:, None] + torch.minimum(inside.clamp_min(0), cut[:, None] - 1)
+def _source_positions(length: int, start: Tensor, side: Tensor) -> Tensor:
+    """[B, length]: where in the image each pixel of the resized box lies, along one side."""
+    center = torch.arange(length, device=start.device, dtype=start.dtype) + 0.5
+    inside = center * (side[:, None] / length) - 0.5
+    return start[:, None] + torch.minimum(inside.clamp_min(0), side[:, None] - 1)
 
 
 @dataclass(frozen=True)
 class HorizontalFlip(Transform):
-    """Left and right exchanged."""
+    """Exchange left and right."""
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
@@ -116,7 +117,7 @@ class HorizontalFlip(Transform):
 
 @dataclass(frozen=True)
 class VerticalFlip(Transform):
-    """Top and bottom exchanged."""
+    """Exchange top and bottom."""
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
@@ -128,10 +129,10 @@ class Swirl(Transform):
     """Turn the image about a random pixel, less and less with the distance; zeros outside.
 
     Args:
-        alpha: the radius is at most twice it and the strength once it, times the height in pixels,
-            each unless there is a range of it.
-        released_code: also blacken what comes from the last row or column or from within a pixel
-            outside, as the weights of the authors' bilinear interpolation do.
+        alpha: for images of H rows, the radius is at most 2 alpha H pixels and the strength at most
+            alpha H radians, each unless there is a range of it.
+        released_code: also blacken pixels that come from the last row or column, or from less than
+            a pixel outside, as the weights of the authors' bilinear interpolation do.
         radius: lowest and highest radius in pixels, in place of alpha.
         strength: lowest and highest strength in radians, in place of alpha.
 

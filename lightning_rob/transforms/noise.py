@@ -8,30 +8,30 @@ from torch import Tensor
 from lightning_rob.randomness import Generator, normal, uniform
 from lightning_rob.transforms.base import EPS, Transform, between, over_pixels
 
-FAINTEST = 1e-3  # the paper's floor of alpha
-FEW = 0.25  # photons worth so much are counted one by one
+MIN_PHOTON = 1e-3  # the paper's smallest alpha
+LARGE_PHOTON = 0.25  # from this value of a photon on, few are counted: sum the probabilities
 BOX_AREA = 0.02
 BOX_RATIO = 0.3
 
 
-def _grey_or_not(noise: Tensor, generator: Generator) -> Tensor:
-    """Toss a coin per image: one noise for all channels, or one for each."""
+def share_channels(noise: Tensor, generator: Generator) -> Tensor:
+    """Give all channels of an image the noise of the first one, with probability 1/2."""
     grey = uniform(noise, 1, 1, 1, generator=generator) < 0.5
     return torch.where(grey, noise[:, :1], noise)
 
 
-def _specks(x: Tensor, alpha: float, generator: Generator) -> Tensor:
-    """[B, C, H, W] of 0 and 1, a share of ones per image that is uniform in [0, alpha)."""
-    share = between(x, 0, alpha, 1, 1, 1, generator=generator)
-    chance = _grey_or_not(uniform(x, *x.shape[1:], generator=generator), generator)
-    return (chance < share).to(x)
+def _sample_mask(x: Tensor, alpha: float, generator: Generator) -> Tensor:
+    """[B, C, H, W] of 0 and 1, ones with a probability per image that is uniform in [0, alpha)."""
+    probability = between(x, 0, alpha, 1, 1, 1, generator=generator)
+    u = share_channels(uniform(x, *x.shape[1:], generator=generator), generator)
+    return (u < probability).to(x)
 
 
 @dataclass(frozen=True)
 class GaussianNoise(Transform):
     """Add normal noise of standard deviation alpha, in pixel units.
 
-    On half of the images, by chance, all channels of a pixel get the same noise.
+    With probability 1/2 per image, all channels of a pixel get the same noise.
     """
 
     alpha: float = 0.5
@@ -39,10 +39,10 @@ class GaussianNoise(Transform):
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(noise [B, C, H, W] in pixel units, N(0, alpha^2))."""
         noise = self.alpha * normal(x, *x.shape[1:], generator=generator)
-        return (_grey_or_not(noise, generator),)
+        return (share_channels(noise, generator),)
 
     def apply(self, x: Tensor, noise: Tensor) -> Tensor:
-        """The image plus the noise."""
+        """Add the noise."""
         return x + noise
 
 
@@ -55,10 +55,10 @@ class UniformNoise(Transform):
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(noise [B, C, H, W] in pixel units, U(-alpha, alpha))."""
         noise = between(x, -self.alpha, self.alpha, *x.shape[1:], generator=generator)
-        return (_grey_or_not(noise, generator),)
+        return (share_channels(noise, generator),)
 
     def apply(self, x: Tensor, noise: Tensor) -> Tensor:
-        """The image plus the noise."""
+        """Add the noise."""
         return x + noise
 
 
@@ -71,10 +71,10 @@ class SpeckleNoise(Transform):
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(factor [B, C, H, W], N(1, alpha^2))."""
         noise = self.alpha * normal(x, *x.shape[1:], generator=generator)
-        return (1 + _grey_or_not(noise, generator),)
+        return (1 + share_channels(noise, generator),)
 
     def apply(self, x: Tensor, factor: Tensor) -> Tensor:
-        """The image times the factor."""
+        """Multiply by the factor."""
         return x * factor
 
 
@@ -82,34 +82,46 @@ class SpeckleNoise(Transform):
 class PoissonNoise(Transform):
     """Count photons, each worth alpha in pixel units: alpha * Poisson(x / alpha).
 
-    The noise is drawn for the image that `sample` sees and is then a constant, so that the
-    gradient is the identity: the straight-through estimate of the paper. Alpha is at least 0.001.
+    The noise is drawn for the image that `sample` sees and is then a constant: the gradient is the
+    identity, the straight-through estimate of the paper. Alpha is at least 0.001.
     """
 
     alpha: float = 0.5
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(noise [B, C, H, W] in pixel units, alpha * Poisson(x / alpha) - x)."""
-        photon = max(self.alpha, FAINTEST)
+        photon = max(self.alpha, MIN_PHOTON)
         u = uniform(x, *x.shape[1:], generator=generator)
         clean = x.detach()
         rate = clean.clamp_min(0) / photon
-        few = photon >= FEW
-        count = few_counts(u, rate, 1 / photon) if few else poisson_quantile(u, rate)
+        if photon >= LARGE_PHOTON:
+            count = summed_poisson_quantile(u, rate, 1 / photon)
+        else:
+            count = poisson_quantile(u, rate)
         return (photon * count - clean,)
 
     def apply(self, x: Tensor, noise: Tensor) -> Tensor:
-        """The image plus the noise."""
+        """Add the noise."""
         return x + noise
 
 
-def few_counts(u: Tensor, rate: Tensor, most: float) -> Tensor:
-    """`poisson_quantile` for rates of at most `most`, term by term: faster where that is small."""
-    dtype, rate = u.dtype, rate.double()  # in single precision the tail would drown in rounding
+def summed_poisson_quantile(u: Tensor, rate: Tensor, max_rate: float) -> Tensor:
+    """Compute `poisson_quantile` by summing the probabilities: faster for small rates.
+
+    Args:
+        u: any shape, in [0, 1).
+        rate: same shape, mean count, from 0 to max_rate.
+        max_rate: determines the number of terms.
+
+    Returns:
+        Same shape, of u's dtype, integral.
+    """
+    dtype, rate = u.dtype, rate.double()  # in single precision rounding would hide the tail
     u = u.to(rate).clamp(2.0**-25, 1 - 2.0**-24)
     term = (-rate).exp()
     below, count = term.clone(), torch.zeros_like(rate)
-    for k in range(1, 7 + int(4 * most)):  # for 4, as for 2, more come less than once in 2^25 times
+    # at rates up to 4, counts beyond the last term have a probability below 2^-25
+    for k in range(1, 7 + int(4 * max_rate)):
         count += below < u
         term.mul_(rate).mul_(1 / k)
         below += term
@@ -117,10 +129,10 @@ def few_counts(u: Tensor, rate: Tensor, most: float) -> Tensor:
 
 
 def poisson_quantile(u: Tensor, rate: Tensor) -> Tensor:
-    """The smallest count whose probability of not being exceeded is at least u.
+    """Compute the smallest count k with P(Poisson(rate) <= k) >= u.
 
-    The expansion of Cornish and Fisher (1938), which misses by one at most for these rates (its
-    second term fades out where the rate is small), and a step up or down to the exact count.
+    The expansion of Cornish and Fisher (1938) is off by one at most for these rates (its second
+    term fades out where the rate is small); one step up or down leads to the exact count.
 
     Args:
         u: any shape, in [0, 1).
@@ -148,10 +160,10 @@ class Salt(Transform):
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(mask [B, C, H, W] of 0 and 1, ones with a probability per image of U(0, alpha))."""
-        return (_specks(x, self.alpha, generator),)
+        return (_sample_mask(x, self.alpha, generator),)
 
     def apply(self, x: Tensor, mask: Tensor) -> Tensor:
-        """The image plus the mask, which the guard clamps to white."""
+        """Add the mask; the caller clamps to white."""
         return x + mask
 
 
@@ -163,10 +175,10 @@ class Pepper(Transform):
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(mask [B, C, H, W] of 0 and 1, ones with a probability per image of U(0, alpha))."""
-        return (_specks(x, self.alpha, generator),)
+        return (_sample_mask(x, self.alpha, generator),)
 
     def apply(self, x: Tensor, mask: Tensor) -> Tensor:
-        """The image minus the mask, which the guard clamps to black."""
+        """Subtract the mask; the caller clamps to black."""
         return x - mask
 
 
@@ -195,7 +207,7 @@ class Erase(Transform):
         return (torch.stack([top, left, height, width], 1).long(),)
 
     def apply(self, x: Tensor, box: Tensor) -> Tensor:
-        """Zero within the box."""
+        """Set the pixels of the box to zero."""
         top, left, height, width = (over_pixels(side) for side in box.unbind(1))
         row = torch.arange(x.shape[2], device=x.device)[:, None]
         column = torch.arange(x.shape[3], device=x.device)

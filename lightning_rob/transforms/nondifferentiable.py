@@ -1,7 +1,7 @@
 """Transforms without a gradient, which an attack has to approximate (BPDA, RT paper section 4).
 
-They refuse images that require a gradient, so that no attack mistakes silence for robustness. The
-ranges are those of the paper's study of BaRT (Raff et al. 2019).
+They refuse images that require a gradient, so that no attack mistakes a missing gradient for
+robustness. The ranges are those of the paper's study of BaRT (Raff et al. 2019).
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,24 @@ from skimage import exposure, restoration
 from torch import Tensor
 
 from lightning_rob.randomness import Generator
-from lightning_rob.transforms.base import Transform, between, integers, over_pixels
-from lightning_rob.transforms.one_by_one import Picture, each
+from lightning_rob.transforms.base import (
+    NumpyImage,
+    Transform,
+    between,
+    integers,
+    map_images,
+    over_pixels,
+)
 
 
 @dataclass(frozen=True)
 class AdaptiveHistogram(Transform):
-    """Equalise the histogram of each channel and region, with limited contrast (CLAHE).
+    """Equalize the histogram of each channel and region, with limited contrast (CLAHE).
 
     Args:
         clip: lowest and highest clip limit, as `skimage.exposure.equalize_adapthist` has it.
-        regions: along each side. A limit counts pixels, so that in regions of less than 1 / clip
-            pixels, as 8 of a 32-pixel side have, all limits are one.
+        regions: number along each side. A limit counts pixels: in regions of less than 1 / clip
+            pixels, such as 8 along a side of 32 pixels, all limits are one.
     """
 
     clip: tuple[float, float] = (0.01, 0.04)
@@ -40,15 +46,15 @@ class AdaptiveHistogram(Transform):
         """[B, C, H, W] -> [B, C, H, W]."""
         sides = [max(side // self.regions, 1) for side in x.shape[2:]]
 
-        def equalised(image: Picture, limit: float) -> Picture:
+        def equalized(image: NumpyImage, limit: float) -> NumpyImage:
             return np.stack([exposure.equalize_adapthist(plane, sides, limit) for plane in image])
 
-        return each(x.clamp(0, 1), equalised, clip)
+        return map_images(x.clamp(0, 1), equalized, clip)
 
 
 @dataclass(frozen=True)
 class EqualizeHistogram(Transform):
-    """Equalise the histogram of each channel.
+    """Equalize the histogram of each channel.
 
     Args:
         bins: fewest and most bins.
@@ -65,11 +71,11 @@ class EqualizeHistogram(Transform):
     def apply(self, x: Tensor, bins: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
 
-        def equalised(image: Picture, count: float) -> Picture:
+        def equalized(image: NumpyImage, count: float) -> NumpyImage:
             planes = [exposure.equalize_hist(plane, int(count)) for plane in image]  # type: ignore[no-untyped-call]
             return np.stack(planes)
 
-        return each(x, equalised, bins)
+        return map_images(x, equalized, bins)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class ContrastStretch(Transform):
     """Stretch the range between two percentiles of an image, all channels alike, to [0, 1].
 
     Args:
-        tail: largest share of the pixels that becomes black, and that becomes white.
+        tail: largest share of the pixels that becomes black, and largest that becomes white.
     """
 
     tail: float = 0.04
@@ -90,7 +96,7 @@ class ContrastStretch(Transform):
         return black, between(x, 0, self.tail, generator=generator)
 
     def apply(self, x: Tensor, black: Tensor, white: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]; an image of one value stays."""
+        """[B, C, H, W] -> [B, C, H, W]; a constant image stays."""
         ranked = x.detach().flatten(1).sort(1).values
         last = ranked.shape[1] - 1
         low = ranked.gather(1, (black * last).round().long()[:, None])
@@ -101,7 +107,7 @@ class ContrastStretch(Transform):
 
 @dataclass(frozen=True)
 class ChambolleDenoise(Transform):
-    """Total variation denoising (Chambolle 2004).
+    """Denoise by total variation (Chambolle 2004).
 
     Args:
         weight: lowest and highest weight, as `skimage.restoration.denoise_tv_chambolle` has it.
@@ -118,11 +124,11 @@ class ChambolleDenoise(Transform):
     def apply(self, x: Tensor, weight: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
 
-        def denoised(image: Picture, strength: float) -> Picture:
-            smooth: Picture = restoration.denoise_tv_chambolle(image, strength, channel_axis=0)  # type: ignore[no-untyped-call]
+        def denoised(image: NumpyImage, strength: float) -> NumpyImage:
+            smooth: NumpyImage = restoration.denoise_tv_chambolle(image, strength, channel_axis=0)  # type: ignore[no-untyped-call]
             return smooth
 
-        return each(x, denoised, weight)
+        return map_images(x, denoised, weight)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tone: jitter of colours, gamma, sharpness and solarization."""
+"""Tone: color jitter, gamma, sharpness and solarization."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch.nn.functional import avg_pool2d, pad
 
 from lightning_rob.randomness import Generator, uniform
 from lightning_rob.transforms.base import EPS, Transform, between, clip, over_pixels, raised
-from lightning_rob.transforms.hsv import jittered
+from lightning_rob.transforms.color import jitter_hsv
 
 DARKEST = 1 / 255
 
@@ -18,8 +18,8 @@ DARKEST = 1 / 255
 class ColorJitter(Transform):
     """Change brightness, contrast, saturation and hue in random order.
 
-    Brightness is added, contrast multiplied without a mean, saturation and hue are those of the
-    smooth HSV. The authors' code also adds noise of 1e-5 with the brightness; there is none here.
+    Brightness is added, contrast multiplied without a mean, saturation and hue are those of
+    `rgb_to_hsv`. The authors' code also adds noise of 1e-5 with the brightness; there is none here.
     """
 
     alpha: float = 0.5
@@ -27,9 +27,9 @@ class ColorJitter(Transform):
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
         """(amount [B, 4], order [B, 4] int64).
 
-        Amounts: of brightness, U(-alpha, alpha) in pixel units, factors of contrast and saturation,
-        U(1 - alpha, 1 + alpha), and turn of the hue, U(-alpha, alpha) in radians. The order is a
-        permutation: which of the four comes first, second, third and last.
+        Amounts: shift of the brightness, U(-alpha, alpha) in pixel units, factors of contrast and
+        saturation, U(1 - alpha, 1 + alpha), and shift of the hue, U(-alpha, alpha) in radians. The
+        order is a permutation: which of the four comes first, second, third and last.
         """
         off = between(x, -self.alpha, self.alpha, 4, generator=generator)
         return off + off.new_tensor([0, 1, 1, 0]), uniform(x, 4, generator=generator).argsort(1)
@@ -38,50 +38,52 @@ class ColorJitter(Transform):
         """[B, 3, H, W] -> [B, 3, H, W]."""
         self._need_rgb(x)
         x = raised(x, EPS)
-        if torch.compiler.is_exporting():  # where no length may hang on values
-            return self._masked(x, amount, order)
-        rows = torch.arange(len(x), device=x.device)  # x lies as the last turn has sorted it
+        if torch.compiler.is_exporting():  # shapes must not depend on values
+            return self._apply_masked(x, amount, order)
+        rows = torch.arange(len(x), device=x.device)  # the image in each row of x
         for kind in order.unbind(1):
+            # sorted, so that only the images whose turn it is pay for the conversion to HSV
             in_hsv, resorted = (kind[rows] >= 2).sort(stable=True)
             x, rows = x.index_select(0, resorted), rows[resorted]
             first = len(rows) - int(in_hsv.sum())
-            own, turn = amount[rows], kind[rows]
+            own, change = amount[rows], kind[rows]
             parts = (
-                _affine(x[:first], own[:first], turn[:first]),
-                _in_hsv(x[first:], own[first:], turn[first:]),
+                _adjust_affine(x[:first], own[:first], change[:first]),
+                _adjust_hsv(x[first:], own[first:], change[first:]),
             )
             x = raised(clip(torch.cat(parts), 0, 1), EPS)
         return x.index_select(0, rows.argsort())
 
     @staticmethod
-    def _masked(x: Tensor, amount: Tensor, order: Tensor) -> Tensor:
+    def _apply_masked(x: Tensor, amount: Tensor, order: Tensor) -> Tensor:
+        """Compute both changes for all images and select, so that all shapes are static."""
         for kind in order.unbind(1):
-            affine, in_hsv = _affine(x, amount, kind), _in_hsv(x, amount, kind)
+            affine, in_hsv = _adjust_affine(x, amount, kind), _adjust_hsv(x, amount, kind)
             x = raised(clip(torch.where(over_pixels(kind < 2), affine, in_hsv), 0, 1), EPS)
         return x
 
 
-def _only(amount: Tensor, kind: Tensor, wanted: int, neutral: float) -> Tensor:
-    """One of the amounts [B, 4], where it is what kind [B] wants; else what changes nothing."""
+def _adjust_affine(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:
+    """Change the brightness of images [B, 3, H, W] of kind [B] 0, the contrast of kind 1."""
+    factor, shift = _amount_of(1, amount, kind, 1), _amount_of(0, amount, kind, 0)
+    return x * over_pixels(factor) + over_pixels(shift)
+
+
+def _adjust_hsv(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:
+    """Change the saturation of images [B, 3, H, W] of kind [B] 2, the hue of kind 3."""
+    return jitter_hsv(x, _amount_of(2, amount, kind, 1), amount[:, 3], kind == 3)
+
+
+def _amount_of(wanted: int, amount: Tensor, kind: Tensor, neutral: float) -> Tensor:
+    """Return a column of the amounts [B, 4] for images of that kind, for others the neutral."""
     return torch.where(kind == wanted, amount[:, wanted], neutral)
-
-
-def _affine(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:
-    """With brightness (kind 0) or contrast (kind 1) changed."""
-    contrast, brightness = _only(amount, kind, 1, 1), _only(amount, kind, 0, 0)
-    return x * over_pixels(contrast) + over_pixels(brightness)
-
-
-def _in_hsv(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:
-    """With saturation (kind 2) or hue (kind 3) changed."""
-    return jittered(x, _only(amount, kind, 2, 1), amount[:, 3], kind == 3)
 
 
 @dataclass(frozen=True)
 class Gamma(Transform):
     """Raise to a power near one.
 
-    The slope at black, which is 0 or infinite, is that of the next darkest of 256 greys.
+    The slope at black would be 0 or infinite; the one of the next darkest of 256 greys replaces it.
     """
 
     alpha: float = 0.5
@@ -104,9 +106,8 @@ class Sharpen(Transform):
     """Move away from, or towards, a 3x3 blur (centre 5/13, others 1/13; none at the border).
 
     As Pillow's `ImageEnhance.Sharpness`. kornia's `sharpness` is the same, but for the slope of its
-    clamp at black and white; see `lightning_rob.transforms.base.clip`.
-
-    Factors span 20 alpha orders of magnitude: 10^-5 to 10^5 at alpha 0.5.
+    clamp at black and white; see `lightning_rob.transforms.base.clip`. Factors span 20 alpha orders
+    of magnitude: 10^-5 to 10^5 at alpha 0.5.
     """
 
     alpha: float = 0.5
@@ -123,7 +124,7 @@ class Sharpen(Transform):
 
 @dataclass(frozen=True)
 class Solarize(Transform):
-    """Shift the brightness a little, then invert what is brighter than about a half."""
+    """Shift the brightness a little, then invert pixels that are brighter than about a half."""
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
         """(threshold [B], U(0.4, 0.6); addition [B], U(-0.1, 0.1); both in pixel units)."""

@@ -172,7 +172,7 @@ FILES: dict[str, Make] = {
     "logger of a module beside": beside("trainer: {logger: {class_path: stranger.Net}}\n"),
     "exec": model(net=object_of("builtins.exec", source=TOUCH)),
     "eval as an objective": model(attack__init_args__objective="builtins.eval"),
-    "a function by way of a trusted module": model(net="lightning_rob.nets.contents.os.system"),
+    "a function by way of a trusted module": model(net="lightning_rob.nets.weights.os.system"),
     "a partial": model(net=object_of("functools.partial", func="os.system")),
     "the hub": model(net=HUB),
     "a loader": with_evil(model(net=LOAD)),

@@ -87,7 +87,7 @@ def test_the_environment_allows_too(mine, monkeypatch, capsys):
             "jsonargparse.CLI",
         ),
         *("lightning.pytorch.cli.LightningCLI", "lightning_robber.Net", "torch.nnx.Net"),
-        *("torch.nn.modules.module.torch.load", "lightning_rob.nets.contents.os.system"),
+        *("torch.nn.modules.module.torch.load", "lightning_rob.nets.weights.os.system"),
     ],
 )
 def test_functions_that_load_start_or_write_are_not_trusted(name):

@@ -11,8 +11,12 @@ from lightning_rob.commands.bpda import build_transforms, parse_transforms
 from lightning_rob.defenses import RandomTransforms
 from lightning_rob.randomness import derive_seed
 from lightning_rob.transforms import Affine, Gamma, VerticalFlip, catalogue
-from lightning_rob.transforms.bpda import load_approximation, load_approximations, place_of
-from lightning_rob.transforms.bpda_training import train_bpda
+from lightning_rob.transforms.bpda import (
+    load_approximation,
+    load_approximations,
+    place_of,
+    train_bpda,
+)
 from lightning_rob.transforms.nondifferentiable import ALL
 from tests.tiny import Blobs, TinyNet, run
 

@@ -21,7 +21,6 @@ from lightning_rob.commands.tune_search import (
     value_at,
 )
 from lightning_rob.commands.tune_trials import Record, Study, Trial, attempt, read_trials
-from lightning_rob.figures.convergence import convergence
 from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
 
 LR = "model.init_args.optimizer.init_args.lr"
@@ -324,18 +323,6 @@ def test_options():
             Budget().with_(budget)
     with pytest.raises(ValueError, match=r"choose from trials, .* got 'trails'"):
         Budget().with_({"trails": 3})
-
-
-def test_the_convergence_figure_never_falls():
-    figure = convergence([0.5, None, 0.3, 0.7, 0.6], 3, "val/robust/pgd")
-    axes = figure.axes[0]
-    lines = {line.get_label(): line for line in axes.lines}
-    assert list(lines["best so far"].get_ydata()) == [0.5, 0.5, 0.7, 0.7, 0.7]
-    assert list(lines["failed"].get_xdata()) == [1]
-    assert list(lines["proposed"].get_xdata()) == [3, 4]
-    assert axes.get_ylabel() == "val/robust/pgd"
-    with pytest.raises(ValueError, match="that did not fail, got 2"):
-        convergence([None, None], 1, "x")
 
 
 def files(folder, space=SPACE, **overrides):

@@ -1,7 +1,7 @@
 """The pool of 72 transformations of Athena (Meng et al. 2020), for ensembles of transformed images.
 
-14 of them can be undone. Their parameters are those that its authors use for MNIST. Where their
-code slips, this one does what text and textbooks agree on; the transformations say so.
+14 of them are reversible. Their parameters are those that the authors use for MNIST. Where the
+authors' code slips, this one follows the paper and the textbooks; the docstrings say where.
 """
 
 import re
@@ -12,21 +12,38 @@ import torch
 
 from lightning_rob.randomness import derive_seed
 from lightning_rob.transforms.base import Transform
-from lightning_rob.transforms.pool.affine import ThreePoints
-from lightning_rob.transforms.pool.cartoon import Cartoon
-from lightning_rob.transforms.pool.colours import Quantise
-from lightning_rob.transforms.pool.compress import CompressJPEG, CompressPNG
-from lightning_rob.transforms.pool.denoise import DenoiseMeans, DenoiseVariation, DenoiseWavelet
-from lightning_rob.transforms.pool.distort import Distort
-from lightning_rob.transforms.pool.filters import Edges, Entropy, Gaussian, Rank
-from lightning_rob.transforms.pool.geometric import Projections, SwirlMiddle
-from lightning_rob.transforms.pool.morphology import Morphology
-from lightning_rob.transforms.pool.noise import Noise
-from lightning_rob.transforms.pool.normalise import NormaliseFeature, NormaliseImage
-from lightning_rob.transforms.pool.place import Flip, Identity, Rotate, Shift
-from lightning_rob.transforms.pool.segment import Borders
+from lightning_rob.transforms.pool.filters import (
+    Cartoon,
+    DenoiseMeans,
+    DenoiseVariation,
+    DenoiseWavelet,
+    Edges,
+    Entropy,
+    Gaussian,
+    Morphology,
+    Rank,
+    SegmentBorders,
+)
+from lightning_rob.transforms.pool.intensity import (
+    CompressJPEG,
+    CompressPNG,
+    Noise,
+    NormalizeFeature,
+    NormalizeImage,
+    Quantize,
+)
+from lightning_rob.transforms.pool.spatial import (
+    CentralSwirl,
+    Distort,
+    Flip,
+    Identity,
+    RadonReconstruction,
+    Rotate,
+    Shift,
+    ThreePointAffine,
+)
 
-SHARE = 0.15  # of the side, by which an image is shifted
+SHARE = 0.15  # of the image's side: the length of a shift
 
 GROUPS: dict[str, dict[str, Transform]] = {
     "rotate": {
@@ -50,12 +67,12 @@ GROUPS: dict[str, dict[str, Transform]] = {
         "flip_both": Flip(horizontal=True, vertical=True),
     },
     "affine": {
-        "affine_vertical_compress": ThreePoints((0.25, 0.32), (0.25, 0.48), (0.5, 0.32)),
-        "affine_vertical_stretch": ThreePoints((0.25, 0.2), (0.25, 0.55), (0.5, 0.2)),
-        "affine_horizontal_compress": ThreePoints((0.32, 0.25), (0.32, 0.5), (0.43, 0.25)),
-        "affine_horizontal_stretch": ThreePoints((0.2, 0.25), (0.2, 0.5), (0.55, 0.25)),
-        "affine_both_compress": ThreePoints((0.28, 0.28), (0.28, 0.47), (0.47, 0.28)),
-        "affine_both_stretch": ThreePoints((0.22, 0.22), (0.22, 0.55), (0.55, 0.22)),
+        "affine_vertical_compress": ThreePointAffine((0.25, 0.32), (0.25, 0.48), (0.5, 0.32)),
+        "affine_vertical_stretch": ThreePointAffine((0.25, 0.2), (0.25, 0.55), (0.5, 0.2)),
+        "affine_horizontal_compress": ThreePointAffine((0.32, 0.25), (0.32, 0.5), (0.43, 0.25)),
+        "affine_horizontal_stretch": ThreePointAffine((0.2, 0.25), (0.2, 0.5), (0.55, 0.25)),
+        "affine_both_compress": ThreePointAffine((0.28, 0.28), (0.28, 0.47), (0.47, 0.28)),
+        "affine_both_stretch": ThreePointAffine((0.22, 0.22), (0.22, 0.55), (0.55, 0.22)),
     },
     "morph": {
         "morph_erosion": Morphology("erosion"),
@@ -65,8 +82,8 @@ GROUPS: dict[str, dict[str, Transform]] = {
         "morph_gradient": Morphology("gradient"),
     },
     "augment": {
-        "augment_samplewise_std_norm": NormaliseImage(),
-        "augment_featurewise_std_norm": NormaliseFeature(),
+        "augment_samplewise_std_norm": NormalizeImage(),
+        "augment_featurewise_std_norm": NormalizeFeature(),
     },
     "cartoon": {
         "cartoon_mean_type1": Cartoon(0, 3, 9, 9),
@@ -79,8 +96,8 @@ GROUPS: dict[str, dict[str, Transform]] = {
         "cartoon_gaussian_type4": Cartoon(1, 10, 5, 5, gaussian=True),
     },
     "quantize": {
-        "quantize_4_colors": Quantise(4),
-        "quantize_8_colors": Quantise(8),
+        "quantize_4_colors": Quantize(4),
+        "quantize_8_colors": Quantize(8),
     },
     "distort": {
         "distort_x": Distort("x"),
@@ -124,18 +141,18 @@ GROUPS: dict[str, dict[str, Transform]] = {
         "denoise_nl_means_fast": DenoiseMeans(0.6, fast=True),
     },
     "geometric": {
-        "geometric_swirl": SwirlMiddle(),
-        "geometric_iradon": Projections(-100, 128),
-        "geometric_iradon_sart": Projections(-150, 150, algebraic=True),
+        "geometric_swirl": CentralSwirl(),
+        "geometric_iradon": RadonReconstruction(-100, 128),
+        "geometric_iradon_sart": RadonReconstruction(-150, 150, algebraic=True),
     },
     "segment": {
-        "seg_gradient": Borders(),
+        "seg_gradient": SegmentBorders(),
     },
 }
 
 
 def pool() -> dict[str, Transform]:
-    """All 72 by name, in the paper's order."""
+    """Return all 72 by name, in the paper's order."""
     return {name: one for group in GROUPS.values() for name, one in group.items()}
 
 
@@ -146,46 +163,47 @@ COMPOSITION = re.compile(r"(?=\d)(?:(?P<r>\d+)r)?(?:(?:(?<=r)\+|^)(?P<i>\d+)i)?"
 
 
 def chosen(names: str | Sequence[str], seed: int = 0) -> dict[str, Transform]:
-    """Some of the pool.
+    """Select some of the pool.
 
     Args:
-        names: "reversible", "irreversible", "all", "clean" (the image as it is), a name, several of
-            these, or a composition as "14r+28i": so many reversible and irreversible ones, drawn
-            without replacement.
+        names: "reversible", "irreversible", "all", "clean" (the unchanged image), a name, several
+            of these, or a composition such as "14r+28i": the given numbers of reversible and
+            irreversible ones, drawn without replacement.
         seed: of the draw. With the same seed a larger draw contains the smaller one.
 
     Returns:
         The transformations by name: those drawn in the paper's order, each once.
 
     Raises:
-        ValueError: an unknown name, or more than there are.
+        ValueError: an unknown name, or a number larger than the group.
     """
-    asked = [names] if isinstance(names, str) else list(names)
-    if not asked:
+    requested = [names] if isinstance(names, str) else list(names)
+    if not requested:
         raise ValueError('no transformations asked for: name some, or "all"')
     known = {"clean": Identity(), **pool()}
-    return {name: known[name] for one in asked for name in _meant(one, seed)}
+    return {name: known[name] for one in requested for name in _expand(one, seed)}
 
 
-def _meant(name: str, seed: int) -> Sequence[str]:
+def _expand(name: str, seed: int) -> Sequence[str]:
+    """Return the transformations that a name, a word or a composition stands for."""
     if name == "clean" or name in pool():
         return [name]
     if name in WORDS:
         return WORDS[name]
-    if drawn := COMPOSITION.fullmatch(name.replace(" ", "")):
-        counts = {"reversible": drawn["r"], "irreversible": drawn["i"]}
-        return [one for word, count in counts.items() for one in _drawn(word, count, seed)]
+    if composition := COMPOSITION.fullmatch(name.replace(" ", "")):
+        counts = {"reversible": composition["r"], "irreversible": composition["i"]}
+        return [one for word, count in counts.items() for one in _draw(word, count, seed)]
     options = ["clean", *WORDS, *pool()]
     close = get_close_matches(name, options, n=3, cutoff=0.4)
     meant = ", ".join(close) or 'a composition as "14r+28i"'
     raise ValueError(f"no transformation {name!r}, did you mean {meant}?")
 
 
-def _drawn(word: str, count: str | None, seed: int) -> list[str]:
-    """So many of a group in its order: the first of one permutation, whatever the count."""
+def _draw(word: str, count: str | None, seed: int) -> list[str]:
+    """Draw `count` names of a group: a prefix of one permutation, returned in the group's order."""
     names, wanted = WORDS[word], int(count or 0)
     if wanted > len(names):
         raise ValueError(f"there are {len(names)} {word} ones to draw from, got {wanted}")
-    chance = torch.Generator().manual_seed(derive_seed(seed, len(names)))
-    taken = set(torch.randperm(len(names), generator=chance)[:wanted].tolist())
-    return [name for place, name in enumerate(names) if place in taken]
+    generator = torch.Generator().manual_seed(derive_seed(seed, len(names)))
+    taken = set(torch.randperm(len(names), generator=generator)[:wanted].tolist())
+    return [name for index, name in enumerate(names) if index in taken]

@@ -1,0 +1,50 @@
+"""The images of a batch that an attack still works on; the others have left the batch."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from lightning_rob.randomness import Generator, Streams
+
+
+@dataclass
+class ActiveBatch:
+    """The images still attacked, with one row per image in every tensor.
+
+    Subclasses add the state of their search: tensors with one row per image.
+
+    Args:
+        index: [b] the images' positions in the whole batch.
+        x: [b, C, H, W] the clean images.
+        y: [b] their labels.
+        generator: the source of their randomness; of `Streams` each image keeps its own.
+    """
+
+    index: Tensor
+    x: Tensor
+    y: Tensor
+    generator: Generator
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def select(self, rows: Tensor) -> Self:
+        """Return some of the images, given as a mask [b] or as indices, with all their state."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        per_image: dict[str, Any] = {
+            name: value[rows]
+            for name, value in values.items()
+            if isinstance(value, Tensor | Streams)
+        }
+        return replace(self, **per_image)
+
+    def rows_of(self, values: Tensor) -> Tensor:
+        """Return the active images' rows of values [B, …], which are not copied while all are."""
+        return values if len(values) == len(self) else values[self.index]
+
+
+def positions(x: Tensor) -> Tensor:
+    """Return the positions [B] of all images of a batch."""
+    return torch.arange(len(x), device=x.device)

@@ -1,0 +1,293 @@
+"""Attacks that wrap another attack, and a corruption in the place of an attack."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks.base import (
+    Attack,
+    Backward,
+    Forward,
+    entered,
+    is_batch_separable,
+    other_forward,
+    walk,
+)
+from lightning_rob.attacks.oom import kept_for_gradients, run_in_chunks
+from lightning_rob.defenses import Defense
+from lightning_rob.defenses.transductive import restricted_to
+from lightning_rob.precision import in_float32
+from lightning_rob.randomness import Generator, Streams
+from lightning_rob.threat import Threat, scale
+from lightning_rob.transforms import Transform
+
+GRADIENT_OVERHEAD = 2.0  # autograd's memory, and as much for gradients and kernels' workspaces
+HALVINGS = 12
+AWAY_FROM_IMAGE = 0.499 / 255  # turns rounding to the nearest into rounding away from the image
+
+Precision = Literal["bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class AttackDecorator(Attack):
+    """Base class of attacks that wrap another attack and inherit its threat model.
+
+    The strategies are those of the wrapped attack, each wrapped in the same way. A subclass that
+    shows the wrapped attack another defense overrides `strategies`.
+
+    Args:
+        attack: the wrapped attack.
+    """
+
+    attack: Attack
+
+    @property
+    def threat(self) -> Threat:  # type: ignore[override]
+        """The wrapped attack's threat model."""
+        return self.attack.threat
+
+    def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
+        """Return the wrapped attack's strategies with their probabilities, each wrapped again."""
+        return [(p, replace(self, attack=part)) for p, part in self.attack.strategies(defense)]
+
+
+@dataclass(frozen=True)
+class WithBackward(AttackDecorator):
+    """Run any attack with the gradients of a `Backward`, as `PGD(backward=…)` does.
+
+    Args:
+        attack: such as ARC, CW, DeepFool or AutoAttack.
+        backward: such as InsideBounds, or several, entered in turn with the defense.
+
+    Raises:
+        TypeError: when called on a defense that the backward does not support.
+    """
+
+    backward: Backward | Sequence[Backward]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.backward, Sequence):
+            object.__setattr__(self, "backward", tuple(self.backward))
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        with entered(self.backward, defense):
+            return self.attack.perturb(defense, x, y, generator)
+
+
+@dataclass(frozen=True)
+class Chunked(AttackDecorator):
+    """Attack a few images at a time: the same images up to rounding, in less memory.
+
+    Args:
+        attack: an attack on each image by itself.
+        images: number of images attacked at a time.
+        memory: in GiB, instead of `images`: attack as many images at a time as fit into about this
+            much memory, at least one. To find out, each batch costs an attack on its first image
+            and one on its first two.
+
+    Raises:
+        ValueError: neither or both of images and memory, one that is not a positive number, or an
+            attack whose results depend on the whole batch.
+        TypeError: when called on a defense whose predictions depend on the whole batch.
+    """
+
+    images: int | None = None
+    memory: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.images is None) == (self.memory is None):
+            raise ValueError(
+                f"give images or memory, got images={self.images} and memory={self.memory}"
+            )
+        _check_positive("images", self.images, (int,), "a positive whole number")
+        _check_positive("memory", self.memory, (int, float), "a positive number of GiB")
+        if whole := [type(part).__name__ for part in walk(self.attack) if part.batch_dependent]:
+            raise ValueError(
+                f"{whole[0]} attacks whole batches and cannot be chunked: put Chunked around an "
+                "attack inside it, if it has one"
+            )
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        if not is_batch_separable(self.attack, defense):
+            kind = type(defense).__name__
+            raise TypeError(f"{kind} adapts to whole batches: an attack on it cannot be chunked")
+        size = self.images or self._size_for_memory(defense, x)
+        return run_in_chunks(self.attack, size, defense, x, y, generator)
+
+    def _size_for_memory(self, defense: Defense, x: Tensor) -> int:
+        """Return the number of images that the memory suffices for, at least one."""
+        generator = torch.Generator().manual_seed(0)
+        probe = torch.arange(min(2, len(x)), device=x.device)
+        with torch.no_grad(), restricted_to(defense, probe):
+            # Predictions serve as labels: an attack takes no gradient of an image already wrong.
+            y = defense(x[probe], generator).argmax(1)
+        kept = []
+        for rows in (probe[:1], probe):
+            with restricted_to(defense, rows):
+                attack = partial(self.attack.perturb, defense, x[rows], y[rows], generator)
+                kept.append(kept_for_gradients(attack))
+        # The difference is one image's share: the weights are kept in both attacks.
+        bytes_per_image = GRADIENT_OVERHEAD * max(kept[1] - kept[0], 1)
+        return min(max(int((self.memory or 0) * 2**30 / bytes_per_image), 1), len(x))
+
+
+def _check_positive(name: str, value: object, types: tuple[type, ...], words: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, types) or isinstance(value, bool) or not value > 0:  # type: ignore[operator]
+        raise ValueError(f"{name} must be {words}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Accelerated(AttackDecorator):
+    """Run an attack on compiled networks, or with gradients in a lower precision.
+
+    Compiling costs tens of seconds for each network and image size, and may cost more than it
+    saves. Gradients in half precision or TF32 are not exact, and **the attack may be weaker**:
+    compare (docs/performance.md). Under `autocast` every forward pass without gradients keeps full
+    precision; under `tf32` none does. The evaluation itself always runs in full precision.
+
+    Args:
+        attack: the wrapped attack.
+        compile: run networks by `torch.compile`.
+        autocast: precision of the networks' gradients; None leaves it.
+        tf32: let NVIDIA GPUs round the inputs of float32 convolutions and matrix products to 10
+            bits of mantissa, which attacks otherwise forbid. Changes nothing on a CPU.
+
+    Raises:
+        ValueError: no option is set, an unknown precision, one Accelerated within another, or
+            autocast or tf32 around a PGD with `early_stop`.
+        TypeError: when called, with compile or autocast, on a defense that names no networks.
+    """
+
+    compile: bool = False
+    autocast: Precision | None = None
+    tf32: bool = False
+
+    def __post_init__(self) -> None:
+        inner = list(walk(self.attack))
+        if any(isinstance(part, Accelerated) for part in inner):
+            raise ValueError("accelerated twice: give compile, autocast and tf32 to one of them")
+        rounded = self.autocast or self.tf32
+        if rounded and any(part.stops_on_gradient_logits for part in inner):
+            raise ValueError(
+                f"leave out early_stop or {'autocast' if self.autocast else 'tf32'}: rounded "
+                "logits would decide which images are fooled"
+            )
+        if not self.compile and not rounded:
+            raise ValueError("nothing to accelerate by: give compile=True, autocast or tf32=True")
+        if self.autocast is not None and self.autocast not in get_args(Precision):
+            raise ValueError(f"autocast must be of {get_args(Precision)}, got {self.autocast!r}")
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        nets = defense.foldable_networks if self.compile or self.autocast else []
+        with other_forward(nets, self._accelerate), in_float32(self.tf32 or None):
+            return self.attack.perturb(defense, x, y, generator)
+
+    def _accelerate(self, forward: Forward) -> Forward:
+        fast: Forward = torch.compile(forward) if self.compile else forward
+
+        def accelerated(x: Tensor) -> Tensor:
+            if self.autocast is None or not (torch.is_grad_enabled() and x.requires_grad):
+                return fast(x)
+            with torch.autocast(x.device.type, getattr(torch, self.autocast)):
+                return fast(x).to(x)
+
+        return accelerated
+
+
+@dataclass(frozen=True)
+class Quantized8Bit(AttackDecorator):
+    """Round an attack's images to 8 bits without leaving its threat model.
+
+    Truncation, as by `uint8`, leaves a ball of radius 8/255 by another 1/255; rounding to the
+    nearest may leave an l2 ball. Here each image is rounded to the nearest. Where that lies outside
+    the ball, bisection shrinks the perturbation until the rounded image lies inside.
+
+    Args:
+        attack: the wrapped attack; the images that it perturbs should be 8-bit images themselves.
+
+    Raises:
+        ValueError: pixels do not range over [0, 1].
+    """
+
+    def __post_init__(self) -> None:
+        if self.threat.bounds != (0.0, 1.0):
+            raise ValueError(f"8-bit images range over (0, 1), got bounds {self.threat.bounds}")
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], rounded, inside `attacking`."""
+        x_adv = self.attack(defense, x, y, generator)
+        nearest = quantize(x_adv, x, self.threat)
+        if defense.transductive:  # its predictions on a part of the round mean nothing
+            return nearest
+        # Rounding to the nearest may undo an attack that goes no further than it must.
+        outward = x_adv + (x_adv - x).sign() * AWAY_FROM_IMAGE
+        farther = quantize(outward, x, self.threat)
+        # Copies of the streams: both predictions draw the same noise.
+        rows = torch.arange(len(x), device=x.device)
+        with torch.no_grad():
+            right_nearest, right_farther = (
+                defense(
+                    images, generator[rows] if isinstance(generator, Streams) else generator
+                ).gather(1, y[:, None])[:, 0]
+                for images in (nearest, farther)
+            )
+        return torch.where(_per_image(right_farther < right_nearest, x), farther, nearest)
+
+
+def quantize(x_adv: Tensor, x: Tensor, threat: Threat) -> Tensor:
+    """Round images [B, …] to multiples of 1/255 within the threat around x [B, …].
+
+    Where x is not an 8-bit image and bisection finds no such point, the result is x rounded.
+    """
+    allowed = threat.eps * (1 + 1e-5)
+    nearest = _round_to_8_bits(x_adv)
+    outside = threat.distance(nearest, x) > allowed
+    if not bool(outside.any()):
+        return nearest
+    low, high = x.new_zeros(len(x)), x.new_ones(len(x))
+    best = _round_to_8_bits(x)
+    for _ in range(HALVINGS):
+        share = (low + high) / 2
+        candidate = _round_to_8_bits(x + scale(x_adv - x, share))
+        inside = threat.distance(candidate, x) <= allowed
+        best = torch.where(_per_image(inside, x), candidate, best)
+        low, high = torch.where(inside, share, low), torch.where(inside, high, share)
+    return torch.where(_per_image(outside, x), best, nearest)
+
+
+def _round_to_8_bits(x: Tensor) -> Tensor:
+    return (x * 255).round().clamp(0, 255) / 255
+
+
+def _per_image(mask: Tensor, x: Tensor) -> Tensor:
+    return mask.view(-1, *[1] * (x.dim() - 1))
+
+
+@dataclass(frozen=True)
+class CommonCorruption(Attack):
+    """Corrupt images by a random transform that does not depend on the defense.
+
+    Args:
+        transform: `lightning_rob.transforms.corruptions.Brightness` or any other transform.
+    """
+
+    knowledge: ClassVar[str] = "nothing: images are corrupted whatever the defense"
+    transform: Transform
+
+    @property
+    def threat(self) -> Threat:  # type: ignore[override]
+        """All images."""
+        return Threat("linf", 1.0)
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        return self.transform(x, *self.transform.sample(x, generator))

@@ -1,0 +1,153 @@
+"""The value and the gradient of an objective on a defense, and gradients of single draws."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks.base import Backward, attacking
+from lightning_rob.defenses import Defense
+from lightning_rob.objectives import Objective, check_logits, expected_ce, reduction_of
+from lightning_rob.randomness import Generator
+from lightning_rob.rules import Rule, random_member
+
+Draws = tuple[Rule, Tensor, Tensor]  # a rule, the logits [S, B, K] it decides on, their weights [S]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An objective at a batch of images.
+
+    Args:
+        value: [B] the objective.
+        gradient: [B, C, H, W] its gradient with respect to the images.
+        logits: [S, B, K] of all draws, detached.
+        weights: [S] of the draws.
+        deciders: the draws of each part of the defense that predicts by a rule of its own.
+    """
+
+    value: Tensor
+    gradient: Tensor
+    logits: Tensor
+    weights: Tensor
+    deciders: tuple[Draws, ...]
+
+    def fooled(self, y: Tensor) -> Tensor:
+        """Return the images [B] that the defense predicts correctly with probability 0."""
+        correct = [
+            rule(logits, weights).gather(1, y[:, None])[:, 0]
+            for rule, logits, weights in self.deciders
+        ]
+        return torch.stack(correct).amax(0) <= 0
+
+
+@dataclass(frozen=True)
+class ObjectiveGradient:
+    """An objective of a defense's draws, as a function of the images.
+
+    Both methods raise ValueError, if `check` is set, for labels out of range and non-finite logits;
+    the check makes the host wait for the device.
+
+    Args:
+        objective: the objective.
+        draws: how often a random defense is drawn; None for as often as for a prediction.
+    """
+
+    objective: Objective
+    draws: int | None = None
+
+    def value(
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
+    ) -> Tensor:
+        """Return the objective [B] of images [B, C, H, W] with labels [B]."""
+        logits, weights = defense.sample_logits(x, generator, self.draws)
+        return self._of(logits, weights, y, check)
+
+    def __call__(
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
+    ) -> Evaluation:
+        """Return the objective and its gradient at images [B, C, H, W] with labels [B]."""
+        if defense.kind == "mixture" and reduction_of(self.objective):
+            return self._of_mixture(defense, x, y, generator, check)
+        x = x.detach().requires_grad_()
+        if self.draws is None:
+            logits, weights = defense.logits(x, generator), defense.weights
+        else:
+            logits, weights = defense.sample_logits(x, generator, self.draws)
+        value = self._of(logits, weights, y, check)
+        (gradient,) = torch.autograd.grad(value.sum(), x)
+        logits = logits.detach()
+        deciders = ((defense.rule, logits, weights),)
+        return Evaluation(value.detach(), gradient, logits, weights, deciders)
+
+    def _of(self, logits: Tensor, weights: Tensor, y: Tensor, check: bool) -> Tensor:
+        if check:
+            check_logits(logits, y)
+        return self.objective(logits.float() if logits.itemsize < 4 else logits, weights, y)
+
+    def _of_mixture(
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool
+    ) -> Evaluation:
+        """Evaluate the parts in turn, so that memory does not grow with their number.
+
+        The gradient is the mean of the parts' gradients by their shares or, where the objective is
+        the minimum over draws, per image that of the part with the smallest value.
+        """
+        smallest = reduction_of(self.objective) == "min"
+        value = x.new_full((len(x),), torch.inf if smallest else 0.0)
+        gradient, draws = torch.zeros_like(x), []
+        deciders: tuple[Draws, ...] = ()
+        for share, member in defense.components():
+            if share == 0:
+                continue
+            part = self(member, x, y, generator, check)
+            if smallest:
+                wins = part.value < value
+                value = torch.where(wins, part.value, value)
+                wins = wins.view(-1, *[1] * (x.dim() - 1))
+                gradient = torch.where(wins, part.gradient, gradient)
+            else:
+                value = value + share * part.value
+                gradient = gradient + share * part.gradient
+            draws.append((part.logits, share * part.weights))
+            deciders += part.deciders
+        logits, weights = (torch.cat(values) for values in zip(*draws, strict=True))
+        if defense.rule is not random_member:  # the parts' predictions are pooled
+            deciders = ((defense.rule, logits, weights),)
+        return Evaluation(value, gradient, logits, weights, deciders)
+
+
+def draw_gradients(
+    defense: Defense,
+    x: Tensor,
+    y: Tensor,
+    draws: int,
+    generator: Generator = None,
+    objective: Objective = expected_ce,
+    backward: Backward | None = None,
+) -> Tensor:
+    """Return the gradients of single draws of a random defense, drawn as in a step of PGD.
+
+    Args:
+        defense: the random defense.
+        x: [B, C, H, W] images.
+        y: [B] their labels.
+        draws: n, the number of draws.
+        generator: the source of the draws.
+        objective: the objective that is differentiated.
+        backward: another backward pass for the defense, see `PGD`.
+
+    Returns:
+        [n, B, C, H, W].
+    """
+    gradients: list[Tensor] = []
+    with attacking(defense), backward(defense) if backward else nullcontext():
+        x, y = x.detach().clone().requires_grad_(), y.clone()
+        logits, weights = defense.sample_logits(x, generator, draws)
+        check_logits(logits, y)
+        weights = (weights * draws).view(draws, -1)
+        for draw, weight in zip(logits.view(draws, -1, *logits.shape[1:]), weights, strict=True):
+            value = objective(draw, weight, y).sum()
+            gradients += torch.autograd.grad(value, x, retain_graph=len(gradients) < draws - 1)
+    return torch.stack(gradients)

@@ -1,0 +1,120 @@
+"""Attacks on one member of a randomized ensemble, and the strongest of several attacks."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.decorators import AttackDecorator
+from lightning_rob.defenses import Defense, Single
+from lightning_rob.randomness import Generator, Streams, uniform
+from lightning_rob.threat import Threat
+
+
+@dataclass(frozen=True)
+class OnMember(AttackDecorator):
+    """Attack one member alone, whichever member predicts (PGD-1 and C&W-1).
+
+    Args:
+        attack: the attack on the member.
+        member: its index, counted from 0.
+
+    Raises:
+        ValueError: a negative member; when called, a member that the defense does not have.
+    """
+
+    member: int = 0
+    strategies = Attack.strategies  # the attack sees one member, and that has no members to mix
+
+    def __post_init__(self) -> None:
+        if self.member < 0:
+            raise ValueError(f"member must be 0 or more, got {self.member}")
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        members = defense.classifiers
+        if self.member >= len(members):
+            raise ValueError(f"member must be 0 … {len(members) - 1}, got {self.member}")
+        return self.attack.perturb(Single(members[self.member]), x, y, generator)
+
+
+@dataclass(frozen=True)
+class RandomMember(AttackDecorator):
+    """Attack a member drawn with the defense's probabilities (the PGD of the ARC paper, eq. 62).
+
+    A call draws one member per image. An evaluation runs all `strategies` instead and weights their
+    results, which makes both expectations exact: over this draw and over the defense's own.
+
+    Args:
+        attack: the attack on the member.
+    """
+
+    def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
+        """Return one strategy for each member of positive probability, with this probability."""
+        probs = enumerate(defense.weights.tolist())
+        return [(p, OnMember(self.attack, i)) for i, p in probs if p > 0]
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        probs, attacks = zip(*self.strategies(defense), strict=True)
+        upper = torch.tensor(probs).cumsum(0)[:-1].to(x)
+        drawn = torch.bucketize(uniform(x, generator=generator), upper, right=True)
+        x_adv = x.clone()
+        for i, attack in enumerate(attacks):
+            rows = (drawn == i).nonzero()[:, 0]
+            if len(rows):
+                noise = generator[rows] if isinstance(generator, Streams) else generator
+                x_adv[rows] = attack.perturb(defense, x[rows], y[rows], noise)
+        return x_adv
+
+
+@dataclass(frozen=True)
+class Strongest(Attack):
+    """Keep, per image, the attack that leaves the lowest probability of a right prediction.
+
+    Attacks run in turn, each only on images that may still be predicted right; the earlier attack
+    wins ties. On a random defense a single draw decides, and the choice itself is noisy.
+
+    Args:
+        attacks: at least one attack, all with the same threat model.
+
+    Raises:
+        ValueError: no attack, or different threat models.
+        TypeError: when called on a defense that adapts to the whole batch.
+    """
+
+    attacks: tuple[Attack, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attacks", tuple(self.attacks))
+        threats = {attack.threat for attack in self.attacks}
+        if len(threats) != 1:
+            raise ValueError(f"attacks must share one threat, got {sorted(map(str, threats))}")
+
+    @property
+    def threat(self) -> Threat:  # type: ignore[override]
+        """The attacks' common threat model."""
+        return self.attacks[0].threat
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        if defense.transductive:
+            raise TypeError(
+                f"{type(defense).__name__} adapts to whole batches: Strongest cannot pick image by "
+                "image; let RobustEval play the attacks one by one"
+            )
+        x_best, lowest = x.clone(), x.new_full((len(x),), torch.inf)
+        for turn, attack in enumerate(self.attacks):
+            active = (lowest > 0).nonzero()[:, 0]
+            if not len(active):
+                break
+            noise = generator
+            if isinstance(generator, Streams):  # the same attack twice has two random starts
+                noise = generator[active].fold_in(turn) if turn else generator[active]
+            x_adv = attack.perturb(defense, x[active], y[active], noise)
+            with torch.no_grad():
+                right = defense(x_adv, noise).gather(1, y[active, None])[:, 0].to(lowest)
+            wins = right < lowest[active]
+            x_best[active[wins]], lowest[active[wins]] = x_adv[wins], right[wins]
+        return x_best

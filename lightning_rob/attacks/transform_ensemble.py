@@ -1,0 +1,466 @@
+"""Attacks on transformation ensembles: on one sub-model (TAA), or on all of them (PAA)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rob.attacks.active_set import ActiveBatch, positions
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.members import Strongest
+from lightning_rob.defenses import Defense, Single, TransformEnsemble, is_transform_ensemble
+from lightning_rob.randomness import Generator, Streams
+from lightning_rob.rules import random_member
+from lightning_rob.threat import Threat
+from lightning_rob.transforms import Transform
+
+CLOSE = 1e-6  # difference of perturbations, in pixel units, that is rounding only
+PATIENCE = 10  # rounds in a row without progress after which an image stops
+FURTHER = 1e-3  # distance of a round that counts as progress, as a share of the bound
+
+Aggregate = Literal["MaxP", "AvgP", "MVoteP", "WSumP"]
+
+
+@dataclass(frozen=True)
+class TAA(Attack):
+    """Attack one sub-model, the target; the perturbation transfers to others (Liao et al. 2020).
+
+    x_adv = x + undo(inner(t(x)) - t(x)): the inner attack sees the target's network and images as
+    this network sees them, and the perturbation found is carried back. Pixels that a shift has lost
+    keep their value, so ball and bounds are those of the inner attack. Perturbations of pixels that
+    a shift has filled in cannot be carried back; they are hidden from the network. Otherwise
+    DeepFool, which stops at the boundary, would fool one digit in seven instead of all. A
+    transformation that cannot be undone but has a gradient is attacked through.
+
+    Args:
+        inner: the attack on the target; its threat is the threat of TAA.
+        target: the target by its transformation's name or its index. None attacks each candidate
+            member in turn and keeps, per image, the perturbation that leaves the fewest members
+            correct, the earlier target on ties.
+
+    Raises:
+        TypeError: when called on a defense that is no `TransformEnsemble`, or with a target that
+            can neither be undone nor has a gradient.
+        ValueError: when called with a target that does not exist.
+    """
+
+    made_for: ClassVar[tuple[str, ...]] = ("transformed",)
+    knowledge: ClassVar[str] = "one sub-model, in its own space, and the predictions of the others"
+    inner: Attack
+    target: str | int | None = None
+
+    @property
+    def threat(self) -> Threat:  # type: ignore[override]
+        """The inner attack's threat."""
+        return self.inner.threat
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        ensemble = transformation_ensemble(defense, self)
+        if self.target is not None:
+            target = ensemble.place(self.target)
+            return attack_member(self.inner, ensemble, target, x, y, generator)
+        each = Strongest(tuple(TAA(self.inner, i) for i in attackable(ensemble)))
+        return each.perturb(with_vote_counts(ensemble), x, y, generator)
+
+
+@dataclass(frozen=True)
+class OnDifferentiable(Attack):
+    """Attack the members that have a gradient, all at once and through their transformations.
+
+    Args:
+        attack: such as PGD on `expected_ce` or `ce_of_mean_probs`.
+
+    Raises:
+        TypeError: when called on a defense that is no `TransformEnsemble`, or on one without such
+            members.
+    """
+
+    made_for: ClassVar[tuple[str, ...]] = ("transformed",)
+    knowledge: ClassVar[str] = "the sub-models that have a gradient"
+    attack: Attack
+
+    @property
+    def threat(self) -> Threat:  # type: ignore[override]
+        """The inner attack's threat."""
+        return self.attack.threat
+
+    def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
+        """Return the inner attack's strategies against the members with a gradient."""
+        inner = self.attack.strategies(self._part(defense))
+        return [(probability, OnDifferentiable(attack)) for probability, attack in inner]
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        return self.attack.perturb(self._part(defense), x, y, generator)
+
+    def _part(self, defense: Defense) -> TransformEnsemble:
+        ensemble = transformation_ensemble(defense, self)
+        kinds = ensemble.transforms.values()
+        chosen = [i for i, transform in enumerate(kinds) if transform.differentiable]
+        if not chosen:
+            raise TypeError(f"no member has a gradient, of {', '.join(ensemble.names)}")
+        return ensemble.part(chosen)
+
+
+@dataclass(frozen=True)
+class PAA(Attack):
+    """Attack all sub-models and aggregate (Liao et al. 2020, Algorithm 3, "PAA").
+
+    The candidates are the members that can be undone or have a gradient. In each round every
+    remaining candidate is attacked at the iterate x_adv in its own space, as by `TAA`, and the
+    iterate moves by the aggregate of the perturbations found. Candidates that x_adv fools before
+    this move are left out of all later rounds. As in the algorithm, an image is returned as it is
+    before the move that
+
+    - would leave the bound on its dissimilarity ||x_adv - x||_2 / ||x||_2; or
+    - would follow an x_adv that fools all remaining candidates. This move is never made, so an
+      image that all candidates already misclassify is returned unchanged.
+
+    The paper bounds the mean dissimilarity of a set of images instead: with `mean_bound` all images
+    of a batch stop before the move that would take their mean beyond it. The result of an image
+    then depends on its batch: attack the whole set in one. `max_dissimilarity` still holds for each
+    image, as the threat. An image also stops after ten rounds in a row without progress, since
+    attacks that take turns at undoing each other would never end.
+
+    Args:
+        inner: the attack on each candidate, around the iterate: its eps is that of one round. If
+            one round leaves the bound, an image stays unchanged: choose it small.
+        aggregate: per pixel, "MaxP" the candidates' value of largest magnitude, "AvgP" their mean,
+            "MVoteP" the most frequent one, or "WSumP" their sum by `ranking_weights`, renormalised
+            over the remaining candidates. Ties, up to 1e-6, go to the candidate of the best rank.
+        max_dissimilarity: the bound on each image; a black image stays black.
+        ranking: candidates by name or index, the most transferable first, see
+            `lightning_rob.metrics.transfer_ranking`; unnamed candidates follow in their order.
+        rounds: the largest number of moves; None is unlimited.
+        project_last: also try the move that leaves the bound, projected back onto it, and keep it
+            where it leaves fewer of all members correct. The algorithm does not.
+        mean_bound: the bound on the batch's mean dissimilarity, images that have stopped included;
+            below `max_dissimilarity`. None is no such bound.
+
+    Raises:
+        ValueError: an unknown aggregate, a negative bound, no rounds, a `mean_bound` that the bound
+            on each image makes void, or combined with `project_last`; when called with a ranking
+            of members that are no candidates, or that repeats one.
+        TypeError: when called on a defense that is no `TransformEnsemble`, or has no candidates.
+    """
+
+    made_for: ClassVar[tuple[str, ...]] = ("transformed",)
+    inner: Attack
+    aggregate: Aggregate = "MaxP"
+    max_dissimilarity: float = 0.3
+    ranking: tuple[str | int, ...] | None = None
+    rounds: int | None = None
+    project_last: bool = False
+    mean_bound: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.aggregate not in AGGREGATES:
+            raise ValueError(f"aggregate must be of {list(AGGREGATES)}, got {self.aggregate!r}")
+        if self.rounds is not None and self.rounds < 1:
+            raise ValueError(f"rounds must be at least 1, got {self.rounds}")
+        if self.ranking is not None:
+            ranking = [self.ranking] if isinstance(self.ranking, str) else self.ranking
+            object.__setattr__(self, "ranking", tuple(ranking))
+        if not self.max_dissimilarity >= 0:
+            raise ValueError(
+                f"max_dissimilarity must not be negative, got {self.max_dissimilarity}"
+            )
+        if self.mean_bound is None:
+            return
+        if not 0 <= self.mean_bound < self.max_dissimilarity:
+            raise ValueError(
+                "mean_bound must be at least 0 and below max_dissimilarity, which bounds each "
+                f"image: got {self.mean_bound} and {self.max_dissimilarity}"
+            )
+        if self.project_last:
+            raise ValueError("project_last is for a bound on each image: leave out mean_bound")
+
+    @property
+    def batch_dependent(self) -> bool:  # type: ignore[override]
+        """Whether the other images of a batch decide when an image stops."""
+        return self.mean_bound is not None
+
+    @property
+    def threat(self) -> Threat:  # type: ignore[override]
+        """The bound on each image's dissimilarity."""
+        return Threat("l2", self.max_dissimilarity, self.inner.threat.bounds, relative=True)
+
+    def rescaled(self, eps: float) -> "PAA":
+        """Return the attack for another `max_dissimilarity`; `mean_bound` scales in proportion.
+
+        The inner attack, of one round, stays the same.
+        """
+        mean = self.mean_bound
+        if mean is not None:
+            mean *= eps / self.max_dissimilarity
+        return replace(self, max_dissimilarity=eps, mean_bound=mean)
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        ensemble = transformation_ensemble(defense, self)
+        members = self._candidates(ensemble)
+        x_adv, active = x.clone(), Iterates.begin(x, y, len(members), generator)
+        for turn in count() if self.rounds is None else range(self.rounds):
+            correct = active.still_correct(ensemble, members, turn)
+            active, correct = active.select(correct.any(1)), correct[correct.any(1)]
+            if not len(active):
+                break
+            added = self._perturbations(ensemble, members, active, turn)
+            step = AGGREGATES[self.aggregate](added, active.remaining)
+            moved = self.threat.apply(step, active.x_adv)
+            inside = self.threat.distance(moved, active.x) <= self.max_dissimilarity
+            if self.mean_bound is not None:
+                after = x_adv.index_copy(0, active.index[inside], moved[inside])
+                if self.threat.distance(after, x).mean() > self.mean_bound:
+                    break
+            if self.project_last and not inside.all():
+                last = active.select(~inside)
+                x_adv[last.index] = self._projected(ensemble, last, moved[~inside], turn)
+            min_progress = FURTHER * (self.mean_bound or self.threat.eps)
+            active.move(moved, correct, self.threat, min_progress)
+            active = active.select(inside)
+            x_adv[active.index] = active.x_adv
+            active = active.select(active.stalled < PATIENCE)
+        return x_adv
+
+    def _candidates(self, ensemble: TransformEnsemble) -> list[int]:
+        """Return the members that are attacked, by their ranks."""
+        found = attackable(ensemble)
+        ranked = [ensemble.place(name) for name in self.ranking or ()]
+        for rank, i in enumerate(ranked):
+            if i not in found or i in ranked[:rank]:
+                why = "twice" if i in found else "it can neither be undone nor has a gradient"
+                raise ValueError(f"ranking must be of the candidates: {ensemble.names[i]}, {why}")
+        return ranked + [i for i in found if i not in ranked]
+
+    def _perturbations(
+        self, ensemble: TransformEnsemble, members: list[int], active: "Iterates", turn: int
+    ) -> Tensor:
+        """Return the perturbations found on each candidate, [N, b, C, H, W].
+
+        They are zero for images that have already fooled the candidate.
+        """
+        added = active.x.new_zeros(len(members), *active.x.shape)
+        for rank, member in enumerate(members):
+            rows = active.remaining[:, rank].nonzero()[:, 0]
+            if len(rows):
+                part = active.select(rows)
+                noise = part.noise(2 * turn, member)
+                x_adv = attack_member(self.inner, ensemble, member, part.x_adv, part.y, noise)
+                added[rank, rows] = x_adv - part.x_adv
+        return added
+
+    @torch.no_grad()
+    def _projected(
+        self, ensemble: TransformEnsemble, active: "Iterates", moved: Tensor, turn: int
+    ) -> Tensor:
+        """Return the moved images projected onto the bound where that fools more members.
+
+        The iterates are returned for the other images.
+        """
+        projected, votes = self.threat.project(moved, active.x), with_vote_counts(ensemble)
+        before, after = (
+            votes(images, active.noise(2 * turn + 1, -1)).gather(1, active.y[:, None])[:, 0]
+            for images in (active.x_adv, projected)
+        )
+        return torch.where((after < before).view(-1, 1, 1, 1), projected, active.x_adv)
+
+
+@dataclass
+class Iterates(ActiveBatch):
+    """The iterates of the images that are still attacked.
+
+    Args:
+        x_adv: [b, C, H, W] the current iterates.
+        remaining: [b, N] the candidates that are not fooled yet.
+        max_distance: [b] the largest distance of an iterate so far.
+        stalled: [b] rounds in a row without progress.
+    """
+
+    x_adv: Tensor
+    remaining: Tensor
+    max_distance: Tensor
+    stalled: Tensor
+
+    @classmethod
+    def begin(cls, x: Tensor, y: Tensor, candidates: int, generator: Generator) -> "Iterates":
+        """Start with all images, each against all candidates."""
+        index = positions(x)
+        remaining = torch.ones(len(x), candidates, dtype=torch.bool, device=x.device)
+        max_distance, stalled = x.new_zeros(len(x)), torch.zeros_like(index)
+        return cls(index, x, y, generator, x, remaining, max_distance, stalled)
+
+    @torch.no_grad()
+    def still_correct(self, ensemble: TransformEnsemble, members: list[int], turn: int) -> Tensor:
+        """Return the remaining candidates that predict the iterates correctly: [b, N]."""
+        correct = torch.zeros_like(self.remaining)
+        for rank, member in enumerate(members):
+            rows = self.remaining[:, rank].nonzero()[:, 0]
+            if len(rows):
+                part = self.select(rows)
+                predictions = ensemble.one(member)(part.x_adv, part.noise(2 * turn + 1, member))
+                correct[rows, rank] = predictions.gather(1, part.y[:, None])[:, 0] > 0.5
+        return correct
+
+    def move(self, x_adv: Tensor, remaining: Tensor, threat: Threat, min_progress: float) -> None:
+        """Continue from these iterates, against these candidates [b, N].
+
+        Progress is a new largest distance, by more than min_progress, or another fooled candidate.
+        """
+        distance = threat.distance(x_adv, self.x)
+        fooled_more = (remaining != self.remaining).any(1)
+        progress = (distance > self.max_distance + min_progress) | fooled_more
+        self.max_distance = torch.maximum(self.max_distance, distance)
+        self.stalled = torch.where(progress, 0, self.stalled + 1)
+        self.x_adv, self.remaining = x_adv, remaining
+
+    def noise(self, turn: int, member: int) -> Generator:
+        """Return a generator for a member in a turn, which does not depend on the batch."""
+        if not isinstance(self.generator, Streams):
+            return self.generator
+        return self.generator.fold_in(turn).fold_in(member)
+
+
+def transformation_ensemble(defense: Defense, attack: Attack) -> TransformEnsemble:
+    """Return the defense.
+
+    Raises:
+        TypeError: it is no `TransformEnsemble`, for which the attack is made.
+    """
+    if not is_transform_ensemble(defense):
+        name, kind = type(attack).__name__, type(defense).__name__
+        raise TypeError(f"{name} is an attack on a TransformEnsemble, got {kind}: use PGD")
+    return defense
+
+
+def attackable(ensemble: TransformEnsemble) -> list[int]:
+    """Return the members whose transformation can be undone or has a gradient.
+
+    Raises:
+        TypeError: there are none.
+    """
+    kinds = ensemble.transforms.values()
+    found = [i for i, kind in enumerate(kinds) if kind.reversible or kind.differentiable]
+    if not found:
+        raise TypeError(
+            f"none of {', '.join(ensemble.names)} can be undone or has a gradient: attack an "
+            "ensemble of other members, and let this one answer (SurrogateTransforms)"
+        )
+    return found
+
+
+def attack_member(
+    inner: Attack,
+    ensemble: TransformEnsemble,
+    member: int,
+    x: Tensor,
+    y: Tensor,
+    generator: Generator,
+) -> Tensor:
+    """Attack a member in its own space, inside `attacking`, and carry the perturbation back.
+
+    Returns:
+        [B, C, H, W] perturbed images.
+
+    Raises:
+        TypeError: the member's transformation can neither be undone nor has a gradient.
+    """
+    transform = ensemble.transform(member)
+    if member not in attackable(ensemble):
+        names = ", ".join(ensemble.names[i] for i in attackable(ensemble))
+        raise TypeError(
+            f"{ensemble.names[member]} can neither be undone nor has a gradient: attack another "
+            f"member, of {names}"
+        )
+    if not transform.reversible:
+        return inner.perturb(ensemble.one(member), x, y, generator)
+    with torch.no_grad():
+        transformed = transform(x)
+    target = Single(_InOwnSpace(transform, ensemble.members[member]))
+    x_adv = inner.perturb(target, transformed.clone(), y, generator)
+    return inner.threat.apply(transform.undo(x_adv.detach() - transformed), x)
+
+
+class _InOwnSpace(nn.Module):
+    """A network on transformed images, blind to perturbations that cannot be carried back."""
+
+    def __init__(self, transform: Transform, net: nn.Module) -> None:
+        super().__init__()
+        self.transform = transform
+        self.net = net
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Compute the logits [B, K] of transformed images [B, C, H, W]."""
+        if self.transform.differentiable:
+            z = self.transform(self.transform.undo(z))
+        logits: Tensor = self.net(z)
+        return logits
+
+
+def with_vote_counts(ensemble: TransformEnsemble) -> TransformEnsemble:
+    """Return the ensemble with a rule that counts the members' votes for each class: [B, K]."""
+    view = ensemble.part(range(len(ensemble.members)))
+    view.rule = _count_votes
+    return view
+
+
+def _count_votes(logits: Tensor, weights: Tensor) -> Tensor:
+    return random_member(logits, torch.ones_like(weights))  # whole numbers: ties are exact
+
+
+def ranking_weights(candidates: int) -> Tensor:
+    """Compute the weights of WSumP (Liao et al. 2020, eqs. 2-3).
+
+    Args:
+        candidates: N.
+
+    Returns:
+        [N] float64: softmax of clip(N - i, 0.8 N, N - 2) for the ranks i = 1 … N. The best two
+        have the same weight, the others less; for N <= 10 all have the same.
+    """
+    ranks = torch.arange(1, candidates + 1, dtype=torch.float64)
+    return (candidates - ranks).clamp(0.8 * candidates, candidates - 2).softmax(0)
+
+
+def _weighted(added: Tensor, remaining: Tensor, weights: Tensor) -> Tensor:
+    shares = weights.to(added) * remaining
+    shares = (shares / shares.sum(1, keepdim=True)).T
+    return (added * shares.reshape(*shares.shape, 1, 1, 1)).sum(0)
+
+
+def _mean(added: Tensor, remaining: Tensor) -> Tensor:
+    return _weighted(added, remaining, torch.ones(len(added)))
+
+
+def _weighted_sum(added: Tensor, remaining: Tensor) -> Tensor:
+    return _weighted(added, remaining, ranking_weights(len(added)))
+
+
+def _largest(added: Tensor, remaining: Tensor) -> Tensor:
+    size = added.abs().masked_fill(~remaining.T[..., None, None, None], -1)
+    return _best_ranked(added, size >= size.amax(0) - CLOSE)
+
+
+def _most_frequent(added: Tensor, remaining: Tensor) -> Tensor:
+    voters = remaining.T[..., None, None, None]
+    votes = torch.stack([(((added - value).abs() <= CLOSE) & voters).sum(0) for value in added])
+    votes = votes.masked_fill(~voters, 0)
+    return _best_ranked(added, votes == votes.amax(0))
+
+
+def _best_ranked(added: Tensor, wins: Tensor) -> Tensor:
+    """Return per pixel the first of the values [N, b, C, H, W] that win."""
+    return added.gather(0, wins.int().argmax(0, keepdim=True))[0]
+
+
+# Each maps perturbations [N, b, C, H, W] and the remaining candidates [b, N] to [b, C, H, W].
+AGGREGATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "MaxP": _largest,
+    "AvgP": _mean,
+    "MVoteP": _most_frequent,
+    "WSumP": _weighted_sum,
+}

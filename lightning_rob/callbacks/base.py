@@ -1,0 +1,256 @@
+"""Base class of the callbacks that attack the module at validation and test: hooks to batches."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_rob.callbacks.collector import Collector, collector_of
+from lightning_rob.callbacks.progress import AttackProgress
+from lightning_rob.defenses.transductive import reporting_adaptation
+from lightning_rob.evaluation.evaluate import (
+    EvaluationSettings,
+    at_least_one,
+    choose,
+    evaluation_precision,
+    with_index,
+)
+from lightning_rob.evaluation.groups import canonical_groups, group_loader, serves_once
+from lightning_rob.evaluation.protocol import RoundProtocol
+from lightning_rob.evaluation.records import SESSION, versions
+
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+class EvaluationCallback(Callback, ABC):
+    """Hands each image of a validation or test to `attack_batch` once, and then calls `report`.
+
+    The images come at the end of the epoch in canonical groups, or in the rounds of a protocol:
+    the same images together whatever the loader's batches and their order. Groups, not images, are
+    dealt to the processes. A loader whose sampler decides itself which images are evaluated is
+    evaluated batch by batch instead. Images are float32, outside autocast and inference mode. The
+    sanity check before training tries two images of each batch and reports nothing.
+
+    Args:
+        settings: seed, number of images, size of groups.
+        every_n_epochs: evaluate in every n-th epoch of `fit`.
+
+    Raises:
+        ValueError: a count below 1.
+    """
+
+    def __init__(self, settings: EvaluationSettings, every_n_epochs: int = 1) -> None:
+        at_least_one(every_n_epochs=every_n_epochs)
+        self.settings = settings
+        self.every_n_epochs = every_n_epochs
+        self.loader: Any = None
+        self.protocol: RoundProtocol | None = None
+        self.chosen: Tensor | None = None
+        self.seen = 0
+        self.expected: int | None = None
+        self.processes = 1
+        self.progress: AttackProgress | None = None
+
+    @abstractmethod
+    def attack_count(self, pl_module: Any) -> int:
+        """Return how often an image is attacked, for the progress bar."""
+
+    @abstractmethod
+    def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
+        """Forget the last evaluation; return the rounds of this one, None for canonical groups."""
+
+    @abstractmethod
+    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
+        """Attack a batch: images [B, C, H, W], labels [B] and indices [B]."""
+
+    @abstractmethod
+    def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Log the results; called on every process."""
+
+    @property
+    def grouped(self) -> bool:
+        """Whether images are attacked in canonical groups, not as the loader batches them."""
+        return serves_once(self.loader, self.processes)
+
+    def due(self, trainer: Trainer) -> bool:
+        """Whether this callback evaluates in the current epoch."""
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return True
+        return (trainer.current_epoch + 1) % self.every_n_epochs == 0
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the last evaluation."""
+        self._start(trainer, pl_module, trainer.val_dataloaders)
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the last evaluation."""
+        self._start(trainer, pl_module, trainer.test_dataloaders)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """Attack the batch, if images cannot be grouped."""
+        self._take(trainer, pl_module, batch)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """Attack the batch, if images cannot be grouped."""
+        self._take(trainer, pl_module, batch)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attack all groups, and log the results."""
+        self._finish(trainer, pl_module, "val")
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attack all groups, and log the results."""
+        self._finish(trainer, pl_module, "test")
+
+    def run_metadata(self, trainer: Trainer, stage: str) -> dict[str, Any]:
+        """Return what is needed to repeat the evaluation."""
+        return {
+            "stage": stage,
+            **checkpoint_position(trainer),
+            "seed": self.settings.seed,
+            "group_size": self.settings.group_size if self.grouped else None,
+            "precision": evaluation_precision(),
+            "session": SESSION,
+            "versions": versions(),
+        }
+
+    def collector(self, trainer: Trainer) -> Collector:
+        """Return what the callbacks of this kind in the run have found together."""
+        return collector_of(trainer, type(self))
+
+    def _start(self, trainer: Trainer, pl_module: LightningModule, loaders: Any) -> None:
+        if not self.due(trainer):
+            return
+        loader = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
+        if not hasattr(loader, "dataset"):
+            name = type(self).__name__
+            raise ValueError(f"{name} evaluates one data loader at a time, got several")
+        self.loader, self.chosen, self.seen = loader, None, 0
+        self.processes, self.expected = trainer.world_size, None
+        images = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+        if self.settings.max_images is not None:
+            if images is None:
+                raise ValueError("max_images needs a data set that knows its length: leave it out")
+            within = images_within_limits(trainer, loader, loader.batch_size)
+            if not self.grouped:  # its batches are not those of the data set
+                within = images
+            if self.settings.max_images < images:
+                self.chosen = choose(images, self.settings, within)
+                images = len(self.chosen)
+        if not trainer.sanity_checking:
+            total = images and -(-images // trainer.world_size) * self.attack_count(pl_module)
+            self.progress = AttackProgress(trainer, "Attacking", total)
+        with torch.inference_mode(False):  # whose tensors could not be added to outside of it
+            self.protocol = self.begin(trainer, pl_module)
+        if self.protocol is not None and not trainer.sanity_checking:
+            order = self._positions(trainer, self.protocol.size(loader))
+            self.protocol.check(loader, len(order), trainer.world_size)
+
+    def _take(self, trainer: Trainer, pl_module: Any, batch: Any) -> None:
+        """Attack a batch of the sanity check, or of a loader that cannot be regrouped."""
+        fetched = self.grouped or self.protocol is not None
+        if not self.due(trainer) or (fetched and not trainer.sanity_checking):
+            return
+        count = len(batch[0])
+        place = (self.seen + torch.arange(count)) * trainer.world_size + trainer.global_rank
+        self.seen += count
+        part = torch.arange(count)
+        if trainer.sanity_checking:
+            part = part[:2]  # two images are enough to find out that an attack runs
+        elif self.chosen is not None:
+            part = part[torch.isin(place, self.chosen)]
+        if not len(part):
+            return
+        device = batch[0].device
+        with torch.autocast(device.type, enabled=False), torch.inference_mode(False):
+            rows = [each[part.to(device)].clone() for each in with_index(batch, place.to(device))]
+            self.attack_batch(trainer, pl_module, (rows[0].float(), rows[1], rows[2]))
+
+    def _batches(self, trainer: Trainer) -> Iterator[Batch]:
+        """This process's canonical groups or rounds."""
+        share = trainer.global_rank, trainer.world_size
+        if self.protocol is not None:
+            order = self._positions(trainer, self.protocol.size(self.loader))
+            found = self.protocol.rounds(self.loader, order, *share)
+        else:
+            order = self._positions(trainer, self.loader.batch_size)
+            groups = canonical_groups(order, self.settings.group_size, *share)
+            found = zip(groups, group_loader(self.loader, groups), strict=True)
+        self.expected = len(order)
+        for positions, batch in found:
+            x, y, index = trainer.strategy.batch_to_device(with_index(batch, positions))
+            yield x.float(), y, index
+
+    def _positions(self, trainer: Trainer, size: int) -> Tensor:
+        """The images to evaluate, within the trainer's limits on batches of this size."""
+        count = images_within_limits(trainer, self.loader, size)
+        if self.chosen is None:
+            return torch.arange(count)
+        if self.protocol is not None:  # whole rounds
+            return self.chosen[:count]
+        return self.chosen[self.chosen < count]
+
+    def _finish(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        if not self.due(trainer) or trainer.sanity_checking:
+            return
+        with torch.autocast(pl_module.device.type, enabled=False), torch.inference_mode(False):
+            if self.grouped or self.protocol is not None:
+                show = self.progress.show if self.progress and self.progress.rich else None
+                with reporting_adaptation(pl_module.defense, show):
+                    for batch in self._batches(trainer):
+                        self.attack_batch(trainer, pl_module, batch)
+        if self.progress:
+            self.progress.close()
+            self.progress = None
+        self.report(trainer, pl_module, stage)
+
+
+def images_within_limits(trainer: Trainer, loader: Any, size: int) -> int:
+    """Return how many images `limit_val_batches` and the like leave; a trial run has one round.
+
+    Args:
+        trainer: its limits hold.
+        loader: its data set is evaluated.
+        size: images of a round.
+    """
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return min(int(size * trainer.world_size), len(loader.dataset))
+    testing = trainer.state.fn == "test"
+    limits: Any = trainer.num_test_batches if testing else trainer.num_val_batches
+    if not limits or limits[0] >= len(loader):
+        return len(loader.dataset)
+    return min(int(limits[0] * loader.batch_size * trainer.world_size), len(loader.dataset))
+
+
+def checkpoint_position(trainer: Trainer) -> dict[str, Any]:
+    """Return epoch and step of the training, or those of the tested checkpoint, and its file."""
+    now: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+    if trainer.state.fn == "fit" or not trainer.ckpt_path:
+        return now
+    loaded = getattr(trainer.strategy.checkpoint_io, "loaded", None) or {}
+    return now | loaded | {"checkpoint": str(trainer.ckpt_path)}
+
+
+def run_folder(trainer: Trainer) -> Path | None:
+    """Return the run's folder, None on a trial run and without a logger.
+
+    Every process has to call it, for Lightning makes a collective of it.
+    """
+    folder = trainer.log_dir
+    if trainer.fast_dev_run or not trainer.logger:  # type: ignore[attr-defined]
+        return None
+    return Path(folder) if folder else None
+
+
+def writing_folder(trainer: Trainer) -> Path | None:
+    """Return `run_folder` on the process that writes to it, None elsewhere."""
+    folder = run_folder(trainer)
+    return folder if trainer.is_global_zero else None

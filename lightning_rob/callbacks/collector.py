@@ -1,0 +1,86 @@
+"""The evaluations of one run, shared by its callbacks: none of them reads another."""
+
+from collections.abc import Callable, Hashable, Mapping
+from itertools import count
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_rob.evaluation.results import EvaluationResult
+
+Kind = TypeVar("Kind")
+
+
+class Collector:
+    """Names, results and rows of the table, over all callbacks of a kind in a run.
+
+    A callback registers its attacks before the run, announces an evaluation when an epoch begins
+    and delivers the result when it ends. The last one to deliver reports what is over all of them.
+    """
+
+    def __init__(self) -> None:
+        self.registered: WeakKeyDictionary[Callback, dict[str, Any]] = WeakKeyDictionary()
+        self.announced: dict[Hashable, list[Callback]] = {}
+        self.delivered: dict[Hashable, list[EvaluationResult]] = {}
+        self.rows: list[Any] = []
+        self.cache: dict[Hashable, Any] = {}
+
+    def register(self, callback: Callback, attacks: Mapping[str, Kind]) -> dict[str, Kind]:
+        """Return the attacks that no earlier callback runs, by names of their own.
+
+        Args:
+            callback: the callback that runs them; registering again returns the same.
+            attacks: name -> all that distinguishes an attack from others of that name.
+        """
+        if callback not in self.registered:
+            earlier = {name: a for own in self.registered.values() for name, a in own.items()}
+            self.registered[callback] = deduplicate_names(attacks, earlier)
+        return self.registered[callback]
+
+    def announce(self, callback: Callback, group: Hashable) -> None:
+        """Expect a result of the callback, among those of a group, e.g. on the same target."""
+        if callback in self.announced.get(group, ()):  # the next epoch, or after a sanity check
+            self.announced[group], self.delivered[group] = [], []
+            self.cache.clear()
+        self.announced.setdefault(group, []).append(callback)
+        self.delivered.setdefault(group, [])
+
+    def deliver(
+        self, group: Hashable, result: EvaluationResult
+    ) -> tuple[list[EvaluationResult], bool]:
+        """Add a result; return those of the group so far, and whether none is missing."""
+        self.delivered[group].append(result)
+        return self.delivered[group], len(self.delivered[group]) == len(self.announced[group])
+
+    def once(self, key: Hashable, compute: Callable[[], Kind]) -> Kind:
+        """Return a value that all callbacks share, computed by the first one in each epoch."""
+        if key not in self.cache:
+            self.cache[key] = compute()
+        value: Kind = self.cache[key]
+        return value
+
+    def take_rows(self) -> list[Any]:
+        """Return the rows of the table that have not been printed yet, and forget them."""
+        rows, self.rows = self.rows, []
+        return rows
+
+
+_COLLECTORS: WeakKeyDictionary[Trainer, dict[type, Collector]] = WeakKeyDictionary()
+
+
+def collector_of(trainer: Trainer, kind: type) -> Collector:
+    """Return the collector of a kind of callbacks in a run."""
+    return _COLLECTORS.setdefault(trainer, {}).setdefault(kind, Collector())
+
+
+def deduplicate_names(mine: Mapping[str, Kind], others: Mapping[str, Kind]) -> dict[str, Kind]:
+    """Drop what is among the others; number a name that they use for something else."""
+    kept: dict[str, Kind] = {}
+    for name, item in mine.items():
+        if name not in others:
+            kept[name] = item
+        elif all(item != others[k] for k in others if k == name or k.startswith(f"{name}_")):
+            numbered = (f"{name}_{i}" for i in count(2))
+            kept[next(key for key in numbered if key not in {*others, *mine})] = item
+    return kept

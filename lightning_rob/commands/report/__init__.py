@@ -1,0 +1,118 @@
+"""`lightning-rob report`: the records of runs as one page and as Markdown; needs no torch."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from html import escape
+from importlib.metadata import version
+from pathlib import Path
+
+from lightning_rob.commands.record_configs import ReportConfig, parse
+from lightning_rob.commands.report.blocks import Block, Heading, Text
+from lightning_rob.commands.report.comparison import comparison
+from lightning_rob.commands.report.runs import Run, find_runs
+from lightning_rob.commands.report.sections import run_section
+
+__all__ = ["main", "report", "run"]
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+def main(args: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        args: the command line without `report`.
+
+    Raises:
+        ValueError: wrong arguments, or nothing is recorded.
+        OSError: a file cannot be read or written.
+    """
+    run(parse(ReportConfig, args))
+
+
+def run(config: ReportConfig) -> None:
+    """Write the report, and name the folders that have no records."""
+    runs = find_runs(config.runs)
+    known = [found.folder.resolve() for found in runs]
+    for folder in config.runs:
+        if not any(path.is_relative_to(folder.resolve()) for path in known):
+            print(f"Nothing is recorded in {folder}", file=sys.stderr)
+    folder = config.runs[0] if len(config.runs) == 1 else Path()
+    for path in _write(runs, config.out or folder / "report.html"):
+        print(f"Wrote {path}")
+
+
+def report(folders: Sequence[str | Path], out: Path) -> tuple[Path, Path]:
+    """Write the page of some runs to `out` and Markdown beside it.
+
+    Args:
+        folders: of runs, or above runs.
+        out: ends in .html; its folder is made.
+
+    Returns:
+        (page, Markdown).
+
+    Raises:
+        ValueError: nothing is recorded, or `out` does not end in .html.
+        FileNotFoundError: a folder does not exist.
+    """
+    return _write(find_runs(folders), out)
+
+
+def _write(runs: Sequence[Run], out: Path) -> tuple[Path, Path]:
+    if out.suffix != ".html":
+        raise ValueError(f"--out is the page and ends in .html, got {out}")
+    beside = out.with_suffix(".md")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(_html(runs), encoding="utf-8")
+    beside.write_text(_markdown(runs, out.parent), encoding="utf-8")
+    return out, beside
+
+
+def _sections(runs: Sequence[Run]) -> Iterator[list[Block]]:
+    """Yield the comparison of several runs, then each run."""
+    names = [f"run-{i}" for i in range(1, len(runs) + 1)]
+    several = len(runs) > 1
+    if several:
+        yield [Heading(1, _title(runs)), *comparison(runs, names)]
+    for found, name in zip(runs, names, strict=True):
+        yield list(run_section(found, name, 2 if several else 1))
+    yield [Text(f"Written by lightning-rob {version('lightning-rob')} report.", "note")]
+
+
+def _title(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        return f"Robustness of {runs[0].title}"
+    evaluated = [found for found in runs if found.evaluations.by_stage]
+    return f"Robustness of {len(evaluated or runs)} runs"
+
+
+def _html(runs: Sequence[Run]) -> str:
+    """Return the page, complete in itself."""
+    parts = ["\n".join(block.html() for block in blocks) for blocks in _sections(runs)]
+    body = "\n".join(f"<section>\n{part}\n</section>" for part in parts)
+    style = Path(__file__).with_name("style.css").read_text()
+    return PAGE.format(title=escape(_title(runs)), style=style, body=body)
+
+
+def _markdown(runs: Sequence[Run], folder: Path) -> str:
+    """Return the same as Markdown for a file in `folder`."""
+    texts = [block.markdown(folder) for blocks in _sections(runs) for block in blocks]
+    return "\n\n".join(filter(None, texts)) + "\n"

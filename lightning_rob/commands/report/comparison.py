@@ -1,0 +1,111 @@
+"""Several runs side by side, and what keeps their accuracies from being compared."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from lightning_rob.commands.report.blocks import Block, Cell, Table, Text
+from lightning_rob.commands.report.evaluation import threats
+from lightning_rob.commands.report.formatting import (
+    NONE,
+    WHOLE,
+    between,
+    extent,
+    line_name,
+    listed,
+    percent,
+    split_of,
+)
+from lightning_rob.commands.report.runs import AttackResult, Run
+from lightning_rob.commands.specs import flat
+
+Column = tuple[str, str, str]  # attack, target, threat
+Results = Mapping[Column, AttackResult]
+MARK = "\N{DAGGER}"
+UNKNOWN = "not recorded"
+
+
+def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
+    """Yield a table with a row per run and a column per attack within one threat, and warnings.
+
+    Args:
+        runs: at least two.
+        names: the `id` of each run's section.
+    """
+    rows = [(run, name, results_of(run)) for run, name in zip(runs, names, strict=True)]
+    rows = [row for row in rows if row[2]]
+    if not rows:
+        return
+    columns = list(dict.fromkeys(column for _, _, found in rows for column in found))
+    by_label = {run.label: found for run, _, found in rows}
+    apart = {column: differences(by_label, column) for column in columns}
+    heads = [
+        Cell(f"{line_name(column[:2])}{f' {MARK}' if apart[column] else ''}>", small=column[2])
+        for column in columns
+    ]
+    cells: list[list[Cell | str]] = [
+        [Cell(run.label, link=name), run.title, *_images(found), *_row(found, columns)]
+        for run, name, found in rows
+    ]
+    caption = "The last evaluation of each run, with 95 % intervals"
+    yield Table(caption, ["run", "what", "split", "images>", *heads], cells, kind="runs")
+    for line in filter(None, apart.values()):
+        yield Text(f"{MARK} {line}", "warning")
+    for line in _overall([run for run, _, _ in rows], [found for _, _, found in rows]):
+        yield Text(line, "warning")
+
+
+def results_of(run: Run) -> Results:
+    """Return a run's last evaluation by column."""
+    final = run.evaluations.last()
+    shown = [r for r in final if r.target == WHOLE or r.name != "clean"]
+    return {(*r.key, listed(sorted(threats(r, final)))): r for r in shown}
+
+
+def differences(by_label: Mapping[str, Results], column: Column) -> str:
+    """Return how the attacks of one column differ between runs; empty where they do not."""
+    kinds: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for label, found in by_label.items():
+        if column in found:
+            kinds.setdefault(tuple(_definition(found[column]).items()), []).append(label)
+    title = f"{line_name(column[:2])} {column[2]}".strip()
+    if len(kinds) < 2:
+        parts = {c for found in by_label.values() for c in found if c[0] not in ("clean", "worst")}
+        mixed = column[0] == "worst" and any(
+            differences(by_label, part) for part in parts if part[1:] == column[1:]
+        )
+        return f"{title} is over attacks that are not the same in all runs." if mixed else ""
+    options = [dict(kind) for kind in kinds]
+    keys = dict.fromkeys(key for option in options for key in option)
+    apart = [key for key in keys if len({option.get(key) for option in options}) > 1]
+    described = [
+        f"{listed(labels)}: {', '.join(f'{key}={option.get(key, UNKNOWN)}' for key in apart)}"
+        for labels, option in zip(kinds.values(), options, strict=True)
+    ]
+    return f"{title} does not mean the same in all runs. {'; '.join(described)}."
+
+
+def _definition(result: AttackResult) -> dict[str, str]:
+    """Return an attack's arguments, or the attacks that "worst" is over."""
+    return flat(result.attack) if result.is_attack else {"over": f"({', '.join(result.over)})"}
+
+
+def _row(found: Results, columns: Sequence[Column]) -> list[Cell]:
+    results = [found.get(column) for column in columns]
+    return [
+        Cell(percent(r.accuracy), small=between(r.interval)) if r else Cell(NONE) for r in results
+    ]
+
+
+def _images(found: Results) -> list[str]:
+    """Return the split and the number of images."""
+    stages = list(dict.fromkeys(split_of(r.stage) for r in found.values()))
+    return [listed(stages), extent([r.n for r in found.values()])]
+
+
+def _overall(runs: Sequence[Run], found: Sequence[Results]) -> Iterator[str]:
+    """Yield differences that concern all columns."""
+    data = sorted({run.data for run in runs if run.data})
+    if len(data) > 1:
+        yield f"the runs are of different data ({listed(data)}): do not compare their accuracies."
+    stages = sorted({split_of(r.stage) for results in found for r in results.values()})
+    if len(stages) > 1:
+        yield f"some accuracies are of {listed(stages)} images: do not compare them."

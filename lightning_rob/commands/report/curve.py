@@ -1,0 +1,158 @@
+"""Robust accuracy by epoch, as an SVG that takes its colours from the page."""
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from lightning_rob.commands.report.formatting import WHOLE, extent, line_name, percent
+from lightning_rob.commands.report.runs import AttackResult, Key
+
+# Matplotlib draws in these colours, which become the page's variables. Okabe and Ito (2008).
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5f3f", "#8a6fd1")
+MARKERS = "os^DvP*X"
+INK, PAGE, GREY, GRID = "#010203", "#fdfcfb", "#807f7e", "#d0d1d2"
+MANY_EPOCHS = 40
+Series = Mapping[Key, Sequence[AttackResult]]
+
+
+def best(series: Series) -> AttackResult | None:
+    """Return the result with the best worst case, or the best under the only attack."""
+    attacked = [records for key, records in series.items() if key[1] == WHOLE and key[0] != "clean"]
+    ranked = series.get(("worst", WHOLE)) or (attacked[0] if len(attacked) == 1 else [])
+    known = [record for record in ranked if record.accuracy == record.accuracy]
+    return max(known, key=lambda record: record.accuracy, default=None)
+
+
+def lines_of(series: Series) -> Series:
+    """Return the lines of the figure: all attacks, and the whole defense on clean images."""
+    return {k: records for k, records in series.items() if k[1] == WHOLE or k[0] != "clean"}
+
+
+def curve(series: Series, prefix: str, by: str = "epoch", of: str = "validation") -> str:
+    """Return the figure with its legend as HTML.
+
+    Args:
+        series: (attack, target) -> results by epoch.
+        prefix: of every `id`, different from those of the other figures on the page.
+        by: the unit of `AttackResult.epoch` here.
+        of: the split of the images.
+    """
+    lines, peak = lines_of(series), best(series)
+    values = [f"{line_name(key)} {percent(records[-1].accuracy)}" for key, records in lines.items()]
+    alt = f"Accuracy on the {of} images by {by}, at the last {by}: {', '.join(values)}."
+    if peak:
+        alt += f" {peak.name} was best at {by} {peak.epoch}: {percent(peak.accuracy)}."
+    svg = _themed(_svg(lines, peak, by), prefix)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(alt)}"', 1)
+    return f'<figure class="curve">{svg}{_legend(lines, peak, by, of)}</figure>'
+
+
+def _svg(lines: Series, peak: AttackResult | None, by: str) -> str:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    style: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "report",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": GREY,
+        "axes.labelcolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "grid.color": GRID,
+    }
+    with rc_context(style):
+        figure = Figure(figsize=(7, 3), layout="constrained")
+        axes = figure.add_subplot()
+        _draw(axes, lines, peak)
+        axes.set_xlabel(by)
+        text = io.StringIO()
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", transparent=True, metadata=metadata)
+    return text.getvalue()
+
+
+def _draw(axes: Any, lines: Series, peak: AttackResult | None) -> None:
+    epochs = sorted({record.epoch for records in lines.values() for record in records})
+    for i, (key, records) in enumerate(lines.items()):
+        x, y = [r.epoch for r in records], [100 * r.accuracy for r in records]
+        color, worst = _color(i, key), key == ("worst", WHOLE)
+        axes.plot(
+            x,
+            y,
+            color=color,
+            linestyle="-" if key[1] == WHOLE else "--",
+            linewidth=2.2 if worst else 1.3,
+            marker=MARKERS[i % len(MARKERS)] if len(epochs) <= MANY_EPOCHS else "",
+            markersize=4,
+            markeredgecolor=PAGE,
+            markeredgewidth=0.5,
+            zorder=4 if worst else 3,
+        )
+        if worst:
+            spans = [r.interval or (r.accuracy, r.accuracy) for r in records]
+            low, high = ([100 * span[end] for span in spans] for end in (0, 1))
+            axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
+    if peak:
+        axes.axvline(peak.epoch, color=GREY, linewidth=0.8, linestyle=(0, (3, 3)), zorder=1)
+        place = {"marker": "o", "markersize": 10, "markerfacecolor": "none"}
+        axes.plot(peak.epoch, 100 * peak.accuracy, color=INK, zorder=5, **place)
+    axes.set_ylabel("accuracy in %")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(axis="y", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    axes.margins(x=0.02)
+
+
+def _color(i: int, key: Key) -> str:
+    return {"clean": GREY, "worst": INK}.get(key[0], COLORS[i % len(COLORS)])
+
+
+def _themed(svg: str, prefix: str) -> str:
+    """Return the drawing in the page's size, colours, font and name space."""
+    svg = svg[svg.index("<svg") :]
+    box = re.search(r'viewBox="[^"]*"', svg)
+    svg = f"<svg {box[0] if box else ''}>" + svg[svg.index(">") + 1 :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    for color in (*COLORS, INK, PAGE, GREY, GRID):
+        svg = svg.replace(color, f"var({variable(color)})")
+    svg = svg.replace("xlink:href", "href")
+    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
+    svg = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", svg)
+    return re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
+
+
+def variable(color: str) -> str:
+    """Return the page's variable for a colour."""
+    names = {INK: "ink", PAGE: "page", GREY: "grey", GRID: "grid"}
+    return f"--{names[color] if color in names else f'line-{COLORS.index(color)}'}"
+
+
+def _legend(lines: Series, peak: AttackResult | None, by: str, of: str) -> str:
+    """Return names and last values as HTML, for matplotlib would interpret names as formulas."""
+    items = [_item(i, key, records[-1]) for i, (key, records) in enumerate(lines.items())]
+    sentences = []
+    if ("worst", WHOLE) in lines:
+        sentences.append("The band is the 95 % interval of worst.")
+    if peak:
+        at = f"at {by} {peak.epoch}: {percent(peak.accuracy)}"
+        sentences.append(f"The circle marks where {peak.name} was best, {at}.")
+    n = extent([record.n for records in lines.values() for record in records])
+    sentences.append(f"The numbers are those of the last {by}; {n} {of} images.")
+    caption = f"<figcaption>{escape(' '.join(sentences))}</figcaption>"
+    return f'<ul class="legend">{"".join(items)}</ul>{caption}'
+
+
+def _item(i: int, key: Key, last: AttackResult) -> str:
+    """Return an entry of the legend: a piece of the line, its name and last value."""
+    dash = "" if key[1] == WHOLE else ' stroke-dasharray="5 3"'
+    width = 3 if key == ("worst", WHOLE) else 2
+    line = f'<line x1="0" y1="5" x2="24" y2="5" stroke-width="{width}"{dash}/>'
+    color = f"stroke:var({variable(_color(i, key))})"
+    swatch = f'<svg viewBox="0 0 24 10" aria-hidden="true" style="{color}">{line}</svg>'
+    return f"<li>{swatch}{escape(line_name(key))} <b>{percent(last.accuracy)}</b></li>"

@@ -1,0 +1,149 @@
+"""One evaluation of a run: the accuracy to cite, what limits it, and tables."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from lightning_rob.commands.report.blocks import Block, Cell, Headline, Table, Text
+from lightning_rob.commands.report.formatting import (
+    NONE,
+    WHOLE,
+    between,
+    images,
+    line_name,
+    listed,
+    percent,
+    split_of,
+    target,
+)
+from lightning_rob.commands.report.runs import AttackResult
+from lightning_rob.commands.specs import (
+    Spec,
+    arguments,
+    class_name,
+    inner_attacks,
+    other_arguments,
+    short,
+    threat_of,
+    threat_text,
+)
+
+FEW = 100  # images below which an accuracy is hardly one
+SCALE = Cell("", small="0 to 100 %")  # the heading of a column that only the page has
+SUITE = "callbacks/rec_suite.yaml"
+
+
+def evaluation(final: Sequence[AttackResult]) -> Iterator[Block]:
+    """Yield the accuracy to cite, warnings about it, and the table."""
+    cite = result_to_cite(final)
+    if cite and math.isfinite(cite.accuracy):
+        clean = [r for r in final if r.key == ("clean", WHOLE)]
+        yield Headline(
+            percent(cite.accuracy),
+            _meaning(cite, final),
+            [(percent(r.accuracy), "without an attack.") for r in clean],
+        )
+    yield from (Text(text, "warning") for text in warnings(final))
+    yield accuracy_table(final)
+
+
+def result_to_cite(final: Sequence[AttackResult]) -> AttackResult | None:
+    """Return the per-image worst, or the result of the only attack."""
+    attacks = [r for r in final if r.is_attack and r.target == WHOLE]
+    worst = [r for r in final if r.key == ("worst", WHOLE)]
+    return next(iter(worst or (attacks if len(attacks) == 1 else [])), None)
+
+
+def threats(result: AttackResult, final: Sequence[AttackResult]) -> list[str]:
+    """Return the threat of a result; for "worst", those of all attacks it is over."""
+    if result.name != "worst":
+        return [threat_text(result.threat)] if result.threat else []
+    over = [r for r in final if r.is_attack and r.target == result.target]
+    return list(dict.fromkeys(threat_text(r.threat) for r in over if r.threat))
+
+
+def _meaning(cite: AttackResult, final: Sequence[AttackResult]) -> str:
+    of = f"{images(cite.n)} {split_of(cite.stage)} images"
+    within = f", within {listed(threats(cite, final))}" if threats(cite, final) else ""
+    span = f"; 95 % interval {between(cite.interval)}" if cite.interval else ""
+    if cite.is_attack or len(cite.over) == 1:
+        return f"of {of} under {listed(cite.over) or cite.name} alone{within}{span}."
+    by = f"each counted under the worst of {listed(cite.over)} for it"
+    return f"of {of}, {by}{within}{span}. This is the accuracy to cite."
+
+
+def warnings(final: Sequence[AttackResult]) -> Iterator[str]:
+    """Yield what a reader should know before trusting the table."""
+    attacks = [r for r in final if r.is_attack and r.target == WHOLE]
+    if final[0].stage != "test":
+        yield (
+            f"these are accuracies on the {split_of(final[0].stage)} images at epoch "
+            f"{final[0].epoch}; no test is recorded."
+        )
+    yield from few_images(final)
+    if not attacks:
+        yield f"no attack on the whole defense is recorded. Add {SUITE}."
+    elif len(attacks) == 1:
+        yield (
+            f"{attacks[0].name} is the only attack. Accuracy under one attack is an upper bound "
+            f"of robustness; another may find more. Add {SUITE}."
+        )
+    if unknown := [line_name(r.key) for r in final if math.isnan(r.accuracy)]:
+        yield f"no number was recorded for {listed(unknown)}."
+    over = {threat for r in attacks for threat in threats(r, final)}
+    if len(over) > 1:
+        yield f"worst mixes attacks of different threats: {listed(sorted(over))}."
+
+
+def few_images(results: Sequence[AttackResult]) -> Iterator[str]:
+    """Yield a warning if an accuracy is of few images."""
+    fewest = min(r.n for r in results)
+    if fewest < FEW:
+        yield (
+            f"only {fewest} images were evaluated, so the choice of images alone moves an accuracy "
+            f"by many points. Take at least {FEW}."
+        )
+
+
+def accuracy_table(final: Sequence[AttackResult]) -> Table:
+    """Return a row per attack, that of the accuracy to cite in bold type."""
+    stage, cite = split_of(final[0].stage), result_to_cite(final)
+    columns: list[Cell | str] = ["attack", "on", "accuracy>", "95 % interval>", SCALE]
+    columns += ["images>", "seconds>", "threat"]
+    rows: list[list[Cell | str]] = [
+        [
+            r.name,
+            target(r.target),
+            percent(r.accuracy),
+            between(r.interval),
+            Cell("", shade=r.accuracy, span=r.interval),
+            images(r.n),
+            f"{r.seconds:,.1f}" if r.seconds else "",
+            listed(threats(r, final)),
+        ]
+        for r in final
+    ]
+    strong = frozenset(i for i, r in enumerate(final) if r is cite)
+    epoch = "" if stage == "test" else f" at epoch {final[0].epoch}"
+    return Table(f"Accuracy on the {stage} images{epoch}", columns, rows, strong, "results")
+
+
+def attack_table(
+    results: Sequence[AttackResult],
+    caption: str = "The threat, and every argument of every attack",
+) -> Table:
+    """Return the arguments of each attack, a row each."""
+    columns = ["attack", "on", "method", "norm", "eps>", "steps>", "step size>", "other arguments"]
+    rows: list[list[Cell | str]] = []
+    for result in filter(lambda r: r.is_attack, results):
+        rows += _attack_rows(result.name, target(result.target), result.attack)
+    return Table(caption, columns, rows, kind="fine")
+
+
+def _attack_rows(name: str, on: str, attack: Spec) -> Iterator[list[Cell | str]]:
+    """Yield a row for an attack and for each attack inside it."""
+    threat, own = arguments(threat_of(attack)), arguments(attack)
+    pairs = ((threat, "norm"), (threat, "eps"), (own, "steps"), (own, "step_size"))
+    shown = [short(found[key]) if key in found else NONE for found, key in pairs]
+    yield [name, on, class_name(attack.get("class_path")), *shown, other_arguments(attack)]
+    for i, part in enumerate(inner_attacks(attack), start=1):
+        yield from _attack_rows(f"{name}, part {i}", on, part)

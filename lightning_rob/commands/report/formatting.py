@@ -1,0 +1,47 @@
+"""Numbers and names as they appear on the page."""
+
+import math
+from collections.abc import Sequence
+
+NONE = "\N{EN DASH}"
+WHOLE = "full_defense"  # the target that is the complete defense
+
+
+def percent(share: float) -> str:
+    """Return a share with one digit after the point."""
+    return f"{share:.1%}" if math.isfinite(share) else NONE
+
+
+def between(interval: tuple[float, float] | None) -> str:
+    """Return an interval; an empty text where it is unknown."""
+    return f"{interval[0]:.1%} … {interval[1]:.1%}" if interval else ""
+
+
+def images(n: int) -> str:
+    """Return a count with commas."""
+    return f"{n:,}"
+
+
+def target(name: str) -> str:
+    """Return the name of an attacked part in words."""
+    return name.replace("_", " ")
+
+
+def line_name(key: tuple[str, str]) -> str:
+    """Return the attack, and its target unless that is the whole defense."""
+    return key[0] if key[1] == WHOLE else f"{key[0]} on {target(key[1])}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def extent(counts: Sequence[int]) -> str:
+    """Return one count, or the smallest and the largest."""
+    return " to ".join(images(n) for n in sorted({min(counts), max(counts)})) if counts else ""
+
+
+def split_of(stage: str) -> str:
+    """Return the split that a stage evaluates."""
+    return {"val": "validation", "test": "test"}.get(stage, stage)

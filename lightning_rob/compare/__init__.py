@@ -1,1 +1,0 @@
-"""`lightning-rob compare`: records of the same images beside each other."""

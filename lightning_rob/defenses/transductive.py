@@ -1,0 +1,352 @@
+"""The contract of defenses that adapt to the unlabelled test batch, and the tools they share."""
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from lightning_rob.defenses.base import Defense, Single, check_network
+from lightning_rob.randomness import Generator, generator_from, seeded_global_rng
+from lightning_rob.rules import Rule, mean_probs
+
+T = TypeVar("T")
+SourceData = tuple[Tensor, Tensor] | Dataset[Any]
+Augment = Callable[[Tensor], Any]
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Progress = Callable[[Iterable[Any], str, int | None], Iterable[Any]]
+
+
+class Source:
+    """Labelled images that a defense learns from, selected by position.
+
+    Args:
+        data: (x [N, C, H, W] in [0, 1], y [N]), or a data set of items (x, y, …).
+
+    Raises:
+        TypeError: neither.
+        ValueError: no images, images and labels that differ in number, images beyond [0, 1].
+    """
+
+    def __init__(self, data: "SourceData | Source") -> None:
+        self.data: Any = data.data if isinstance(data, Source) else data
+        if isinstance(self.data, list) and all(isinstance(part, Tensor) for part in self.data):
+            self.data = tuple(self.data)
+        pair = isinstance(self.data, tuple)
+        if isinstance(self.data, Tensor | str) or (
+            pair and not (len(self.data) == 2 and all(isinstance(x, Tensor) for x in self.data))
+        ):
+            raise TypeError(
+                "source must be two tensors (x, y) or a data set of items (x, y, …), got "
+                f"{type(data).__name__}"
+            )
+        if pair and len(self.data[0]) != len(self.data[1]):
+            counts = [len(part) for part in self.data]
+            raise ValueError(f"source must have a label for each image, got {counts}")
+        if not len(self):
+            raise ValueError("source must have at least one image, got none")
+        if pair:
+            check_range(self.data[0])
+
+    def __len__(self) -> int:
+        return len(self.data[0] if isinstance(self.data, tuple) else self.data)
+
+    def gather(self, index: Tensor, augment: Sequence[Augment] = ()) -> tuple[Tensor, Tensor]:
+        """Return the images at the given positions.
+
+        Args:
+            index: [B] positions.
+            augment: applied to each image [C, H, W], drawing from torch's global stream.
+
+        Returns:
+            [B, C, H, W] and [B].
+        """
+        if isinstance(self.data, tuple):
+            x, y = (part[index.to(part.device)] for part in self.data)
+        else:
+            x, y = self._items(index.tolist())
+            check_range(x)
+        for step in augment:
+            x = torch.stack([step(image) for image in x])
+        return x, y
+
+    def _items(self, places: list[int]) -> tuple[Tensor, Tensor]:
+        fetch = getattr(self.data, "__getitems__", None)
+        items = fetch(places) if fetch else [self.data[place] for place in places]
+        return torch.stack([item[0] for item in items]), torch.as_tensor([i[1] for i in items])
+
+
+def check_range(x: Tensor) -> None:
+    """Raise ValueError unless images [B, C, H, W] lie in [0, 1]."""
+    low, high = float(x.min()), float(x.max())
+    if not (low >= -1e-4 and high <= 1 + 1e-4):
+        raise ValueError(
+            f"source must have images in [0, 1], got values in [{low:.4g}, {high:.4g}]"
+        )
+
+
+def progress_bar(steps: Iterable[T], name: str, total: int | None = None) -> Iterator[T]:
+    """Yield the steps, with a progress bar in a terminal if they take longer than 3 seconds."""
+    yield from tqdm(steps, name, total, leave=False, delay=3, mininterval=0.5, disable=None)
+
+
+class Transductive(Defense):
+    """A network that is fitted to the test batch: `adapt` returns a defense with a fitted copy.
+
+    `net` is never changed, and neither is anything else that a defense returned by `adapt` shares
+    with this one: an attacker's rehearsals leave no trace in the defender.
+
+    Args:
+        net: [B, C, H, W] -> [B, K] logits, the static model.
+        rule: any; there is one draw.
+        source: labelled images to learn from, (x, y) or a data set; an evaluation from the command
+            line passes the training images of the run.
+
+    Attributes:
+        progress: (steps, name, total) -> the same steps; shows how far an adaptation is.
+    """
+
+    kind = "transductive"
+    needs_source = True  # whether `adapt` needs labelled images
+
+    def __init__(
+        self, net: nn.Module, rule: Rule = mean_probs, source: SourceData | None = None
+    ) -> None:
+        check_network(net)
+        super().__init__(torch.ones(1), rule)
+        self.net = net
+        self.adapted: nn.Module | None = None
+        self.source_data = None if source is None else Source(source)
+        self.progress: Progress = progress_bar
+
+    @property
+    def source(self) -> Source:
+        """The labelled images.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if self.source_data is None:
+            raise ValueError(
+                f"{type(self).__name__} learns from labelled images: give it source=(x, y)"
+            )
+        return self.source_data
+
+    @property
+    def foldable_networks(self) -> list[nn.Module]:
+        """Always refused: the defense copies its network, and calls parts of it.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"{type(self).__name__} copies its network: it has to stay as it is")
+
+    @property
+    def base_model(self) -> Defense:
+        """The network before any adaptation."""
+        return Single(self.net, self.rule)
+
+    @property
+    def adapted_model(self) -> Defense:
+        """The current network."""
+        return Single(self.adapted or self.net, self.rule)
+
+    def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
+        """Compute [B, C, H, W] -> [1, B, K] by the current network."""
+        return torch.as_tensor((self.adapted or self.net)(x)).unsqueeze(0)
+
+    def adapt(self, x: Tensor, generator: Generator = None) -> Self:
+        """Return the defense adapted to an unlabelled test batch; this one is not changed.
+
+        Args:
+            x: [B, C, H, W] images in [0, 1].
+            generator: the defender's private randomness.
+
+        Returns:
+            A defense whose network was fitted to x; it shares everything else with this one.
+        """
+        private = generator_from(x, generator)
+        with learning(private, x.device):
+            return self.fit_to_batch(x.detach().clone(), private)
+
+    @abstractmethod
+    def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
+        """Adapt, with gradients of the weights enabled; `adapt` prepares the call.
+
+        Args:
+            x: [B, C, H, W] images in [0, 1].
+            generator: the defender's; torch's global streams are seeded from it too.
+        """
+
+    def copy_with(self, **changed: Any) -> Self:
+        """Return this defense with some attributes replaced and all others shared."""
+        other = copy.copy(self)
+        # A shallow copy shares these tables: assigning a module would change this defense too.
+        for table in ("_modules", "_parameters", "_buffers"):
+            object.__setattr__(other, table, dict(getattr(self, table)))
+        for name, value in changed.items():
+            setattr(other, name, value)
+        return other
+
+
+def give_source(defense: nn.Module, labelled: Callable[[], SourceData | None]) -> None:
+    """Give labelled images to the parts of a defense that need them and have none yet.
+
+    Args:
+        defense: the defense; defenses inside it are found too.
+        labelled: returns the labelled images, None if there are none; called only if needed.
+
+    Raises:
+        ValueError: a part needs labelled images, and there are none.
+    """
+    for part in defense.modules():
+        if isinstance(part, Transductive) and part.needs_source and part.source_data is None:
+            data = labelled()
+            if data is None:
+                raise ValueError(
+                    f"{type(part).__name__} learns from labelled images: give it source=(x, y), or "
+                    "evaluate it with one of the data modules of lightning_rob.data"
+                )
+            part.source_data = Source(data)
+
+
+@contextmanager
+def reporting_adaptation(
+    defense: nn.Module, report: Callable[[str], None] | None
+) -> Iterator[None]:
+    """Report the steps of adaptations as texts such as "DANN 3/100", for this context only.
+
+    Args:
+        defense: all defenses in it that adapt, and those they adapt into, report.
+        report: takes the text; None keeps the progress bars.
+    """
+
+    def reported(steps: Iterable[T], name: str, total: int | None = None) -> Iterator[T]:
+        assert report is not None
+        if total is None and isinstance(steps, Sized):
+            total = len(steps)
+        for number, step in enumerate(steps, start=1):
+            report(f"{name} {number}/{total}" if total else f"{name} {number}")
+            yield step
+
+    parts = [part for part in defense.modules() if isinstance(part, Transductive)]
+    before = [part.progress for part in parts]
+    try:
+        for part in parts if report else ():
+            part.progress = reported
+        yield
+    finally:
+        for part, progress in zip(parts, before, strict=True):
+            part.progress = progress
+
+
+@contextmanager
+def learning(generator: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Enable gradients of the weights in any caller's mode; dropout draws from `generator`."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        seeded_global_rng(generator, device),
+    ):
+        yield
+
+
+def trainable(net: nn.Module) -> nn.Module:
+    """Return a copy of a network whose weights are all trainable, without other processes."""
+    own = copy.deepcopy(net).requires_grad_()
+    for module in own.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.__class__ = LocalBatchNorm  # type: ignore[assignment]
+    return own
+
+
+class LocalBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """A SyncBatchNorm that waits for no other process: each process adapts to its own batches."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Accept images and features alike."""
+
+
+class PerImageLayer(nn.Module):
+    """A layer with weights of their own for each image of one batch, which sees no other batch.
+
+    `rows` selects the images of the next inputs, [b] positions in that batch; None is all of them.
+    """
+
+    separable = True  # whether the output of an image is independent of the other images
+    rows: Tensor | None = None
+
+
+@contextmanager
+def restricted_to(defense: nn.Module, index: Tensor) -> Iterator[None]:
+    """Restrict a defense that has adapted to a batch to some of its images.
+
+    Inside another such context the positions are relative to the images selected there.
+
+    Args:
+        defense: restored afterwards.
+        index: [b] positions in the batch, of the images that the defense will see.
+    """
+    layers = [layer for layer in defense.modules() if isinstance(layer, PerImageLayer)]
+    before = [layer.rows for layer in layers]
+    try:
+        for layer, rows in zip(layers, before, strict=True):
+            layer.rows = index if rows is None else rows[index]
+        yield
+    finally:
+        for layer, rows in zip(layers, before, strict=True):
+            layer.rows = rows
+
+
+def reinitialized(net: nn.Module, generator: torch.Generator) -> nn.Module:
+    """Return a copy of a network with all weights drawn anew by its modules' `reset_parameters`.
+
+    A module is reset after its parts, so that a network with its own initialisation has the last
+    word. BatchNorm forgets its statistics.
+
+    Args:
+        net: is not changed.
+        generator: source of the weights; torch's global streams are restored.
+
+    Raises:
+        TypeError: some weights are drawn by no `reset_parameters`.
+    """
+    fresh = trainable(net)
+    weights = dict(fresh.named_parameters())
+    device = next(iter(weights.values()), torch.zeros(0)).device
+    with torch.no_grad(), seeded_global_rng(generator, device):
+        for weight in weights.values():
+            weight.fill_(torch.nan)  # weights that are still NaN afterwards were not drawn
+        for module in reversed(list(fresh.modules())):
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+    if kept := [name for name, weight in weights.items() if weight.isnan().any()]:
+        raise TypeError(
+            f"{type(net).__name__} cannot be trained anew: no reset_parameters draws "
+            f"{', '.join(kept[:3])}{' …' if len(kept) > 3 else ''}; give it one"
+        )
+    return fresh
+
+
+def shuffled(count: int, size: int, generator: torch.Generator) -> Sequence[Tensor]:
+    """Return one epoch of index batches: a fresh order of [count], split into batches of `size`.
+
+    A last batch of a single image joins the one before: BatchNorm has no variance of one value.
+    """
+    parts = list(torch.split(torch.randperm(count, generator=generator), size))
+    if len(parts) > 1 and len(parts[-1]) == 1:
+        parts[-2:] = [torch.cat(parts[-2:])]
+    return parts
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raise ValueError for a count below 1; None is allowed."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")

@@ -1,0 +1,267 @@
+"""The results of every image, in memory and in a CSV file."""
+
+import csv
+import io
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_rob.evaluation.records import with_schema
+from lightning_rob.evaluation.resume_log import ResumeLog, checksums
+from lightning_rob.files import atomic_write_text
+from lightning_rob.metrics import PerImage
+
+
+class BatchOutcome(NamedTuple):
+    """Results of a batch under one attack, or without an attack.
+
+    Args:
+        scores: [B, R] the probability that the prediction is right, by inference.
+        predictions: [B] the most probable class; -1 where there is none.
+        sizes: [B] of the perturbations, in the threat's norm.
+    """
+
+    scores: Tensor
+    predictions: Tensor
+    sizes: Tensor
+
+
+def predicted_class(probabilities: Tensor) -> Tensor:
+    """Return the most probable class [B] of [B, K]; -1 for a rejected or non-finite prediction."""
+    known = probabilities.nan_to_num()
+    return torch.where(known.sum(1) > 0, known.argmax(1), -1)
+
+
+class PerImageResults:
+    """Scores, predictions and perturbation sizes of every image, clean and under each attack.
+
+    Args:
+        names: A names, "clean" and those of the attacks.
+        inferences: R, how many predictions of the defense each image has.
+        device: where the batches are.
+        folder: of the log from which an interrupted evaluation resumes; None keeps no log.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        inferences: int,
+        device: torch.device | str = "cpu",
+        folder: Path | None = None,
+    ) -> None:
+        self.names, self.inferences, self.folder = tuple(names), inferences, folder
+        # Means, scores by inference, sizes; and predictions, label, checksum, which are exact.
+        self.floats = PerImage(len(names) * (inferences + 2)).to(device)
+        self.integers = PerImage(len(names) + 2, torch.int64).to(device)
+        self.log: ResumeLog | None = None
+        if folder is not None:
+            self.log = ResumeLog(folder, len(names), inferences)
+
+    def load_cached(self, x: Tensor, y: Tensor, index: Tensor) -> bool:
+        """Take a batch from the log; return whether the log had all of it."""
+        known = self.log.load(x, y, index) if self.log is not None else None
+        if known is not None:
+            self._update(x, y, index, *known)
+        return known is not None
+
+    def add_batch(
+        self,
+        x: Tensor,
+        y: Tensor,
+        index: Tensor,
+        outcomes: Sequence[BatchOutcome],
+        seconds: Sequence[float],
+    ) -> None:
+        """Add a batch.
+
+        Args:
+            x: [B, …] the clean images.
+            y: [B] labels.
+            index: [B].
+            outcomes: one for each of the names.
+            seconds: the time of each attack.
+        """
+        means = torch.stack([outcome.scores.mean(1) for outcome in outcomes], 1)
+        single = torch.cat([outcome.scores for outcome in outcomes], 1)
+        sizes = torch.stack([outcome.sizes for outcome in outcomes], 1)
+        floats = torch.cat([means, single, sizes], 1).float()
+        predictions = torch.stack([outcome.predictions for outcome in outcomes], 1).long()
+        self._update(x, y, index, floats, predictions)
+        if self.log is not None:
+            self.log.add(x, y, index, floats, predictions, seconds)
+
+    def _update(
+        self, x: Tensor, y: Tensor, index: Tensor, floats: Tensor, predictions: Tensor
+    ) -> None:
+        about = torch.stack([y.to(index), torch.tensor(checksums(x)).to(index)], 1)
+        self.floats.update(index, floats.to(index.device))
+        self.integers.update(index, torch.cat([predictions.to(index), about], 1))
+
+    def __len__(self) -> int:
+        """Return the number of images whose results the log has from an earlier run."""
+        return len(self.log) if self.log is not None else 0
+
+    def seconds(self) -> dict[str, float]:
+        """Return how long each attack took on the images of an earlier run, by name."""
+        return self.log.seconds(self.names[1:]) if self.log is not None else {}
+
+    def rows(self) -> "PerImageRows":
+        """Return the results of all images; a collective of all processes."""
+        index, floats = self.floats.rows()
+        _, integers = self.integers.rows()
+        count = len(self.names)
+        scores = floats[:, count:-count].reshape(len(floats), count, self.inferences)
+        predictions, label, checksum = torch.split(integers, [count, 1, 1], 1)
+        return PerImageRows(
+            index, label[:, 0], scores, predictions, floats[:, -count:], checksum[:, 0]
+        )
+
+    def copy_images(self, folder: Path) -> None:
+        """Copy the images that were saved beside the log to another folder."""
+        for own in sorted(self.folder.iterdir()) if self.folder and self.folder.exists() else ():
+            if own.is_dir():
+                shutil.copytree(own, folder / own.name, dirs_exist_ok=True)
+
+    def delete(self) -> None:
+        """Remove this process's log, once the CSV file is written."""
+        if self.log is not None:
+            self.log.delete()
+
+
+@dataclass(frozen=True)
+class PerImageRows:
+    """Results of N images, clean and under each attack.
+
+    Args:
+        index: [N] the images' indices, rising.
+        label: [N].
+        scores: [N, A, R] the probability that the prediction is right, by inference.
+        predictions: [N, A] the most probable class; -1 where there is none.
+        sizes: [N, A] of the perturbations, in the threat's norm.
+        checksum: [N] CRC-32 of the images.
+    """
+
+    index: Tensor
+    label: Tensor
+    scores: Tensor
+    predictions: Tensor
+    sizes: Tensor
+    checksum: Tensor
+
+
+def write_result_file(
+    path: Path,
+    names: Sequence[str],
+    rows: PerImageRows,
+    draws: int,
+    card: Mapping[str, Any],
+    worst: Tensor,
+) -> None:
+    """Write the CSV file and, beside it, its card; neither ever exists in part.
+
+    Args:
+        path: of the CSV file.
+        names: A names, "clean" and those of the attacks.
+        rows: of all images.
+        draws: S, the number of classifiers of a prediction.
+        card: see `threat_model_card`, and all else that the results depend on.
+        worst: [N] scores under the strongest attack.
+    """
+    table = io.StringIO()
+    lines = csv.writer(table, lineterminator="\n")
+    inferences = rows.scores.shape[2]
+    lines.writerow(_head(names, inferences))
+    for i, number in enumerate(rows.index.tolist()):
+        single, sizes = rows.scores[i].tolist(), rows.sizes[i].tolist()
+        means = rows.scores[i].mean(1).tolist()
+        cells: list[str] = []
+        for j, prediction in enumerate(rows.predictions[i].tolist()):
+            cells += [f"{means[j]:.7g}", str(prediction)]
+            cells += [f"{sizes[j]:.6g}"] if j else []
+            cells += [f"{score:.7g}" for score in single[j]] if inferences > 1 else []
+        last = [f"{float(worst[i]):.7g}", _broken_by(names, means), draws, int(rows.checksum[i])]
+        lines.writerow([number, int(rows.label[i]), *cells, *last])
+    text = json.dumps(with_schema({"kind": "card", **card}), indent=1)
+    atomic_write_text(path.with_suffix(".json"), text + "\n")
+    atomic_write_text(path, table.getvalue())
+
+
+def _head(names: Sequence[str], inferences: int) -> list[str]:
+    cells = ["index", "label"]
+    for j, name in enumerate(names):
+        cells += [name, f"{name}_prediction", *([f"{name}_size"] if j else [])]
+        several = range(1, inferences + 1) if inferences > 1 else ()
+        cells += [f"{name}_{number}" for number in several]
+    return [*cells, "worst", "broken_by", "draws", "checksum"]
+
+
+def _broken_by(names: Sequence[str], scores: Sequence[float]) -> str:
+    """Return the attack with the lowest score; "clean" where the image is wrong without one."""
+    if scores[0] <= 0:
+        return "clean"
+    lowest = min(scores)
+    return names[scores.index(lowest)] if lowest < scores[0] else ""
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """A CSV file of per-image results that was read.
+
+    Args:
+        path: the CSV file.
+        card: what the results depend on, see `threat_model_card`.
+        index: [N] the images' indices, rising.
+        label: [N].
+        scores: name -> [N] in [0, 1]; "clean", each attack, and "worst", the strongest of them by
+            `worst_case`.
+        checksum: [N] CRC-32 of the images.
+    """
+
+    path: Path
+    card: dict[str, Any]
+    index: Tensor
+    label: Tensor
+    scores: dict[str, Tensor]
+    checksum: Tensor
+
+    @property
+    def attacks(self) -> list[str]:
+        """The attacks' names."""
+        return [name for name in self.scores if name not in ("clean", "worst")]
+
+
+def read_result_file(path: Path | str) -> ResultFile:
+    """Read the per-image results of an evaluation.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: the file is of another kind, or has no card.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no record {path}")
+    try:
+        card = json.loads(path.with_suffix(".json").read_text())
+        with path.open(newline="") as file:
+            head, *lines = list(csv.reader(file))
+        columns = {name: [line[head.index(name)] for line in lines] for name in head}
+        index, label, checksum = (
+            torch.tensor([int(cell) for cell in columns[name]], dtype=torch.int64)
+            for name in ("index", "label", "checksum")
+        )
+        scores = {
+            name: torch.tensor([float(cell) for cell in columns[name]], dtype=torch.float64)
+            for name in ("clean", *card["attacks"], "worst")
+        }
+    except FileNotFoundError as error:
+        card_path = path.with_suffix(".json")
+        raise ValueError(f"{path} is not a record: it has no card {card_path.name}") from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{path} is not a record of an evaluation: {error}") from error
+    return ResultFile(path, card, index, label, scores, checksum)

@@ -1,0 +1,289 @@
+"""The protocol between attacker and defender: who sees what, who adapts, in which rounds."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks import Attack, evaluating
+from lightning_rob.defenses import Defense
+from lightning_rob.precision import in_float32
+from lightning_rob.randomness import Generator, Streams, derive_seed, seeded_global_rng
+from lightning_rob.threat import Threat
+
+ROUNDING = 1e-5  # of a pixel's range: float32 arithmetic may add this much to a perturbation
+
+
+class AttackerDefenderSession:
+    """One attack against one defense, round after round.
+
+    In each round the attacker perturbs a batch. It knows all of the defense but its private
+    randomness. The defense adapts to the perturbed batch, without labels, and predicts. A
+    stateful defense keeps its new state for the next round. The attacker does not see that state;
+    if it attacks more than the unadapted network, it adapts a copy of the defender of its own,
+    with randomness of its own.
+
+    Args:
+        attack: its threat bounds the perturbations.
+        defense: the defender before the first round; it is not changed.
+        *keys: seed of the attack's noise: a seed, a repeat, a name.
+        private: seed of the defender's randomness; None takes `keys`. Sessions that share it meet
+            the same defender, so that their scores differ by the attacks alone.
+        draws: number of defenders, each with randomness of its own, that predict the same
+            perturbed batch.
+        attacker_sees_state: attack the defender's current state, not the attacker's own copy.
+
+    Raises:
+        ValueError: several defenders, and an attacker who sees the state of one.
+    """
+
+    def __init__(
+        self,
+        attack: Attack,
+        defense: Defense,
+        *keys: int,
+        private: tuple[int, ...] | None = None,
+        draws: int = 1,
+        attacker_sees_state: bool = False,
+    ) -> None:
+        if attacker_sees_state and draws > 1:
+            raise ValueError(
+                f"an attacker who sees the defender's state plays against one: "
+                f"got attacker_sees_state with {draws} private draws"
+            )
+        self.strategies = attack.strategies(defense)
+        self.keys = keys
+        self.private = keys if private is None else private
+        self.attacker_sees_state = attacker_sees_state
+        self.defenders = [[defense] * draws for _ in self.strategies]
+        self.rehearsals: list[Defense] = [defense] * len(self.strategies)
+
+    def step(
+        self, x: Tensor, y: Tensor, index: Tensor, inferences: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Attack one batch, let the defense adapt to it, and predict.
+
+        Args:
+            x: [B, C, H, W] images.
+            y: [B] labels.
+            index: [B] the images' indices, by which all noise is keyed.
+            inferences: R, the number of predictions each defender makes of each perturbed image.
+
+        Returns:
+            The perturbed images [B, C, H, W], of the most probable strategy if the attack mixes
+            several, and the probability of each class [draws * R, B, K], the mean over strategies.
+
+        Raises:
+            RuntimeError: the attack left its threat.
+        """
+        turns = range(len(self.strategies))
+        own = torch.Generator().manual_seed(derive_seed(*self.keys, 5, *index.tolist()))
+        # Networks may draw noise from torch's global stream; adaptation is in full float32 too.
+        with seeded_global_rng(own, x.device), in_float32():
+            outcomes = [self._step_strategy(i, x, y, index, inferences) for i in turns]
+        likeliest = max(turns, key=lambda i: self.strategies[i][0])
+        shares = [p for p, _ in self.strategies]
+        expected = [p * found for p, (_, found) in zip(shares, outcomes, strict=True)]
+        return outcomes[likeliest][0], torch.stack(expected).sum(0)
+
+    def _step_strategy(
+        self, turn: int, x: Tensor, y: Tensor, index: Tensor, inferences: int
+    ) -> tuple[Tensor, Tensor]:
+        """One strategy: the perturbed images and the probability of each class."""
+        attack, defenders = self.strategies[turn][1], self.defenders[turn]
+        seen = defenders[0] if self.attacker_sees_state else self.rehearsals[turn]
+        x_adv = attack(seen, x, y, Streams.from_index(index, *self.keys, 0))
+        check_within(attack, x_adv, x)
+        found = []
+        for draw, defender in enumerate(defenders):
+            # The defender's randomness is its own: no attack has seen this generator.
+            private = self._generator(index, 1, draw)
+            final = defender.adapt(x_adv, private)
+            noise = Streams.from_index(index, *_of_draw(self.private, 2, draw))
+            found.append(predictions(final, x_adv, noise, inferences))
+            if defender.stateful:
+                defenders[draw] = final.after_batch(private)
+        rehearses = not (self.attacker_sees_state or attack.ignores_state)
+        if defenders[0].stateful and rehearses:
+            generator = self._generator(index, 3)
+            self.rehearsals[turn] = seen.adapt(x_adv, generator).after_batch(generator)
+        return x_adv, torch.cat(found)
+
+    def _generator(self, index: Tensor, key: int, draw: int = 0) -> torch.Generator:
+        keys = self.keys if key == 3 else self.private
+        seed = derive_seed(*_of_draw(keys, key, draw), *index.tolist())
+        return torch.Generator().manual_seed(seed)
+
+
+def _of_draw(keys: tuple[int, ...], key: int, draw: int) -> tuple[int, ...]:
+    """Seeds of the defender's randomness; the first draw's are those of a single one."""
+    return (*keys, key) if draw == 0 else (*keys, key, -draw)
+
+
+def evaluate_once(
+    attack: Attack,
+    defense: Defense,
+    x: Tensor,
+    y: Tensor,
+    index: Tensor,
+    *keys: int,
+    inferences: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Attack one batch, let the defense adapt to it, and predict.
+
+    See `AttackerDefenderSession` for the arguments and `AttackerDefenderSession.step` for the
+    returned values.
+    """
+    return AttackerDefenderSession(attack, defense, *keys).step(x, y, index, inferences)
+
+
+@dataclass(frozen=True)
+class NoAttack(Attack):
+    """Return the images unchanged.
+
+    Args:
+        threat: the threat of the other attacks; its bounds hold for the images.
+    """
+
+    ignores_state: ClassVar[bool] = True
+    threat: Threat
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the same images [B, C, H, W]."""
+        return x
+
+
+def predictions(defense: Defense, x: Tensor, noise: Streams, inferences: int = 1) -> Tensor:
+    """Return the probability of each class [R, B, K], in eval mode.
+
+    A network that draws noise from torch's global streams draws the same for the same `noise`.
+    """
+    parts = [noise, *(noise.fold_in(again) for again in range(1, inferences))]
+    own = torch.Generator().manual_seed(derive_seed(noise.batch_key, *noise.keys.tolist()))
+    with evaluating(defense), torch.no_grad(), seeded_global_rng(own, x.device):
+        return torch.stack([defense(x, part) for part in parts])
+
+
+def check_within(attack: Attack, x_adv: Tensor, x: Tensor) -> None:
+    """Raise RuntimeError if a perturbation is larger than the threat allows."""
+    size = attack.threat.distance(x_adv, x)
+    allowed = attack.threat.eps * (1 + 1e-4) + ROUNDING
+    low, high = attack.threat.bounds
+    inside = (x_adv >= low - ROUNDING).all() and (x_adv <= high + ROUNDING).all()
+    if not ((size <= allowed).all() and inside):
+        raise RuntimeError(
+            f"{type(attack).__name__} left its threat {attack.threat}: "
+            f"largest perturbation {float(size.max()):.6g}"
+        )
+
+
+@dataclass(frozen=True)
+class RoundProtocol:
+    """The rounds in which a defense that adapts to the test batch is attacked.
+
+    Args:
+        order: "natural", the order of the data set or, of a part of the images, a random one by
+            the seed; or "by_label", in which every two consecutive rounds are sorted by label, so
+            that a round has few classes (Chen et al. 2022, Table 5).
+        images: images in a round; None is the batch size of the evaluation.
+        attacker_sees_state: show the attacker the state of a stateful defense; otherwise it knows
+            only the state of its own rehearsal.
+
+    Raises:
+        ValueError: another order, or rounds without images.
+    """
+
+    order: Literal["natural", "by_label"] = "natural"
+    images: int | None = None
+    attacker_sees_state: bool = False
+
+    def __post_init__(self) -> None:
+        if self.order not in ("natural", "by_label"):
+            raise ValueError(f"order must be 'natural' or 'by_label', got {self.order!r}")
+        if self.images is not None and self.images < 1:
+            raise ValueError(f"images must be at least 1, got {self.images}")
+
+    def size(self, loader: Any) -> int:
+        """Return the number of images in a round of this loader.
+
+        Raises:
+            ValueError: neither the protocol nor the loader says it.
+        """
+        size = self.images or getattr(loader, "batch_size", None)
+        if size is None:
+            raise ValueError("the loader has no batch size to make rounds of: give protocol.images")
+        return int(size)
+
+    def rounds(
+        self, loader: Any, order: Tensor, rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple[Tensor, Any]]:
+        """Yield the rounds of one process: positions, and the batch as the loader would collate it.
+
+        The images of a round do not depend on the number of processes.
+
+        Args:
+            loader: its data set is evaluated.
+            order: [N] positions in the data set.
+            rank: number of this process.
+            world_size: number of processes that share the rounds.
+        """
+        size = self.size(loader)
+        for number in range(rank, -(-len(order) // size), world_size):
+            positions = self._round(loader, order, number, size)
+            yield positions, fetch(loader, positions)
+
+    def _round(self, loader: Any, order: Tensor, number: int, size: int) -> Tensor:
+        """The positions of a round."""
+        if self.order == "natural":
+            return order[number * size : (number + 1) * size]
+        start = number // 2 * 2 * size
+        window = order[start : start + 2 * size]
+        window = window[fetch(loader, window)[1].argsort(stable=True)]
+        return window[:size] if number % 2 == 0 else window[size:]
+
+    def check(self, loader: Any, images: int, processes: int) -> None:
+        """Raise ValueError if the rounds cannot be shared; see `check_rounds`."""
+        check_rounds(-(-images // self.size(loader)), processes, images)
+
+    def describe(self, defense: Defense, images: int, processes: int = 1) -> dict[str, Any]:
+        """Return the protocol as a record has it.
+
+        Args:
+            defense: the defender.
+            images: images in a round.
+            processes: number of processes; each plays a sequence of its own.
+        """
+        described: dict[str, Any] = {"order": self.order, "images": images}
+        described["defender"] = "stateful" if defense.stateful else "stateless"
+        if defense.stateful:
+            sees = "sees its state" if self.attacker_sees_state else "rehearses its state"
+            described |= {"attacker": sees, "sequences": processes}
+        return described
+
+
+def fetch(loader: Any, positions: Tensor | Sequence[int]) -> Any:
+    """Return the images at these positions of a loader's data set, as a batch of the loader."""
+    places = torch.as_tensor(positions).tolist()
+    many = getattr(loader.dataset, "__getitems__", None)
+    return loader.collate_fn(many(places) if many else [loader.dataset[i] for i in places])
+
+
+def check_rounds(rounds: int, processes: int, images: int) -> None:
+    """Raise ValueError for one round and several processes, before any of them starts to wait.
+
+    A round is played by one process. The others would wait for it in the next collective, until
+    their time-out ends the run, hours into the attack.
+
+    Args:
+        rounds: number of rounds, on all processes together.
+        processes: number of processes that share them.
+        images: number of images, in all rounds together.
+    """
+    if rounds == 1 < processes:
+        raise ValueError(
+            f"all {images} images make one round, which one of {processes} processes plays while "
+            "the others wait for it and time out: start one process (--trainer.devices=1), or "
+            f"play smaller rounds, protocol.images={-(-images // processes)} or fewer"
+        )

@@ -1,0 +1,152 @@
+"""Records of evaluations: lines of JSON that follow `record.schema.json`.
+
+Every record has a `schema`, the version of the format, and a `kind`. Attacks and threats are
+{"class_path": …, "init_args": {…}}. A number that is not finite is null, for JSON has none.
+"""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from lightning_rob.attacks import Attack
+from lightning_rob.attacks.base import inner_attacks, walk
+from lightning_rob.identity import attack_spec
+from lightning_rob.metrics import wilson_over_draws
+
+SCHEMA = 1
+SCHEMA_FILE = Path(__file__).with_name("record.schema.json")
+# Distinguishes the evaluations of this process from those of others in the same folder.
+SESSION = f"{datetime.now().astimezone().isoformat(timespec='seconds')} {os.getpid()}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Accuracy under one attack.
+
+    Args:
+        name: the attack's name.
+        accuracy: in [0, 1].
+        interval: its 95 % interval.
+        n: number of images.
+        seconds: the attack took, on this process.
+        details: other fields of the record.
+    """
+
+    name: str
+    accuracy: float
+    interval: tuple[float, float]
+    n: int
+    seconds: float
+    details: dict[str, Any]
+
+    def record(self) -> dict[str, Any]:
+        """Return the record as plain data."""
+        fields = asdict(self)
+        head = {"kind": "accuracy", "name": fields.pop("name"), **fields.pop("details")}
+        return with_schema(head | fields)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Self:
+        """Return the result of which this is the record.
+
+        Raises:
+            KeyError, TypeError, ValueError: the record is of another kind.
+        """
+        details = {name: v for name, v in record.items() if name not in ("schema", "kind")}
+        accuracy, (low, high) = (details.pop(name) for name in ("accuracy", "interval"))
+        low, high, accuracy = (math.nan if v is None else v for v in (low, high, accuracy))
+        name, n, seconds = (details.pop(name) for name in ("name", "n", "seconds"))
+        return cls(name, accuracy, (low, high), n, seconds, details)
+
+
+def measured(
+    name: str,
+    scores: Tensor,
+    seconds: float,
+    details: dict[str, Any],
+    draws: Tensor | None = None,
+) -> Result:
+    """Return the mean of images' scores [N], NaN without images, and its interval.
+
+    Args:
+        name: the attack's.
+        scores: [N] in [0, 1].
+        seconds: the attack took.
+        details: other fields of the record.
+        draws: [N, D] the scores by private draw, if the interval is to cover their randomness too.
+    """
+    n, accuracy = len(scores), float(scores.mean()) if len(scores) else float("nan")
+    by_draw = [accuracy] if draws is None or not n else draws.mean(0).tolist()
+    return Result(name, accuracy, wilson_over_draws(by_draw, n), n, seconds, details)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that a result depends on."""
+    return {name: version(name) for name in ("lightning-rob", "torch", "lightning", "torchvision")}
+
+
+def threat_model_card(attack: Attack) -> dict[str, Any]:
+    """Return what an attacker may do and knows.
+
+    Returns:
+        Norm and radius; steps, restarts and draws where the attack or a part of it has them; the
+        attacker's knowledge; and the attack with all its arguments.
+    """
+    threat, every = attack.threat, list(walk(attack))
+    card: dict[str, Any] = {
+        "norm": str(threat.norm),
+        "eps": threat.eps,
+        "relative": threat.relative,
+        "bounds": list(threat.bounds),
+    }
+    for name in ("steps", "restarts", "draws"):
+        values = [getattr(part, name) for part in every if getattr(part, name, None) is not None]
+        card[name] = max(values, default=None)
+    return card | {"knowledge": knowledge_of(attack), "attack": attack_spec(attack)}
+
+
+def knowledge_of(attack: Attack) -> str:
+    """Return what the attacker knows; for attacks made of others, what these know."""
+    if attack.knowledge != Attack.knowledge:
+        return attack.knowledge
+    known = dict.fromkeys(map(knowledge_of, inner_attacks(attack)))
+    return "; ".join(known) or attack.knowledge
+
+
+def with_schema(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record with the version of its format, as data that JSON can hold."""
+    content: dict[str, Any] = _json_ready({"schema": SCHEMA, **record})
+    return content
+
+
+def _json_ready(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {str(key): _json_ready(part) for key, part in content.items()}
+    if isinstance(content, list | tuple):
+        return [_json_ready(part) for part in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append a line of JSON per record to a file, created if necessary: all of them or none.
+
+    Raises:
+        OSError: there is no space for them.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(with_schema(record), allow_nan=False) for record in records)
+    content = "".join(line + "\n" for line in lines).encode()
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        if file.write(content) < len(content):
+            file.truncate(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

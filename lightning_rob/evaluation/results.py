@@ -1,0 +1,201 @@
+"""Per-image scores of one evaluation, with accuracies, intervals and comparisons."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks import Attack
+from lightning_rob.evaluation.per_image import PerImageRows, write_result_file
+from lightning_rob.evaluation.records import Result, measured, threat_model_card
+from lightning_rob.evaluation.worst import Worst, worst_case
+from lightning_rob.identity import attack_spec
+from lightning_rob.metrics import Paired, paired, student
+from lightning_rob.tables import table_text
+
+CLEAN, WORST = "clean", "worst"
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Scores of a defense on clean images and under each attack.
+
+    Args:
+        attacks: name -> attack, in the order in which they ran.
+        rows: N images' labels, scores, predictions and sizes of perturbations.
+        private_draws: defenders that adapted to each perturbed batch; 1 for static defenses.
+        random: whether the defense predicts at random.
+        joint: whether predictions depend on the whole batch (transductive defenses).
+        stateful: whether the defender keeps its state from round to round.
+        draws: S, the number of classifiers in each prediction.
+        seconds: name -> run time of the attack on this process.
+        details: the settings of the evaluation, for its records.
+    """
+
+    attacks: Mapping[str, Attack]
+    rows: PerImageRows
+    private_draws: int = 1
+    random: bool = False
+    joint: bool = False
+    stateful: bool = False
+    draws: int = 1
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the columns: "clean" and the attacks."""
+        return [CLEAN, *self.attacks]
+
+    @property
+    def index(self) -> Tensor:
+        """The images' indices [N], rising."""
+        return self.rows.index
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """The probability of a right prediction [N, 1 + A, R]: clean, then each attack.
+
+        The R columns are independent draws where there are several: inferences of a static
+        defense, or private draws of one that adapts, whose inferences share one adapted network.
+        """
+        scores = self.rows.scores
+        if not self.joint:
+            return scores
+        shape = (*scores.shape[:2], self.private_draws, -1)
+        return scores.reshape(shape).mean(3)
+
+    @cached_property
+    def worst(self) -> Worst:
+        """The scores under the strongest attack; see `worst_case`."""
+        return worst_over([self])
+
+    def per_image(self, name: str) -> Tensor:
+        """Return the scores [N] under an attack, "clean" or "worst", the mean over draws.
+
+        Raises:
+            KeyError: no attack has this name.
+        """
+        if name == WORST:
+            return self.worst.scores.mean(1)
+        if name not in self.names:
+            raise KeyError(f"no attack is called {name!r}: choose from {', '.join(self.names)}")
+        return self.scores[:, self.names.index(name)].mean(1)
+
+    def accuracy(self, name: str) -> float:
+        """Return the accuracy in [0, 1] under an attack, "clean" or "worst"."""
+        return self.measurement(name).accuracy
+
+    def interval(self, name: str) -> tuple[float, float]:
+        """Return the 95 % interval of the accuracy; `covers` says which randomness it holds."""
+        return self.measurement(name).interval
+
+    def compare(self, first: str, second: str) -> Paired:
+        """Compare two columns image by image: the second minus the first; see `metrics.paired`."""
+        return paired(self.per_image(first), self.per_image(second))
+
+    @property
+    def covers(self) -> str:
+        """The randomness that the intervals hold."""
+        if self.private_draws > 1:
+            return "images and private draws"
+        if not self.joint:
+            return "images and inferences" if self.random else "images"
+        return "images, as if rounds were independent" if self.stateful else "images"
+
+    def measurement(self, name: str, reference: "EvaluationResult | None" = None) -> Result:
+        """Return the row of the table for one column, with all that its record holds.
+
+        Args:
+            name: "clean", "worst" or an attack.
+            reference: a result on the same defense; its first attack is compared with this one
+                where the images are the same.
+        """
+        details = {**self.details, "random": self.random, "interval_covers": self.covers}
+        if name == WORST:
+            return _worst_measurement([self], details)
+        place = self.names.index(name) if name in self.names else 0
+        draws = self.scores[:, place]
+        if name in self.attacks:
+            attack = self.attacks[name]
+            details |= {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
+            details |= {"ball": str(attack.threat)} | self._against(name, reference or self)
+        if draws.shape[1] > 1 and len(draws):
+            over = "over_inferences" if self.private_draws == 1 else "over_private_draws"
+            details[over] = student(draws.mean(0).tolist())
+        seconds = self.seconds.get(name, 0.0)
+        by_draw = draws if self.private_draws > 1 else None
+        return measured(name, self.per_image(name), seconds, details, by_draw)
+
+    def _against(self, name: str, reference: "EvaluationResult") -> dict[str, Any]:
+        """The paired comparison with the reference's first attack, on the same images."""
+        first = next(iter(reference.attacks))
+        same = torch.equal(reference.index, self.index) and reference.joint == self.joint
+        if (reference is self and name == first) or not same:
+            return {}
+        compared = paired(reference.per_image(first), self.per_image(name))
+        return {"against": {"attack": first, **asdict(compared)}}
+
+    def measurements(self, reference: "EvaluationResult | None" = None) -> list[Result]:
+        """Return the rows of clean images and each attack, without "worst"."""
+        return [self.measurement(name, reference) for name in self.names]
+
+    def table(self, title: str = "") -> str:
+        """Return the table of accuracies with their intervals, for a terminal."""
+        return table_text(title, [*self.measurements(), self.measurement(WORST)])
+
+    def card(self) -> dict[str, Any]:
+        """Return what identifies the evaluation: settings, threat model of each attack, worst."""
+        attacks = {name: threat_model_card(attack) for name, attack in self.attacks.items()}
+        known = {"attacks": attacks, "random": self.random, "worst": self.worst.choice}
+        return {**self.details, **known}
+
+    def save(self, path: Path | str, card: Mapping[str, Any] | None = None) -> None:
+        """Write the per-image scores as CSV and, beside it, the card as JSON.
+
+        Args:
+            path: the CSV file.
+            card: what else belongs in the card.
+        """
+        worst = self.per_image(WORST)
+        write_result_file(
+            Path(path), self.names, self.rows, self.draws, self.card() | dict(card or {}), worst
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def worst_over(results: Sequence[EvaluationResult]) -> Worst:
+    """Return the scores under the strongest attack of several evaluations of one defense."""
+    tables = [(result.index, result.scores) for result in results]
+    return worst_case(
+        tables,
+        random=any(result.random for result in results),
+        joint=any(result.joint for result in results),
+    )
+
+
+def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
+    """Return the row of the strongest attack over several evaluations of one defense.
+
+    Args:
+        results: on the same defense; the details of the record are those of the last.
+    """
+    last = results[-1]
+    details = {**last.details, "random": last.random, "interval_covers": last.covers}
+    return _worst_measurement(results, details)
+
+
+def _worst_measurement(results: Sequence[EvaluationResult], details: dict[str, Any]) -> Result:
+    worst = results[0].worst if len(results) == 1 else worst_over(results)
+    attacks = [(name, attack) for result in results for name, attack in result.attacks.items()]
+    balls = {str(attack.threat) for _, attack in attacks}
+    ball = balls.pop() if len(balls) == 1 else "several!"
+    details |= {"choice": worst.choice, "over": [name for name, _ in attacks], "ball": ball}
+    draws = worst.scores if results[-1].private_draws > 1 else None
+    return measured(WORST, worst.scores.mean(1), 0.0, details, draws)

@@ -1,0 +1,175 @@
+"""Identity of attacks, modules and data: as readable plain data, as fingerprints, as cache keys."""
+
+import hashlib
+import inspect
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import fields, is_dataclass
+from functools import partial
+from pathlib import PurePath
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+DIGITS = 16  # hexadecimal digits of a fingerprint or key
+TORCH_ATTRIBUTES = set(vars(nn.Module())) | {"training"}
+# Stands for an object without a description, so that no other process takes it for one of its own.
+PROCESS = f"process {uuid4().hex}"
+
+
+def import_path(value: Any) -> str:
+    """Return the shortest path under which a class or function can be imported."""
+    module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
+    parts = module.split(".")
+    for count in range(1, len(parts)):
+        package = ".".join(parts[:count])
+        if getattr(sys.modules.get(package), name, None) is value:
+            return f"{package}.{name}"
+    return f"{module}.{name}"
+
+
+def attack_spec(value: Any) -> Any:
+    """Return an attack with all its arguments as plain data, ready for JSON and for recipes.
+
+    Args:
+        value: an attack, or anything that is an argument of one.
+
+    Returns:
+        {"class_path": …, "init_args": {…}} for an attack, threat or other object, the import path
+        for a function such as the objective, and numbers, texts, lists and mappings as themselves.
+        An infinite number is the text "inf", for JSON has none.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): attack_spec(part) for key, part in value.items()}
+    if isinstance(value, Sequence | AbstractSet):
+        return [attack_spec(part) for part in value]
+    if isinstance(value, type) or inspect.isroutine(value):
+        return import_path(value)
+    if isinstance(value, PurePath | torch.device | torch.dtype | Tensor | np.ndarray):
+        return str(value)
+    if isinstance(value, partial):
+        arguments = {"args": list(value.args), **value.keywords}
+        return {"class_path": import_path(value.func), "init_args": attack_spec(arguments)}
+    if is_dataclass(value):
+        arguments = {
+            field.name: getattr(value, field.name) for field in fields(value) if field.init
+        }
+    else:
+        arguments = _public_attributes(value)
+    return {"class_path": import_path(type(value)), "init_args": attack_spec(arguments)}
+
+
+def to_plain_data(value: Any) -> Any:
+    """Return plain data that is equal for equal values and differs for all others.
+
+    Functions are represented by their code, arrays by a digest, objects by class and attributes.
+    An object that has none of these is represented by a text that no other process produces.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, Tensor | np.ndarray):
+        return _tensor_digest(torch.as_tensor(value))
+    if isinstance(value, Mapping):
+        return sorted((to_plain_data(key), to_plain_data(part)) for key, part in value.items())
+    if isinstance(value, AbstractSet):
+        return sorted(map(str, map(to_plain_data, value)))
+    if isinstance(value, Sequence):
+        return [to_plain_data(part) for part in value]
+    if isinstance(value, PurePath | torch.device | torch.dtype | torch.Size):
+        return str(value)
+    if isinstance(value, partial):
+        return ["partial", *map(to_plain_data, (value.func, value.args, value.keywords))]
+    if isinstance(value, type) or inspect.isroutine(value):
+        return _routine(value)
+    return _object(value)
+
+
+def _routine(value: Any) -> Any:
+    """Return a class by its name, a function by its code, defaults and closure."""
+    name = f"{getattr(value, '__module__', '')}.{value.__qualname__}"
+    if inspect.isfunction(value):
+        closure = [cell.cell_contents for cell in value.__closure__ or ()]
+        return [name, _code(value.__code__), *map(to_plain_data, (value.__defaults__, closure))]
+    if inspect.ismethod(value):
+        return [to_plain_data(value.__func__), type(value.__self__).__qualname__]
+    return name
+
+
+def _object(value: Any) -> Any:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, nn.Module):
+        children = [(name, to_plain_data(part)) for name, part in value.named_children()]
+        return [kind, to_plain_data(_public_attributes(value)), children]
+    if is_dataclass(value):
+        return [kind, [(f.name, to_plain_data(getattr(value, f.name))) for f in fields(value)]]
+    if isinstance(getattr(value, "__dict__", None), dict) and vars(value):
+        return [kind, to_plain_data(_public_attributes(value))]
+    text = repr(value)
+    return [kind, PROCESS if " at 0x" in text else text]
+
+
+def _public_attributes(value: Any) -> dict[str, Any]:
+    """Return an object's arguments, without private state and torch's bookkeeping."""
+    own = vars(value) if hasattr(value, "__dict__") else {}
+    return {k: v for k, v in own.items() if k not in TORCH_ATTRIBUTES and not k.startswith("_")}
+
+
+def _code(code: Any) -> str:
+    """Return a digest of a function's code and of the functions defined inside it."""
+    constants = [_code(c) if inspect.iscode(c) else repr(c) for c in code.co_consts]
+    text = f"{code.co_code.hex()} {code.co_names} {constants}"
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+def _tensor_digest(tensor: Tensor) -> str:
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    kind = f"{tensor.dtype} {list(tensor.shape)}"
+    return f"{kind} {hashlib.sha256(content).hexdigest()}"
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return a digest of a module: layers, arguments, rule, weights, buffers.
+
+    Args:
+        module: a network or a defense.
+    """
+    try:
+        arguments = to_plain_data(module)
+    except RecursionError:  # an object that holds itself
+        arguments = PROCESS
+    layers = re.sub(r"<function ([\w.<>]+) at 0x[0-9a-f]+>", r"\1", repr(module))
+    digest = hashlib.sha256(f"{layers} {arguments}".encode())
+    # Not the state dict: normalisation and sampling probabilities are buffers that it leaves out.
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        digest.update(f"{name} {_tensor_digest(tensor)}".encode())
+    return digest.hexdigest()[:DIGITS]
+
+
+def cache_key(**circumstances: Any) -> str:
+    """Return a name for everything that a stored result depends on.
+
+    Args:
+        **circumstances: attacks, settings and arrays; of modules give the `fingerprint`.
+    """
+    text = json.dumps(to_plain_data(circumstances))
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+def check_describable(value: Any) -> None:
+    """Raise ValueError where a value has no description, so that a cache would never find it."""
+    if PROCESS in str(to_plain_data(value)):
+        raise ValueError(
+            f"files in a cache are named after what they depend on, and {value!r} does not tell "
+            "what it does: make it a frozen dataclass or a named function, or give no cache"
+        )

@@ -1,0 +1,204 @@
+"""Transfer between the members of an ensemble: does an attack on one member fool another?"""
+
+from abc import abstractmethod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+from torchmetrics import Metric
+
+DARK = 0.7  # values from which white has more contrast with the shade than black
+
+
+def transfer_matrix(predictions: Tensor, y: Tensor) -> Tensor:
+    """Compute the cross-robustness matrix of an ensemble (ARC paper, Fig. 10a).
+
+    Args:
+        predictions: [M, M, B, K], by [i, j] the class probabilities of member i on the images that
+            attack member j alone.
+        y: [B] labels.
+
+    Returns:
+        [M, M] float64: entry [i, j] is the accuracy of member i on images that attack member j. The
+        diagonal is each member's robustness; a high accuracy beside it is a failure to transfer.
+    """
+    return _correct(predictions, y).mean(-1)
+
+
+class Transfer(NamedTuple):
+    """Transferability between the members of an ensemble.
+
+    Args:
+        matrix: [M, M] float64, by [source, target] the share of the images that fool the source,
+            which they attack, that fool the target too; NaN if there are none.
+        counts: [M] float64, the number of images that fool the source that they attack.
+    """
+
+    matrix: Tensor
+    counts: Tensor
+
+
+def transferability(predictions: Tensor, y: Tensor) -> Transfer:
+    """Compute the transferability of adversarial images (Liao et al. 2020, Table 3).
+
+    Random members are assumed to draw independently of each other; the results are expectations
+    then. An image that fools the source by a draw fools it by that very draw: the diagonal is 1.
+
+    Args:
+        predictions: [M, M, B, K], by [i, j] the class probabilities of member i on the images that
+            attack member j alone, as for `transfer_matrix`; the result is transposed to that.
+        y: [B] labels.
+
+    Returns:
+        The shares and the numbers of images they refer to.
+    """
+    return _shares(_fooled_both(predictions, y).sum(-1))
+
+
+def transfer_ranking(accuracy: Tensor) -> list[int]:
+    """Rank members by how well attacks on them transfer (Liao et al. 2020, Algorithm 2).
+
+    The criterion is the mean accuracy of the other members on images that attack a member, the
+    lowest first, ties by order. Line 8 of the algorithm scores a member on its own images, which
+    measures how weak it is; the text of the paper means the accuracy of the others.
+
+    Args:
+        accuracy: [M, M] entry [i, j] is the accuracy of member i on images that attack member j,
+            as of `transfer_matrix`.
+
+    Returns:
+        The M members, the most transferable first.
+
+    Raises:
+        ValueError: not a square of numbers.
+    """
+    if accuracy.dim() != 2 or len(accuracy) != accuracy.shape[1] or accuracy.isnan().any():
+        raise ValueError(f"accuracy must be [M, M] and known, got {accuracy.tolist()}")
+    others = accuracy.double().masked_fill(torch.eye(len(accuracy)).to(accuracy).bool(), 0)
+    # The order of a sum changes its last digits; rounding keeps equal members in their order.
+    order: list[int] = others.sum(0).round(decimals=9).argsort(stable=True).tolist()
+    return order
+
+
+def _correct(predictions: Tensor, y: Tensor) -> Tensor:
+    """Return the probability of the label, [..., B, K] -> [..., B]."""
+    labels = y.expand(predictions.shape[:-1]).unsqueeze(-1)
+    return predictions.gather(-1, labels).squeeze(-1).double()
+
+
+def _fooled_both(predictions: Tensor, y: Tensor) -> Tensor:
+    """Return the probability that an image fools source and target: [M, M, B, K] -> [M, M, B]."""
+    fooled = 1 - _correct(predictions, y)
+    source = fooled.diagonal().permute(1, 0)[:, None]
+    itself = torch.eye(len(fooled), dtype=torch.bool, device=fooled.device)[..., None]
+    return torch.where(itself, source, source * fooled.transpose(0, 1))
+
+
+def _shares(fooled: Tensor) -> Transfer:
+    counts = fooled.diagonal().clone()
+    return Transfer(fooled / counts[:, None], counts)
+
+
+class _MemberPairs(Metric):
+    """Base class of the metrics over pairs of members.
+
+    Args:
+        members: M, the number of members.
+    """
+
+    is_differentiable = False
+    full_state_update = False
+    row_label: str
+    column_label: str
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, members: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.members = members
+        zeros = torch.zeros(members, members, dtype=torch.float64)
+        self.add_state("total", zeros, dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, predictions: Tensor, y: Tensor) -> None:
+        """Add a batch: predictions [M, M, B, K], labels [B].
+
+        Raises:
+            ValueError: the predictions are of another number of members.
+        """
+        if predictions.shape[:2] != (self.members, self.members):
+            raise ValueError(
+                f"predictions must be [{self.members}, {self.members}, B, K], "
+                f"got {list(predictions.shape)}"
+            )
+        self.total += self._per_image(predictions, y).sum(-1)
+        self.count += len(y)
+
+    @abstractmethod
+    def _per_image(self, predictions: Tensor, y: Tensor) -> Tensor:
+        """Return the numbers that are summed over images, [M, M, B]."""
+
+    def _plot_matrix(self, matrix: Tensor, ax: Axes | None) -> tuple[Figure | None, Axes]:
+        figure, ax = plt.subplots(layout="constrained") if ax is None else (None, ax)
+        # `compute` squeezes a single number.
+        values = matrix.reshape(self.members, self.members).cpu().numpy()
+        ax.imshow(values, cmap="Blues", vmin=0, vmax=1)
+        for (i, j), value in np.ndenumerate(values):
+            color = "white" if value > DARK else "black"
+            ax.text(j, i, f"{value:.2f}", ha="center", va="center", color=color)
+        names = [str(i + 1) for i in range(self.members)]
+        ax.set_xticks(range(self.members), names)
+        ax.set_yticks(range(self.members), names)
+        ax.set_xlabel(self.column_label)
+        ax.set_ylabel(self.row_label)
+        return figure, ax
+
+
+class TransferMatrix(_MemberPairs):
+    """`transfer_matrix` over all batches and processes.
+
+    Args:
+        members: M, the number of members.
+    """
+
+    row_label = "predicting member"
+    column_label = "attacked member"
+
+    def _per_image(self, predictions: Tensor, y: Tensor) -> Tensor:
+        return _correct(predictions, y)
+
+    def compute(self) -> Tensor:
+        """Return the accuracies over all images: [M, M] float64; a scalar if M is 1."""
+        return self.total / self.count
+
+    def plot(self, val: Tensor | None = None, ax: Axes | None = None) -> tuple[Figure | None, Axes]:
+        """Draw the accuracies as a heat map; see `torchmetrics.Metric.plot`."""
+        return self._plot_matrix(self.compute() if val is None else val, ax)
+
+
+class Transferability(_MemberPairs):
+    """`transferability` over all batches and processes.
+
+    Args:
+        members: M, the number of members.
+    """
+
+    row_label = "source (attacked)"
+    column_label = "target"
+
+    def _per_image(self, predictions: Tensor, y: Tensor) -> Tensor:
+        return _fooled_both(predictions, y)
+
+    def compute(self) -> Transfer:
+        """Return the shares and counts over all images; scalars if M is 1."""
+        return _shares(self.total)
+
+    def plot(
+        self, val: Transfer | None = None, ax: Axes | None = None
+    ) -> tuple[Figure | None, Axes]:
+        """Draw the shares as a heat map; see `torchmetrics.Metric.plot`."""
+        return self._plot_matrix((self.compute() if val is None else val)[0], ax)

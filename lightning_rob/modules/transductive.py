@@ -1,0 +1,119 @@
+"""Training of the networks of the transductive defenses DANN and TADV as ordinary runs."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_rob.attacks import Attack
+from lightning_rob.defenses import Single
+from lightning_rob.defenses.dann import check_parts, domain_adversarial_loss, reversal_weight
+from lightning_rob.defenses.tadv import check_fraction, half_adversarial
+from lightning_rob.modules.base import RobustModule
+
+
+@final
+class DANN(RobustModule):
+    """Train features that separate the classes but not the domains (Ganin et al. 2016).
+
+    `lightning_rob.defenses.DANN` does this for each test batch. Here it is one run, under any
+    strategy and evaluated every epoch, on the data of `SourceTargetData`. The result is a plain
+    network.
+
+    Args:
+        net: builds the network, [B, C, H, W] -> [B, K] with `features`, `classify` and `domain`,
+            such as `DANNNet`.
+        scale: final weight of the reversed gradient, which grows from 0 over the steps of the run;
+            Chen et al. (2022) use 0.1 for MNIST and 1 for CIFAR-10.
+        optimizer: parameters -> optimizer.
+        lr_scheduler: optimizer -> schedule, stepped once an epoch.
+
+    Raises:
+        TypeError: the network has no such parts.
+        ValueError: a negative scale.
+    """
+
+    defense: Single
+
+    def __init__(
+        self,
+        net: Callable[[], nn.Module],
+        scale: float = 0.1,
+        optimizer: OptimizerCallable = torch.optim.Adam,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        if scale < 0:
+            raise ValueError(f"scale must not be negative, got {scale}")
+        self.defense = Single(net())
+        check_parts(self.defense.net)
+        self.scale = scale
+        self.target = torch.zeros(0)
+
+    def on_fit_start(self) -> None:
+        """Refuse a run of unknown length, of which `reversal_weight` needs the progress."""
+        # `estimated_stepping_batches` makes loaders: too early, before a resumed run's counters.
+        if self.trainer.max_epochs == -1 and self.trainer.max_steps == -1:
+            raise MisconfigurationException(
+                "DANN needs to know the length of the run: set trainer.max_epochs or max_steps"
+            )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Compute and log the loss on the batch's source and target images."""
+        if not (isinstance(batch, dict) and {"source", "target"} <= set(batch)):
+            raise MisconfigurationException(
+                "DANN needs unlabelled images beside the labelled ones: "
+                "use the data module SourceTargetData"
+            )
+        self.target = batch["target"][0]
+        return super().training_step(batch["source"], batch_idx)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the cross-entropy of the classes plus that of the domains."""
+        return domain_adversarial_loss(self.defense.net, x, y, self.target, self.reversal_weight())
+
+    def reversal_weight(self) -> float:
+        """Return alpha of this step, from the trainer's counters alone: a resumed run continues."""
+        progress = self.trainer.global_step / self.trainer.estimated_stepping_batches
+        return reversal_weight(progress, self.scale)
+
+
+@final
+class TADV(RobustModule):
+    """Train on batches half clean, half adversarial, like the networks of TADV (Chen et al. 2022).
+
+    One run fits one network, the base model of `lightning_rob.defenses.TADV`, with the loss that
+    the defense minimises for each test batch. `AdversarialTraining(fraction=0.5)` differs in which
+    images of a batch it attacks and, for batches of odd size, in the weights of the two parts.
+
+    Args:
+        net: builds the network, [B, C, H, W] -> [B, K].
+        attack: makes the adversarial images.
+        fraction: share of each batch that is attacked, its last images; also their weight.
+        optimizer: parameters -> optimizer.
+        lr_scheduler: optimizer -> schedule, stepped once an epoch.
+
+    Raises:
+        ValueError: a fraction outside (0, 1].
+    """
+
+    def __init__(
+        self,
+        net: Callable[[], nn.Module],
+        attack: Attack,
+        fraction: float = 0.5,
+        optimizer: OptimizerCallable = torch.optim.Adam,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        check_fraction(fraction)
+        self.defense = Single(net())
+        self.attack = attack
+        self.fraction = fraction
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the loss of `half_adversarial`."""
+        return half_adversarial(self.defense, x, y, self.attack, self.fraction, self.noise)

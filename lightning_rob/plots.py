@@ -1,0 +1,367 @@
+"""Figures: accuracy curves, heat maps, the gallery of images, the convergence of a search."""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+# Okabe and Ito (2008): distinct for the colour-blind, and in grey by their order.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+MARKERS = "os^DvP*X"
+DASHES: tuple[Any, ...] = (
+    *("-", "--", "-."),
+    *((0, (1, 1.4)), (0, (5, 1.5)), (0, (3, 1.5, 1, 1.5, 1, 1.5))),
+)
+STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+LOG_RATIO = 20  # largest over smallest value from which the axis is logarithmic
+MOST_TICKS = 12  # values from which not every one is a tick
+CELL = 0.52  # inches of a heat map's cell
+DARK = 70  # per cent from which white has more contrast with the shade than black
+RIGHT, WRONG = COLORS[2], COLORS[1]
+IMAGE, LINE, LETTER = 0.95, 0.13, 0.065  # inches of a gallery's image, line of text and letter
+
+
+def blank(width: float = 4.8, height: float = 3.2) -> Figure:
+    """Return an empty figure, size in inches, laid out so that no label is cut off."""
+    with rc_context(STYLE):
+        return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Figure, path: Path, dpi: int = 160) -> Path:
+    """Write the figure as PNG, PDF or SVG, by its suffix; the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi)
+    return path
+
+
+def pixels(figure: Figure, dpi: int = 120) -> Tensor:
+    """Return the figure as an image [3, H, W] in [0, 1], for loggers."""
+    figure.set_dpi(dpi)
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    rgb = np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    return torch.from_numpy(rgb).permute(2, 0, 1).float() / 255
+
+
+def _grid_lines(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="0.87", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of `curves`.
+
+    Args:
+        label: in the legend.
+        x: [N] where it was measured.
+        accuracy: [N] in [0, 1].
+        intervals: [N] (low, high) of each.
+        color: None takes the next of `COLORS`.
+    """
+
+    label: str
+    x: Sequence[float]
+    accuracy: Sequence[float]
+    intervals: Sequence[tuple[float, float]]
+    color: str | None = None
+
+
+def curves(lines: Sequence[Curve], x_label: str, y_label: str) -> Figure:
+    """Draw accuracies in per cent, each line with a band of its intervals.
+
+    Lines differ by colour, marker and dashes, so that they remain distinct in grey.
+
+    Args:
+        lines: at least one.
+        x_label: what was varied, with its unit.
+        y_label: what was measured.
+
+    Raises:
+        ValueError: no line.
+    """
+    if not lines:
+        raise ValueError("curves needs at least one line, got none")
+    figure = blank(5.6, 4.2)
+    axes = figure.add_subplot()
+    colors = cycle(COLORS)
+    looks = zip(lines, cycle(MARKERS), cycle(DASHES), strict=False)
+    for depth, (line, marker, dashes) in enumerate(looks):
+        color, zorder = line.color or next(colors), 3 - 0.1 * depth
+        _draw_curve(axes, line, color, marker=marker, linestyle=dashes, zorder=zorder)
+    _scale(axes, sorted({x for line in lines for x in line.x}))
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    _grid_lines(axes)
+    columns = min(len(lines), 2)
+    figure.legend(loc="outside upper left", ncols=columns, frameon=False, handlelength=3.4)
+    return figure
+
+
+def _draw_curve(axes: Axes, line: Curve, color: str, **look: Any) -> None:
+    order = sorted(range(len(line.x)), key=lambda i: line.x[i])
+    x = [line.x[i] for i in order]
+    low, high = ([100 * line.intervals[i][side] for i in order] for side in (0, 1))
+    axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
+    axes.plot(
+        x,
+        [100 * line.accuracy[i] for i in order],
+        color=color,
+        linewidth=1.4,
+        markersize=4.5,
+        markeredgecolor="white",
+        markeredgewidth=0.5,
+        label=line.label,
+        **look,
+    )
+
+
+def _scale(axes: Axes, values: Sequence[float]) -> None:
+    """Set ticks at the measured values, on a logarithmic axis where they span a wide range."""
+    if values[0] > 0 and values[-1] / values[0] >= LOG_RATIO:
+        axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+    if len(values) < MOST_TICKS:
+        axes.set_xticks(values, [f"{value:.4g}" for value in values])
+
+
+def convergence(objectives: Sequence[float | None], initial: int, label: str) -> Figure:
+    """Draw the objective of each trial of a search, and the best so far.
+
+    Args:
+        objectives: [N] of each trial, the first untuned; None if it failed.
+        initial: number of trials before the optimiser proposed any.
+        label: what is maximised.
+
+    Raises:
+        ValueError: no trial, or all failed.
+    """
+    found = {i: o for i, o in enumerate(objectives) if o is not None}
+    if not found:
+        raise ValueError(f"convergence needs a trial that did not fail, got {len(objectives)}")
+    figure = blank(5.6, 3.6)
+    axes = figure.add_subplot()
+    kinds = {
+        "initial": ("s", COLORS[1], [i for i in found if i < initial]),
+        "proposed": ("o", COLORS[0], [i for i in found if i >= initial]),
+    }
+    for name, (marker, color, numbers) in kinds.items():
+        heights = [found[i] for i in numbers]
+        axes.plot(numbers, heights, marker, color=color, markersize=4, label=name)
+    failed = [i for i in range(len(objectives)) if i not in found]
+    if failed:
+        lowest = [min(found.values())] * len(failed)
+        axes.plot(failed, lowest, "x", color="0.4", markersize=5, label="failed")
+    best = list(accumulate(found.values(), max))
+    ends = [*found, len(objectives) - 1]
+    axes.step(ends, [*best, best[-1]], where="post", color=COLORS[2], label="best so far")
+    if 0 in found:
+        axes.axhline(found[0], color="0.5", linestyle="--", linewidth=1, label="untuned")
+    axes.set_xlabel("trial")
+    axes.set_ylabel(label)
+    _grid_lines(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(loc="outside upper left", ncols=5, columnspacing=1.2, frameon=False)
+    return figure
+
+
+def heat_map(
+    matrix: Tensor,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    title: str = "",
+    row_label: str = "predicting member",
+    column_label: str = "attacked member",
+    unit: str = "accuracy in %",
+) -> Figure:
+    """Draw a matrix of shares as numbers in per cent, darker where they are larger.
+
+    The shades span 0 to 100 %, so that figures are comparable side by side.
+
+    Args:
+        matrix: [R, C] in [0, 1].
+        rows: R names.
+        columns: C names.
+        title: above the figure; its lines are not broken.
+        row_label: of the vertical axis.
+        column_label: of the horizontal axis.
+        unit: of the shades.
+
+    Raises:
+        ValueError: the number of names is not that of the rows and columns.
+    """
+    if matrix.shape != (len(rows), len(columns)):
+        raise ValueError(
+            f"a matrix {list(matrix.shape)} needs as many names, "
+            f"got {len(rows)} rows and {len(columns)} columns"
+        )
+    percent = 100 * matrix.detach().cpu().double()
+    figure = blank(max(CELL * len(columns), 1.2) + 1.7, max(CELL * len(rows), 1.2) + 1.1)
+    axes = figure.add_subplot()
+    image = shade(axes, percent, rows, columns)
+    axes.set_xlabel(column_label)
+    axes.set_ylabel(row_label)
+    bar = figure.colorbar(image, ax=axes, label=unit, ticks=range(0, 101, 25))
+    bar.outline.set_visible(False)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=9, fontweight="bold")
+    return figure
+
+
+def shade(axes: Axes, percent: Tensor, rows: Sequence[str], columns: Sequence[str]) -> AxesImage:
+    """Draw the cells of a matrix [R, C] in per cent with their names."""
+    image = axes.imshow(percent.numpy(), cmap="Blues", vmin=0, vmax=100)
+    turned: Any = {"rotation": 45, "ha": "right"} if max(map(len, columns)) > 4 else {}
+    axes.set_xticks(range(len(columns)), columns, **turned)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    for i, row in enumerate(percent.tolist()):
+        for j, value in enumerate(row):
+            color = "white" if value > DARK else "black"
+            axes.text(j, i, f"{value:.1f}", ha="center", va="center", color=color)
+    for edge in range(1, percent.shape[1]):
+        axes.axvline(edge - 0.5, color="white", linewidth=1.5)
+    for edge in range(1, percent.shape[0]):
+        axes.axhline(edge - 0.5, color="white", linewidth=1.5)
+    return image
+
+
+@dataclass(frozen=True)
+class MemberPredictions:
+    """An image with the prediction of each member.
+
+    Args:
+        image: [C, H, W] in [0, 1], of one channel or three.
+        classes: [M] the class that each member predicts.
+        confidence: [M] its probability.
+    """
+
+    image: Tensor
+    classes: Tensor
+    confidence: Tensor
+
+
+@dataclass(frozen=True)
+class GalleryRow:
+    """An image, clean and under each of two attacks.
+
+    Args:
+        label: the true class.
+        clean: [C, H, W] in [0, 1].
+        weak: under the first attack.
+        strong: under the second attack.
+    """
+
+    label: int
+    clean: Tensor
+    weak: MemberPredictions
+    strong: MemberPredictions
+
+
+def gallery(
+    rows: Sequence[GalleryRow],
+    attacks: tuple[str, str],
+    names: Sequence[str] | None = None,
+    title: str = "",
+) -> Figure:
+    """Draw a row per image: clean, then for each attack perturbation, image and predictions.
+
+    All perturbations are amplified by one factor, which the figure states; mid-grey is no change.
+
+    Args:
+        rows: at least one.
+        attacks: names of the two attacks.
+        names: of the classes; None numbers them.
+        title: above the figure, broken into lines where it is long.
+
+    Raises:
+        ValueError: no row.
+    """
+    if not rows:
+        raise ValueError("a gallery needs at least one case, got none")
+    longest = max(len(_class_name(k, names)) for row in rows for k in _classes(row))
+    size = max(IMAGE, LINE * len(rows[0].weak.classes))
+    text = LETTER * max(15, longest + 11)
+    width = 5 * size + 2 * text + LETTER * longest + 0.8
+    figure = blank(width, (size + 0.05) * len(rows) + 0.7)
+    ratios = [size, size, size, text, size, size, text]
+    grid = figure.subplots(len(rows), 7, squeeze=False, width_ratios=ratios)
+    factor = amplification(rows)
+    for axes, row in zip(grid, rows, strict=True):
+        _draw_row(axes, row, factor, names, size / text)
+    grid[0][0].set_title("clean", fontsize=8)
+    for column, attack in ((1, attacks[0]), (4, attacks[1])):
+        grid[0][column].set_title(f"change \N{MULTIPLICATION SIGN} {factor:g}", fontsize=8)
+        grid[0][column + 1].set_title(attack, fontsize=8)
+        grid[0][column + 2].set_title("member: prediction", fontsize=8, loc="left")
+    if title:
+        lines = 1 + len(title) // int(width / 0.085)
+        title = textwrap.fill(title, len(title) // lines + 8)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=9, fontweight="bold")
+    return figure
+
+
+def amplification(rows: Sequence[GalleryRow]) -> float:
+    """Return the factor, to two digits, by which perturbations just fill the range."""
+    parts = [attacked.image - row.clean for row in rows for attacked in (row.weak, row.strong)]
+    largest = max(float(part.abs().max()) for part in parts)
+    return float(f"{0.5 / max(largest, 1e-12):.2g}")
+
+
+def _classes(row: GalleryRow) -> list[int]:
+    return [row.label, *row.weak.classes.tolist(), *row.strong.classes.tolist()]
+
+
+def _class_name(k: int, names: Sequence[str] | None) -> str:
+    return str(k) if names is None else names[k]
+
+
+def _draw_row(
+    axes: Sequence[Axes], row: GalleryRow, factor: float, names: Sequence[str] | None, aspect: float
+) -> None:
+    _draw_image(axes[0], row.clean)
+    label = _class_name(row.label, names)
+    axes[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=8, weight="bold")
+    for column, attacked in ((1, row.weak), (4, row.strong)):
+        _draw_image(axes[column], 0.5 + factor * (attacked.image - row.clean))
+        _draw_image(axes[column + 1], attacked.image)
+        _write_predictions(axes[column + 2], attacked, row.label, names)
+        axes[column + 2].set_box_aspect(aspect)
+
+
+def _draw_image(axes: Axes, image: Tensor) -> None:
+    """Draw [C, H, W] by nearest neighbour, one channel as grey."""
+    values = image.detach().cpu().float().clamp(0, 1).permute(1, 2, 0).numpy()
+    axes.imshow(values, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[:].set_visible(True)
+    axes.spines[:].set_linewidth(0.4)
+
+
+def _write_predictions(
+    axes: Axes, attacked: MemberPredictions, label: int, names: Sequence[str] | None
+) -> None:
+    """Write a line for each member, ticked where it is right."""
+    axes.set_axis_off()
+    members = len(attacked.classes)
+    predictions = zip(attacked.classes.tolist(), attacked.confidence.tolist(), strict=True)
+    for i, (k, share) in enumerate(predictions):
+        mark, color = ("✓", RIGHT) if k == label else ("✗", WRONG)
+        text = f"{mark} {i + 1}: {_class_name(k, names)}, {share:.0%}"
+        height = 0.5 + (0.5 * (members - 1) - i) * min(0.16, 1 / members)
+        axes.text(0.02, height, text, color=color, fontsize=7.5, va="center")

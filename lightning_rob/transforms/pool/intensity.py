@@ -1,0 +1,236 @@
+"""Transformations of pixel values: fewer colors, normalization, noise, compression, 8 bits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+import torch
+from kornia.color import lab_to_rgb, rgb_to_lab
+from torch import Tensor
+
+from lightning_rob.randomness import Generator, normal, uniform
+from lightning_rob.transforms.base import NumpyImage, Transform, integers, map_images, pinned
+from lightning_rob.transforms.compress import jpeg
+from lightning_rob.transforms.noise import poisson_quantile
+
+WHITE = 255
+MIN_STD = 1e-6  # as Keras
+DEFAULT_STATISTICS = {  # the same as in `lightning_rob.nets.Normalize`
+    1: ((0.1307,), (0.3081,)),
+    3: ((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
+}
+NoiseKind = Literal["gaussian", "localvar", "poisson", "salt", "pepper", "salt_pepper", "speckle"]
+
+
+def to_levels(x: Tensor) -> Tensor:
+    """Round numbers in [0, 1] to 0, 1, …, 255, still floating."""
+    return (x * WHITE).round()
+
+
+def round_8bit(x: Tensor) -> Tensor:
+    """Round to the nearest multiples of 1 / 255."""
+    return to_levels(x) / WHITE
+
+
+@dataclass(frozen=True)
+class Quantize(Transform):
+    """Quantize each image to k colors of its own: k-means on its pixels in CIE L*a*b*.
+
+    Athena's code runs k-means on mini-batches; on the distinct colors of a small image, each
+    weighted by its number of pixels, full k-means is faster and nearer to the smallest error.
+
+    Args:
+        colors: k, at most.
+    """
+
+    colors: int
+
+    differentiable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.colors < 1:
+            raise ValueError(f"colors must be at least 1, got {self.colors}")
+
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
+        """(seed [B] int64 of the initial means)."""
+        return (integers(x, 0, 2**16 - 1, generator=generator),)
+
+    def apply(self, x: Tensor, seed: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], C = 1 or 3."""
+        self._need_grey_or_rgb(x)
+        return map_images(x, self._quantize, seed)
+
+    def _quantize(self, image: NumpyImage, seed: float) -> NumpyImage:
+        from sklearn.cluster import KMeans  # more than a second to import
+
+        pixels = image.reshape(len(image), -1).T
+        found, index, counts = np.unique(pixels, return_inverse=True, return_counts=True, axis=0)
+        count = min(self.colors, len(found))
+        means = KMeans(count, n_init=1, random_state=int(seed))
+        cluster = means.fit_predict(_lab(found), sample_weight=counts)
+        palette = _rgb(means.cluster_centers_)[:, : len(image)]
+        quantized: NumpyImage = palette[cluster[index.reshape(-1)]].T.reshape(image.shape)
+        return quantized
+
+
+def _lab(colors: NumpyImage) -> NumpyImage:
+    """Convert grey or RGB [n, 1 or 3] in [0, 1] to L*a*b* [n, 3]."""
+    rgb = torch.from_numpy(colors.T).expand(3, -1)
+    lab: NumpyImage = rgb_to_lab(rgb[None, :, :, None])[0, :, :, 0].T.numpy()
+    return lab
+
+
+def _rgb(colors: NumpyImage) -> NumpyImage:
+    """Convert L*a*b* [n, 3] to RGB [n, 3] in [0, 1]."""
+    lab = torch.from_numpy(colors.T)[None, :, :, None]
+    rgb: NumpyImage = lab_to_rgb(lab)[0, :, :, 0].T.numpy()
+    return rgb
+
+
+@dataclass(frozen=True)
+class NormalizeImage(Transform):
+    """Subtract the image's own mean and divide by its own deviation; clamp to [0, 1].
+
+    As Keras' `samplewise_center` and `samplewise_std_normalization`, over all channels together.
+    Pixels below the mean become black: nineteen in twenty of a digit. The gradient passes the clamp
+    unchanged, for an attack would not see those pixels otherwise.
+    """
+
+    def apply(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+        dims = (1, 2, 3)
+        deviation = x.std(dims, correction=0, keepdim=True)
+        return pinned((x - x.mean(dims, keepdim=True)) / (deviation + MIN_STD), 0, 1)
+
+
+@dataclass(frozen=True)
+class NormalizeFeature(Transform):
+    """Subtract the mean of a data set and divide by its deviation; clamp as `NormalizeImage`.
+
+    Athena's code fits Keras' `featurewise_center` anew on each batch that it transforms, which
+    makes one image's result depend on the others; here the numbers are fixed.
+
+    Args:
+        mean: one number per channel; None: MNIST's for grey, CIFAR-10's for color.
+        std: likewise.
+    """
+
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.std is not None and min(self.std) <= 0:
+            raise ValueError(f"std must be positive, got {list(self.std)}")
+
+    def apply(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+        default = DEFAULT_STATISTICS.get(x.shape[1], (None, None))
+        numbers = [own or known for own, known in zip((self.mean, self.std), default, strict=True)]
+        if any(values is None or len(values) != x.shape[1] for values in numbers):
+            raise ValueError(f"images of {x.shape[1]} channels need as many in mean and std")
+        mean, std = (x.new_tensor(values)[:, None, None] for values in numbers)
+        return pinned((x - mean) / std, 0, 1)
+
+
+@dataclass(frozen=True)
+class Noise(Transform):
+    """Add one of the seven noises of `skimage.util.random_noise`, independent for each number.
+
+    With the defaults of scikit-image, "localvar" (a variance for each pixel) is distributed as
+    "gaussian". "poisson" counts as many photons for white as the image has distinct values, rounded
+    up to a power of two; its noise is drawn for the image that `sample` sees and is then constant.
+
+    Args:
+        kind: gaussian, localvar, poisson, salt, pepper, salt_pepper or speckle.
+        variance: of the Gaussian numbers that are added (or, for speckle, multiplied by the pixel).
+        amount: share of the pixels that becomes white (salt), black (pepper) or either.
+    """
+
+    kind: NoiseKind
+    variance: float = 0.01
+    amount: float = 0.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind not in get_args(NoiseKind):
+            raise ValueError(f"kind must be of {get_args(NoiseKind)}, got {self.kind!r}")
+
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
+        """(gain [B, C, H, W], offset [B, C, H, W] in pixel units)."""
+        if self.kind in ("salt", "pepper", "salt_pepper"):
+            return self._sample_impulses(x, generator)
+        ones, zeros = torch.ones_like(x), torch.zeros_like(x)
+        if self.kind == "poisson":
+            return ones, _sample_shot_noise(x.detach(), generator)
+        noise = self.variance**0.5 * normal(x, *x.shape[1:], generator=generator)
+        return (1 + noise, zeros) if self.kind == "speckle" else (ones, noise)
+
+    def apply(self, x: Tensor, gain: Tensor, offset: Tensor) -> Tensor:
+        """Multiply by the gain and add the offset."""
+        return gain * x + offset
+
+    def _sample_impulses(self, x: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+        hit = uniform(x, *x.shape[1:], generator=generator) < self.amount
+        if self.kind == "salt_pepper":
+            white = uniform(x, *x.shape[1:], generator=generator) < 0.5
+        else:
+            white = torch.full_like(hit, self.kind == "salt")
+        return (~hit).to(x), (hit & white).to(x)
+
+
+def _sample_shot_noise(x: Tensor, generator: Generator) -> Tensor:
+    """[B, C, H, W]: the counted photons, in pixel units, minus the image."""
+    distinct = torch.tensor([len(image.unique()) for image in x], device=x.device)
+    photons = (2 ** distinct.log2().ceil()).to(x)[:, None, None, None]
+    u = uniform(x, *x.shape[1:], generator=generator)
+    return poisson_quantile(u, x.clamp_min(0) * photons) / photons - x
+
+
+@dataclass(frozen=True)
+class CompressJPEG(Transform):
+    """Compress as JPEG of a fixed quality, by soft rounding, which has a gradient.
+
+    On digits a pixel is on average 0.6 to 1.5 of 255 levels away from Pillow's files, which are
+    themselves 2 to 8 levels away from the image.
+
+    Args:
+        quality: from 1 to 100.
+    """
+
+    quality: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.quality <= 100:
+            raise ValueError(f"quality must be 1 … 100, got {self.quality}")
+
+    def apply(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], C = 1 or 3."""
+        self._need_grey_or_rgb(x)
+        quality = x.new_full((len(x),), self.quality)
+        return jpeg(x, quality, transposed=False)
+
+
+@dataclass(frozen=True)
+class CompressPNG(Transform):
+    """Round to eight bits: PNG loses nothing else, at any level.
+
+    Args:
+        level: of compression, from 0 to 9; the result is the same for all.
+    """
+
+    level: int
+
+    differentiable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.level <= 9:
+            raise ValueError(f"level must be 0 … 9, got {self.level}")
+
+    def apply(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+        return round_8bit(x)

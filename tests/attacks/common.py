@@ -1,0 +1,136 @@
+"""Networks, images and checks that the tests of attacks share."""
+
+import random
+from functools import cache
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from lightning_rob.attacks import attacking
+
+PROTOTYPES = torch.rand((4, 1, 6, 6), generator=torch.Generator().manual_seed(42))
+
+
+class ConvNet(nn.Module):
+    """Batch norm and dropout show whether an attack runs in evaluation mode."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.conv = nn.Conv2d(1, width, 3, padding=1)
+        self.norm = nn.BatchNorm2d(width)
+        self.drop = nn.Dropout(0.3)
+        self.linear = nn.Linear(width * 36, 4)
+
+    def forward(self, x):
+        return self.linear(self.drop(self.norm(self.conv(x)).relu()).flatten(1))
+
+
+class NonFinite(nn.Module):
+    """A network whose logits are NaN."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) * float("nan")
+
+
+def images(count, seed=0):
+    generator = seeded(seed)
+    y = torch.randint(4, (count,), generator=generator)
+    noise = 0.15 * torch.randn((count, 1, 6, 6), generator=generator)
+    return (0.25 + 0.5 * PROTOTYPES[y] + noise).clamp(0, 1), y
+
+
+@cache
+def weights_of(seed):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        net = ConvNet()
+        optimizer = torch.optim.Adam(net.parameters(), 0.01)
+        for step in range(60):
+            x, y = images(64, seed=1000 * seed + step)
+            optimizer.zero_grad()
+            cross_entropy(net(x), y).backward()
+            optimizer.step()
+    return net.state_dict()
+
+
+def trained_net(seed):
+    """A fresh copy of a trained network, in training mode."""
+    with torch.random.fork_rng():
+        net = ConvNet()
+    net.load_state_dict(weights_of(seed))
+    return net
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def right(defense, x, y):
+    """The probability [B] of a right prediction."""
+    with attacking(defense), torch.no_grad():
+        return defense(x, seeded()).gather(1, y[:, None])[:, 0]
+
+
+def accuracy(defense, x, y):
+    return right(defense, x, y).mean().item()
+
+
+def assert_inside(threat, x_adv, x):
+    assert x_adv.shape == x.shape
+    assert x_adv.dtype == x.dtype
+    assert x_adv.isfinite().all()
+    assert x_adv.min() >= threat.bounds[0]
+    assert x_adv.max() <= threat.bounds[1]
+    assert (threat.distance(x_adv.double(), x.double()) <= threat.eps + 1e-6).all()
+
+
+def snapshot(defense):
+    """Everything that an attack must leave as it was."""
+    return {
+        "modes": [module.training for module in defense.modules()],
+        "modules": [(name, id(module)) for name, module in defense.named_modules()],
+        "forwards": [module.__dict__.get("forward") for module in defense.modules()],
+        "trainable": [p.requires_grad for p in defense.parameters()],
+        "grads": [p.grad if p.grad is None else p.grad.clone() for p in defense.parameters()],
+        "owners": [id(p) for p in defense.parameters()],
+        "state": {name: value.clone() for name, value in defense.state_dict().items()},
+        "weights": defense.weights.clone(),
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state()[1].tolist(),
+        "python": random.getstate(),
+        "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
+        "hooks": sum(len(m._forward_hooks) + len(m._backward_hooks) for m in defense.modules()),
+    }
+
+
+def assert_same(before, after):
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        if key in ("state", "weights", "torch"):
+            torch.testing.assert_close(after[key], value, rtol=0, atol=0, msg=key)
+        elif key == "grads":
+            for old, new in zip(value, after[key], strict=True):
+                assert (old is None) == (new is None)
+                assert old is None or torch.equal(old, new)
+        else:
+            assert after[key] == value, key
+
+
+def half_frozen(defense):
+    """The defense in training, with some parts frozen and some gradients pending."""
+    first, *others = (part for part in defense.modules() if isinstance(part, ConvNet))
+    first.norm.eval()
+    first.conv.requires_grad_(False)
+    for net in others:
+        net.drop.eval()
+        net.norm.weight.requires_grad_(False)
+    for i, parameter in enumerate(defense.parameters()):
+        parameter.grad = None if i % 3 else torch.full_like(parameter, float(i))
+    return defense

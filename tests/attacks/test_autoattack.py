@@ -1,0 +1,359 @@
+"""AutoAttack is its authors' package; what it attacks of a random defense."""
+
+import copy
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.attacks import ARC, PGD, AutoAttack, attacking
+from lightning_rob.defenses import Defense, Ensemble, Single
+from lightning_rob.randomness import Streams, normal, seed_from, uniform
+from lightning_rob.rules import majority, mean_logits, mean_probs, random_member
+from lightning_rob.threat import Threat
+from tests.attacks.common import (
+    assert_inside,
+    assert_same,
+    images,
+    right,
+    seeded,
+    snapshot,
+    trained_net,
+)
+
+pyautoattack = pytest.importorskip("pyautoattack")
+
+LINF, L2 = Threat("linf", "24/255"), Threat("l2", 0.5)
+FIRST = AutoAttack(LINF, "custom", ("apgd-ce",))
+ATTACKS = {
+    "apgd-ce": FIRST,
+    "apgd-ce-l2": replace(FIRST, threat=L2),
+    "apgd-dlr": AutoAttack(LINF, "custom", ("apgd-dlr",)),
+    "apgd-t-fab-t": AutoAttack(LINF, "custom", ("apgd-t", "fab-t")),
+    "fab-l2": AutoAttack(L2, "custom", ("fab",)),
+}
+every_attack = pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+
+
+@pytest.fixture
+def nets():
+    return [trained_net(1), trained_net(2)]
+
+
+@pytest.fixture
+def single(nets):
+    return Single(nets[0])
+
+
+def seed(x, generator):
+    """The seed that a generator's numbers for all images make."""
+    return seed_from(uniform(torch.zeros(len(x)), generator=generator))
+
+
+def package(attack, defense, x, y, number):
+    """The package by itself, on the network as an attack sees it."""
+    norm = {"linf": "Linf", "l2": "L2"}[attack.threat.norm]
+    with attacking(defense), torch.random.fork_rng(devices=[]):
+        suite = pyautoattack.AutoAttack(
+            defense.net,
+            attacks=attack.attacks and list(attack.attacks),
+            eps=attack.threat.eps,
+            norm=norm,
+            seed=number,
+            version=attack.version,
+        )
+        suite.apgd_targeted.n_target_classes = suite.fab.n_target_classes = 3
+        if attack.version == "custom":
+            suite.apgd.n_restarts = suite.fab.n_restarts = 1
+        return suite.run_standard_evaluation(x, y, batch_size=len(x))
+
+
+# what it returns
+
+
+def is_the_package(attack, defense, x, y):
+    x_adv = attack(defense, x, y, seeded(1))
+    expected, predicted = package(attack, defense, x, y, seed(x, seeded(1)))
+    torch.testing.assert_close(x_adv, expected, rtol=0, atol=1e-6)
+    left = right(defense, x_adv, y)
+    assert torch.equal(left == 1, predicted == y)
+    assert_inside(attack.threat, x_adv, x)
+    return left
+
+
+@every_attack
+def test_is_the_package(attack, single):
+    x, y = images(12, seed=1)
+    left = is_the_package(attack, single, x, y).mean()
+    assert 0 < left < right(single, x, y).mean() - 0.2
+
+
+@pytest.mark.slow
+def test_the_four_by_name_are_the_standard_version(single):
+    x, y = images(60, seed=1)
+    four = AutoAttack(LINF, "custom", ("apgd-ce", "apgd-t", "fab-t", "square"))
+    assert torch.equal(four(single, x, y, seeded()), AutoAttack(LINF)(single, x, y, seeded()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["standard", "plus", "rand"])
+@pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
+def test_version_is_the_package(version, threat, single):
+    x, y = images(60, seed=1)
+    attack = AutoAttack(threat, version)
+    whole = is_the_package(attack, single, x, y)
+    first = right(single, replace(FIRST, threat=threat)(single, x, y, seeded()), y)
+    assert whole.sum() <= first.sum() + 1
+
+
+def test_more_attacks_leave_no_image_more(single):
+    x, y = images(40, seed=2)
+    both = replace(FIRST, attacks=("apgd-ce", "fab"))
+    one, more = (right(single, a(single, x, y, seeded()), y) for a in (FIRST, both))
+    assert (more <= one).all()
+    weaker = right(single, PGD(LINF, 10, "8/255")(single, x, y, seeded()), y)
+    assert one.mean() <= weaker.mean() + 0.02
+
+
+class Hyperplane(nn.Module):
+    def __init__(self, w):
+        super().__init__()
+        self.w = nn.Parameter(w)
+
+    def forward(self, x):
+        f = (x.flatten(1) - 0.5) @ self.w
+        return torch.stack([-f, f], 1)
+
+
+@pytest.mark.parametrize("name", ["apgd-ce", "fab", "fab-t"])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_fools_those_whose_distance_is_within_the_radius(norm, name):
+    w = torch.randn(12, generator=seeded(1))
+    net, x = Hyperplane(w), 0.3 + 0.4 * torch.rand((40, 3, 2, 2), generator=seeded(2))
+    y = net(x).argmax(1)
+    distance = (net(x)[:, 1]).abs() / (w.abs().sum() if norm == "linf" else w.norm())
+    eps = distance.median().item() + 1e-3
+    attack = AutoAttack(Threat(norm, eps), "custom", (name,))
+    fooled = right(Single(net), attack(Single(net), x, y, seeded()), y) == 0
+    assert torch.equal(fooled, distance.detach() < eps)
+    assert 15 <= fooled.sum() <= 25
+
+
+def test_robust_and_wrong_images_are_returned_unchanged(single):
+    x, y = images(30, seed=3)
+    y[:5] = (y[:5] + 1) % 4
+    x_adv = FIRST(single, x, y, seeded())
+    kept = right(single, x_adv, y) == 1
+    kept[:5] = True
+    assert 5 < kept.sum() < 30
+    assert torch.equal(x_adv[kept], x[kept])
+    double = FIRST(single.double(), x.double() * 0.999, y, seeded())
+    single.float()
+    assert torch.equal(double[kept], x.double()[kept] * 0.999)
+    assert_inside(LINF, double, x.double() * 0.999)
+
+
+@pytest.mark.parametrize("attack", [ATTACKS["apgd-ce-l2"], ATTACKS["fab-l2"]])
+def test_memory_layout_does_not_matter(attack):
+    net = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(100, 4))
+    x, y = torch.rand((4, 3, 6, 6), generator=seeded()), torch.arange(4)
+    x_adv = attack(Single(net), x.to(memory_format=torch.channels_last), y, seeded())
+    assert torch.equal(x_adv, attack(Single(net), x, y, seeded()))
+
+
+# what it leaves behind
+
+
+def test_tracing_goes_on(single):
+    def trace(*_):
+        return None
+
+    x, y = images(3, seed=6)
+    outer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        FIRST(single, x, y, seeded())
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(outer)
+
+
+# randomness
+
+
+def test_streams_of_all_images_make_the_seed(single):
+    x, y = images(6, seed=7)
+    noise = [Streams.from_index(torch.tensor(index), 7) for index in ([0, 1, 2, 3, 4, 5],) * 2]
+    other = Streams.from_index(torch.tensor([0, 1, 2, 3, 4, 9]), 7)
+    first, again, changed = (FIRST(single, x, y, n) for n in (*noise, other))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, changed)
+
+
+def test_one_at_a_time_the_batch_does_not_matter(single):
+    attack, (x, y) = replace(FIRST, batch_size=1), images(4, seed=8)
+    index = torch.arange(100, 104)
+    whole = attack(single, x, y, Streams.from_index(index, 7))
+    for part in torch.tensor([2, 0, 3, 1]).split([1, 3]):
+        again = attack(single, x[part], y[part], Streams.from_index(index[part], 7))
+        torch.testing.assert_close(again, whole[part], rtol=0, atol=1e-6)
+    assert (whole != x).flatten(1).any(1).sum() > 0
+
+
+def test_batches_of_a_size(single):
+    x, y = images(4, seed=8)
+    noise = Streams.from_index(torch.arange(4), 1)
+    parts = torch.arange(4).split(3)
+    expected = [FIRST(single, x[part], y[part], noise[part]) for part in parts]
+    found = replace(FIRST, batch_size=3)(single, x, y, noise)
+    assert torch.equal(found, torch.cat(expected))
+
+
+# several draws
+
+
+@pytest.mark.parametrize("rule", [mean_probs, mean_logits])
+@pytest.mark.parametrize("draws", [None, 3])
+def test_scores_are_those_of_the_rule(nets, rule, draws):
+    sure = copy.deepcopy(nets[0])
+    sure.linear.weight.data *= 8
+    nets = [sure, nets[1]]
+    defense = Ensemble(nets, [0.3, 0.7], rule=rule).eval()
+    x = torch.rand((300, 1, 6, 6), generator=seeded())
+    scores = replace(FIRST, draws=draws)._scores(defense, x, None)
+    assert torch.equal(scores.argmax(1), defense(x).argmax(1))
+    other = Ensemble(nets, [0.3, 0.7], rule=mean_probs if rule is mean_logits else mean_logits)
+    assert not torch.equal(scores.argmax(1), other.eval()(x).argmax(1))
+
+
+def test_single_network_is_seen_by_its_logits(single):
+    x, _ = images(4)
+    assert torch.equal(FIRST._scores(single.eval(), x, None), single.net(x))
+
+
+def test_member_of_no_weight_does_not_count(nets):
+    x, y = images(8, seed=9)
+    idle = Ensemble(nets, [1.0, 0.0], rule=mean_probs)
+    x_adv = FIRST(idle, x, y, seeded())
+    torch.testing.assert_close(x_adv, FIRST(Single(nets[0]), x, y, seeded()), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [random_member, majority])
+def test_ensemble(nets, rule):
+    defense, (x, y) = Ensemble(nets, [0.6, 0.4], rule=rule), images(30, seed=10)
+    for attack in (FIRST, replace(FIRST, threat=L2)):
+        x_adv = attack(defense, x, y, seeded())
+        assert_inside(attack.threat, x_adv, x)
+        assert right(defense, x_adv, y).mean() < right(defense, x, y).mean() - 0.2
+
+
+class Wrong(nn.Module):
+    """Never right, and sure of it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return -50 * self.inner(x)
+
+
+def test_stops_at_half_an_error(nets):
+    """Right four times in ten, and it stays so: the mean predicts wrongly."""
+    defense, (x, y) = Ensemble([Wrong(nets[0]), nets[1]], [0.6, 0.4]), images(20, seed=11)
+    left = right(defense, x, y)
+    assert left.mean() > 0.3
+    x_adv = FIRST(defense, x, y, seeded())
+    assert torch.equal(x_adv, x)
+    assert right(defense, ARC(LINF, 10, LINF.eps)(defense, x, y), y).mean() < left.mean() - 0.05
+
+
+class Noisy(Defense):
+    """Two noisy looks at every image, by the given generator."""
+
+    def __init__(self, net):
+        super().__init__(torch.tensor([0.75, 0.25]), mean_probs)
+        self.net, self.calls = net, 0
+
+    def logits(self, x, generator=None):
+        self.calls += 1
+        looks = [x + 0.1 * normal(x, *x.shape[1:], generator=generator) for _ in range(2)]
+        return torch.stack([self.net(look) for look in looks])
+
+
+def assert_is_reproducible(attack, defense):
+    x, y = images(4, seed=12)
+    before = snapshot(defense)
+    x_adv = attack(defense, x, y, Streams.from_index(torch.arange(4)))
+    assert_same(before, snapshot(defense))
+    assert_inside(LINF, x_adv, x)
+    assert not torch.equal(x_adv, x)
+    assert torch.equal(attack(defense, x, y, Streams.from_index(torch.arange(4))), x_adv)
+
+
+def test_random_defense(single):
+    assert_is_reproducible(FIRST, Noisy(single.net))
+
+
+@pytest.mark.slow
+def test_random_defense_by_its_mean_gradient(single):
+    defense = Noisy(single.net)
+    assert_is_reproducible(AutoAttack(LINF, "rand"), defense)
+    assert defense.calls >= 2 * 20 * 100
+
+
+def test_draws(single):
+    x, _ = images(2, seed=12)
+    defense = Noisy(single.net)
+    assert replace(FIRST, draws=3)._scores(defense, x, seeded()).shape == (2, 4)
+    assert defense.calls == 3
+
+
+# errors
+
+
+WRONG = {
+    "norm": (lambda: AutoAttack(Threat(1)), "AutoAttack is for linf and l2, not for norm 1"),
+    "bounds": (
+        lambda: AutoAttack(Threat(bounds=(-1, 1))),
+        r"AutoAttack needs images in \[0, 1\], not in \(-1, 1\)",
+    ),
+    "version": (lambda: AutoAttack(LINF, "best"), "version must be 'standard', .* got 'best'"),
+    "needless": (
+        lambda: AutoAttack(LINF, attacks=("fab",)),
+        r"attacks are for version 'custom', .* got \('fab',\) for 'standard'",
+    ),
+    "none": (lambda: AutoAttack(LINF, "custom"), "it needs some, got None for 'custom'"),
+    "empty": (lambda: AutoAttack(LINF, "custom", ()), r"it needs some, got \(\) for 'custom'"),
+    "unknown": (
+        lambda: AutoAttack(LINF, "custom", ("pgd", "fab")),
+        r"attacks must be of \['apgd-ce', .*\], got \['pgd'\]",
+    ),
+    "draws": (lambda: AutoAttack(LINF, draws=0), "draws must be at least 1, got 0"),
+    "batches": (lambda: AutoAttack(LINF, batch_size=0), "batch_size must be at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_arguments(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_too_few_classes():
+    net, (x, y) = Hyperplane(torch.ones(36)), images(4)
+    with pytest.raises(ValueError, match="apgd-t needs 4 classes or more, the defense has 2: name"):
+        AutoAttack(LINF)(Single(net), x, y % 2, seeded())
+
+
+def test_without_the_package(single, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyautoattack", None)
+    x, y = images(2)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "lightning-rob\[autoattack\]"'):
+        FIRST(single, x, y, seeded())
+
+
+def test_a_list_of_attacks_is_a_tuple():
+    assert AutoAttack(LINF, "custom", ["apgd-ce"]) == FIRST

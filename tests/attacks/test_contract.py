@@ -1,0 +1,596 @@
+"""One contract for every attack: `ENTRIES` holds each class once or twice."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+from dataclasses import FrozenInstanceError, fields, replace
+from functools import cache
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from lightning_rob import attacks, objectives, transforms
+from lightning_rob.attacks import (
+    ARC,
+    CW,
+    GMSA,
+    PAA,
+    PGD,
+    TAA,
+    Accelerated,
+    Attack,
+    AutoAttack,
+    Chunked,
+    CommonCorruption,
+    DeepFool,
+    HighConfidence,
+    InsideBounds,
+    OnDifferentiable,
+    OnMember,
+    PartialBatchAttack,
+    Quantized8Bit,
+    RandomMember,
+    Strongest,
+    Targeted,
+    ThroughAdaptation,
+    TransferFromStatic,
+    WithBackward,
+    attacking,
+)
+from lightning_rob.attacks.base import map_attacks
+from lightning_rob.defenses import (
+    DENT,
+    Defense,
+    Ensemble,
+    Mixture,
+    RandomTransforms,
+    Single,
+    TransformEnsemble,
+)
+from lightning_rob.objectives import (
+    ce_of_mean_logits,
+    ce_of_mean_probs,
+    confident,
+    expected_ce,
+    linear,
+    worst_ce,
+)
+from lightning_rob.randomness import Streams
+from lightning_rob.threat import Threat
+from lightning_rob.transforms import GaussianNoise
+from tests.attacks.common import (
+    ConvNet,
+    NonFinite,
+    accuracy,
+    assert_inside,
+    assert_same,
+    half_frozen,
+    images,
+    seeded,
+    snapshot,
+    trained_net,
+)
+
+LINF, L2 = Threat("linf", "32/255"), Threat("l2", 0.7)
+STEPS = PGD(LINF, 5, "8/255")
+FIXED = replace(STEPS, random_start=False)
+
+# name -> attack, and the defense of `defense_for` that it is tried on
+ENTRIES = {
+    "pgd": (STEPS, "ensemble"),
+    "pgd-l2": (PGD(L2, 3, 0.25, linear, 2, 2, keep_best=True, momentum=(0, 0.9)), "random"),
+    "arc": (ARC(LINF, 3, LINF.eps), "ensemble"),
+    "arc-l2": (
+        ARC(L2, 3, 0.4, neighbours=1, random_start=True, early_stop=True),
+        "ensemble",
+    ),
+    "cw": (CW(L2, 20, 0.05, binary_steps=3, initial_const=0.1), "ensemble"),
+    "deepfool": (DeepFool(LINF), "ensemble"),
+    "deepfool-l2": (DeepFool(L2, 20, candidates=1, overshoot=0.1), "ensemble"),
+    "autoattack": (AutoAttack(LINF, "custom", ("apgd-ce",)), "ensemble"),
+    "taa": (TAA(FIXED), "transformed"),
+    "taa-target": (TAA(DeepFool(L2), "rotate_180"), "transformed"),
+    "on-differentiable": (OnDifferentiable(STEPS), "transformed"),
+    "paa": (PAA(PGD(Threat("linf", 0.1), 2, 0.05)), "transformed"),
+    "paa-mean": (PAA(FIXED, "AvgP", 0.5, rounds=3, mean_bound=0.3), "transformed"),
+    "gmsa": (GMSA(STEPS, rounds=2), "adapting"),
+    "through-adaptation": (ThroughAdaptation(STEPS), "adapting"),
+    "transfer": (TransferFromStatic(STEPS), "adapting"),
+    "partial-batch": (PartialBatchAttack(STEPS, 0.25), "ensemble"),
+    "on-member": (OnMember(STEPS, 1), "ensemble"),
+    "random-member": (RandomMember(STEPS), "ensemble"),
+    "strongest": (Strongest((STEPS, ARC(LINF, 2, LINF.eps))), "ensemble"),
+    "targeted": (Targeted(STEPS, (1, 2)), "ensemble"),
+    "high-confidence": (HighConfidence(STEPS, 1, 1), "ensemble"),
+    "chunked": (Chunked(STEPS, images=2), "ensemble"),
+    "accelerated": (Accelerated(STEPS, autocast="bfloat16"), "ensemble"),
+    "8-bit": (Quantized8Bit(STEPS), "ensemble"),
+    "corruption": (CommonCorruption(GaussianNoise(alpha=0.8)), "ensemble"),
+    "with-backward": (WithBackward(DeepFool(LINF), InsideBounds()), "ensemble"),
+}
+
+
+def entries(*names, where=lambda attack: True):
+    """Parametrise a test by the named entries, or by all of them."""
+    missing = pytest.mark.skipif(not find_spec("pyautoattack"), reason="pyautoattack is missing")
+    return pytest.mark.parametrize(
+        ("attack", "kind"),
+        [
+            pytest.param(*ENTRIES[name], id=name, marks=[missing] if name == "autoattack" else [])
+            for name in names or ENTRIES
+            if where(ENTRIES[name][0])
+        ],
+    )
+
+
+FAMILIES = ("pgd", "arc", "cw", "deepfool")  # each has a loop of its own
+OWN_CHECKS = (*FAMILIES, "autoattack", "targeted", "high-confidence")
+
+
+@cache
+def transformed_weights(names):
+    """Members trained on images as they see them."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ensemble = TransformEnsemble([ConvNet() for _ in names], names)
+        for i, net in enumerate(ensemble.members):
+            optimizer = torch.optim.Adam(net.parameters(), 0.01)
+            for step in range(60):
+                x, y = images(64, seed=1000 * i + step)
+                optimizer.zero_grad()
+                cross_entropy(net(ensemble.seen(i, x)), y).backward()
+                optimizer.step()
+    return ensemble.state_dict()
+
+
+def defense_for(kind):
+    """A trained defense of a kind, in training mode, with parameters of its own."""
+    first, second = trained_net(1), trained_net(2)
+    if kind == "ensemble":
+        return Ensemble([first, second], [0.6, 0.4])
+    if kind == "random":
+        return RandomTransforms(first, [GaussianNoise(alpha=0.1)], size=1, draws=2)
+    if kind == "adapting":
+        return DENT(first, steps=2)
+    names = ("rotate_180", "filter_gaussian", "flip_both")
+    with torch.random.fork_rng():
+        defense = TransformEnsemble([ConvNet() for _ in names], names)
+    defense.load_state_dict(transformed_weights(names))
+    return defense
+
+
+@pytest.fixture
+def defense(kind):
+    return defense_for(kind)
+
+
+@pytest.fixture
+def pair():
+    return defense_for("ensemble")
+
+
+def test_every_attack_is_in_the_list():
+    found, waiting = set(), [Attack]
+    for module in pkgutil.iter_modules(attacks.__path__, "lightning_rob.attacks."):
+        importlib.import_module(module.name)
+    while waiting:
+        found |= (new := set(waiting.pop().__subclasses__()) - found)
+        waiting += new
+    ours = {cls for cls in found if cls.__module__.startswith("lightning_rob.attacks.")}
+    assert {cls for cls in ours if not inspect.isabstract(cls)} == {
+        type(attack) for attack, _ in ENTRIES.values()
+    }
+    assert {cls.__name__ for cls in ours if not inspect.isabstract(cls)} <= set(attacks.__all__)
+
+
+# images
+
+
+@entries()
+def test_stays_in_the_threat(attack, defense):
+    x, y = images(8, seed=5)
+    x[0, 0, 0] = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 1.0])
+    x_adv = attack(defense, x, y, seeded())
+    assert_inside(attack.threat, x_adv, x)
+    assert not x_adv.requires_grad
+    assert not torch.equal(x_adv, x)
+
+
+@entries()
+def test_lowers_accuracy(attack, defense):
+    x, y = images(80, seed=6)
+    clean = accuracy(defense, x, y)
+    assert clean > 0.8
+    x_adv = attack(defense, x, y, seeded())
+    assert accuracy(defense.adapt(x_adv, seeded()), x_adv, y) < clean - 0.1
+
+
+@entries(where=lambda attack: not attack.batch_dependent)
+def test_result_depends_on_the_image_alone(attack, defense):
+    """However a data set is cut, ordered or spread over processes: the same images."""
+    x, y = images(7, seed=10)
+    # In float64, where an image's arithmetic hardly depends on the shape of its batch.
+    defense, x, index = defense.double(), x.double(), torch.arange(100, 107)
+    whole = attack(defense, x, y, Streams.from_index(index, 7))
+    assert whole.dtype == torch.float64
+    for part in torch.tensor([4, 0, 2, 6, 1, 3, 5]).split([1, 4, 2]):
+        alone = attack(defense, x[part], y[part], Streams.from_index(index[part], 7))
+        torch.testing.assert_close(alone, whole[part], rtol=0, atol=1e-9)
+
+
+def of_radius(attack, eps):
+    """The attack and its parts within a ball of another radius, with the same steps."""
+    return map_attacks(
+        attack,
+        lambda part: (
+            {"threat": replace(part.threat, eps=eps)}
+            if any(field.name == "threat" for field in fields(part))
+            else {}
+        ),
+    )
+
+
+@entries(*FAMILIES, "deepfool-l2", "arc-l2", "pgd-l2", "taa-target", "high-confidence", "8-bit")
+def test_no_radius_no_change(attack, defense):
+    x, y = images(5, seed=8)
+    x = (x * 255).round() / 255
+    assert torch.equal(of_radius(attack, 0.0)(defense, x, y, seeded()), x)
+
+
+@entries(*FAMILIES)
+def test_without_limits_nothing_is_left(attack, defense):
+    """A radius that reaches every image: an attack that is not blind gets to zero."""
+    eps = 1.0 if attack.threat.norm == "linf" else 6.0
+    steps = {"step_size": eps if isinstance(attack, ARC) else eps / 8, "steps": 40}
+    if isinstance(attack, CW | DeepFool):  # these stop at the boundary of the members' mean
+        steps, defense = {}, Single(defense.members[0])
+    x, y = images(40, seed=7)
+    x_adv = replace(of_radius(attack, eps), **steps)(defense, x, y, seeded())
+    assert accuracy(defense, x_adv, y) == 0
+
+
+@entries(*FAMILIES, "deepfool-l2", "arc-l2", "pgd-l2")
+def test_stays_inside_other_bounds(attack, defense):
+    """Bounds whose differences are not exact in single precision."""
+    x, y = images(16, seed=5)
+    low, high = (torch.tensor(value).item() for value in (-0.1, 0.7))
+    shifted = low + (high - low) * (3 * x - 1).clamp(0.03, 0.97)
+    threat = replace(attack.threat, bounds=(low, high))
+    assert_inside(threat, replace(attack, threat=threat)(defense, shifted, y, seeded()), shifted)
+
+
+@entries(*FAMILIES)
+def test_memory_layout_and_type_of_labels_do_not_matter(attack, defense):
+    x, y = images(4, seed=12)
+    defense, x = defense.double(), x.double()
+    strange = torch.stack([x, x], -1)[..., 0]
+    assert not strange.is_contiguous()
+    expected = attack(defense, x, y, seeded())
+    found = attack(defense, strange, y.int(), seeded())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@entries(*FAMILIES)
+def test_member_of_no_weight_is_not_attacked(attack, defense):
+    """A member that never predicts changes nothing: alpha = (1, 0) is one network."""
+    x, y = images(30, seed=22)
+    defense, x = defense.double(), x.double()
+    idle = Ensemble([*defense.members], [1.0, 0.0])
+    expected = attack(Single(defense.members[0]), x, y, seeded())
+    torch.testing.assert_close(attack(idle, x, y, seeded()), expected, rtol=0, atol=1e-9)
+
+
+@entries("pgd", "arc")
+def test_mixture_is_attacked_as_the_ensemble_it_is(attack, defense):
+    x, y = images(5, seed=21)
+    defense, x = defense.double(), x.double()
+    mixture = Mixture([Single(member) for member in defense.members], [0.6, 0.4])
+    expected = attack(defense, x, y, seeded())
+    torch.testing.assert_close(attack(mixture, x, y, seeded()), expected, rtol=0, atol=1e-9)
+
+
+def test_no_images(pair):
+    x, y = images(2)
+    assert STEPS(pair, x[:0], y[:0], seeded()).shape == (0, 1, 6, 6)
+
+
+# randomness
+
+
+@entries()
+def test_repeats_itself_in_inference_mode(attack, defense):
+    x, y = images(6, seed=9)
+    first = attack(defense, x, y, seeded(3))
+    torch.rand(5)
+    with torch.inference_mode():
+        inside_x, inside_y = images(6, seed=9)
+        again = attack(defense, inside_x, inside_y, seeded(3))
+        assert accuracy(defense, again, inside_y) == accuracy(defense, first, y)
+    assert torch.equal(again, first)
+    assert not again.is_inference()
+
+
+@entries("pgd", "arc-l2", "autoattack")
+def test_randomness_is_the_generator(attack, defense):
+    x, y = images(6, seed=9)
+    assert not torch.equal(attack(defense, x, y, seeded(3)), attack(defense, x, y, seeded(4)))
+    torch.manual_seed(3)  # without a generator it is torch's global one
+    first = attack(defense, x, y)
+    torch.manual_seed(3)
+    assert torch.equal(attack(defense, x, y), first)
+    with pytest.raises(ValueError, match="3 random streams for 6 images"):
+        attack(defense, x, y, Streams.from_index(torch.arange(3)))
+
+
+# what an attack leaves behind
+
+
+@entries()
+def test_leaves_nothing_behind(attack, defense, capfd):
+    before = snapshot(half_frozen(defense))
+    x, y = images(6, seed=13)
+    keep = x.clone(), y.clone()
+    attack(defense, x, y, seeded())
+    assert_same(before, snapshot(defense))
+    assert torch.equal(x, keep[0])
+    assert torch.equal(y, keep[1])
+    assert x.grad is None
+    assert capfd.readouterr() == ("", "")
+
+
+@entries(where=lambda attack: not isinstance(attack, CommonCorruption))
+def test_leaves_nothing_behind_when_it_fails(attack, defense, monkeypatch):
+    """The network raises at the second call: every attack needs more than one."""
+    half_frozen(defense)
+    x, y = images(4, seed=15)
+    before, calls, forward = snapshot(defense), [], ConvNet.forward
+
+    def fails(net, x):
+        calls.append(len(x))
+        if len(calls) > 1:
+            raise ArithmeticError("on purpose")
+        return forward(net, x)
+
+    monkeypatch.setattr(ConvNet, "forward", fails)
+    with pytest.raises(ArithmeticError):
+        attack(defense, x, y, seeded())
+    assert_same(before, snapshot(defense))
+
+
+@entries()
+def test_training_step_under_autocast(attack, defense):
+    x, y = images(16, seed=19)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = snapshot(defense)
+        x_adv = attack(defense, x, y, seeded())
+        assert_same(before, snapshot(defense))
+        logits = defense.logits(x_adv, seeded())
+        assert logits.dtype == torch.bfloat16
+        loss = sum(cross_entropy(z, y) for z in logits)
+    assert_inside(attack.threat, x_adv, x)
+    loss.backward()
+    for name, parameter in defense.named_parameters():
+        assert parameter.grad is not None, name
+
+
+def test_weights_cast_before_the_attack_keep_their_gradient(pair):
+    """Clean and adversarial images in one step under autocast, as TRADES and TADV have it."""
+    net, (x, y) = pair.eval().members[0], images(16, seed=20)
+    with torch.autocast("cpu", torch.bfloat16):
+        clean = cross_entropy(net(x), y)
+        x_adv = STEPS(pair, x, y, seeded())
+        adversarial = cross_entropy(net(x_adv), y)
+    (clean + adversarial).backward()
+    both = net.linear.weight.grad.clone()
+    net.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        total = sum(cross_entropy(net(z), y) for z in (x, x_adv))
+    total.backward()
+    torch.testing.assert_close(both, net.linear.weight.grad, rtol=0.02, atol=1e-3)
+
+
+def test_pending_training_step_is_not_disturbed(pair):
+    """TRADES: a loss built before the attack is backpropagated after it."""
+    net, (x, y) = pair.eval().members[0], images(8, seed=17)
+    cross_entropy(net(x), y).backward()
+    expected = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    loss = cross_entropy(net(x), y)
+    STEPS(pair, x, y, seeded())
+    loss.backward()
+    for parameter, gradient in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_is_the_same_in_training_and_evaluation(pair):
+    x, y = images(6, seed=14)
+    training = STEPS(half_frozen(pair), x, y, seeded())
+    with torch.no_grad():
+        assert torch.equal(STEPS(pair.eval(), x, y, seeded()), training)
+
+
+@entries("pgd", "arc")
+def test_images_that_require_gradients_are_no_surprise(attack, defense):
+    """The warning comes once in a process unless asked for always."""
+    x, y = images(3, seed=16)
+    leaf, always = x.clone().requires_grad_(), torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        x_adv = attack(defense, leaf * 1, y, seeded())
+    finally:
+        torch.set_warn_always(always)
+    assert torch.equal(x_adv, attack(defense, x, y, seeded()))
+    assert not x_adv.requires_grad
+    assert leaf.grad is None
+
+
+def test_attacking_can_be_nested(pair):
+    before = snapshot(half_frozen(pair))
+    with attacking(pair):
+        assert not any(m.training for m in pair.modules() if type(m) is not nn.Identity)
+        assert not any(p.requires_grad for p in pair.parameters())
+        with torch.no_grad(), attacking(pair.members[0]):
+            assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+        assert not any(p.requires_grad for p in pair.parameters())
+    assert_same(before, snapshot(pair))
+
+
+# attacks as values
+
+
+@entries()
+def test_is_a_frozen_value(attack, kind):
+    same = replace(attack)
+    assert same == attack
+    assert hash(same) == hash(attack)
+    with pytest.raises(FrozenInstanceError):
+        setattr(attack, fields(attack)[0].name, None)
+
+
+@entries()
+def test_its_repr_builds_it(attack, kind):
+    names = vars(attacks) | vars(objectives) | vars(transforms) | {"Threat": Threat}
+    recipe = re.sub(r"<function (\w+) at 0x\w+>", r"\1", repr(attack))
+    assert eval(recipe, names) == attack
+
+
+@entries(where=lambda attack: not isinstance(attack, CommonCorruption))
+def test_another_radius(attack, defense):
+    x, y = images(4, seed=18)
+    half = attack.rescaled(attack.threat.eps / 2)
+    assert half.threat == replace(attack.threat, eps=attack.threat.eps / 2)
+    assert_inside(half.threat, half(defense, x, y, seeded()), x)
+    again = half.rescaled(attack.threat.eps)
+    assert again == attack
+    for name in attack.lengths:
+        assert getattr(half, name) == pytest.approx(getattr(attack, name) / 2)
+
+
+# errors
+
+
+@entries(*OWN_CHECKS)
+def test_non_finite_logits(attack, defense):
+    """One such member would shield the others: the objective of all has no gradient."""
+    x, y = images(4, seed=23)
+    broken = Ensemble([defense.members[0], NonFinite(defense.members[1])])
+    before = snapshot(broken)
+    with pytest.raises(ValueError, match="logits are not numbers on 4 of 4 images"):
+        attack(broken, x, y, seeded())
+    assert_same(before, snapshot(broken))
+
+
+@entries(*OWN_CHECKS)
+def test_labels_out_of_range(attack, defense):
+    for label in (-1, 4):
+        x, y = images(4, seed=26)
+        y[1] = label
+        with pytest.raises(ValueError, match=r"labels must be 0 … 3 for 4 classes, got"):
+            attack(defense, x, y, seeded())
+
+
+BAD_IMAGES = {
+    "above": (lambda x: x + 0.6, r"images must lie in \[0.0, 1.0\], got values in \["),
+    "bytes in floats": (lambda x: x * 255, r"images must lie in \[0.0, 1.0\]"),
+    "normalised": (lambda x: (x - 0.5) / 0.25, r"images must lie in \[0.0, 1.0\]"),
+    "nan": (lambda x: x / 0 * 0, r"images must lie in \[0.0, 1.0\]"),
+    "infinite": (lambda x: x / 0, r"images must lie in \[0.0, 1.0\]"),
+    "one pixel": (lambda x: x.flatten().scatter(0, torch.tensor([9]), 1.01).view_as(x), "lie in"),
+    "bytes": (lambda x: (x * 255).to(torch.uint8), "images must be floating point .* torch.uint8"),
+    "no batch": (lambda x: x[0, 0, 0], r"images must be a batch \[B, …\], got shape \[6\]"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD_IMAGES.values(), ids=BAD_IMAGES.keys())
+def test_bad_images(pair, spoil, message):
+    """Checked once for all attacks, before any begins."""
+    x, y = images(4, seed=25)
+    with pytest.raises(ValueError, match=message):
+        STEPS(pair, spoil(x), y, seeded())
+
+
+def test_labels_of_wrong_shape(pair):
+    """Checked once for all attacks, before any begins."""
+    x, y = images(4, seed=26)
+    for wrong in (y[:-1], y[:, None], y[0], y.repeat(2)):
+        with pytest.raises(ValueError, match=r"4 images need labels \[4\], got \["):
+            STEPS(pair, x, wrong, seeded())
+
+
+def test_a_network_is_no_defense():
+    with pytest.raises(TypeError, match=r"attacks are on a Defense, got ConvNet: wrap .* Single"):
+        STEPS(trained_net(1), *images(2))
+
+
+WRONG = {
+    "no steps": (lambda: PGD(LINF, 0, 0.1), "steps must be at least 1, got 0"),
+    "no steps, arc": (lambda: ARC(LINF, 0, 0.1), "steps must be at least 1, got 0"),
+    "no restarts": (lambda: PGD(LINF, 1, 0.1, restarts=0), "restarts must be at least 1, got 0"),
+    "no draws": (lambda: PGD(LINF, 9, 0.1, draws=0), "draws must be at least 1, got 0"),
+    "no neighbours": (lambda: ARC(LINF, 9, 0.1, neighbours=0), "neighbours must be at least 1"),
+    "step 0": (lambda: PGD(LINF, 1, 0.0), "step_size must be positive, got 0.0"),
+    "step nan": (lambda: PGD(LINF, 1, float("nan")), "step_size must be positive, got nan"),
+    "step 0, arc": (lambda: ARC(LINF, 1, 0), "step_size must be positive, got 0"),
+    "damping 2": (lambda: PGD(LINF, 1, 0.1, momentum=(2.0,)), r"momentum must be .*\[0, 1\]"),
+    "damping -1": (lambda: PGD(LINF, 1, 0.1, momentum=(0.5, -0.1)), r"momentum must be numbers"),
+    "no momentum": (lambda: PGD(LINF, 1, 0.1, momentum=()), r"momentum must be numbers"),
+    "same start": (
+        lambda: PGD(LINF, 1, 0.1, restarts=2, random_start=False),
+        "2 restarts without random_start",
+    ),
+    "arc l3": (lambda: ARC(Threat(3), 1, 0.1), "ARC is for linf and l2, not for norm 3"),
+    "cw linf": (lambda: CW(LINF), "CW is for l2, not for norm linf"),
+    "cw no search": (lambda: CW(L2, binary_steps=0), "binary_steps must be at least 1, got 0"),
+    "cw step 0": (lambda: CW(L2, step_size=0.0), "step_size must be positive, got 0.0"),
+    "cw const": (lambda: CW(L2, initial_const=-1.0), "initial_const must be positive, got -1.0"),
+    "cw confidence": (lambda: CW(L2, confidence=-1), "confidence must not be negative, got -1"),
+    "cw draws": (lambda: CW(L2, draws=0), "draws must be at least 1, got 0"),
+    "deepfool l3": (lambda: DeepFool(Threat(3)), "DeepFool is for linf and l2, not for norm 3"),
+    "deepfool steps": (lambda: DeepFool(L2, 0), "steps must be at least 1, got 0"),
+    "no candidates": (lambda: DeepFool(L2, candidates=0), "candidates must be at least 1, got 0"),
+    "undershoot": (
+        lambda: DeepFool(L2, overshoot=-0.1),
+        "overshoot must not be negative, got -0.1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_arguments(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+class Coin(Defense):
+    """Draws its classifier anew."""
+
+    def __init__(self, inner):
+        super().__init__(torch.ones(1), ce_of_mean_logits)
+        self.inner = inner
+
+    def logits(self, x, generator=None):
+        return self.inner(x).unsqueeze(0)
+
+
+def test_defenses_and_norms_that_an_attack_cannot_take(pair):
+    x, y = images(2)
+    with pytest.raises(TypeError, match=r"Coin is not a fixed set of classifiers.*PGD"):
+        ARC(LINF, 3, LINF.eps)(Coin(pair.members[0]), x, y)
+    with pytest.raises(ValueError, match="projection is for linf and l2, not for norm 3"):
+        PGD(Threat(3, 0.1), 2, 0.1)(pair, x, y, seeded())
+
+
+def test_objective_of_an_attack_is_used(pair):
+    x, y = images(6, seed=27)
+    results = [
+        PGD(L2, 3, 0.1, objective=o, random_start=False)(pair, x, y)
+        for o in (expected_ce, ce_of_mean_probs, ce_of_mean_logits, linear, worst_ce, confident)
+    ]
+    for i, one in enumerate(results):
+        for other in results[:i]:
+            assert not torch.equal(one, other)

@@ -1,0 +1,287 @@
+"""The smallest perturbation is known for linear networks."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.attacks import CW, attacking
+from lightning_rob.defenses import Defense, Ensemble, Single
+from lightning_rob.objectives import expected_margin, linear
+from lightning_rob.randomness import Streams, normal
+from lightning_rob.rules import mean_probs
+from lightning_rob.threat import Threat
+from tests.tiny import Blobs, TinyNet
+
+FREE = Threat("l2", 100)
+
+
+class Affine(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.flatten(1))
+
+
+def distances(net, x, y, order):
+    """To the nearest class boundary of a linear net, where no bound is in the way: [B]."""
+    logits, other = net(x), torch.arange(net.out_features) != y[:, None]
+    gaps = logits.gather(1, y[:, None]) - logits
+    normals = torch.linalg.vector_norm(net.weight[y][:, None] - net.weight, order, dim=-1)
+    return torch.where(other, gaps / normals, torch.inf).amin(1).detach()
+
+
+def affine(classes, gain=1.0, seed=0, count=8, square=False):
+    """A linear net, at right angles if square, and of many images the farthest from a boundary."""
+    generator = torch.Generator().manual_seed(seed)
+    net = Affine(48, classes).double().requires_grad_(False)
+    w = torch.randn(classes, 48, generator=generator).double()
+    net.weight.copy_(gain * (torch.linalg.qr(w.T).Q.T if square else w))
+    net.bias.copy_(-0.5 * net.weight.sum(1))
+    x = 0.3 + 0.4 * torch.rand(400, 3, 4, 4, generator=generator).double()
+    chosen = distances(net, x, net(x).argmax(1), 2).argsort(descending=True)[:count]
+    return net, x[chosen], net(x[chosen]).argmax(1)
+
+
+def pairs(data, train):
+    return [(x, torch.tensor(y)) for x, y in data.source(train)]
+
+
+@cache
+def trained():
+    """Return a small trained net, with test images of all contrasts and their labels."""
+    data, state = Blobs(test_size=40), torch.get_rng_state()
+    x, y = (torch.stack(part) for part in zip(*pairs(data, True), strict=True))
+    torch.manual_seed(0)
+    net = TinyNet()
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    torch.set_rng_state(state)
+    x, y = (torch.stack(part) for part in zip(*pairs(data, False), strict=True))
+    contrast = torch.linspace(0.1, 1, len(x)).view(-1, 1, 1, 1)
+    return Single(net.eval()), 0.5 + contrast * (x - 0.5), y
+
+
+def sizes(attack, defense, x, y, generator=None):
+    return attack.threat.size(attack(defense, x, y, generator) - x)
+
+
+def predictions(defense, x):
+    with attacking(defense), torch.no_grad():
+        return defense(x).argmax(1)
+
+
+# closed forms
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+@pytest.mark.parametrize(("objective", "gain"), [(expected_margin, 30.0), (linear, 0.3)])
+def test_smallest_perturbation_of_a_linear_net(classes, objective, gain):
+    """Where the nearest class is the one of the largest logit, which is what CW climbs."""
+    net, x, y = affine(classes, gain=gain, square=True)
+    attack = CW(FREE, 200, 0.005, objective=objective)
+    ratio = sizes(attack, Single(net), x, y) / distances(net, x, y, order=2)
+    assert ratio.min() > 0.999
+    assert ratio.max() < 1.01
+
+
+def test_confidence_is_the_margin():
+    net, x, y = affine(2)
+    attack = CW(FREE, 200, 0.005, confidence=0.2)
+    x_adv = attack(Single(net), x, y)
+    logits = net(x_adv)
+    margin = logits.gather(1, 1 - y[:, None]) - logits.gather(1, y[:, None])
+    assert (margin > 0.2).all()
+    assert (margin < 0.23).all()
+
+
+def test_pixels_leave_the_bounds_they_are_on():
+    """Black images, where tanh is flat: the nearest boundary is there all the same."""
+    net, x, _ = affine(2)
+    black = torch.zeros_like(x)
+    w = net.weight[1] - net.weight[0]
+    net.bias.copy_(torch.stack([0.1 * w.norm(), -0.1 * w.norm()]))
+    size = sizes(CW(FREE, 300), Single(net), black, torch.zeros(len(x), dtype=torch.int64))
+    # only what rises can move: w.delta = 0.2 ||w|| with delta along the positive part of w
+    expected = 0.2 * w.norm() / w.clamp_min(0).norm()
+    torch.testing.assert_close(size, expected.expand(len(x)), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("bounds", [(0.0, 1.0), (-2.0, 3.0)])
+def test_bounds_are_kept_to_the_last_bit(bounds):
+    net, x, _ = affine(3, gain=3.0)
+    net, x = net.float(), (bounds[0] + (bounds[1] - bounds[0]) * x.float().round())
+    attack = CW(replace(FREE, bounds=bounds), 50, 0.1, binary_steps=5)
+    x_adv = attack(Single(net), x, net(x).argmax(1))
+    assert x_adv.dtype == torch.float32
+    assert x_adv.isfinite().all()
+    assert x_adv.min() >= bounds[0]
+    assert x_adv.max() <= bounds[1]
+    assert not torch.equal(x_adv, x)
+
+
+# the search
+
+
+def test_more_of_the_search_is_never_worse():
+    defense, x, y = trained()
+    last = torch.full((len(x),), torch.inf)
+    for binary_steps in (3, 5, 8):
+        attack = CW(FREE, 30, 0.02, binary_steps)
+        x_adv = attack(defense, x, y)
+        size = torch.where(predictions(defense, x_adv) == y, torch.inf, FREE.size(x_adv - x))
+        assert (size <= last).all()
+        last = size
+    assert last.isfinite().all()
+
+
+def test_every_image_is_fooled_without_a_budget():
+    defense, x, y = trained()
+    assert (predictions(defense, x) == y).float().mean() > 0.9
+    x_adv = CW(FREE)(defense, x, y)
+    assert (predictions(defense, x_adv) != y).all()
+    assert FREE.size(x_adv - x).median() < 1.5
+
+
+def test_weak_and_strong_first_constants_meet():
+    defense, x, y = (part[20:32] if torch.is_tensor(part) else part for part in trained())
+    weak, strong = (sizes(CW(FREE, 60, initial_const=c), defense, x, y) for c in (1e-3, 100.0))
+    assert weak.median() == pytest.approx(strong.median().item(), rel=0.03)
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.3, 1.0])
+def test_perturbations_that_are_too_large_are_projected(eps):
+    defense, x, y = trained()
+    free = CW(FREE, 20, 0.04, 5)(defense, x, y)
+    threat = Threat("l2", eps)
+    x_adv = CW(threat, 20, 0.04, 5)(defense, x, y)
+    small = FREE.size(free - x) <= eps
+    assert torch.equal(x_adv[small], free[small])
+    torch.testing.assert_close(x_adv[~small], threat.project(free, x)[~small])
+    assert threat.size(x_adv - x).max() <= eps + 1e-6
+
+
+def test_fooled_images_stay_as_they_are():
+    defense, x, y = trained()
+    wrong = (predictions(defense, x) + 1) % 4
+    mixed = torch.where(torch.arange(len(x)) % 2 == 0, wrong, y)
+    x_adv = CW(FREE, 20, 0.05, 4)(defense, x, mixed)
+    assert torch.equal(x_adv[::2], x[::2])
+    assert (x_adv[1::2] != x[1::2]).flatten(1).any(1).all()
+
+
+def test_without_success_the_nearest_to_it():
+    """A budget of steps that cannot reach: the objective has risen all the same."""
+    net, x, y = affine(3, gain=1.0)
+    before = linear(net(x)[None], torch.ones(1), y)
+    x_adv = CW(FREE, 2, 1e-3, binary_steps=2)(Single(net), x, y)
+    after = linear(net(x_adv)[None], torch.ones(1), y)
+    assert (before < after).all()
+    assert (after < 0).all()
+
+
+def test_gradient_that_is_nowhere_ends_the_search():
+    calls = []
+
+    class Flat(nn.Module):
+        def forward(self, x):
+            calls.append(len(x))
+            return x.flatten(1)[:, :2] * 0 + torch.tensor([1.0, 0.0])
+
+    x = torch.rand(3, 1, 4, 4)
+    x_adv = CW(Threat("l2", 1.0), 100, binary_steps=3)(
+        Single(Flat()), x, torch.zeros(3, dtype=torch.int64)
+    )
+    torch.testing.assert_close(x_adv, x)
+    assert len(calls) < 200
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pixels_without_a_gradient_stay(dtype):
+    """tanh does not quite undo atanh, and Adam would make a step of what is left."""
+    net, x, _ = affine(2)
+    net.weight[:, ::2] = 0
+    x, net = ((x - 0.3) / 0.4).to(dtype), net.to(dtype)
+    x_adv = CW(FREE, 30, 0.05, 4)(Single(net), x, net(x).argmax(1))
+    changed = (x_adv != x).flatten(1)
+    assert not changed[:, ::2].any()
+    assert changed[:, 1::2].all()
+
+
+def test_settled_images_leave_the_batch():
+    defense, x, y = trained()
+    calls, net = [], defense.net
+
+    def counted(module, inputs):
+        calls.append(len(inputs[0]))
+
+    with torch.no_grad():
+        right = int((predictions(defense, x) == y).sum())
+    handle = net.register_forward_pre_hook(counted)
+    CW(FREE, 100)(defense, x, y)
+    handle.remove()
+    assert calls[0] == len(x)
+    assert max(calls[1:]) == right
+    assert sum(calls[1:]) < 0.9 * right * 100 * 9
+
+
+# distributions
+
+
+def test_members_weigh_in_by_their_probability():
+    """The boundary of two linear members' mean margin is that of the mean network."""
+    mean, x, y = affine(2)
+    shift = Affine(48, 2).double().requires_grad_(False)
+    shift.weight.copy_(torch.randn(2, 48, generator=torch.Generator().manual_seed(9)))
+    parts = []
+    for share in (0.3, -0.7):
+        parts.append(Affine(48, 2).double().requires_grad_(False))
+        parts[-1].weight.copy_(mean.weight + share * shift.weight)
+        parts[-1].bias.copy_(mean.bias)
+    size = sizes(CW(FREE, 200, 0.005), Ensemble(parts, [0.7, 0.3]), x, y)
+    ratio = size / distances(mean, x, y, order=2)
+    assert ratio.min() > 0.999
+    assert ratio.max() < 1.01
+
+
+class Shaky(Defense):
+    """Adds a random number to every logit."""
+
+    def __init__(self, net, spread=0.3):
+        super().__init__(torch.ones(1), mean_probs)
+        self.net, self.spread = net, spread
+
+    def logits(self, x, generator=None):
+        logits = self.net(x)
+        return (logits + self.spread * normal(x, logits.shape[1], generator=generator))[None]
+
+
+def test_random_defense():
+    """Streams say that an image's noise is its own, whoever else is still being searched."""
+    net, x, y = affine(3)
+    attack = CW(FREE, 30, 0.02, 5, draws=2)
+    index = torch.arange(len(x))
+    whole = attack(Shaky(net), x, y, Streams.from_index(index, 1))
+    assert torch.equal(whole, attack(Shaky(net), x, y, Streams.from_index(index, 1)))
+    for part in index.flip(0).split([1, 3, len(x) - 4]):
+        again = attack(Shaky(net), x[part], y[part], Streams.from_index(part, 1))
+        torch.testing.assert_close(again, whole[part], rtol=0, atol=1e-9)
+    assert not torch.equal(whole, attack(Shaky(net), x, y, Streams.from_index(index, 2)))
+    seeds = [torch.Generator().manual_seed(seed) for seed in (3, 3, 4)]
+    first, same, other = (attack(Shaky(net), x, y, seed) for seed in seeds)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_confidence_outlasts_the_noise():
+    net, x, y = affine(3)
+    left = []
+    for confidence in (0.0, 1.0):
+        attack = CW(FREE, 50, 0.02, 6, confidence=confidence)
+        x_adv = attack(Shaky(net), x, y, torch.Generator().manual_seed(0))
+        left.append((net(x_adv).argmax(1) == y).float().mean().item())
+    assert left[0] > 0.2
+    assert left[1] == 0

@@ -1,0 +1,199 @@
+"""Linear networks take one step to the nearest boundary; others a few."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.attacks import CW, DeepFool, attacking
+from lightning_rob.defenses import Ensemble, Single
+from lightning_rob.randomness import Streams
+from lightning_rob.threat import Threat
+from tests.attacks.test_cw import Affine, Shaky, affine, distances, trained
+
+FREE = {"linf": Threat("linf", 1), "l2": Threat("l2", 100)}
+both_norms = pytest.mark.parametrize("threat", FREE.values(), ids=FREE.keys())
+
+
+def predictions(defense, x):
+    with attacking(defense), torch.no_grad():
+        return defense(x).argmax(1)
+
+
+def order_of_dual(threat):
+    return 1 if threat.norm == "linf" else 2
+
+
+def counted(net):
+    """The batch sizes net is called with from now on."""
+    calls = []
+    net.register_forward_pre_hook(lambda module, inputs: calls.append(len(inputs[0])))
+    return calls
+
+
+# closed forms
+
+
+@both_norms
+@pytest.mark.parametrize("classes", [2, 5])
+@pytest.mark.parametrize(("gain", "overshoot"), [(0.3, 0.02), (30.0, 1e-6)])
+def test_smallest_perturbation_of_a_linear_net(threat, classes, gain, overshoot):
+    net, x, y = affine(classes, gain=gain)
+    x_adv = DeepFool(threat, overshoot=overshoot)(Single(net), x, y)
+    assert (net(x_adv).argmax(1) != y).all()
+    expected = (1 + overshoot) * (distances(net, x, y, order_of_dual(threat)) + 1e-4)
+    torch.testing.assert_close(threat.size(x_adv - x), expected, rtol=1e-7, atol=0)
+
+
+def test_steps_on_a_linear_net():
+    net, x, y = affine(5)
+    calls = counted(net)
+    DeepFool(FREE["l2"])(Single(net), x, y)
+    assert calls == [8, 8, 8]  # right, linearised, wrong
+
+
+@both_norms
+def test_bounds_in_the_way(threat):
+    """A step that a bound cuts short is followed by others."""
+    net, x, y = affine(3, gain=5.0)
+    x = x.round()
+    y = net(x).argmax(1)
+    x_adv = DeepFool(threat)(Single(net), x, y)
+    assert (net(x_adv).argmax(1) != y).all()
+    assert x_adv.min() >= 0
+    assert x_adv.max() <= 1
+    assert (threat.size(x_adv - x) >= distances(net, x, y, order_of_dual(threat))).all()
+
+
+def test_more_candidates_are_nearer_on_a_linear_net():
+    net, x, y = affine(6)
+    last = None
+    for candidates in (1, 3, 5, None, 99):
+        attack = DeepFool(FREE["l2"], candidates=candidates)
+        size = FREE["l2"].size(attack(Single(net), x, y) - x)
+        assert last is None or (size <= last + 1e-9).all()
+        last = size
+    first = FREE["l2"].size(DeepFool(FREE["l2"], candidates=1)(Single(net), x, y) - x)
+    assert (last < first - 1e-3).any()
+
+
+def test_candidates_are_the_largest_logits():
+    """The runner-up's boundary is at 0.2 here, that of the class behind it at 0.1."""
+    net = Affine(4, 3).double().requires_grad_(False)
+    net.weight.copy_(torch.tensor([[0, 0, 0, 0], [0.5, 0, 0, 0], [0, 10.0, 0, 0]]))
+    net.bias.copy_(torch.tensor([0.0, -0.35, -6.0]))
+    x = torch.full((1, 1, 2, 2), 0.5).double()
+    y = torch.tensor([0])
+    one = DeepFool(FREE["l2"], candidates=1, overshoot=0)(Single(net), x, y)
+    both = DeepFool(FREE["l2"], overshoot=1e-6)(Single(net), x, y)
+    assert (one - x).flatten().tolist() == pytest.approx([0.2, 0, 0, 0], abs=2e-4)
+    assert (both - x).flatten().tolist() == pytest.approx([0, 0.1, 0, 0], abs=2e-4)
+
+
+# networks
+
+
+@both_norms
+@pytest.mark.parametrize("overshoot", [0.02, 1e-6, 0.0])
+def test_every_image_is_fooled_without_a_budget(threat, overshoot):
+    defense, x, y = trained()
+    assert (predictions(defense, x) == y).float().mean() > 0.9
+    x_adv = DeepFool(threat, overshoot=overshoot)(defense, x, y)
+    assert (predictions(defense, x_adv) != y).all()
+
+
+def test_is_not_far_from_the_smallest():
+    defense, x, y = trained()
+    threat = FREE["l2"]
+    ours, best = (
+        threat.size(attack(defense, x, y) - x).median() for attack in (DeepFool(threat), CW(threat))
+    )
+    assert best * 0.99 < ours < best * 1.5
+
+
+@both_norms
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_perturbations_that_are_too_large_are_projected(threat, share):
+    defense, x, y = trained()
+    free = DeepFool(threat)(defense, x, y)
+    ball = Threat(threat.norm, share * float(threat.size(free - x).median()))
+    x_adv = DeepFool(ball)(defense, x, y)
+    small = threat.size(free - x) <= ball.eps
+    assert torch.equal(x_adv[small], free[small])
+    torch.testing.assert_close(x_adv[~small], ball.project(free, x)[~small])
+    assert ball.size(x_adv - x).max() <= ball.eps + 1e-6
+    assert share == 0 or 0 < int(small.sum()) < len(x)
+
+
+def test_fooled_images_stay_as_they_are():
+    defense, x, y = trained()
+    wrong = (predictions(defense, x) + 1) % 4
+    mixed = torch.where(torch.arange(len(x)) % 2 == 0, wrong, y)
+    x_adv = DeepFool(FREE["linf"])(defense, x, mixed)
+    assert torch.equal(x_adv[::2], x[::2])
+    assert (x_adv[1::2] != x[1::2]).flatten(1).any(1).all()
+
+
+def test_fooled_images_leave_the_batch():
+    net, x, _ = affine(3, gain=5.0, count=40)
+    x = x.round()
+    calls = counted(net)
+    y = net(x).argmax(1)
+    DeepFool(FREE["l2"])(Single(net), x, y)
+    checks, steps = calls[1::2], calls[2::2]
+    assert checks[0] == len(x)
+    assert checks[1:] == steps
+    assert sorted(calls, reverse=True) == calls
+    assert 0 < steps[-1] < len(x)
+
+
+def test_gradient_that_is_nowhere_moves_nothing():
+    class Flat(nn.Module):
+        def forward(self, x):
+            return x.flatten(1)[:, :2] * 0 + torch.tensor([1.0, 0.0])
+
+    x = torch.rand(3, 1, 4, 4)
+    for threat in FREE.values():
+        x_adv = DeepFool(threat, 3)(Single(Flat()), x, torch.zeros(3, dtype=torch.int64))
+        assert torch.equal(x_adv, x)
+
+
+# distributions
+
+
+@both_norms
+def test_ensemble_is_its_mean_logits(threat):
+    parts = [affine(3, seed=seed)[0] for seed in (0, 1)]
+    mean, x, _ = affine(3)
+    for a, b, value in zip(*(net.parameters() for net in (*parts, mean)), strict=True):
+        value.copy_(0.7 * a + 0.3 * b)
+    y = mean(x).argmax(1)
+    expected = DeepFool(threat)(Single(mean), x, y)
+    x_adv = DeepFool(threat)(Ensemble(parts, [0.7, 0.3]), x, y)
+    torch.testing.assert_close(x_adv, expected, rtol=0, atol=1e-6)
+
+
+@both_norms
+def test_random_defense(threat):
+    net, x, y = affine(3)
+    defense, attack = Shaky(net), DeepFool(threat, 10, draws=2)
+    index = torch.arange(len(x))
+    whole = attack(defense, x, y, Streams.from_index(index, 1))
+    for part in index.flip(0).split([1, 3, len(x) - 4]):
+        again = attack(defense, x[part], y[part], Streams.from_index(part, 1))
+        torch.testing.assert_close(again, whole[part], rtol=0, atol=1e-9)
+    assert not torch.equal(whole, attack(defense, x, y, Streams.from_index(index, 2)))
+    seeds = [torch.Generator().manual_seed(seed) for seed in (3, 3, 4)]
+    first, same, other = (attack(defense, x, y, seed) for seed in seeds)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+@both_norms
+def test_wrong_draw_does_not_turn_the_image_back(threat):
+    """The step is away from the label even where the draw it is made of is wrong already."""
+    net, x, y = affine(2, gain=0.01)
+    x_adv = DeepFool(threat, 20)(Shaky(net, spread=3.0), x, y, torch.Generator().manual_seed(0))
+    rows = (x_adv != x).flatten(1).any(1)
+    assert rows.any()
+    margin = (net(x_adv) - net(x)).gather(1, y[:, None])[:, 0]
+    assert (margin[rows] < 0).all()

@@ -1,0 +1,366 @@
+"""Folding BatchNorm changes nothing but the time."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.attacks import PGD, attacking
+from lightning_rob.attacks.folding import folded
+from lightning_rob.defenses import Ensemble, Mixture, Single
+from lightning_rob.nets import PreActResNet18, ResNet, ResNet20, SmallCNN
+from lightning_rob.threat import Threat
+from tests.attacks.common import assert_inside, images, seeded
+
+BIM = PGD(Threat("linf", 0.1), 3, 0.05, random_start=False)
+
+
+def settled(net):
+    """Give BatchNorm statistics and weights that are not the initial ones."""
+    torch.manual_seed(0)
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for tensor in (module.running_mean, module.bias.data):
+                tensor.normal_(0, 0.3)
+            for tensor in (module.running_var, module.weight.data):
+                tensor.uniform_(0.5, 2)
+    return net.eval()
+
+
+def norms(net):
+    """How many BatchNorm layers still do something."""
+    return sum(type(m) is nn.BatchNorm2d and "forward" not in vars(m) for m in net.modules())
+
+
+class Counting(nn.Module):
+    """Cannot be traced, and counts."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        self.calls = self.images = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.images += len(x)
+        return self.net(x)
+
+
+class Twice(nn.Module):
+    """A convolution whose output is used beside its BatchNorm: must not be folded."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return (self.norm(y) + y).mean((2, 3))
+
+
+NETS = {
+    "small": (lambda: SmallCNN(channels=3), 0),
+    "resnet20": (ResNet20, 0),
+    "option B": (lambda: ResNet(shortcut="B"), 0),
+    "preact": (lambda: PreActResNet18(), 9),
+    "counting": (lambda: Counting(SmallCNN(channels=3)), 3),
+    "twice": (Twice, 1),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_logits_and_gradients_are_the_same(name):
+    make, left = NETS[name]
+    net = settled(make())
+    modules, state = list(net.modules()), {k: v.clone() for k, v in net.state_dict().items()}
+    x = torch.rand(3, 3, 32, 32, requires_grad=True)
+    before = net(x)
+    (slope,) = torch.autograd.grad(before.square().sum(), x)
+    with folded([net]):
+        assert norms(net) == left
+        after = net(x)
+        (other,) = torch.autograd.grad(after.square().sum(), x)
+    torch.testing.assert_close(before, after, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(slope, other, rtol=1e-3, atol=1e-3 * float(slope.abs().max()))
+    assert all(a is b for a, b in zip(modules, net.modules(), strict=True))
+    assert all(torch.equal(v, state[k]) for k, v in net.state_dict().items())
+
+
+def test_layers_in_training_mode_are_left_alone():
+    net = settled(SmallCNN(channels=3))
+    net.layer1.train()
+    with folded([net]):
+        assert norms(net) == 1
+    with folded([net.eval()]):
+        assert norms(net) == 0
+
+
+def test_a_network_with_hooks_is_left_alone():
+    net, seen = settled(SmallCNN(channels=3)), []
+    handle = net.layer2.register_forward_hook(lambda *_: seen.append("call"))
+    with folded([net]):
+        assert norms(net) == 3
+    assert not seen
+    handle.remove()
+    with folded([net]):
+        assert norms(net) == 0
+
+
+class Switching(nn.Module):
+    """Its path depends on a buffer and on a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.register_buffer("raw", torch.zeros(()))
+        self.join = lambda a, b: a
+
+    def forward(self, x):
+        y = self.conv(x)
+        return self.join(y if self.raw else self.norm(y), y).mean((2, 3))
+
+
+def both_ways(x, y):
+    return x + y
+
+
+def same_inside(net):
+    x = torch.rand(2, 3, 8, 8)
+    before = net(x)
+    with folded([net]):
+        torch.testing.assert_close(net(x), before, rtol=1e-4, atol=1e-4)
+
+
+def test_a_change_of_what_a_forward_reads_is_noticed():
+    net = settled(Switching())
+    same_inside(net)
+    net.raw.fill_(1)
+    same_inside(net)
+    net.raw, net.join = torch.zeros(()), both_ways
+    same_inside(net)
+
+
+def test_a_forward_of_the_instance_is_its_forward():
+    net = settled(Switching())
+    net.forward = lambda x: (net.norm(net.conv(x)) + net.conv(x)).mean((2, 3))
+    same_inside(net)
+
+
+def test_a_defense_that_copies_its_network_copies_it_whole():
+    class Copying(Single):
+        def adapt(self, x, generator=None):
+            return Single(copy.deepcopy(self.net))
+
+    defense = Copying(settled(SmallCNN(channels=3)))
+    with attacking(defense):
+        copied = defense.adapt(torch.rand(2, 3, 32, 32)).net
+    assert norms(copied) == 3
+    assert copied.state_dict().keys() == defense.net.state_dict().keys()
+
+
+def test_weights_that_change_between_attacks_are_seen():
+    net = settled(SmallCNN(channels=3))
+    x = torch.rand(2, 3, 32, 32)
+    with folded([net]):
+        before = net(x)
+    with torch.no_grad():
+        net.layer1[0].weight.mul_(3)
+    with folded([net]):
+        after = net(x)
+    torch.testing.assert_close(after, net(x), rtol=1e-4, atol=1e-4)
+    assert (after - before).abs().max() > 0.01
+
+
+def test_everything_is_restored_when_an_attack_fails():
+    net = settled(SmallCNN(channels=3))
+    modules = list(net.modules())
+    attack = PGD(Threat(), steps=1, step_size=0.01)
+    with pytest.raises(ValueError, match="labels must be"):
+        attack(Single(net), torch.rand(2, 3, 32, 32), torch.tensor([1, 99]))
+    assert all(a is b for a, b in zip(modules, net.modules(), strict=True))
+    assert all(weight.requires_grad for weight in net.parameters())
+    assert norms(net) == 3
+
+
+def test_a_counting_wrapper_counts_exactly_the_steps():
+    net = Counting(settled(SmallCNN(channels=3)))
+    x, y = torch.rand(5, 3, 32, 32), torch.arange(5)
+    PGD(Threat(), steps=4, step_size=0.01)(Single(net), x, y)
+    assert (net.calls, net.images) == (4, 20)
+
+
+# networks as people write them
+
+
+class Styled(nn.Module):
+    """A convolution and batch norm with statistics that matter; subclasses call them in ways."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.conv = nn.Conv2d(1, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.linear = nn.Linear(6 * 36, 4)
+        for tensor in (self.conv.weight, self.norm.running_mean, self.norm.bias):
+            tensor.data = 0.5 * torch.randn(tensor.shape, generator=generator)
+        for tensor in (self.norm.running_var, self.norm.weight):
+            tensor.data = 0.5 + torch.rand(tensor.shape, generator=generator)
+
+    def features(self, x):
+        return self.norm(self.conv(x))
+
+    def forward(self, x):
+        return self.linear(self.features(x).relu().flatten(1))
+
+
+class Viewing(Styled):
+    """As most published networks go from images to vectors."""
+
+    def forward(self, x):
+        return self.linear(self.features(x).relu().view(x.size(0), -1))
+
+
+class Renamed(Styled):
+    """One convolution under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList([self.conv])
+
+    def features(self, x):
+        return self.norm(self.stages[0](x))
+
+
+class Listed(Styled):
+    """A convolution called from a plain list."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = [self.conv]
+
+    def features(self, x):
+        return self.norm(self.stages[0](x))
+
+
+class Tied(Styled):
+    """A weight used again beside its layer."""
+
+    def features(self, x):
+        back = nn.functional.conv_transpose2d(
+            self.norm(self.conv(x)).relu(), self.conv.weight, padding=1
+        )
+        return back.expand(-1, 6, -1, -1)
+
+
+class Reused(Styled):
+    """A part of a block called alone, by a parent that looks at its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(self.conv, self.norm)
+
+    def features(self, x):
+        if x.shape[2] != 6:
+            raise ValueError("wrong size")
+        return self.block(x) + self.block[0](x)
+
+
+class Switched(Styled):
+    """Batch norm can be switched off."""
+
+    use = True
+
+    def switch(self):
+        self.use = False
+
+    def features(self, x):
+        return self.norm(self.conv(x)) if self.use else self.conv(x)
+
+
+class Configured(Styled):
+    """The same, by a dictionary of settings."""
+
+    def __init__(self):
+        super().__init__()
+        self.settings = {"norm": True}
+
+    def switch(self):
+        self.settings["norm"] = False
+
+    def features(self, x):
+        return self.norm(self.conv(x)) if self.settings["norm"] else self.conv(x)
+
+
+class Noisy(Styled):
+    """Draws from torch's global stream."""
+
+    def features(self, x):
+        return self.norm(self.conv(x)) + torch.randn(6, 1, 1)
+
+
+def assert_predicts_alike_when_attacked(defense, x):
+    with torch.no_grad():
+        expected = defense.eval().logits(x)
+    with attacking(defense), torch.no_grad():
+        inside = defense.logits(x)
+    torch.testing.assert_close(inside, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("style", [Styled, Viewing, Renamed, Listed, Tied, Reused])
+def test_network_is_the_same_when_attacked(style):
+    x, y = images(6, seed=28)
+    defense = Single(style())
+    assert_predicts_alike_when_attacked(defense, x)
+    assert_inside(BIM.threat, BIM(defense, x, y, seeded()), x)
+
+
+@pytest.mark.parametrize(
+    "style",
+    [Switched, Configured],
+)
+def test_network_may_change_between_attacks(style):
+    x, _ = images(6, seed=28)
+    defense = Single(style())
+    assert_predicts_alike_when_attacked(defense, x)
+    defense.net.switch()
+    assert_predicts_alike_when_attacked(defense, x)
+
+
+class Exit(nn.Module):
+    """A second member on the first one's convolution, without its batch norm or with another."""
+
+    def __init__(self, trunk, norm):
+        super().__init__()
+        self.conv, self.norm, self.linear = trunk.conv, norm, nn.Linear(6 * 36, 4)
+
+    def forward(self, x):
+        return self.linear(self.norm(self.conv(x)).relu().flatten(1))
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.BatchNorm2d(6)], ids=["none", "other"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_members_may_share_a_layer(norm, first):
+    x, _ = images(6, seed=28)
+    trunk = Styled()
+    members = [trunk, Exit(trunk, norm())]
+    assert_predicts_alike_when_attacked(Ensemble([members[first], members[1 - first]]), x)
+
+
+def test_a_member_may_be_there_twice():
+    x, _ = images(6, seed=28)
+    one, other = Styled(), Styled()
+    defense = Mixture([Ensemble([one, other]), Single(one)])
+    assert_predicts_alike_when_attacked(defense, x)
+    with attacking(defense):
+        assert_predicts_alike_when_attacked(Single(one), x)
+
+
+def test_first_attack_draws_no_more_than_the_second():
+    x, y = images(6, seed=28)
+    defense, results = Single(Noisy()), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        results.append(BIM(defense, x, y))
+    assert torch.equal(*results)

@@ -1,0 +1,314 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.attacks import PGD, Adam, AggMo, Nesterov, aggmo
+from lightning_rob.defenses import Single
+from lightning_rob.randomness import Streams
+from lightning_rob.threat import Threat
+
+LINF, L2 = Threat("linf", 0.4), Threat("l2", 0.9)
+both_norms = pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
+OPTIMIZERS = {
+    "sign": AggMo((0.0,)),
+    "momentum": AggMo((0.9,)),
+    "boosted": AggMo((0.9,), "normalized"),
+    "aggmo": AggMo(),
+    "aggmo of gradients": AggMo(aggmo(4), "gradients"),
+    "aggmo as printed": AggMo(aggmo(4), "paper"),
+    "nesterov": Nesterov(),
+    "adam": Adam(),
+}
+all_optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def gradients(count=7, batch=3, seed=0):
+    """Of all lengths, with a few entries of zero."""
+    chance = torch.Generator().manual_seed(seed)
+    drawn = torch.randn((count, batch, 2, 4), generator=chance).double()
+    lengths = 10 ** torch.empty(count, batch, 1, 1).uniform_(-3, 3, generator=chance).double()
+    return drawn * lengths * (torch.rand(drawn.shape, generator=chance) > 0.1)
+
+
+def steps_of(optimizer, threat, given):
+    rule = optimizer.init(threat)
+    return torch.stack([rule(g) for g in given])
+
+
+def per_image(function, g):
+    return torch.stack([function(image) for image in g])
+
+
+def unit(g):
+    return per_image(lambda image: image / image.abs().sum(), g)
+
+
+def steepest(threat, g):
+    return g.sign() if threat.norm == "linf" else per_image(lambda image: image / image.norm(), g)
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+# by hand
+
+
+@both_norms
+@pytest.mark.parametrize("variant", ["steepest", "gradients", "normalized", "paper"])
+@pytest.mark.parametrize("momentum", [(0.0, 0.9, 0.99), (0.0,), (0.9, 1.0)])
+def test_aggmo_by_hand(threat, variant, momentum):
+    given = gradients()
+    velocities = [torch.zeros_like(given[0]) for _ in momentum]
+    expected = []
+    for g in given:
+        if variant == "gradients":
+            pushed = g.clamp(-(8**-0.5), 8**-0.5)
+        else:
+            pushed = unit(g) if variant == "normalized" else steepest(threat, g)
+        velocities = [d * v + pushed for d, v in zip(momentum, velocities, strict=True)]
+        if variant == "paper":
+            expected.append(sum(velocities) / len(momentum))
+        else:
+            expected.append(sum(steepest(threat, v) for v in velocities) / len(momentum))
+    close(steps_of(AggMo(momentum, variant), threat, given), torch.stack(expected))
+
+
+def released(momentum, raw, step_size):
+    """Entry by entry, as the RT authors' optimiser: where one image is after each step."""
+    velocities = [[0.0] * len(raw[0]) for _ in momentum]
+    point, most, path = [0.0] * len(raw[0]), 1 / len(raw[0]) ** 0.5, []
+    for g in raw:
+        for i, entry in enumerate(g):
+            entry = min(max(entry, -most), most)
+            for velocity, damping in zip(velocities, momentum, strict=True):
+                velocity[i] = damping * velocity[i] + entry
+                sign = (velocity[i] > 0) - (velocity[i] < 0)
+                point[i] += step_size / len(momentum) * sign
+        path.append(list(point))
+    return path
+
+
+@pytest.mark.parametrize("momentum", [aggmo(3), aggmo(6), (0.9, 1.0), (0.0,)])
+def test_aggmo_of_gradients_is_that_of_the_released_code(momentum):
+    """Of the recorded gradients neither the signs nor the lengths alone decide."""
+    given = gradients(30)
+    path = 0.3 * steps_of(AggMo(momentum, "gradients"), LINF, given).cumsum(0)
+    expected = [released(momentum, given[:, i].flatten(1).tolist(), 0.3) for i in range(3)]
+    expected = torch.tensor(expected, dtype=torch.float64)
+    close(path, expected.transpose(0, 1).reshape(path.shape))
+    if any(momentum):
+        for variant in ("steepest", "normalized"):
+            other = 0.3 * steps_of(AggMo(momentum, variant), LINF, given).cumsum(0)
+            assert ((other - path).abs() > 0.01).double().mean() > 0.1
+
+
+def test_dampings_of_the_papers():
+    assert aggmo(1) == (0.0,)
+    assert aggmo(6) == pytest.approx((0, 0.9, 0.99, 0.999, 0.9999, 0.99999))
+    assert AggMo().momentum == aggmo(6)
+
+
+@both_norms
+def test_momentum_boosting_is_mi_fgsm(threat):
+    """Dong et al. (2018), eqs. 6 and 7: g <- mu g + gradient / ||gradient||_1."""
+    given, g = gradients(), torch.zeros(3, 2, 4).double()
+    ours = steps_of(AggMo((1.0 - 1e-1,), "normalized"), threat, given)
+    for gradient, move in zip(given, ours, strict=True):
+        g = 0.9 * g + gradient / gradient.abs().sum((1, 2), keepdim=True)
+        close(move, steepest(threat, g))
+
+
+@both_norms
+def test_nesterov_is_that_of_torch(threat):
+    """A step of the steepest direction of its update, given gradients of length one."""
+    point = nn.Parameter(torch.zeros(3, 2, 4).double())
+    optimizer = torch.optim.SGD([point], lr=1.0, momentum=0.9, nesterov=True)
+    given = gradients()
+    for gradient, move in zip(given, steps_of(Nesterov(0.9), threat, given), strict=True):
+        before = point.detach().clone()
+        point.grad = -unit(gradient)
+        optimizer.step()
+        close(move, steepest(threat, point.detach() - before))
+
+
+@both_norms
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.9), (0.0, 0.0)])
+def test_adam_is_that_of_torch(threat, betas):
+    point = nn.Parameter(torch.zeros(3, 2, 4).double())
+    optimizer = torch.optim.Adam([point], lr=1.0, betas=betas, eps=1e-30)
+    given = gradients()
+    for gradient, move in zip(given, steps_of(Adam(betas), threat, given), strict=True):
+        before = point.detach().clone()
+        point.grad = -gradient
+        optimizer.step()
+        ones = 1.0 if threat.norm == "linf" else 8**0.5
+        close(move, (point.detach() - before) / ones)
+
+
+# on a hill
+
+
+class Hill(nn.Module):
+    """Two classes, whose cross-entropy is highest at the top; a quadratic with unequal axes."""
+
+    def __init__(self, top, axes):
+        super().__init__()
+        self.top, self.axes = top, axes
+
+    def forward(self, x):
+        fall = ((x - self.top).square() * self.axes).flatten(1).sum(1)
+        return torch.stack([fall, -fall], 1)
+
+
+def fall(logits, weights, y):
+    """The quadratic itself, so that its gradient is known."""
+    return -logits[0].gather(1, y[:, None])[:, 0]
+
+
+def hill(seed=0, dtype=torch.float64):
+    chance = torch.Generator().manual_seed(seed)
+    x = 0.5 + 0.05 * torch.randn((4, 1, 2, 4), generator=chance).to(dtype)
+    top = 0.5 + 0.05 * torch.randn((1, 2, 4), generator=chance).to(dtype)
+    axes = torch.logspace(0, 2, 8).view(1, 2, 4).to(dtype)
+    return Hill(top, axes), x, torch.zeros(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 40])
+def test_adam_climbs_as_that_of_torch(steps):
+    net, x, y = hill()
+    point = nn.Parameter(x.clone())
+    optimizer = torch.optim.Adam([point], lr=0.01, eps=1e-30)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(point)[:, 0].sum().backward()
+        optimizer.step()
+    attack = PGD(LINF, steps, 0.01, fall, random_start=False, ascent=Adam())
+    torch.testing.assert_close(attack(Single(net), x, y), point.detach(), rtol=0, atol=1e-9)
+
+
+@all_optimizers
+@both_norms
+def test_all_reach_the_top(threat, optimizer):
+    """With many short steps; heavy momentum still swing around it when the others stand."""
+    net, x, y = hill()
+    attack = PGD(threat, 600, 0.002, fall, random_start=False, keep_best=True, ascent=optimizer)
+    x_adv = attack(Single(net), x, y)
+    before, after = net(x)[:, 0], net(x_adv)[:, 0]
+    assert (after < 0.02 * before).all()
+
+
+@all_optimizers
+@both_norms
+def test_all_climb_a_slope_at_full_speed(threat, optimizer):
+    """Where the gradient never changes nothing is slower than steepest ascent.
+
+    But in l2 for Adam and clamped gradients, which turn away from the large entries.
+    """
+    w = torch.randn(8, generator=torch.Generator().manual_seed(1)).double()
+
+    class Slope(nn.Module):
+        def forward(self, x):
+            f = x.flatten(1) @ w
+            return torch.stack([torch.zeros_like(f), f], 1)
+
+    x, threat = torch.full((2, 8), 0.5).double(), replace(threat, eps=0.4)
+    attack = PGD(threat, 20, 0.05, random_start=False, ascent=optimizer)
+    gain = Slope()(attack(Single(Slope()), x, torch.tensor([0, 0])) - x)[:, 1]
+    best = threat.dual(w[None]) * threat.eps
+    turned = isinstance(optimizer, Adam) or getattr(optimizer, "variant", None) == "gradients"
+    ratio = 0.75 if threat.norm == "l2" and turned else 1.0
+    assert (gain > ratio * best * (1 - 1e-9)).all()
+
+
+@all_optimizers
+@both_norms
+def test_confident_networks_move_in_single_precision(threat, optimizer):
+    """A gradient of 1e-25 leads where one of 0.1 does, which is not clamped either."""
+    given = gradients().float()
+    given *= 0.1 / given.abs().amax((0, 2, 3), keepdim=True)
+    expected = steps_of(optimizer, threat, given)
+    torch.testing.assert_close(
+        steps_of(optimizer, threat, given * 1e-25), expected, rtol=1e-3, atol=1e-4
+    )
+
+
+@all_optimizers
+@both_norms
+def test_steps_of_single_images(threat, optimizer):
+    """Alone, in a batch, or left of a batch; a zero gradient gives a zero step; lengths."""
+    given = gradients(batch=5)
+    alone = [steps_of(optimizer, threat, given[:, i : i + 1]) for i in range(5)]
+    together = steps_of(optimizer, threat, given)
+    close(together, torch.cat(alone, 1))
+    rule, rows = optimizer.init(threat), torch.tensor([0, 3])
+    for g in given[:4]:
+        rule(g)
+    rule = rule.select(rows)
+    close(torch.stack([rule(g[rows]) for g in given[4:]]), together[4:, rows])
+    assert steps_of(optimizer, threat, torch.zeros(3, 2, 4)).eq(0).all()
+    # at most 1, except the printed AggMo, and Adam after a gradient larger than all before
+    longest = {OPTIMIZERS["aggmo as printed"]: 7.0, OPTIMIZERS["adam"]: 3.2}
+    lengths = threat.size(steps_of(optimizer, threat, gradients()).flatten(0, 1))
+    assert lengths.max() <= longest.get(optimizer, 1.0) + 1e-9
+
+
+@all_optimizers
+def test_every_run_begins_anew(optimizer):
+    net, x, y = hill()
+    attack = PGD(LINF, 7, 0.05, fall, ascent=optimizer)
+    streams = [Streams.from_index(torch.arange(4), 0) for _ in range(2)]
+    first, again = (attack(Single(net), x, y, each) for each in streams)
+    assert torch.equal(first, again)
+
+
+@both_norms
+def test_a_gradient_that_is_no_number_does_not_end_the_climb(threat):
+    """One entry of one step's gradient is lost, not the image."""
+    net, x, y = hill()
+    calls = []
+
+    def broken(logits, weights, y):
+        calls.append(1)
+        value = fall(logits, weights, y)
+        return value * torch.inf if len(calls) == 3 else value
+
+    for optimizer in OPTIMIZERS.values():
+        calls.clear()
+        attack = PGD(threat, 6, 0.02, broken, random_start=False, ascent=optimizer)
+        x_adv = attack(Single(net), x, y)
+        assert x_adv.isfinite().all()
+        assert (net(x_adv)[:, 0] < net(x)[:, 0]).all()
+
+
+# how it is asked for
+
+
+def test_dampings_are_short_for_aggmo():
+    net, x, y = hill()
+    for momentum in [(0.0,), (0.9,), (0.0, 0.9, 0.99)]:
+        short = PGD(LINF, 9, 0.05, fall, momentum=momentum)
+        long = replace(short, momentum=(0.0,), ascent=AggMo(momentum))
+        results = [a(Single(net), x, y, torch.Generator().manual_seed(0)) for a in (short, long)]
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AggMo(()), r"momentum must be numbers in \[0, 1\], got \(\)"),
+        (lambda: AggMo((0.5, 1.1)), r"\[0, 1\], got \(0.5, 1.1\)"),
+        (lambda: AggMo((-0.1,)), r"\[0, 1\], got \(-0.1,\)"),
+        (lambda: AggMo(variant="sum"), "variant must be of .*'paper'.* got 'sum'"),
+        (lambda: aggmo(0), "at least one coefficient, got 0"),
+        (lambda: Nesterov(1.1), "momentum must be in .* got 1.1"),
+        (lambda: Adam((0.9, 1.0)), "betas must be two numbers .* got"),
+        (lambda: Adam((0.9,)), "betas must be two numbers .* got"),
+        (lambda: PGD(LINF, 1, 0.1, momentum=(0.9,), ascent=Adam()), "or Adam.*, not both"),
+    ],
+)
+def test_bad_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

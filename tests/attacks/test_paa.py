@@ -1,0 +1,505 @@
+"""Attacks on all sub-models of a transformation ensemble, against the algorithm written out."""
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_rob.attacks import CW, PAA, PGD, TAA, Attack, Chunked, DeepFool, ranking_weights
+from lightning_rob.attacks.base import is_batch_separable, walk
+from lightning_rob.attacks.transform_ensemble import AGGREGATES
+from lightning_rob.defenses import Single, TransformEnsemble
+from lightning_rob.evaluation.protocol import evaluate_once
+from lightning_rob.randomness import Streams
+from lightning_rob.threat import Threat
+from lightning_rob.transforms.pool import chosen
+from tests.attacks.common import seeded
+from tests.attacks.test_taa import Net, images, members_right, trained
+
+LINF = Threat("linf", 0.05)
+FGSM = PGD(LINF, 1, LINF.eps, random_start=False)
+INNER = {
+    "fgsm": FGSM,
+    "bim": PGD(LINF, 4, 0.02, random_start=False),
+    "pgd": PGD(LINF, 4, 0.02),
+    "deepfool": DeepFool(Threat("l2", 0.7), 5, overshoot=0.1),
+    "cw": CW(Threat("l2", 0.7), 10, 0.1, binary_steps=2, initial_const=1.0),
+}
+FIVE = ["shift_right", "rotate_180", "filter_gaussian", "flip_both", "seg_gradient"]
+every_aggregate = pytest.mark.parametrize("aggregate", AGGREGATES)
+
+
+@pytest.fixture(scope="module")
+def five():
+    """Two that can be undone, one that is attacked through, and one that is no candidate."""
+    return trained(FIVE).eval()
+
+
+@pytest.fixture(scope="module")
+def in_colour():
+    return trained(FIVE[:4], channels=3, steps=20).double().eval()
+
+
+def dissimilarity(x_adv, x):
+    delta, norm = ((z.double().flatten(1)).norm(dim=1) for z in (x_adv - x, x))
+    return torch.where(delta > 0, delta / norm, 0)
+
+
+# by hand
+
+
+class Linear(nn.Module):
+    """Right on label 0 as long as w.x + b > 0."""
+
+    def __init__(self, w, b=10.0):
+        super().__init__()
+        self.w, self.b = torch.tensor(w), b
+
+    def forward(self, x):
+        margin = (x.flatten(1) * self.w.to(x)).sum(1) + self.b
+        return torch.stack([margin, torch.zeros_like(margin)], 1)
+
+
+def moves(nets, names, aggregate, **options):
+    """Return the perturbation of one round on a grey image of 1x4 pixels, in step sizes."""
+    ensemble = TransformEnsemble(nets, chosen(names))
+    x, y = torch.full((1, 1, 1, 4), 0.5), torch.zeros(1, dtype=torch.long)
+    attack = PAA(FGSM, aggregate, max_dissimilarity=1, rounds=1, **options)
+    return ((attack(ensemble, x, y) - x) / 0.05).flatten().tolist()
+
+
+def test_two_linear_members_by_hand():
+    """The second sees the image from right to left: its gradient is turned round again."""
+    nets = [Linear([1.0, -2.0, 0.0, 0.0]), Linear([3.0, 1.0, 1.0, 0.0])]
+    names = ["rotate_180", "clean"]  # carried back: (0, 0, 1, -1), and (-1, -1, -1, 0)
+    assert moves(nets, names, "AvgP") == pytest.approx([-0.5, -0.5, 0.0, -0.5], abs=1e-4)
+    assert moves(nets, names, "MaxP") == pytest.approx([-1, -1, 1, -1], abs=1e-4)
+    first = moves(nets, names, "MaxP", ranking=("clean",))
+    assert first == pytest.approx([-1, -1, -1, -1], abs=1e-4)
+    assert moves(nets, names, "WSumP") == pytest.approx([-0.5, -0.5, 0.0, -0.5], abs=1e-4)
+    assert moves(nets, names, "MVoteP") == pytest.approx([0, 0, 1, -1], abs=1e-4)
+    assert moves(nets, names, "MVoteP", ranking=(1, 0)) == [*first[:3], 0.0]
+
+
+def test_the_most_frequent_value():
+    nets = [Linear([w, v, 1.0, u]) for w, v, u in [(1.0, -1, 0), (1.0, 1, 0), (-1.0, 1, 1)]]
+    names = ["clean", "flip_both", "rotate_180"]  # of 1x4 pixels the last two are the same
+    # (-1, 1, -1, 0), (0, -1, -1, -1) and (-1, -1, -1, 1)
+    assert moves(nets, names, "MVoteP") == pytest.approx([-1, -1, -1, 0], abs=1e-4)
+    last = moves(nets, names, "MVoteP", ranking=("rotate_180",))
+    assert last == pytest.approx([-1, -1, -1, 1], abs=1e-4)
+
+
+def test_weights_of_the_ranks():
+    weights = ranking_weights(14)
+    assert weights.dtype == torch.float64
+    expected = [0.135282] * 2 + [0.060786] * 12
+    assert weights.tolist() == pytest.approx(expected, abs=5e-7)
+    for count in range(1, 11):
+        assert ranking_weights(count).tolist() == pytest.approx([1 / count] * count)
+    for count in (11, 15, 72):
+        weights = ranking_weights(count)
+        assert weights.sum().item() == pytest.approx(1)
+        assert weights[0] == weights[1] > weights[2]
+        assert (weights.diff() <= 0).all()
+
+
+def test_weighted_sum_of_fourteen_and_of_those_left():
+    """One pixel for each member; two of them are fooled before anything begins."""
+    names = list(chosen("reversible"))
+    nets = [Linear([float(i == j) for j in range(16)]) for i in range(14)]
+    ensemble = TransformEnsemble(nets, {name: chosen("clean")["clean"] for name in names})
+    x, y = torch.full((1, 1, 4, 4), 0.5), torch.zeros(1, dtype=torch.long)
+    attack = PAA(FGSM, "WSumP", max_dissimilarity=2, ranking=(5, 3), rounds=1)
+    order = [5, 3, 0, 1, 2, 4, *range(6, 14)]
+    expected = torch.zeros(16)
+    expected[order] = ranking_weights(14).float()
+    torch.testing.assert_close(
+        (x - attack(ensemble, x, y)).flatten() / 0.05, expected, rtol=0, atol=1e-4
+    )
+    nets[5].b = nets[0].b = -10.0  # fooled: they count in the first round and never again
+    second = replace(attack, rounds=2)(ensemble, x, y) - attack(ensemble, x, y)
+    expected[[5, 0]] = 0
+    torch.testing.assert_close(
+        -second.flatten() / 0.05, expected / expected.sum(), rtol=0, atol=1e-4
+    )
+
+
+# Algorithm 3
+
+
+def written_out(inner, ensemble, aggregate, bound, x, y, order, rounds=30):
+    """Image by image and candidate by candidate; the iterate, and all candidates' rounds."""
+    weights = ranking_weights(len(order)).to(x)
+    x_adv, x_tmp, left, attacked = x, x, list(range(len(order))), []
+    while left and (x_tmp - x).norm() <= bound * x.norm() and len(attacked) < rounds:
+        x_adv, added = x_tmp, []
+        for rank in left:
+            i = order[rank]
+            transform, name = ensemble.transforms[ensemble.names[i]], ensemble.names[i]
+            if transform.reversible:
+                seen = transform(x_adv)
+                there = inner(Single(Returning(transform, ensemble.members[i])), seen, y)
+                added.append(transform.undo(there - seen))
+            else:
+                added.append(inner(TransformEnsemble([ensemble.members[i]], [name]), x_adv, y))
+                added[-1] = added[-1] - x_adv
+        p = torch.stack(added)
+        if aggregate == "AvgP":
+            total = p.mean(0)
+        elif aggregate == "WSumP":
+            shares = weights[left] / weights[left].sum()
+            total = sum(w * each for w, each in zip(shares, p, strict=True))
+        else:
+            total = torch.zeros_like(x)
+            for pixel in range(x.numel()):
+                values = p.flatten(1)[:, pixel].tolist()
+                if aggregate == "MaxP":
+                    scores = [abs(v) for v in values]
+                else:
+                    scores = [sum(abs(v - w) <= 1e-6 for w in values) for v in values]
+                best = next(k for k, s in enumerate(scores) if s >= max(scores) - 1e-6)
+                total.view(-1)[pixel] = values[best]
+        x_tmp = (x_adv + total).clamp(0, 1)
+        attacked.append([order[rank] for rank in left])
+        left = [rank for rank in left if prediction(ensemble, order[rank], x_adv) == int(y)]
+    return (x_tmp if len(attacked) == rounds else x_adv), attacked
+
+
+class Returning(nn.Module):
+    """A network blind to perturbations that cannot be carried back."""
+
+    def __init__(self, transform, net):
+        super().__init__()
+        self.transform, self.net = transform, net
+
+    def forward(self, z):
+        return self.net(self.transform(self.transform.undo(z)))
+
+
+@torch.no_grad()
+def prediction(ensemble, i, x):
+    transform = ensemble.transforms[ensemble.names[i]]
+    return int(ensemble.members[i](transform(x)).argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "inner", "bound"),
+    [
+        *((name, "bim", 0.2) for name in AGGREGATES),
+        ("MaxP", "fgsm", 0.5),
+        ("WSumP", "deepfool", 0.5),
+    ],
+)
+def test_is_the_algorithm_image_by_image(aggregate, inner, bound, in_colour):
+    ensemble = in_colour
+    x, y = images(4, channels=3, seed=3)
+    x[3], order = 1.0 - x[3], [3, 0, 1, 2]
+    x = x.double()
+    attack = PAA(INNER[inner], aggregate, bound, ranking=("flip_both", 0))
+    found = attack(ensemble, x, y)
+    assert (found != x).any()
+    for b in range(4):
+        one = x[b : b + 1], y[b : b + 1]
+        expected, _ = written_out(INNER[inner], ensemble, aggregate, bound, *one, order)
+        torch.testing.assert_close(found[b : b + 1], expected, rtol=0, atol=1e-6)
+
+
+@dataclass(frozen=True)
+class Noting(Attack):
+    """An attack that records which modules it attacked, and the number of images."""
+
+    inner: Attack
+    calls: list = field(default_factory=list)
+
+    @property
+    def threat(self):
+        return self.inner.threat
+
+    def perturb(self, defense, x, y, generator):
+        self.calls.append((list(defense.modules()), len(x)))
+        return self.inner.perturb(defense, x, y, generator)
+
+
+@pytest.mark.parametrize("aggregate", ["MaxP", "WSumP"])
+def test_fooled_candidates_are_not_attacked_in_later_rounds(aggregate, five):
+    """Whom the algorithm attacks in which round, one image at a time; then as many in a batch."""
+    x, y = images(6, seed=4)
+    order, total = [0, 1, 2, 3], 0
+    for b in range(6):
+        one, noting = (x[b : b + 1], y[b : b + 1]), Noting(FGSM, [])
+        PAA(noting, aggregate, 0.6)(five, *one)
+        _, attacked = written_out(FGSM, five, aggregate, 0.6, *one, order)
+        places = [
+            next(i for i, net in enumerate(five.members) if net in inside)
+            for inside, _ in noting.calls
+        ]
+        # the last round of an image whose candidates are all fooled is for nothing and left out
+        rounds = attacked[:-1] if len(places) < sum(map(len, attacked)) else attacked
+        assert places == [i for candidates in rounds for i in candidates]
+        assert all(set(b) <= set(a) for a, b in pairwise(rounds))
+        total += len(places)
+    assert any(len(candidates) < 4 for candidates in attacked)
+    noting = Noting(FGSM, [])
+    PAA(noting, aggregate, 0.6)(five, x, y)
+    assert sum(count for _, count in noting.calls) == total
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    seed=st.integers(0, 10**6),
+    aggregate=st.sampled_from(list(AGGREGATES)),
+    inner=st.sampled_from(list(INNER)),
+    bound=st.floats(0, 1.5),
+    channels=st.sampled_from([1, 3]),
+    project_last=st.booleans(),
+)
+def test_never_leaves_the_bound(seed, aggregate, inner, bound, channels, project_last):
+    chance = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        nets = [Net(channels) for _ in range(4)]
+    ensemble = TransformEnsemble(nets, ["shift_top_left", "rotate_90", "filter_gaussian", "clean"])
+    x = (
+        torch.rand(3, channels, 8, 8, generator=chance)
+        * torch.tensor([1.0, 0.1, 0.0])[torch.randperm(3, generator=chance), None, None, None]
+    )
+    y = torch.randint(4, (3,), generator=chance)
+    attack = PAA(INNER[inner], aggregate, bound, project_last=project_last)
+    x_adv = attack(ensemble, x, y, seeded(seed))
+    assert (dissimilarity(x_adv, x) <= bound + 1e-6).all()
+    assert (attack.threat.distance(x_adv, x) <= bound + 1e-6).all()
+    assert x_adv.isfinite().all()
+    assert x_adv.min() >= 0
+    assert x_adv.max() <= 1
+    black = x.flatten(1).amax(1) == 0
+    assert torch.equal(x_adv[black], x[black])
+
+
+def test_images_that_all_candidates_get_wrong_stay(five):
+    x, y = images(20, seed=5)
+    wrong = (y + 1) % 4
+    fooled = ~members_right(five, x, wrong)[:4].any(0)
+    assert fooled.any()
+    noting = Noting(FGSM, [])
+    x_adv = PAA(noting)(five, x[fooled], wrong[fooled])
+    assert torch.equal(x_adv, x[fooled])
+    assert noting.calls == []
+
+
+def test_a_round_that_leaves_the_bound_is_not_made_or_brought_back(five):
+    x, y = images(30, seed=6)
+    attack = PAA(replace(FGSM, threat=Threat("linf", 0.3), step_size=0.3), "MaxP", 0.2)
+    assert torch.equal(attack(five, x, y), x)
+    back = replace(attack, project_last=True)(five, x, y)
+    counts = [members_right(five, z, y).sum(0) for z in (x, back)]
+    assert (counts[1] <= counts[0]).all()
+    assert counts[1].sum() < 0.7 * counts[0].sum()
+    moved = (back != x).flatten(1).any(1)
+    assert (counts[1] < counts[0])[moved].all()
+    reached = dissimilarity(back, x)[moved]
+    torch.testing.assert_close(reached, torch.full_like(reached, 0.2), rtol=0, atol=1e-6)
+
+
+def batch_written_out(inner, ensemble, aggregate, bound, x, y):
+    """All images move round by round, each by the algorithm, until their mean leaves the bound."""
+    order, x_adv = [0, 1, 2, 3], x
+    for rounds in range(1, 30):
+        alone = zip(x.split(1), y.split(1), strict=True)
+        x_tmp = torch.cat(
+            [written_out(inner, ensemble, aggregate, 1e9, *one, order, rounds)[0] for one in alone]
+        )
+        if dissimilarity(x_tmp, x).mean() > bound or torch.equal(x_tmp, x_adv):
+            return x_adv, rounds
+        x_adv = x_tmp
+    raise AssertionError("no end")
+
+
+def dimmed(count, channels=1):
+    """The darker an image, the larger a share of its norm a move is."""
+    x, y = images(count, seed=3, channels=channels)
+    return x * torch.linspace(0.4, 1, count).view(-1, 1, 1, 1), y
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "inner", "bound"),
+    [*((name, "fgsm", 0.2) for name in AGGREGATES), ("MVoteP", "deepfool", 0.12)],
+)
+def test_the_mean_of_a_batch_within_the_bound(aggregate, inner, bound, in_colour):
+    """As in the paper: some images go beyond the bound, as others do not."""
+    x, y = dimmed(6, 3)
+    x = x.double()
+    attack = PAA(INNER[inner], aggregate, max_dissimilarity=5.0, mean_bound=bound)
+    expected, rounds = batch_written_out(INNER[inner], in_colour, aggregate, bound, x, y)
+    x_adv = attack(in_colour, x, y)
+    torch.testing.assert_close(x_adv, expected, rtol=0, atol=1e-6)
+    reached = dissimilarity(x_adv, x)
+    assert rounds > 1
+    assert reached.mean() <= bound < reached.max()
+    each = replace(attack, max_dissimilarity=bound, mean_bound=None)(in_colour, x, y)
+    assert not torch.allclose(each, x_adv, atol=1e-3)
+
+
+def test_images_that_stand_still_count_and_each_keeps_to_its_own_bound():
+    """Two images of grey 0.5 move 0.04 a round, a share of 0.08; a third is fooled already."""
+    x, y = torch.full((3, 1, 8, 8), 0.5), torch.tensor([0, 0, 1])
+    attack = PAA(Scripted((0.04,), calls=[]), max_dissimilarity=1.0, mean_bound=0.3)
+    x_adv = attack(stubborn(), x, y)  # (2 x 0.4 + 0) / 3 = 0.27, and 0.32 after one more round
+    assert dissimilarity(x_adv, x).tolist() == pytest.approx([0.4, 0.4, 0], abs=1e-5)
+    x[1] = 0.1  # goes 0.4 a round: leaves its bound with the third, and stays at 0.8
+    x_adv = attack(stubborn(), x, y)  # (0.08 + 0.8) / 3 = 0.29 already after the second
+    assert dissimilarity(x_adv, x).tolist() == pytest.approx([0.08, 0.4, 0], abs=1e-5)
+    far = replace(attack, mean_bound=0.45, inner=Scripted((0.04,), calls=[]))
+    x_adv = far(stubborn(), x, y)  # (0.48 + 0.8) / 3 = 0.43
+    assert dissimilarity(x_adv, x).tolist() == pytest.approx([0.48, 0.8, 0], abs=1e-5)
+
+
+def test_a_bound_on_the_mean_depends_on_the_batch_and_says_so(five):
+    x, y = dimmed(6)
+    each, mean = PAA(FGSM, "AvgP", 0.3), PAA(FGSM, "AvgP", 1.0, mean_bound=0.3)
+    assert is_batch_separable(each, five)
+    assert not is_batch_separable(mean, five)
+    whole, alone = (
+        mean(five, x, y),
+        torch.cat([mean(five, *one) for one in zip(x.split(1), y.split(1), strict=True)]),
+    )
+    assert not torch.equal(whole, alone)
+    with pytest.raises(ValueError, match="PAA attacks whole batches and cannot be chunked"):
+        Chunked(mean, images=2)
+    _, answers = evaluate_once(mean, five, x, y, torch.arange(6), 0)
+    assert answers.shape == (1, 6, 4)
+
+
+@every_aggregate
+def test_the_last_move_never_makes_it_weaker(aggregate, five):
+    x, y = images(40, seed=7)
+    literal = PAA(FGSM, aggregate, 0.25)
+    counts = [
+        members_right(five, attack(five, x, y), y).sum(0)
+        for attack in (literal, replace(literal, project_last=True))
+    ]
+    assert (counts[1] <= counts[0]).all()
+    assert counts[1].sum() < counts[0].sum()
+
+
+@every_aggregate
+def test_lowers_the_accuracy_and_with_no_limits_nothing_is_left(aggregate, five):
+    x, y = images(60, seed=8)
+
+    def right(z):
+        return five(z).gather(1, y[:, None]).mean().item()
+
+    def share(z):
+        return members_right(five, z, y)[:4].float().mean().item()
+
+    assert right(x) > 0.95
+    inner = PGD(Threat("linf", 0.02), 1, 0.02, random_start=False)
+    small, large = (PAA(inner, aggregate, bound)(five, x, y) for bound in (0.2, 10.0))
+    assert share(small) < share(x) - 0.2
+    assert share(large) == 0
+    assert right(large) < 0.1  # the fifth, which is no candidate, may break a tie
+
+
+@dataclass(frozen=True)
+class Scripted(Attack):
+    """Adds so much to every pixel, one number after the other and again."""
+
+    amounts: tuple
+    threat: Threat = LINF
+    calls: list = field(default_factory=list)
+
+    def perturb(self, defense, x, y, generator):
+        self.calls.append(len(x))
+        return x + self.amounts[(len(self.calls) - 1) % len(self.amounts)]
+
+
+def stubborn(count=1):
+    nets = [Linear([0.0] * 64) for _ in range(count)]
+    return TransformEnsemble(nets, ["clean", "flip_both"][:count])
+
+
+@pytest.mark.parametrize("amounts", [(0.0,), (0.1, -0.1)])
+def test_images_without_progress_stop(amounts):
+    x, y = torch.full((2, 1, 8, 8), 0.5), torch.zeros(2, dtype=torch.long)
+    inner = Scripted(amounts, calls=[])
+    PAA(inner, max_dissimilarity=0.5)(stubborn(), x, y)
+    assert len(inner.calls) == (10 if amounts == (0.0,) else 11)
+
+
+def test_rounds_are_counted_and_end_within_the_bound():
+    x, y = torch.full((1, 1, 8, 8), 0.5), torch.zeros(1, dtype=torch.long)
+    for rounds, expected in [(1, 0.54), (3, 0.62), (5, 0.7), (6, 0.7), (None, 0.7)]:
+        inner = Scripted((0.04,), calls=[])
+        x_adv = PAA(inner, max_dissimilarity=0.41, rounds=rounds)(stubborn(), x, y)
+        torch.testing.assert_close(x_adv, torch.full_like(x, expected))
+        assert len(inner.calls) == (rounds or 6)
+
+
+def test_one_candidate_in_one_round_is_the_attack_on_the_target(five):
+    x, y = images(6, seed=9)
+    alone = five.one(1)
+    x_adv = PAA(FGSM, max_dissimilarity=10, rounds=1)(alone, x, y)
+    expected = TAA(FGSM, 0)(alone, x, y)
+    right = members_right(alone, x, y)[0]
+    torch.testing.assert_close(x_adv[right], expected[right], rtol=0, atol=1e-6)
+
+
+def test_every_candidate_and_round_has_noise_of_its_own():
+    keys = []
+
+    @dataclass(frozen=True)
+    class Listening(Attack):
+        threat: Threat = LINF
+
+        def perturb(self, defense, x, y, generator):
+            keys.extend(generator.keys.tolist())
+            return x + 0.01
+
+    x, y = torch.full((2, 1, 8, 8), 0.5), torch.zeros(2, dtype=torch.long)
+    PAA(Listening(), rounds=3)(stubborn(2), x, y, Streams.from_index(torch.arange(2)))
+    assert len(keys) == len({*keys}) == 2 * 2 * 3
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match=r"aggregate must be of \['MaxP'.*got 'SumP'"):
+        PAA(FGSM, "SumP")
+    with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
+        PAA(FGSM, rounds=0)
+    with pytest.raises(ValueError, match="max_dissimilarity must not be negative, got -1"):
+        PAA(FGSM, max_dissimilarity=-1)
+    for bound in (-0.1, 0.3, 0.5):
+        with pytest.raises(ValueError, match=f"mean_bound .* got {bound} and 0.3"):
+            PAA(FGSM, mean_bound=bound)
+    with pytest.raises(ValueError, match="project_last is for a bound on each image"):
+        PAA(FGSM, max_dissimilarity=1.0, mean_bound=0.3, project_last=True)
+
+
+def test_a_ranking_is_of_the_candidates(five):
+    x, y = images(2)
+    wrong = {
+        ("seg_gradient",): "seg_gradient, it can neither be undone nor has a gradient",
+        ("flip_both", 3): "candidates: flip_both, twice",
+        ("rotate_90",): "no member is behind 'rotate_90'",
+        (7,): "got 7",
+    }
+    for ranking, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            PAA(FGSM, ranking=ranking)(five, x, y)
+    with pytest.raises(TypeError, match="none of seg_gradient can be undone or has a gradient"):
+        PAA(FGSM)(five.one(4), x, y)
+    with pytest.raises(TypeError, match="PAA is an attack on a TransformEnsemble, got Single"):
+        PAA(FGSM)(Single(five.members[0]), x, y)
+
+
+def test_is_made_of_its_inner_attack_and_tells_its_bound():
+    attack = PAA(FGSM, max_dissimilarity=0.25, ranking=["clean"])
+    assert list(walk(attack)) == [attack, FGSM]
+    assert attack.threat == Threat("l2", 0.25, relative=True)
+    mean = replace(attack, max_dissimilarity=1.0, mean_bound=0.3)
+    assert mean.threat.eps == 1.0
+    assert mean.rescaled(0.5) == replace(mean, max_dissimilarity=0.5, mean_bound=0.15)
+    assert hash(attack) == hash(PAA(FGSM, max_dissimilarity=0.25, ranking=("clean",)))

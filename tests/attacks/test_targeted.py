@@ -1,0 +1,228 @@
+"""Targeted runs and high confidence, against the definitions by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_rob.attacks import PGD, SGM, HighConfidence, Strongest, Targeted
+from lightning_rob.defenses import Defense, Ensemble, Mixture, Single
+from lightning_rob.objectives import (
+    ce_of_mean_logits,
+    ce_of_mean_probs,
+    confident,
+    expected_ce,
+    expected_margin,
+    linear,
+    worst_ce,
+    worst_margin,
+)
+from lightning_rob.randomness import Streams, normal
+from lightning_rob.rules import mean_probs
+from lightning_rob.threat import Threat
+
+LINF = Threat("linf", 0.1)
+
+
+def mlp(seed, classes=5, gain=3.0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, classes))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(gain)
+    return net.double()
+
+
+def batch(count=12, classes=5):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand((count, 3, 2, 2), generator=generator).double()
+    return x, torch.randint(classes, (count,), generator=generator)
+
+
+def ensemble():
+    return Ensemble([mlp(1), mlp(2)], [0.7, 0.3])
+
+
+def runner_up(defense, x, y, rank):
+    """By hand, image by image."""
+    probs = sum(w * m(x).softmax(1) for w, m in zip([0.7, 0.3], defense.members, strict=True))
+    targets = []
+    for row, label in zip(probs.tolist(), y.tolist(), strict=True):
+        wrong = sorted((k for k in range(5) if k != label), key=lambda k: -row[k])
+        targets.append(wrong[rank - 1])
+    return torch.tensor(targets)
+
+
+def towards_linear(logits, target):
+    """The target's logit minus the largest other one."""
+    others = logits.scatter(1, target[:, None], -torch.inf)
+    return logits.gather(1, target[:, None])[:, 0] - others.amax(1)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("objective", [linear, ce_of_mean_logits])
+def test_climbs_towards_a_runner_up(rank, objective):
+    defense, (x, y) = ensemble(), batch()
+    target = runner_up(defense, x, y, rank)
+    assert (target != y).all()
+    x_adv = x
+    for _ in range(6):
+        leaf = x_adv.clone().requires_grad_()
+        first, second = (member(leaf) for member in defense.members)
+        logits = 0.7 * first + 0.3 * second
+        if objective is linear:
+            value = towards_linear(logits, target).sum()
+        else:
+            value = -F.cross_entropy(logits, target, reduction="sum")
+        (g,) = torch.autograd.grad(value, leaf)
+        x_adv = (x + (x_adv + 0.03 * g.sign() - x).clamp(-0.1, 0.1)).clamp(0, 1)
+    attack = Targeted(PGD(LINF, 6, 0.03, objective, random_start=False), rank)
+    torch.testing.assert_close(attack(defense, x, y), x_adv, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("objective", [linear, expected_ce, confident])
+def test_several_ranks_keep_the_best_of_each_image(objective):
+    defense, (x, y) = ensemble(), batch(40)
+    one = PGD(LINF, 5, 0.03, objective, random_start=False)
+    runs = torch.stack([Targeted(one, rank)(defense, x, y) for rank in (1, 2, 3)])
+    values = torch.stack([objective(defense.logits(run), defense.weights, y) for run in runs])
+    best = values.argmax(0)
+    assert len(best.unique()) > 1
+    ours = Targeted(one, (1, 2, 3))(defense, x, y)
+    assert torch.equal(ours, runs[best, torch.arange(40)])
+
+
+def test_aims_where_the_nearest_boundary_is():
+    """Of a linear network the target is reached exactly, at the rate ||w_target - w_label||_1."""
+    w = torch.eye(4).double() * torch.tensor([1.0, 0.9, 0.5, 0.2]).double()
+    net = nn.Linear(4, 4, bias=False).double()
+    net.weight.data = w
+    x, y = torch.full((1, 4), 0.5).double(), torch.tensor([0])
+    for rank, target in ((1, 1), (2, 2), (3, 3)):
+        attack = Targeted(PGD(LINF, 20, 0.02, linear, random_start=False), rank)
+        x_adv = attack(Single(net), x, y)
+        assert x_adv[0, target] == pytest.approx(0.6)
+    assert net(Targeted(PGD(LINF, 20, 0.02, linear), 1)(Single(net), x, y)).argmax() == 1
+
+
+def test_probabilities_that_round_to_zero_still_have_an_order():
+    net = nn.Linear(4, 4, bias=False)
+    net.weight.data = torch.diag(torch.tensor([1000.0, 300.0, 200.0, 400.0]))
+    x, y = torch.full((1, 4), 0.5), torch.tensor([0])
+    assert (net(x).softmax(1)[0, 1:] == 0).all()
+    attack = Targeted(PGD(LINF, 1, 0.1, linear, random_start=False))
+    expected = torch.tensor([[0.4, 0.5, 0.5, 0.6]])
+    torch.testing.assert_close(attack(Single(net), x, y), expected)
+
+
+class Noisy(Defense):
+    """A noisy look."""
+
+    def __init__(self, inner):
+        super().__init__(torch.ones(1), mean_probs)
+        self.inner = inner
+
+    def logits(self, x, generator=None):
+        return self.inner(x + 0.3 * normal(x, *x.shape[1:], generator=generator))[None]
+
+
+@pytest.mark.parametrize("rank", [2, (1, 3)])
+def test_random_defense_in_other_batches(rank):
+    defense, (x, y) = Noisy(mlp(1)), batch()
+    attack = Targeted(PGD(LINF, 3, 0.03, linear, draws=4, restarts=2), rank)
+    whole = attack(defense, x, y, Streams.from_index(torch.arange(12), 0))
+    parts = [
+        attack(defense, x[i], y[i], Streams.from_index(i, 0))
+        for i in torch.arange(12).split([1, 6, 5])
+    ]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-12)
+
+
+def test_the_more_draws_the_surer_the_target():
+    """With as many draws as the attack's: more of the targets are those of very many draws."""
+    defense, (x, y) = Noisy(mlp(1)), batch(60)
+
+    def targets(draws, seed):
+        attack = Targeted(PGD(LINF, 1, 0.1, linear, draws=draws))
+        return attack._wrong_classes(defense, x, y, torch.Generator().manual_seed(seed))[:, 0]
+
+    truth = targets(2000, 0)
+    hits = [torch.stack([targets(n, s) == truth for s in range(1, 6)]).sum() for n in (1, 30)]
+    assert hits[1] > hits[0]
+
+
+def test_is_one_of_several():
+    defense, (x, y) = ensemble(), batch(40)
+    plain = PGD(LINF, 5, 0.03, linear, random_start=False)
+    both = Strongest((plain, Targeted(plain, (1, 2))))(defense, x, y)
+    right = [
+        defense(z).gather(1, y[:, None]).mean().item() for z in (both, plain(defense, x, y), x)
+    ]
+    assert right[0] <= right[1] <= right[2]
+    assert right[0] < right[2]
+
+
+@pytest.mark.parametrize("rank", [5, (1, 5), 100])
+def test_rank_beyond_the_wrong_classes(rank):
+    x, y = batch()
+    with pytest.raises(ValueError, match="rank must be 1 … 4 of 5 classes, got"):
+        Targeted(PGD(LINF, 1, 0.1), rank)(ensemble(), x, y)
+
+
+@pytest.mark.parametrize("rank", [0, -1, (), (2, 0)])
+def test_bad_ranks(rank):
+    with pytest.raises(ValueError, match="ranks must be at least 1, got"):
+        Targeted(PGD(LINF, 1, 0.1), rank)
+
+
+def test_keeps_to_the_attack():
+    attack = Targeted(PGD(LINF, 1, 0.1, backward=SGM()), [1, 2])
+    assert attack.threat == LINF
+    assert attack == Targeted(replace(attack.attack), (1, 2))
+
+
+# high confidence
+
+KEEPS_BEST = PGD(LINF, 6, 0.03, random_start=False, keep_best=True)
+
+
+@pytest.mark.parametrize("least", [False, True])
+def test_high_confidence_keeps_the_most_confident_of_its_runs(least):
+    x, y = batch()
+    nets = [mlp(0), mlp(1)]
+    space = Mixture([Single(model) for model in nets])
+    climb = replace(KEEPS_BEST, objective=worst_ce if least else expected_ce)
+
+    def confidence(images):
+        probs = torch.stack([model(images).softmax(-1) for model in nets]).detach()
+        wrong = probs.scatter(-1, y.expand(2, -1)[..., None], 0).amax(-1)
+        return wrong.amin(0) if least else wrong.mean(0)
+
+    def margin(k):
+        def objective(logits, weights, y):
+            other = logits.gather(-1, ((y + k) % 5).expand(2, -1)[..., None])[..., 0]
+            gaps = other - logits.gather(-1, y.expand(2, -1)[..., None])[..., 0]
+            return gaps.amin(0) if least else gaps.mean(0)
+
+        return objective
+
+    runs = [replace(KEEPS_BEST, objective=worst_margin if least else expected_margin)]
+    runs += [replace(KEEPS_BEST, objective=margin(k)) for k in range(1, 5)]
+    best = torch.stack([confidence(x), *(confidence(run(space, x, y)) for run in runs)]).amax(0)
+    found = confidence(HighConfidence(climb, untargeted=1)(space, x, y))
+    torch.testing.assert_close(found, best, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"untargeted": 0, "targeted": 0}, "there would be no run"),
+        ({"untargeted": -1}, "must not be negative"),
+        ({"attack": replace(KEEPS_BEST, objective=ce_of_mean_probs)}, "a mean or a least over"),
+    ],
+)
+def test_runs_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        HighConfidence(**{"attack": KEEPS_BEST} | options)

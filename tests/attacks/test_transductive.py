@@ -1,0 +1,144 @@
+"""Attacks on adapting defenses by what they see, against hand-written references."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from lightning_rob.attacks import (
+    GMSA,
+    PGD,
+    CommonCorruption,
+    OnMember,
+    PartialBatchAttack,
+    RandomMember,
+    ThroughAdaptation,
+    TransferFromStatic,
+)
+from lightning_rob.defenses import DENT, Ensemble, Single
+from lightning_rob.evaluation.protocol import evaluate_once
+from lightning_rob.nets import SmallCNN
+from lightning_rob.randomness import Streams
+from lightning_rob.threat import Threat
+from lightning_rob.transforms import GaussianNoise
+from lightning_rob.transforms.corruptions import Brightness
+from tests.tiny import TinyNet
+
+THREAT = Threat("linf", 16 / 255)
+INNER = PGD(THREAT, steps=3, step_size=8 / 255)
+
+
+@pytest.fixture
+def defense() -> Single:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Single(TinyNet()).eval()
+
+
+def batch(count=20):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(count, 3, 8, 8, generator=generator)
+    return x, torch.randint(0, 4, (count,), generator=generator), torch.arange(count)
+
+
+@pytest.mark.parametrize(
+    ("clean", "count", "kept"), [(0.5, 20, 10), (0.5, 1, 0), (0.25, 9, 2), (0, 6, 0), (1, 6, 6)]
+)
+def test_the_first_images_stay(defense, clean, count, kept):
+    x, y, index = batch(count)
+    attack = PartialBatchAttack(INNER, clean)
+    x_adv = attack(defense, x, y, Streams.from_index(index, 0))
+    assert attack.is_clean(y).tolist() == [i < kept for i in range(count)]
+    assert torch.equal(x_adv[:kept], x[:kept])
+    alone = INNER(defense, x[kept:], y[kept:], Streams.from_index(index[kept:], 0))
+    assert torch.equal(x_adv[kept:], alone)
+    assert kept == count or (x_adv[kept:] != x[kept:]).flatten(1).any(1).all()
+
+
+def test_natural_corruption_of_the_rest(defense):
+    x, y, index = batch()
+    attack = PartialBatchAttack(INNER, 0.5, CommonCorruption(Brightness(2)))
+    x_adv, _ = evaluate_once(attack, defense, x, y, index, 0)
+    torch.testing.assert_close(x_adv[:10], Brightness(2)(x[:10]))
+    assert float((x_adv[10:] - x[10:]).abs().max()) <= 16 / 255 + 1e-6
+    assert attack.threat == Threat("linf", 1.0)
+    assert (
+        PartialBatchAttack(INNER).threat
+        == PartialBatchAttack(INNER, natural=INNER).threat
+        == THREAT
+    )
+
+
+def test_empty_batches_and_shares_out_of_range(defense):
+    x, y, _ = batch(0)
+    assert PartialBatchAttack(INNER)(defense, x, y).shape == x.shape
+    with pytest.raises(ValueError, match=r"share in \[0, 1\], got 1.5"):
+        PartialBatchAttack(INNER, 1.5)
+
+
+def test_strategies_are_those_of_the_attack():
+    defense = Ensemble([TinyNet(), TinyNet()], [0.7, 0.3])
+    found = PartialBatchAttack(RandomMember(INNER), 0.25).strategies(defense)
+    assert found == [
+        (pytest.approx(p), PartialBatchAttack(OnMember(INNER, i), 0.25))
+        for i, p in enumerate((0.7, 0.3))
+    ]
+
+
+def test_another_radius_reaches_the_inner_attack():
+    attack = PartialBatchAttack(INNER, 0.25, CommonCorruption(Brightness(1))).rescaled(8 / 255)
+    assert attack.attack.threat.eps == pytest.approx(8 / 255)
+    assert attack.attack.step_size == pytest.approx(4 / 255)
+    assert attack.natural == CommonCorruption(Brightness(1))
+
+
+def test_any_transform_is_a_corruption(defense):
+    """By each image's own randomness."""
+    x, y, index = batch()
+    noisy = CommonCorruption(GaussianNoise(alpha=0.2))
+    whole = noisy(defense, x, y, Streams.from_index(index, 0))
+    assert 0.1 < float((whole - x).std()) < 0.2
+    assert torch.equal(whole, noisy(Single(TinyNet()), x, y, Streams.from_index(index, 0)))
+
+
+def test_rehearsals_are_of_whole_rounds():
+    with pytest.raises(TypeError, match=r"write GMSA\(inner=PartialBatchAttack\(…\)\)"):
+        PartialBatchAttack(GMSA(INNER))
+
+
+# adaptation
+
+WIDE = Threat("linf", 0.1)
+KEEPS_BEST = PGD(WIDE, 6, 0.03, random_start=False, keep_best=True)
+
+
+def small():
+    torch.manual_seed(0)
+    model = SmallCNN(classes=4, channels=3, width=4)
+    for _ in range(3):
+        model(torch.rand(32, 3, 8, 8))  # statistics that are not those of a fresh layer
+    return model.eval()
+
+
+def test_the_static_network_is_attacked_by_a_transfer_attack():
+    x, y, _ = batch(9)
+    defense = DENT(small())
+    adapted = defense.adapt(x)
+    expected = KEEPS_BEST(Single(defense.net), x, y)
+    torch.testing.assert_close(
+        TransferFromStatic(KEEPS_BEST)(adapted, x, y), expected, rtol=0, atol=1e-6
+    )
+    assert not torch.equal(KEEPS_BEST(adapted, x, y), expected)
+
+
+def test_through_adaptation_each_step_meets_the_defense_adapted_to_it():
+    x, y, _ = batch(9)
+    defense = DENT(small())
+    attack = PGD(WIDE, 3, 0.05, random_start=False)
+    x_adv = x
+    for _ in range(3):
+        final = defense.adapt(x_adv).eval()
+        leaf = x_adv.clone().requires_grad_()
+        loss = cross_entropy(final.logits(leaf)[0], y, reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        x_adv = (x + (x_adv + 0.05 * gradient.sign() - x).clamp(-0.1, 0.1)).clamp(0, 1).detach()
+    torch.testing.assert_close(ThroughAdaptation(attack)(defense, x, y), x_adv, rtol=0, atol=1e-6)

@@ -1,0 +1,95 @@
+"""The command that compares records of the same images."""
+
+import pytest
+import torch
+
+from lightning_rob.commands.record_configs import CompareConfig, parse
+from lightning_rob.evaluation.per_image import BatchOutcome, PerImageResults
+from tests.tiny import run
+
+
+def bits(text):
+    return torch.tensor([float(c) for c in text])
+
+
+def record(path, scores, labels=None, brightness=0.0):
+    results = PerImageResults(tuple(scores), 1)
+    count = len(scores["clean"])
+    zeros = torch.zeros(count)
+    outcomes = [BatchOutcome(column[:, None], zeros, zeros) for column in scores.values()]
+    images = torch.arange(count).float().view(-1, 1, 1, 1) + brightness
+    y = zeros if labels is None else labels
+    results.add_batch(images, y, torch.arange(count), outcomes, [0.0] * (len(scores) - 1))
+    attack = {"class_path": "lightning_rob.PGD", "init_args": {"steps": len(scores)}}
+    card = {"attacks": {name: {"attack": attack} for name in list(scores)[1:]}}
+    results.write(path, 1, card, torch.stack(list(scores.values()), 1).amin(1))
+    return path
+
+
+def test_the_command_compares_attacks_and_checkpoints(tmp_path, capsys):
+    one = record(tmp_path / "a.csv", {"clean": bits("1111"), "x": bits("1110"), "y": bits("1000")})
+    other = record(tmp_path / "b.csv", {"clean": bits("1111"), "x": bits("0000")})
+    run("compare", one)
+    out = capsys.readouterr().out
+    assert "x → y" in out
+    assert "-50.0" in out
+    assert "p: McNemar, two-sided" in out
+    assert "Holm" not in out  # of one comparison
+    run("compare", one, other)
+    out = capsys.readouterr().out
+    assert "-75.0" in out
+    assert "adjusted by Holm over 3 comparisons" in " ".join(out.split())
+    assert "They differ in the attack x: steps (3 and 2)" in " ".join(out.split())
+    cells = [[c.strip() for c in line.split("│")] for line in out.splitlines() if "│" in line]
+    by_figure = {row[1]: row[-2] for row in cells}
+    assert by_figure["x"] == "0.75"  # 2 / 2**3, three times
+    assert "y" not in [line.split("│")[1].strip() for line in out.splitlines() if "│" in line]
+
+
+def test_an_ensemble_is_compared_with_its_first_member(tmp_path, capsys):
+    """Rows of other names, image by image."""
+    whole = record(
+        tmp_path / "a.csv", {"clean": bits("1111"), "x": bits("1000"), "z": bits("1110")}
+    )
+    alone = record(tmp_path / "b.csv", {"clean": bits("1111"), "y": bits("1101")})
+    run("compare", whole, alone, "--pairs", "x=y")
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells[:4] == ["x", "25.0%", "75.0%", "+50.0"]
+    assert cells[5:7] == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["a.csv", "--pairs", "x=y"], "--pairs is for two records"),
+        (["a.csv", "b.csv", "--pairs", "x=y", "--against_worst"], "--pairs is for two records"),
+        (["a.csv", "b.csv", "--pairs", "x"], "--pairs is NAME=NAME, several separated by commas"),
+        ([], "one or two records, got 0"),
+        (["a.csv", "b.csv", "c.csv"], "one or two records, got 3"),
+        (["a.csv", "b.csv", "--reference", "x"], "--reference is for the attacks of one record"),
+    ],
+)
+def test_what_cannot_be_compared(args, reason):
+    with pytest.raises(ValueError, match=reason):
+        parse(CompareConfig, args)
+
+
+def test_errors_are_one_line(tmp_path, capsys):
+    one = record(tmp_path / "a.csv", {"clean": bits("11"), "x": bits("10")})
+    other = record(tmp_path / "b.csv", {"clean": bits("11"), "x": bits("10")}, labels=bits("01"))
+    foggy = record(tmp_path / "c.csv", {"clean": bits("11"), "x": bits("10")}, brightness=0.5)
+    for args in (
+        [one],
+        [one, other],
+        [one, foggy],
+        [tmp_path / "none.csv"],
+        [one, "--reference", "zzz"],
+        [one, one, "--pairs", "x=zzz"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            run("compare", *args)
+        assert ended.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("lightning-rob: error: ")
+        assert error.count("\n") == 1

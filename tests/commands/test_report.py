@@ -1,0 +1,523 @@
+"""The page and the Markdown that `lightning-rob report` makes of records."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from lightning_rob.cli import main
+from lightning_rob.commands.report.blocks import Cell, Table
+from lightning_rob.commands.report.formatting import NONE
+from lightning_rob.commands.report.runs import Evaluations, attack_result, find_runs, read_run
+from lightning_rob.commands.report.sections import run_section, votes
+from lightning_rob.commands.specs import flat, inner_attacks, other_arguments, short, threat_text
+from lightning_rob.plots import heat_map, save
+from tests.tiny import ROOT, recipe, records, run, shell
+
+VOID = {"meta", "link", "img", "br", "line", "hr", "input"}
+OBJECTIVE = "lightning_rob.objectives.expected_ce"
+
+
+def spec(name, **arguments):
+    return {"class_path": f"lightning_rob.{name}", "init_args": arguments}
+
+
+LINF = spec("Threat", norm="linf", eps=8 / 255, bounds=[0.0, 1.0], relative=False)
+L2 = spec("Threat", norm="l2", eps=0.5, bounds=[0.0, 1.0], relative=False)
+GALLERY = {"schema": 1, "kind": "gallery", "name": "gallery", "stage": "test"}
+HOSTILE = "<script>alert(1)</script>|*x*$\\frac$"
+
+
+class Page(HTMLParser):
+    """Fails on tags that do not balance; keeps what a browser would load, and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.loads, self.ids, self.text, self.tags = [], [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loads += [value for key, value in attrs if key in ("src", "href")]
+        self.ids += [value for key, value in attrs if key == "id"]
+        if tag == "img":
+            assert dict(attrs)["alt"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def line(name, accuracy, stage="test", epoch=3, threat=LINF, **fields):
+    attack = spec("PGD", threat=threat, steps=20, step_size=0.1, objective=OBJECTIVE)
+    shared = {
+        "schema": 1,
+        "kind": "accuracy",
+        "name": name,
+        "stage": stage,
+        "epoch": epoch,
+        "step": 9,
+        "target": "full_defense",
+    }
+    shared |= {"seed": 5, "repeats": 1, "versions": {"torch": "2.99.1"}, "n": 400, "seconds": 1.5}
+    low, high = accuracy - 0.031, accuracy + 0.033
+    shared |= {"accuracy": accuracy, "interval": [low, high]}
+    if name in ("clean", "worst"):
+        shared |= {"seconds": 0.0}
+    if name == "worst":
+        shared |= {"choice": "per-image minimum", "over": ["apgd", "arc"]}
+    elif name != "clean":
+        shared |= {"attack": attack, "threat": threat}
+    return shared | fields
+
+
+def evaluation(clean, apgd, arc, worst, **fields):
+    names = ("clean", "apgd", "arc", "worst")
+    found = zip(names, (clean, apgd, arc, worst), strict=True)
+    return [line(name, accuracy, **fields) for name, accuracy in found]
+
+
+def folder(path, lines, file="robust.jsonl", tail=""):
+    path.mkdir(parents=True, exist_ok=True)
+    (path / file).write_text("".join(json.dumps(fields) + "\n" for fields in lines) + tail)
+    return path
+
+
+def made(*folders, out=None, capsys=None):
+    """(page parsed, its text, Markdown)."""
+    out = out or folders[0] / "report.html"
+    main(["report", *map(str, folders), "--out", str(out)])
+    html = out.read_text()
+    page = Page(html)
+    assert len(set(page.ids)) == len(page.ids)
+    assert {link[1:] for link in page.loads if link.startswith("#")} <= set(page.ids)
+    assert all(link.startswith(("#", "data:")) for link in page.loads)
+    assert not re.search(r"url\((?!#)|@import|<script", html)
+    return page, " ".join(" ".join(page.text).split()), out.with_suffix(".md").read_text()
+
+
+def rows(markdown):
+    """The rows of all Markdown tables, each of as many cells as its table's heading."""
+    found, width = [], 0
+    for text in markdown.splitlines():
+        if not text.startswith("| "):
+            width = 0
+            continue
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", text)[1:-1]]
+        width = width or len(cells)
+        assert len(cells) == width
+        found.append(cells)
+    return found
+
+
+@pytest.fixture
+def whole(tmp_path):
+    lines = [
+        *evaluation(0.701, 0.502, 0.403, 0.304, stage="val", epoch=0, n=50),
+        *evaluation(0.712, 0.523, 0.434, 0.345, stage="val", epoch=1, n=50),
+        *evaluation(0.723, 0.514, 0.405, 0.316, stage="val", epoch=2, n=50),
+        *evaluation(0.861, 0.612, 0.557, 0.531),
+    ]
+    return folder(tmp_path / "run", lines)
+
+
+def test_accuracies_of_the_records_are_in_both_files(whole):
+    _, text, markdown = made(whole)
+    for number in ("86.1%", "61.2%", "55.7%", "53.1%", "50.0% … 56.4%", "34.5%", "43.4%"):
+        assert number in text
+        assert number in markdown
+    assert ["apgd", "full defense", "61.2%", "58.1% … 64.5%", "400", "1.5", "linf 8/255"] in rows(
+        markdown
+    )
+    worst = ["**worst**", "**full defense**", "**53.1%**", "**50.0% … 56.4%**", "**400**"]
+    assert [*worst, "", "**linf 8/255**"] in rows(markdown)
+    assert "torch 2.99.1" in text
+    assert "evaluation seed 5" in text
+
+
+def test_the_worst_is_the_accuracy_to_cite_and_the_best_epoch_is_marked(whole):
+    page, text, markdown = made(whole)
+    assert "53.1% of 400 test images, each counted under the worst of apgd and arc" in text
+    assert "where worst was best, at epoch 1: 34.5%" in text
+    assert "| **1** | **71.2%** | **52.3%** | **43.4%** | **34.5%** |" in markdown
+    assert page.tags.count("figure") == 1
+    assert "Caution" not in text
+
+
+def test_arguments_are_on_the_card(whole):
+    _, _, markdown = made(whole)
+    card = ["apgd", "full defense", "PGD", "linf", "8/255", "20", "0.1", "objective=expected_ce"]
+    assert card in rows(markdown)
+
+
+def test_parts_of_an_attack_have_a_row_each(tmp_path):
+    parts = [spec("ARC", threat=L2, steps=steps, step_size=0.5) for steps in (3, 7)]
+    attack = spec("Strongest", attacks=parts)
+    made_of = folder(tmp_path / "run", [line("arc", 0.5, attack=attack, threat=L2)])
+    _, _, markdown = made(made_of)
+    found = [row[:7] for row in rows(markdown)]
+    assert ["arc", "full defense", "Strongest", "l2", "0.5", NONE, NONE] in found
+    assert ["arc, part 2", "full defense", "ARC", "l2", "0.5", "7", "0.5"] in found
+
+
+def test_few_images_and_a_single_attack_are_warned_of(tmp_path):
+    lines = [line("clean", 0.9, n=33), line("apgd", 0.5, n=33)]
+    _, text, markdown = made(folder(tmp_path / "run", lines))
+    assert "only 33 images" in text
+    assert "apgd is the only attack" in text
+    assert markdown.count("> **Caution:**") == 2
+    assert "50.0% of 33 test images under apgd alone" in text
+
+
+def test_without_a_test_the_last_validation_is_shown_as_one(tmp_path):
+    lines = [*evaluation(0.9, 0.5, 0.4, 0.3, stage="val", epoch=7)]
+    _, text, _ = made(folder(tmp_path / "run", lines))
+    assert "Accuracy on the validation images at epoch 7" in text
+    assert "no test is recorded" in text
+
+
+def test_a_half_written_line_and_foreign_files_do_no_harm(whole):
+    with (whole / "robust.jsonl").open("a") as file:
+        file.write('{"name": "apgd", "stage": "test", "accu')
+    odd = ['"kind": "transfer_matrix", "matrix": [[1], [2, 3]]', '"name": 3, "accuracy": "high"']
+    junk = ["12", "[]", "null", *(f'{{"schema": 1, {fields}}}' for fields in odd), "{"]
+    junk.append(json.dumps(line("apgd", 0.007) | {"schema": 2}))
+    (whole / "other.jsonl").write_text("\n".join(junk))
+    (whole / "binary.jsonl").write_bytes(bytes(range(256)))
+    (whole / "broken.png").write_bytes(b"\x89PNG")
+    (whole / "config.yaml").write_text("model: [unclosed")
+    _, text, _ = made(whole)
+    assert "61.2%" in text
+    assert "0.7%" not in text  # the schema is another one
+    assert "broken.png is not a PNG image" in text
+
+
+def test_fields_of_another_kind_are_left_out_not_believed(tmp_path):
+    odd = line("apgd", 0.5, interval=[None, 1], n="many", epoch=None, versions=3, seconds="long")
+    _, text, _ = made(folder(tmp_path / "run", [odd | {"over": "x", "seed": None}]))
+    assert "50.0%" in text
+    assert attack_result({"name": "x", "stage": "test", "accuracy": True}) is None
+
+
+def test_nan_is_said_to_be_no_number(tmp_path):
+    lines = [
+        *evaluation(0.9, 0.5, 0.4, 0.3, stage="val", epoch=0),
+        *evaluation(0.9, 0.5, 0.4, 0.3),
+    ]
+    lines = [x | {"accuracy": None} if x["name"] in ("apgd", "worst") else x for x in lines]
+    _, text, markdown = made(folder(tmp_path / "a/run", lines))
+    assert "no number was recorded for apgd and worst" in text
+    assert "nan" not in (text + markdown).lower()
+
+
+def test_what_was_evaluated_again_counts_once():
+    lines = [line("apgd", 0.1 + 0.1 * e, "val", e) for e in range(5)]
+    resumed = [line("apgd", 0.75, "val", 2), line("apgd", 0.8, "val", 3)]
+    evaluations = Evaluations(attack_result(fields) for fields in lines + resumed)
+    series = evaluations.series()["apgd", "full_defense"]
+    assert [(r.epoch, r.accuracy) for r in series] == [
+        (0, 0.1),
+        (1, 0.2),
+        (2, 0.75),
+        (3, 0.8),
+    ]
+    assert [r.accuracy for r in evaluations.last()] == [0.8]
+
+
+def test_hostile_names_are_text(tmp_path):
+    lines = [
+        *(
+            line(HOSTILE, 0.5, stage=stage, target=target)
+            for stage in ("val", "test")
+            for target in ("full defense", "<b>_bold_</b>")
+        ),
+        line("worst", 0.5, over=[HOSTILE], threat=spec("Threat", norm="<i>", eps="<i>")),
+    ]
+    run_folder = folder(tmp_path / "<img src=x onerror=alert(1)>", lines)
+    (run_folder / "config.yaml").write_text("model: {class_path: '</pre><script>'}\n# ```\n")
+    matrix = {
+        "schema": 1,
+        "kind": "transfer_matrix",
+        "name": HOSTILE,
+        "stage": "<b>",
+        "matrix": [[0.5]],
+        "n": 4,
+        "epoch": "<u>",
+    }
+    folder(run_folder, [matrix], "transfer.jsonl")
+    swept = line(HOSTILE, 0.25, value=HOSTILE, variable=HOSTILE, target=HOSTILE)
+    folder(run_folder, [swept], "sweep.jsonl")
+    page, text, markdown = made(run_folder, out=tmp_path / "report.html")
+    assert not {"script", "em", "u", "img"} & set(page.tags)
+    assert HOSTILE in text
+    assert "<script>" not in re.sub(r"````yaml.*?````", "", markdown, flags=re.DOTALL)
+    assert "````yaml" in markdown
+    rows(markdown)
+
+
+def test_several_runs_are_compared_within_a_threat(tmp_path):
+    a = folder(tmp_path / "logs/version_2", evaluation(0.9, 0.6, 0.5, 0.45))
+    b = folder(tmp_path / "logs/version_10", evaluation(0.8, 0.7, 0.55, 0.5))
+    c = folder(tmp_path / "logs/version_11", evaluation(0.7, 0.3, 0.2, 0.1, threat=L2))
+    page, text, markdown = made(tmp_path / "logs", out=tmp_path / "x/all.html")
+    assert [x.folder for x in find_runs([tmp_path / "logs", a])] == [a, b, c]
+    head, _, first, second, third = rows(markdown)[:5]
+    assert head[4:8] == ["clean", *(f"{name} (linf 8/255)" for name in ("apgd", "arc", "worst"))]
+    assert head[8:] == [f"{name} (l2 0.5)" for name in ("apgd", "arc", "worst")]
+    assert [row[0] for row in (first, second, third)] == [f"version_{i}" for i in (2, 10, 11)]
+    assert [cell[:5] for cell in first[4:8]] == ["90.0%", "60.0%", "50.0%", "45.0%"]
+    assert [cell[:5] for cell in second[4:]] == ["80.0%", "70.0%", "55.0%", "50.0%"] + [NONE] * 3
+    assert third[5:8] == [NONE] * 3
+    assert "does not mean the same" not in text
+    assert "#run-3" in page.loads
+
+
+def test_one_name_for_different_attacks_is_said_so(tmp_path):
+    a = folder(tmp_path / "a", evaluation(0.9, 0.6, 0.5, 0.45))
+    lines = evaluation(0.9, 0.5, 0.5, 0.45)
+    lines[1]["attack"]["init_args"] |= {"steps": 50, "restarts": 5}
+    b = folder(tmp_path / "b", lines)
+    _, text, markdown = made(a, b, out=tmp_path / "report.html")
+    assert "a: steps=20, restarts=not recorded; b: steps=50, restarts=5" in text
+    heads = rows(markdown)[0]
+    assert [name for name in heads if "†" in name] == [
+        "apgd † (linf 8/255)",
+        "worst † (linf 8/255)",
+    ]
+
+
+def test_sweeps_matrices_and_pictures_are_shown(tmp_path, whole):
+    values = [(2 / 255, "apgd", 0.612), (1 / 255, "clean", 0.9), (1 / 255, "apgd", 0.7)]
+    swept = [
+        line(k, a, variable="eps", value=v, interval=[a - 0.1, a + 0.1], reuse={"key": "b"})
+        for v, k, a in [(1 / 255, "apgd", 0.1), *values]
+    ]
+    folder(whole, swept, "sweep.jsonl")
+    matrix = {
+        "schema": 1,
+        "kind": "transfer_matrix",
+        "name": "pgd",
+        "stage": "test",
+        "epoch": 3,
+        "n": 40,
+        "threat": LINF,
+    }
+    folder(
+        whole,
+        [matrix | {"matrix": [[0.25, 0.75], [0.5, 1.0]], "intervals": [[[0.2, 0.31]]]}],
+        "transfer.jsonl",
+    )
+    for name in ("sweep", "transfer_pgd", "gallery"):
+        save(heat_map(torch.eye(2), "ab", "ab"), whole / f"{name}.png")
+    folder(whole, [GALLERY | {"n": 200, "fooled": 5}], "gallery.jsonl")
+    page, text, markdown = made(whole, out=tmp_path / "up/report.html")
+    assert page.tags.count("img") == 3
+    assert "![transfer pgd](<../run/transfer_pgd.png>)" in markdown
+    assert "gallery: stage test, n 200, fooled 5" in text
+    assert rows(markdown).count(["eps", "clean", "apgd"]) == 1
+    place = rows(markdown).index(["eps", "clean", "apgd"])
+    assert rows(markdown)[place + 2 : place + 4] == [
+        ["1/255", "90.0% (80.0% … 100.0%)", "70.0% (60.0% … 80.0%)"],
+        ["2/255", NONE, "61.2% (51.2% … 71.2%)"],
+    ]
+    assert "Accuracy on 400 test images by eps" in text
+    assert "Every argument of every attack, at eps 1/255" in text
+    assert ["member 1 predicts", "25.0% (20.0% … 31.0%)", "75.0%"] in rows(markdown)
+    assert ["member 2 predicts", "50.0%", "100.0%"] in rows(markdown)
+    assert "pgd (linf 8/255): accuracy on 40 test images" in text
+
+
+def test_a_folder_with_a_sweep_or_a_gallery_only(tmp_path):
+    points = [line("apgd", 0.5, value=value, variable="steps") for value in (8.0, [])]
+    swept = folder(tmp_path / "sweep", points, "sweep.jsonl")
+    _, _, markdown = made(swept)
+    assert "> **Caution:**" not in markdown
+    assert ["8", "50.0% (46.9% … 53.3%)"] in rows(markdown)
+    drawn = folder(tmp_path / "drawn", [GALLERY], "gallery.jsonl")
+    save(heat_map(torch.eye(2), "ab", "ab"), drawn / "gallery.png")
+    page, _, _ = made(drawn)
+    assert page.tags.count("img") == 1
+
+
+def fails(capsys, *args):
+    with pytest.raises(SystemExit) as exit_:
+        main(["report", *map(str, args)])
+    assert exit_.value.code == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message.startswith("lightning-rob: error: ")
+    return message
+
+
+def test_errors_are_one_line(tmp_path, whole, capsys):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no records in" in fails(capsys, empty)
+    assert "there is no folder" in fails(capsys, tmp_path / "nowhere")
+    assert f"such as {whole}" in fails(capsys, whole / "robust.jsonl")
+    assert "ends in .html" in fails(capsys, whole, "--out", tmp_path / "x.pdf")
+    assert "RUN" in fails(capsys)
+
+
+def test_a_folder_without_records_among_others_is_passed_over_and_said_so(tmp_path, whole, capsys):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    made(whole, empty)
+    assert f"Nothing is recorded in {empty}" in capsys.readouterr().err
+
+
+def test_files_go_to_the_run_or_here(tmp_path, whole, monkeypatch, capsys):
+    main(["report", str(whole)])
+    assert {whole / "report.html", whole / "report.md"} <= set(whole.iterdir())
+    other = folder(tmp_path / "other", evaluation(0.9, 0.6, 0.5, 0.45))
+    monkeypatch.chdir(tmp_path)
+    main(["report", str(whole), str(other)])
+    assert (tmp_path / "report.html").is_file()
+    assert "Wrote report.md" in capsys.readouterr().out
+
+
+def test_help_fits_a_screen():
+    lines = shell("report", "--help").stdout.splitlines()
+    assert any("lightning-rob report logs" in text for text in lines)
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 100
+
+
+def test_no_torch_is_needed(whole):
+    code = (
+        "import sys; from lightning_rob.cli import main; "
+        f"main(['report', {str(whole)!r}]); print({{'torch', 'lightning'}} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert out.stdout.splitlines()[-1] == "set()"
+
+
+def test_a_real_run(tmp_path):
+    run("fit", "--config", recipe(tmp_path), "--test_after_fit=true")
+    _, text, markdown = made(tmp_path, out=tmp_path / "report.html")
+    assert "BAT on Blobs" in text
+    assert "2 \N{MULTIPLICATION SIGN} TinyNet" in text
+    assert "trained against linf 16/255" in text
+    for found in records(tmp_path):
+        assert f"{found['accuracy']:.1%}" in markdown
+    assert "class_path: tests.tiny.Blobs" in text
+
+
+def test_arguments_of_attacks_as_text():
+    inner = [spec("ARC", threat=L2, steps=3), spec("ARC", threat=L2, steps=7)]
+    strongest = spec("Strongest", attacks=inner, margin=0.12345678, on=spec("Flip", p=1))
+    assert inner_attacks(strongest)[:2] == inner
+    expected = {"method": "Strongest", "margin": "0.1235"}
+    for i, (name, arguments) in enumerate([("ARC", "3"), ("ARC", "7")], start=1):
+        expected |= {f"part {i}.method": name, f"part {i}.steps": arguments}
+    assert expected.items() <= flat(strongest).items()
+    assert other_arguments(strongest) == "margin=0.1235"
+    assert threat_text(LINF) == "linf 8/255"
+    assert threat_text("anything") == threat_text({}) == ""
+    values = [8 / 255, 0.2, 0.1234567, 20, float("nan"), "l2", None, [1, [0.5]], OBJECTIVE, LINF]
+    assert [short(value) for value in values] == [
+        *("8/255", "0.2", "0.1235", "20", "nan", "l2", "None", "(1, (0.5))", "expected_ce"),
+        "Threat(norm=linf, eps=8/255, bounds=(0.0, 1.0), relative=False)",
+    ]
+
+
+def test_a_table_of_unequal_rows_is_an_error():
+    with pytest.raises(ValueError):
+        Table("x", ["a", "b"], [["1", "2", Cell("3")]]).html()
+
+
+def test_what_an_earlier_process_tested_is_not_shown(tmp_path):
+    old = [line("clean", 0.9, session="a"), line("apgd", 0.8, session="a")]
+    new = [line("arc", 0.4, session="b")]
+    (tmp_path / "robust.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (*old, *new)))
+    (found,) = find_runs([tmp_path])
+    assert [r.name for r in found.evaluations.last()] == ["arc"]
+
+
+def test_a_sweep_shows_its_last_study(tmp_path):
+    def point(value, accuracy, key):
+        place = {"variable": "steps", "value": value, "reuse": {"key": key}}
+        return line("apgd", accuracy, **place)
+
+    points = [point(1.0, 0.911, "weak"), point(1.0, 0.722, "strong"), point(2.0, 0.533, "strong")]
+    study = {"schema": 1, "kind": "sweep_study", "variable": "steps", "points": [[1.0, "weak"]]}
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    (folder / "sweep.jsonl").write_text("".join(json.dumps(x) + "\n" for x in points))
+    (folder / "sweep_studies.jsonl").write_text(json.dumps(study) + "\n")
+    main(["report", str(folder), "--out", str(tmp_path / "page.html")])
+    page = (tmp_path / "page.md").read_text()
+    assert "91.1" in page
+    assert "72.2" not in page
+    assert "53.3" not in page
+
+
+def test_a_relative_radius_is_named():
+    relative = spec("Threat", **L2["init_args"] | {"relative": True})
+    assert threat_text(relative) == "l2 0.5 of the image's norm"
+    assert threat_text(L2) == "l2 0.5"
+
+
+def test_votes_are_a_table_by_rule_and_no_evaluations(tmp_path):
+    shared = {
+        "schema": 1,
+        "kind": "voting_rule",
+        "stage": "test",
+        "session": "s",
+        "members": 2,
+        "n": 50,
+        "interval": [0.1, 0.9],
+    }
+    lines = [
+        shared
+        | {"name": name, "dissimilarity": d}
+        | {"ensemble": "two", "rule": rule, "accuracy": share}
+        for name, d in (("clean", 0.0), ("pgd", 0.3))
+        for rule, share in (("RD", 0.25), ("MV", 0.5))
+    ]
+    (tmp_path / "votes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(tmp_path)
+    assert not run.evaluations.by_stage
+    *_, table = votes(run, 2)
+    assert [str(column) for column in table.columns[-2:]] == ["RD>", "MV>"]
+    assert [row[:4] for row in table.rows] == [
+        ["clean", "two", "2", ""],
+        ["pgd", "two", "2", "0.300"],
+    ]
+    assert [cell.text for cell in table.rows[1][4:]] == ["25.0%", "50.0%"]
+    assert "Accuracy on 50 test images" in table.caption
+
+
+def test_an_audit_begins_with_its_warnings(tmp_path):
+    finding = {"name": "gradients", "severity": "severe", "text": "Zero.", "advice": "Use BPDA."}
+    fine = {"name": "numbers", "severity": "fine", "text": "All are numbers.", "advice": ""}
+    pgd = {"name": "pgd", "accuracy": 0.75, "interval": [0.5, 0.9], "n": 20}
+    audit = {
+        "schema": 1,
+        "kind": "audit",
+        "title": "Single",
+        "findings": [fine, finding],
+        "attacks": [pgd],
+    }
+    (tmp_path / "audit.json").write_text(json.dumps(audit, indent=1))
+    (run,) = find_runs([tmp_path])
+    page = "".join(block.html() for block in run_section(run, "run", 1))
+    assert page.index("Zero. Use BPDA.") < page.index("75.0%") < page.index("All are numbers.")
+    assert "Nothing suspicious" not in page
+    (tmp_path / "audit.json").write_text(json.dumps(audit | {"findings": [fine]}))
+    (run,) = find_runs([tmp_path])
+    assert "Nothing suspicious" in "".join(block.html() for block in run_section(run, "run", 1))

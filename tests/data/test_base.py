@@ -1,0 +1,134 @@
+"""The base of data modules: split, sizes, augmentation, and its place in a recipe."""
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from torchvision.transforms import v2
+
+from lightning_rob.data import CIFAR100, Digits5k, ImageData, Patches10
+from lightning_rob.data.base import packaged_file
+from tests.data import dots
+
+
+@pytest.mark.parametrize("data", [dots(), Digits5k(), Patches10(train_size=90, val_size=30)])
+def test_training_and_validation_images_share_the_numbers_of_their_source(data):
+    data.setup("fit")
+    numbers = torch.cat([data.parts["train"].indices, data.parts["val"].indices])
+    assert len(data.parts["val"]) == data.val_size
+    assert numbers.sort().values.tolist() == list(range(len(data.parts["train"].source)))
+    _, _, index = data.parts["val"][0]
+    assert index == data.parts["val"].indices[0]
+
+
+def test_the_split_is_the_same_under_another_seed():
+    first, again, other = dots(), dots(seed=99), dots(split_seed=1)
+    for data in (first, again, other):
+        data.setup("fit")
+    assert torch.equal(first.parts["val"].indices, again.parts["val"].indices)
+    assert not torch.equal(first.parts["val"].indices, other.parts["val"].indices)
+
+
+def test_limit_train_takes_images_from_training_only():
+    data, all_of_it = dots(limit_train=6), dots(limit_train=1000)
+    data.setup("fit")
+    all_of_it.setup("fit")
+    assert len(data.parts["train"]) == 6 and len(all_of_it.parts["train"]) == 37
+    assert torch.equal(data.parts["val"].indices, all_of_it.parts["val"].indices)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_size", 0),
+        ("eval_batch_size", 0),
+        ("val_size", -1),
+        ("workers", -1),
+        ("limit_train", 0),
+        ("val_size", 47),
+    ],
+)
+def test_values_out_of_range_are_named(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be .*{value}$"):
+        dots(**{name: value}).setup()
+
+
+def test_only_training_images_are_augmented():
+    data = dots(augment=torch.zeros_like)
+    data.setup()
+    assert all(x.sum() == 0 for x, _, _ in data.train_dataloader())
+    assert all(x.sum() > 0 for x, _, _ in data.val_dataloader())
+    assert all(x.sum() > 0 for x, _, _ in data.test_dataloader())
+
+
+def test_an_empty_list_turns_augmentation_off():
+    data, plain = dots(augment=[]), dots()
+    for one in (data, plain):
+        one.setup("fit")
+    assert data.parts["train"].augmentations == ()
+    assert len(plain.parts["train"].augmentations) == 2
+    kinds = [type(step).__name__ for step in CIFAR100().default_augment()]
+    assert kinds == ["RandomCrop", "RandomHorizontalFlip", "RandomRotation"]
+    assert CIFAR100().default_augment()[2].degrees == [-15, 15]
+
+
+def collected(data, epochs=2):
+    """Each image of each epoch by (epoch, index)."""
+    data.setup("fit")
+    loader = data.train_dataloader()
+    images = {}
+    for epoch in range(epochs):
+        loader.sampler.set_epoch(epoch)
+        images |= {
+            (epoch, int(i)): x for xs, _, index in loader for x, i in zip(xs, index, strict=True)
+        }
+    return images
+
+
+@pytest.mark.parametrize("options", [{"workers": 1}, {"batch_size": 5}, {"limit_train": 20}])
+def test_augmentation_is_a_function_of_seed_epoch_and_index(options):
+    images = collected(dots())
+    again = collected(dots(**options))
+    assert all(torch.equal(images[key], again[key]) for key in again)
+    assert not torch.equal(images[0, 5], images[1, 5])
+    assert not torch.equal(images[0, 5], collected(dots(seed=4))[0, 5])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loading_leaves_the_global_stream_alone(workers):
+    before = torch.random.get_rng_state()
+    data = dots(workers=workers)
+    data.setup()
+    for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader()):
+        assert len(list(loader)) > 0
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_package_that_lacks_a_file_is_named():
+    with pytest.raises(FileNotFoundError, match=r"sklearn should carry nothing\.png"):
+        packaged_file("sklearn", "nothing.png")
+    with pytest.raises(ModuleNotFoundError, match="comes with no_such_package"):
+        packaged_file("no_such_package", "nothing.png")
+
+
+CONFIG = """
+class_path: lightning_rob.data.CIFAR10
+init_args:
+  root: somewhere
+  batch_size: 64
+  augment:
+    - class_path: torchvision.transforms.v2.RandomCrop
+      init_args: {size: 32, padding: 4}
+    - class_path: torchvision.transforms.v2.RandomHorizontalFlip
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # as LightningCLI instantiates
+def test_a_module_comes_from_yaml_and_goes_back():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(ImageData, "data")
+    config = parser.parse_args([f"--data={CONFIG}", "--data.val_size=500"])
+    data = parser.instantiate_classes(config).data
+    assert (data.batch_size, data.val_size) == (64, 500)
+    assert [type(step) for step in data.augment] == [v2.RandomCrop, v2.RandomHorizontalFlip]
+    text = parser.dump(config)
+    assert parser.dump(parser.parse_string(text)) == text

@@ -1,0 +1,368 @@
+"""DANN: the network in parts, the defense, the run, and the data that both domains come from."""
+
+import copy
+import hashlib
+import io
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_rob.defenses.dann import DANN, domain_adversarial_loss, reversal_weight
+from lightning_rob.defenses.transductive import learning, reinitialized
+from tests.tiny import (
+    ROOT,
+    Blobs,
+    same_weights,
+)
+
+
+class TinyDANN(nn.Module):
+    """Three parts of one or two linear layers; learns in a second."""
+
+    def __init__(
+        self, inputs: int = 192, classes: int = 4, width: int = 16, norm: bool = True
+    ) -> None:
+        super().__init__()
+        middle = nn.BatchNorm1d(width) if norm else nn.Identity()
+        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(inputs, width), middle, nn.ReLU())
+        self.predictor = nn.Linear(width, classes)
+        self.discriminator = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    def features(self, x):
+        return self.encoder(x)
+
+    def classify(self, features):
+        return self.predictor(features)
+
+    def domain(self, features):
+        return self.discriminator(features)
+
+    def forward(self, x):
+        return self.classify(self.features(x))
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def fast(parameters):
+    return torch.optim.Adam(parameters, 0.005)
+
+
+def slow(parameters):
+    return torch.optim.Adam(parameters, 0.003)
+
+
+def descent(parameters):
+    """Adam would make steps of rounding errors, where BatchNorm leaves no gradient."""
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def blobs(train=True, **options):
+    pairs = Blobs(**options).source(train)
+    return torch.stack([x for x, _ in pairs]), torch.tensor([y for _, y in pairs])
+
+
+def tiny_defense(**options):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        net = TinyDANN()
+    return DANN(net, **{"source": blobs(), "epochs": 3, "batch_size": 16} | options)
+
+
+def fingerprint(module):
+    buffer = io.BytesIO()
+    torch.save(module.state_dict(), buffer)
+    return hashlib.sha256(buffer.getvalue()).hexdigest()
+
+
+def count(net):
+    return sum(parameter.numel() for parameter in net.parameters())
+
+
+# The schedule and the loss
+
+
+def test_the_weight_is_a_hyperbolic_tangent():
+    for progress in (0.0, 0.05, 0.31, 0.5, 1.0):
+        expected = 0.1 * float(torch.tanh(torch.tensor(5 * progress, dtype=torch.float64)))
+        assert reversal_weight(progress, 0.1) == pytest.approx(expected, abs=1e-12)
+    assert reversal_weight(0.0, 1.0) == 0
+    assert reversal_weight(1.0, 1.0) == pytest.approx(0.9999092, abs=1e-7)
+
+
+def by_hand(net, x, y, target):
+    """Class loss and domain loss apart, in the order of the two forwards."""
+    source, other = net.encoder(x), net.encoder(target)
+    domains = torch.cat([net.discriminator(source), net.discriminator(other)])
+    told = torch.tensor([0] * len(x) + [1] * len(target))
+    each = F.cross_entropy(domains, told, reduction="none")
+    domain = each[: len(x)].mean() + each[len(x) :].mean()
+    return F.cross_entropy(net.predictor(source), y), domain
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.1, 1.0])
+def test_the_encoder_plays_against_the_discriminator(weight):
+    """Encoder: class - alpha * domain; predictor: class; discriminator: domain."""
+    net = TinyDANN().double()
+    twin = copy.deepcopy(net)
+    x, y = blobs()
+    target = blobs(False)[0].double()
+    loss = domain_adversarial_loss(net, x.double(), y, target, weight)
+    loss.backward()
+    classes, domain = by_hand(twin, x.double(), y, target)
+    torch.testing.assert_close(loss, classes + domain, rtol=0, atol=1e-6)
+    encoder, rest = list(twin.encoder.parameters()), [twin.predictor, twin.discriminator]
+    (classes - weight * domain).backward(inputs=encoder, retain_graph=True)
+    (classes + domain).backward(inputs=[p for part in rest for p in part.parameters()])
+    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6)
+    assert same_weights(net.state_dict(), twin.state_dict())  # two forwards, source first
+
+
+def written_out(net, source, x, epochs, size, scale, chance):
+    """The authors' loop: p = (i + epoch * n) / (epochs * n), n the smaller number of batches."""
+    x_s, y_s = source
+    optimizer = descent(net.parameters())
+    n = min(-(-len(x_s) // size), -(-len(x) // size))
+    for epoch in range(epochs):
+        first = torch.randperm(len(x_s), generator=chance)
+        second = torch.randperm(len(x), generator=chance)
+        for i in range(n):
+            alpha = scale * (2 / (1 + np.exp(-10 * (i + epoch * n) / epochs / n)) - 1)
+            part, place = (order[i * size : (i + 1) * size] for order in (first, second))
+            optimizer.zero_grad()
+            encoder = net.encoder
+            a, b = encoder(x_s[part]), encoder(x[place])
+            told = [
+                F.cross_entropy(net.discriminator(f.detach()), torch.full((len(f),), d))
+                for d, f in enumerate((a, b))
+            ]
+            sum(told).backward()
+            frozen = copy.deepcopy(net.discriminator).requires_grad_(False)
+            fooled = [
+                F.cross_entropy(frozen(f), torch.full((len(f),), d)) for d, f in enumerate((a, b))
+            ]
+            (F.cross_entropy(net.predictor(a), y_s[part]) - alpha * sum(fooled)).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("size", "scale"), [(16, 0.1), (10, 1.0)])
+def test_adapting_is_the_authors_loop(size, scale):
+    """96 source and 33 test images: 3 or 4 steps an epoch."""
+    defense = tiny_defense(epochs=4, batch_size=size, scale=scale, optimizer=descent)
+    x = blobs(False)[0]
+    x = x[:32] if size == 16 else x
+    ours = defense
+    with learning(chance := generator(5), x.device):
+        ours = defense.fit_to_batch(x, chance).adapted
+    with learning(chance := generator(5), x.device):
+        net = reinitialized(defense.net, chance).train()
+        written_out(net, blobs(), x, 4, size, scale, chance)
+    for a, b in zip(ours.state_dict().values(), net.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
+class Counting(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure=None):
+        Counting.steps += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("source", "test", "size", "steps"),
+    [(96, 33, 16, 2), (96, 32, 16, 2), (40, 96, 16, 3), (33, 96, 16, 2), (96, 5, 16, 1)],
+)
+def test_an_epoch_is_as_long_as_the_smaller_set(source, test, size, steps):
+    """A last batch of one image is left out, for BatchNorm cannot take it."""
+    Counting.steps = 0
+    x, y = blobs()
+    defense = tiny_defense(
+        source=(x[:source], y[:source]),
+        batch_size=size,
+        optimizer=lambda parameters: Counting(parameters, 0.1),
+    )
+    defense.adapt(blobs(False, test_size=test)[0], generator())
+    assert Counting.steps == 3 * steps
+
+
+# The defense
+
+
+def test_all_weights_are_new():
+    """Knowing `net` says nothing about where the training begins."""
+    defense, (x, _) = tiny_defense(optimizer=lambda p: torch.optim.SGD(p, 0.0)), blobs(False)
+    final = defense.adapt(x, generator())
+    for (name, old), new in zip(
+        defense.net.named_parameters(), final.adapted.parameters(), strict=True
+    ):
+        if "encoder.2" not in name:  # BatchNorm begins with ones and zeros
+            assert not torch.isclose(old, new).any(), name
+
+
+def test_it_learns():
+    final = tiny_defense(epochs=15, optimizer=fast).adapt(blobs(False)[0], generator())
+    x, y = blobs(False, test_size=200)
+    assert (final(x).argmax(1) == y).float().mean() > 0.9
+
+
+def halves(count, of_target, chance):
+    """Two classes: the left half separates them clearly, but shows class 1 on all target images.
+
+    The right half separates them faintly in both sets.
+    """
+    y = torch.randint(2, (count,), generator=chance)
+    sign = (2.0 * y - 1).view(-1, 1, 1, 1)
+    x = 0.5 + 0.1 * torch.randn(count, 1, 8, 8, generator=chance)
+    x[..., 4:] += 0.06 * sign
+    x[..., :4] += 0.15 * (torch.ones_like(sign) if of_target else sign)
+    return x.clamp(0, 1), y
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_is_true_of_the_source_only_is_not_trusted(seed):
+    """Plain training on the source trusts it, and is little better than guessing on the target."""
+    chance = generator(seed)
+    source, (x, y) = halves(256, False, chance), halves(256, True, chance)
+    net = TinyDANN(inputs=64, classes=2, width=32)
+    right = {}
+    for scale in (0.0, 0.2):
+        settings = {"epochs": 50, "batch_size": 64, "scale": scale, "optimizer": fast}
+        final = DANN(net, source, **settings).adapt(x, generator(seed))
+        right[scale] = float((final(x).argmax(1) == y).float().mean())
+        assert (final(source[0]).argmax(1) == source[1]).float().mean() > 0.95
+    assert right[0.0] < 0.75
+    assert right[0.2] > 0.9
+
+
+def brighter(count, of_target, chance):
+    """Two classes that the right half separates; the left half is brighter in target images."""
+    y = torch.randint(2, (count,), generator=chance)
+    x = 0.5 + 0.1 * torch.randn(count, 1, 8, 8, generator=chance)
+    x[..., 4:] += 0.1 * (2.0 * y - 1).view(-1, 1, 1, 1)
+    x[..., :4] += 0.1 * of_target
+    return x.clamp(0, 1), y
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_reversed_gradient_confuses_the_discriminator(seed):
+    """No BatchNorm here, which would take the difference away from each domain by itself."""
+    chance = generator(seed)
+    source, (x, _) = brighter(256, False, chance), brighter(256, True, chance)
+    net = TinyDANN(inputs=64, classes=2, width=32, norm=False)
+    told = {}
+    for scale in (0.0, 0.5):
+        settings = {"epochs": 60, "batch_size": 64, "scale": scale, "optimizer": slow}
+        final = DANN(net, source, **settings).adapt(x, generator(seed)).adapted
+        answers = [final.domain(final.features(images)).argmax(1) for images in (source[0], x)]
+        told[scale] = float((answers[1] - answers[0]).float().mean() + 1) / 2
+    assert told[0.0] > 0.9
+    assert told[0.5] < 0.75
+
+
+def test_augmentation_is_of_both_domains_and_by_the_defenders_generator():
+    seen = []
+
+    def step(image):
+        seen.append(float(image[0, 0, 0]))
+        return image + 0.01 * torch.rand(())
+
+    x, y = torch.zeros(8, 3, 8, 8), torch.arange(8) % 4
+    defense = tiny_defense(source=(x, y), epochs=1, batch_size=8, augment=[step])
+    one, same = (defense.adapt(torch.ones(8, 3, 8, 8), generator(1)) for _ in range(2))
+    assert sorted(seen) == [0.0] * 16 + [1.0] * 16
+    assert same_weights(one.adapted.state_dict(), same.adapted.state_dict())
+
+
+def test_the_rate_falls_by_the_epoch():
+    """MultiStepLR as in Chen et al.: a tenth after each milestone, whatever steps an epoch has."""
+    rates = []
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure=None):
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    defense = tiny_defense(
+        epochs=6,
+        optimizer=lambda parameters: Noting(parameters, 0.1),
+        lr_scheduler=lambda made: torch.optim.lr_scheduler.MultiStepLR(made, [2, 4, 5], 0.1),
+    )
+    defense.adapt(blobs(False)[0], generator())  # two steps an epoch
+    assert rates == pytest.approx([0.1] * 4 + [0.01] * 4 + [0.001] * 2 + [0.0001] * 2)
+
+
+def test_the_cifar_recipe_is_the_papers(monkeypatch, tmp_path):
+    """SGD, a tenth at epochs 50, 75 and 90, batches of 64, crops and flips (appendix A.4.2)."""
+    from lightning_rob.cli.lightning_cli import RobustCLI
+
+    monkeypatch.chdir(tmp_path)
+    recipe = ["--config", str(ROOT / "configs/dann_cifar10.yaml"), "--trainer.accelerator=cpu"]
+    built = RobustCLI(recipe, run=False)
+    defense = built.model.defense
+    assert defense.batch_size == built.datamodule.batch_size == 64
+    assert [type(step).__name__ for step in defense.augment] == [
+        "RandomCrop",
+        "RandomHorizontalFlip",
+    ]
+    optimizer = defense.optimizer([nn.Parameter(torch.zeros(1))])
+    schedule, rates = defense.lr_scheduler(optimizer), []
+    for _ in range(defense.epochs):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    wanted = [0.1] * 50 + [0.01] * 25 + [0.001] * 15 + [0.0001] * 10
+    assert rates == pytest.approx(wanted)
+    assert optimizer.param_groups[0]["nesterov"]
+    x = torch.rand(3, 32, 32)
+    for step in defense.augment:
+        x = step(x)
+    assert x.shape == (3, 32, 32)
+
+
+def test_augmentation_never_touches_the_predicted_images():
+    """It changes what is trained on, source and test images alike, and neither batch itself."""
+    (x, y), (seen, _) = blobs(), blobs(False)
+    kept, shown = x.clone(), seen.clone()
+    plain, flipped = (
+        tiny_defense(source=(x, y), epochs=2, augment=steps).adapt(seen, generator(1)).eval()
+        for steps in ((), (lambda image: image.flip(-1),))
+    )
+    assert not same_weights(plain.adapted.state_dict(), flipped.adapted.state_dict())
+    asked = []
+    flipped.adapted.register_forward_pre_hook(lambda module, given: asked.append(given[0]))
+    flipped(seen)
+    assert torch.equal(asked[0], shown)
+    assert torch.equal(x, kept)
+    assert torch.equal(seen, shown)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"scale": -0.1}, "scale must not be negative, got -0.1"),
+    ],
+)
+def test_settings_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_defense(**options)
+
+
+def test_a_network_in_one_piece():
+    with pytest.raises(
+        TypeError, match="such as DANNNet: Linear has no features, classify, domain"
+    ):
+        DANN(nn.Linear(2, 2))
+
+
+def test_labels_out_of_range():
+    x, y = blobs()
+    with pytest.raises(ValueError, match="labels must be 0 … 3"):
+        tiny_defense(source=(x, y + 1)).adapt(x, generator())

@@ -1,0 +1,420 @@
+import math
+from collections import Counter
+
+import pytest
+import torch
+from lightning_rob.attacks.seen_as import SurrogateTransforms
+from lightning_rob.transforms.bpda_training import train_bpda
+from torch import nn
+
+from lightning_rob.attacks import PGD, attacking
+from lightning_rob.defenses import Mixture, RandomTransforms, Single
+from lightning_rob.defenses.random_transforms import _schedule
+from lightning_rob.objectives import expected_ce
+from lightning_rob.randomness import Streams
+from lightning_rob.rules import majority, mean_logits, mean_probs
+from lightning_rob.threat import Threat
+from lightning_rob.transforms import (
+    Affine,
+    GaussianNoise,
+    GrayOneChannel,
+    HorizontalFlip,
+    Sobel,
+    Swirl,
+    VerticalFlip,
+    catalogue,
+)
+from lightning_rob.transforms.bpda import save_approximation
+from lightning_rob.transforms.nondifferentiable import HardPrecision
+
+
+class Flat(nn.Module):
+    """A linear network on the pixels."""
+
+    def __init__(self, inputs=3 * 8 * 8, classes=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(inputs, classes)
+
+    def forward(self, x):
+        return self.linear(x.flatten(1))
+
+
+def defense(transforms=None, size=1, draws=5, **options):
+    return RandomTransforms(Flat(), transforms or [GaussianNoise(0.1)], size, draws, **options)
+
+
+def images(n=4):
+    return torch.rand(n, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+
+
+def streams(n=4, key=0):
+    return Streams.from_index(torch.arange(n), key)
+
+
+FLIPS = [HorizontalFlip(), VerticalFlip()]
+
+
+def test_shapes_and_weights():
+    rt = defense(draws=5)
+    assert rt.logits(images()).shape == (5, 4, 4)
+    assert rt.weights.sum() == pytest.approx(1)
+    assert rt(images()).shape == (4, 4)
+    logits, weights = rt.sample_logits(images(), draws=7)
+    assert logits.shape == (7, 4, 4)
+    assert weights.tolist() == pytest.approx([1 / 7] * 7)
+
+
+@pytest.mark.parametrize("rule", [mean_probs, majority, mean_logits])
+def test_rules_predict_with_probability_one(rule):
+    answers = defense(rule=rule)(images())
+    assert torch.equal(answers.sum(1), torch.ones(4))
+
+
+def test_one_deterministic_transform_is_that_transform():
+    rt = defense([Sobel()], draws=3)
+    x = images()
+    expected = Sobel()(x).expand(3, -1, -1, -1, -1)
+    torch.testing.assert_close(rt.transformed(x, None, 3), expected)
+
+
+def test_all_transforms_at_full_size_are_composed_in_some_order():
+    rt = defense([*FLIPS, Sobel()], size=3)
+    x = images()
+    both = Sobel()(x.flip(2, 3))  # the gradient's size does not care about the order of flips
+    for copy in rt.transformed(x, None, 6):
+        assert torch.allclose(copy, both, atol=1e-6)
+
+
+def test_order_is_uniform_and_without_replacement():
+    rt = defense([GaussianNoise(), Sobel(), Affine(), HorizontalFlip()], size=2)
+    order = rt._orders(torch.rand(24000, 1), 24000, torch.Generator().manual_seed(0))
+    pairs = Counter(map(tuple, order.tolist()))
+    assert len(pairs) == 12  # 4 * 3 ordered pairs, none twice
+    assert all(abs(count - 2000) < 5 * 2000**0.5 for count in pairs.values())
+
+
+@pytest.mark.parametrize("released,expected", [(False, 0.9), (True, 0.5)])
+def test_probability_is_honoured_unless_the_released_code_is_asked_for(released, expected):
+    rt = defense([HorizontalFlip(p=0.9)], released_code=released)
+    order = rt._orders(torch.rand(20000, 1), 20000, torch.Generator().manual_seed(0))
+    assert (order >= 0).float().mean() == pytest.approx(expected, abs=0.015)
+
+
+@pytest.mark.parametrize("p,expected", [(0.0, 0), (1.0, 1)])
+@pytest.mark.parametrize("released", [True, False])
+def test_probabilities_zero_and_one_are_certain(p, expected, released):
+    rt = defense([HorizontalFlip(p=p)], released_code=released)
+    order = rt._orders(torch.rand(1000, 1), 1000, None)
+    assert ((order >= 0) == bool(expected)).all()
+
+
+def test_one_switch_sets_every_slip_that_a_transform_has_as_an_option():
+    kinds = list(catalogue().values())
+    options = {"size": len(kinds), "draws": 1}
+    rt = defense([kind(p=0.3) for kind in kinds], **options, released_code=True)
+    corrected = defense([kind(p=0.3) for kind in kinds], **options).transforms
+    changed = {name for name, one in rt.transforms.items() if one != corrected[name]}
+    assert changed == {"HSV", "LAB", "YUV", "JPEG", "Swirl", "GrayOneChannel"}
+    assert rt.transforms["GrayOneChannel"] == GrayOneChannel(mixed=3, p=0.3)
+    for name in changed - {"GrayOneChannel"}:
+        assert rt.transforms[name] == catalogue()[name](released_code=True, p=0.3)
+
+
+def test_released_yuv_is_the_released_formula():
+    """Without a shift it clamps U and V to [0, 1], and goes back by the authors' coefficients."""
+    red, green, blue = images().unbind(1)
+    u = (-0.147 * red - 0.289 * green + 0.436 * blue).clamp(0, 1)
+    v = (0.615 * red - 0.515 * green - 0.100 * blue).clamp(0, 1)
+    y = 0.299 * red + 0.587 * green + 0.114 * blue
+    expected = torch.stack([y + 1.14 * v, y - 0.396 * u - 0.581 * v, y + 2.029 * u], 1).clamp(0, 1)
+    found = defense({"YUV": {"alpha": 0}}, released_code=True).transformed(images())[0]
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_released_swirl_is_the_released_formula():
+    """Bilinear weights of neighbours that are clamped already."""
+    x, side = images(1).double(), 8
+    center, radius, strength = torch.tensor([[2.0, 5.0]]), torch.tensor([9.0]), torch.tensor([1.5])
+    grid = torch.arange(side).double()
+    right, down = grid[None] - 2, grid[:, None] - 5
+    reach = radius.item() / 5 * math.log(2)
+    turn = torch.atan2(down, right) + 1.5 * torch.exp(-torch.hypot(down, right) / reach)
+    column = 2 + torch.hypot(down, right) * turn.cos()
+    row = 5 + torch.hypot(down, right) * turn.sin()
+    sides = []
+    for place in (column, row):
+        low, high = place.floor(), place.floor() + 1
+        low, high = low.clamp(0, side - 1), high.clamp(0, side - 1)
+        sides.append(((low.long(), high - place), (high.long(), place - low)))
+    parts = [a * b * x[0, :, i, j] for j, a in sides[0] for i, b in sides[1]]
+    expected = sum(parts).clamp(0, 1)
+    swirl = defense([Swirl()], released_code=True).transforms["Swirl"]
+    found = swirl(x, center.double(), radius.double(), strength.double())[0]
+    assert torch.allclose(found, expected, atol=1e-9)
+
+
+def test_shared_order_is_shared_by_the_copies_of_an_image_and_not_by_images():
+    rt = defense([*FLIPS, Sobel(), Affine()], size=2, shared_order=True)
+    order = rt._orders(torch.rand(60, 1), 20, None).view(3, 20, 2)
+    assert (order == order[0]).all()
+    assert len(set(map(tuple, order[0].tolist()))) > 3
+    rt.shared_order = False
+    order = rt._orders(torch.rand(60, 1), 20, None).view(3, 20, 2)
+    assert not (order == order[0]).all()
+
+
+def seen_as_batch(kinds, **options):
+    rt = defense(kinds, **options)
+    rt.shared_order = "batch"  # as SurrogateTransforms sets it for an attack
+    return rt
+
+
+@pytest.mark.parametrize(
+    "chance", [torch.Generator(), Streams.from_index(torch.arange(60) % 20, 3)]
+)
+def test_an_order_for_the_batch_is_that_of_any_other_batch(chance):
+    rt = seen_as_batch([*FLIPS, Sobel(), Affine()], size=2)
+    order = rt._orders(torch.rand(60, 1), 20, chance)
+    assert (order == order[0]).all()
+    again = rt._orders(torch.rand(60, 1), 20, chance)
+    assert (again == again[0]).all()
+    found = {tuple(rt._orders(torch.rand(60, 1), 20, chance)[0].tolist()) for _ in range(30)}
+    assert len(found) > 5
+
+
+def test_an_order_for_the_batch_leaves_each_image_what_it_gets_alone():
+    rt = seen_as_batch([*FLIPS, GaussianNoise(0.1), Affine()], size=3)
+    x, keys = images(), torch.arange(len(images()))
+    whole = rt.transformed(x, Streams.from_index(keys, 1, 2), 4)
+    for i in range(len(x)):
+        alone = rt.transformed(x[i : i + 1], Streams.from_index(keys[i : i + 1], 1, 2), 4)
+        torch.testing.assert_close(alone[:, 0], whole[:, i])
+
+
+def test_an_order_for_the_batch_is_as_likely_as_any():
+    """Each of six orders of three transforms, over many worlds, within four deviations."""
+    rt = seen_as_batch([*FLIPS, Sobel()], size=3)
+    orders = [
+        tuple(rt._orders(torch.rand(1, 1), 1, Streams.from_index(torch.zeros(1), k))[0].tolist())
+        for k in range(1200)
+    ]
+    counts = [orders.count(order) for order in set(orders)]
+    assert len(counts) == 6
+    assert all(abs(count - 200) < 4 * (1200 * 5 / 36) ** 0.5 for count in counts)
+
+
+def test_copies_with_a_shared_order_have_parameters_of_their_own():
+    rt = defense([GaussianNoise(0.1)], shared_order=True)
+    a, b = rt.transformed(images(), streams(), 2)
+    assert not torch.equal(a, b)
+
+
+def test_images_do_not_depend_on_their_batch():
+    kinds = [kind() for kind in catalogue().values()]
+    rt = defense(kinds, size=6, draws=3)
+    x = torch.rand(4, 3, 16, 16)
+    whole = rt.transformed(x, streams(), 3)
+    for i in range(4):
+        alone = rt.transformed(x[i : i + 1], streams()[torch.tensor([i])], 3)
+        assert torch.allclose(whole[:, i : i + 1], alone, atol=1e-5)
+
+
+def test_another_call_draws_anew_and_the_same_streams_repeat():
+    rt, noise = defense(), streams()
+    first, second = rt.logits(images(), noise), rt.logits(images(), noise)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, rt.logits(images(), streams()))
+
+
+def test_a_torch_generator_repeats_and_the_global_stream_is_left_alone():
+    rt = defense([kind() for kind in catalogue().values()], size=4)
+    before = torch.get_rng_state()
+    a = rt.transformed(images(), torch.Generator().manual_seed(1), 2)
+    b = rt.transformed(images(), torch.Generator().manual_seed(1), 2)
+    assert torch.equal(a, b)
+    rt.transformed(images(), streams(), 2)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_schedule_runs_each_copy_in_its_order_and_merges():
+    order = torch.tensor([[0, 1, 2], [1, 2, 0], [-1, 1, -1], [0, -1, 1]])
+    done = [[] for _ in order]
+    calls = list(_schedule(order, 3))
+    for kind, copies in calls:
+        for copy in copies:
+            done[copy].append(kind)
+    assert done == [[0, 1, 2], [1, 2, 0], [1], [0, 1]]
+    assert len(calls) < 9
+
+
+def test_gradient_is_that_of_the_replayed_transforms():
+    rt = defense([Affine(0.2), GaussianNoise(0.1), HorizontalFlip()], size=3, draws=4)
+    x = images(1).double().requires_grad_()
+    rt = rt.double()
+    assert torch.autograd.gradcheck(lambda x: rt.logits(x, streams(1)), x, atol=1e-4)
+
+
+def test_identity_gradient_is_the_networks_own():
+    rt = defense([VerticalFlip()], draws=1, gradients="identity")
+    x = images().requires_grad_()
+    logits = rt.logits(x)
+    (found,) = torch.autograd.grad(logits[..., 0].sum(), x)
+    weight = rt.net.linear.weight[0].view(3, 8, 8)
+    assert torch.allclose(found, weight.expand_as(x))
+    assert torch.equal(logits[0], rt.net(x.detach().flip(2)))
+
+
+def test_combo_is_exact_where_it_can_be():
+    nets = {"HardPrecision": nn.Identity()}
+    rt = defense([VerticalFlip(), HardPrecision()], size=2, gradients="identity")
+    seen = SurrogateTransforms(shared_order=False, gradients="combo")
+    with pytest.raises(ValueError, match="need approximations of HardPrecision"), seen(rt):
+        rt.logits(images())
+    assert rt.gradients == "identity"
+    rt = RandomTransforms(Flat(), [VerticalFlip()], 1, 1, gradients="combo", approximations=nets)
+    x = images().requires_grad_()
+    (found,) = torch.autograd.grad(rt.logits(x)[..., 0].sum(), x)
+    assert torch.allclose(found, rt.net.linear.weight[0].view(3, 8, 8).flip(1).expand_as(x))
+
+
+def test_straight_through_is_the_identity_only_where_it_must_be():
+    rt = defense([VerticalFlip(), HardPrecision()], size=2, draws=1, gradients="straight_through")
+    x = images().requires_grad_()
+    (found,) = torch.autograd.grad(rt.logits(x)[..., 0].sum(), x)
+    assert torch.allclose(found, rt.net.linear.weight[0].view(3, 8, 8).flip(1).expand_as(x))
+
+
+def test_approximations_from_a_folder(tmp_path):
+    flips = [VerticalFlip(), HorizontalFlip()]
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        defense(flips, approximations=str(tmp_path / "none"))
+    x = images(32)
+    trained = train_bpda(VerticalFlip(), x, epochs=1)
+    save_approximation(tmp_path, VerticalFlip(), (3, 8, 8), trained.net)
+    assert set(defense(flips, approximations=str(tmp_path)).approximations) == {"VerticalFlip"}
+    with pytest.raises(FileNotFoundError, match="network of HorizontalFlip"):
+        defense(flips, approximations=str(tmp_path), gradients="bpda")
+    rt = defense(flips[:1], draws=1, approximations=str(tmp_path), gradients="bpda")
+    image = images().requires_grad_()
+    (found,) = torch.autograd.grad(rt.logits(image)[..., 0].sum(), image)
+    z = images().requires_grad_()
+    weight = rt.net.linear.weight[0].detach().view(3, 8, 8).expand_as(z)
+    (expected,) = torch.autograd.grad(trained.net.eval()(z), z, weight)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_a_transform_without_gradient_is_refused_at_once():
+    rt = defense([HardPrecision(), VerticalFlip()], size=1)
+    assert rt(images()).shape == (4, 4)
+    with pytest.raises(ValueError, match="HardPrecision have no gradient"):
+        rt.logits(images().requires_grad_())
+
+
+def test_approximations_are_no_part_of_the_weights():
+    rt = defense([VerticalFlip()], approximations={"VerticalFlip": Flat()})
+    assert set(rt.state_dict()) == {"net.linear.weight", "net.linear.bias"}
+
+
+def test_attack_draws_as_often_as_it_says():
+    seen = []
+    rt = defense(draws=20)
+
+    def objective(logits, weights, y):
+        seen.append(logits.shape[0])
+        return expected_ce(logits, weights, y)
+
+    threat = Threat("linf", 0.1)
+    PGD(threat, 2, 0.05, objective, draws=3)(rt, images(), torch.zeros(4).long())
+    PGD(threat, 1, 0.05, objective)(rt, images(), torch.zeros(4).long())
+    assert seen == [3, 3, 20]
+
+
+def test_seen_as_changes_the_attack_alone():
+    rt = defense([*FLIPS, Sobel()], size=1, draws=3)
+    view = SurrogateTransforms(shared_order=True, gradients="identity")
+    with view(rt):
+        assert (rt.shared_order, rt.gradients) == (True, "identity")
+        copies = rt.transformed(images(), streams(), 3)
+        torch.testing.assert_close(copies[0], copies[1])
+    assert (rt.shared_order, rt.gradients) == (False, "exact")
+    with pytest.raises(TypeError, match="RandomTransforms"):
+        view(Single(Flat())).__enter__()
+
+
+def test_the_network_is_folded_during_an_attack():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 4))
+    rt = RandomTransforms(net, [VerticalFlip()], 1, 2)
+    with attacking(rt):
+        assert "forward" in net[1].__dict__
+    assert "forward" not in net[1].__dict__
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"transforms": {"Afine": {}}}, "no transform 'Afine', did you mean Affine"),
+        ({"transforms": {"Affine": {"alfa": 1}}}, "Affine has no argument alfa"),
+        ({"transforms": [Sobel(), Sobel()]}, "two of Sobel"),
+        ({"size": 2}, "size must be 1 … 1"),
+        ({"draws": 0}, "draws must be at least 1"),
+        ({"gradients": "bpda"}, "need approximations of GaussianNoise"),
+        ({"gradients": "exactly"}, "gradients must be of"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        defense(**arguments)
+
+
+def test_transforms_from_a_recipe():
+    rt = defense({"Affine": {"alpha": 0.2}, "HorizontalFlip": {"p": 0.4}}, size=2)
+    assert list(rt.transforms.values()) == [Affine(0.2), HorizontalFlip(p=0.4)]
+
+
+def test_a_mixture_asks_its_random_parts_for_the_draws_of_the_attack():
+    rt = defense(draws=20)
+    mixture = Mixture([rt, Single(rt.net)], probs=[0.25, 0.75])
+    logits, weights = mixture.sample_logits(images(), streams(), 3)
+    assert logits.shape == (6, 4, 4)
+    assert weights[:3].sum() == pytest.approx(0.25)
+    assert weights[3:].sum() == pytest.approx(0.75)
+    assert mixture.logits(images()).shape == (21, 4, 4)
+
+
+def test_no_images_and_no_transform_applied():
+    assert defense()(images()[:0]).shape == (0, 4)
+    rt = defense([HorizontalFlip(p=0.0)], draws=2)
+    assert torch.equal(rt.transformed(images(), streams(), 2)[1], images())
+
+
+def test_a_large_radius_leaves_nothing():
+    torch.manual_seed(0)
+    rt = defense([GaussianNoise(0.05), VerticalFlip(p=0.5)], size=2, draws=20)
+    y = rt(images()).argmax(1)
+    x_adv = PGD(Threat("linf", 1.0), 40, 0.1, draws=5)(rt, images(), y, streams())
+    assert not (rt(x_adv, streams(4, 9)).argmax(1) == y).any()
+
+
+def test_a_step_follows_the_expected_gradient_of_a_linear_network_under_noise():
+    rt = defense([GaussianNoise(0.01)], draws=1)
+    rt.net.linear.weight.data[1:] = 0
+    y = torch.zeros(4).long()
+    threat = Threat("linf", 0.01)
+    x = images().clamp(0.1, 0.9)
+    x_adv = PGD(threat, 1, 0.01, draws=8, random_start=False)(rt, x, y, streams())
+    expected = -rt.net.linear.weight[0].sign().view(3, 8, 8).expand_as(x) * 0.01
+    assert torch.allclose(x_adv - x, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make", [SurrogateTransforms, lambda shared_order: defense(FLIPS, shared_order=shared_order)]
+)
+def test_an_unknown_way_to_share_orders(make):
+    with pytest.raises(ValueError, match=r"True.* or .*, got 'image'"):
+        make(shared_order="image")
+
+
+def test_a_defense_does_not_predict_all_images_by_one_order():
+    with pytest.raises(ValueError, match="got 'batch': see SurrogateTransforms"):
+        defense(FLIPS, shared_order="batch")

@@ -1,0 +1,684 @@
+import copy
+import hashlib
+import pickle
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from lightning_rob.attacks import PGD
+from lightning_rob.defenses import Single
+from lightning_rob.defenses.rmc import (
+    RMC,
+    FeatureStore,
+    Stopping,
+    features,
+    fingerprint,
+    identity,
+    nearest,
+    split,
+    train_epoch,
+)
+from lightning_rob.defenses.transductive import Source, shuffled
+from lightning_rob.nets import LeNet, MNISTNet, SmallCNN
+from lightning_rob.randomness import Streams
+from lightning_rob.threat import Threat
+from tests.tiny import Blobs, TinyNet
+
+THREAT = Threat("linf", 0.16)
+CPU = torch.device("cpu")
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def blobs(train, size):
+    items = Blobs(train_size=size, test_size=size).source(train)
+    return torch.stack([x for x, _ in items]), torch.tensor([y for _, y in items])
+
+
+def trained(x, y, epochs=30):
+    torch.manual_seed(0)
+    net = TinyNet()
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        cross_entropy(net(x), y).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return net.eval()
+
+
+X, Y = blobs(True, 240)
+TEST_X, TEST_Y = blobs(False, 60)
+NET = trained(X, Y)
+ATTACK = PGD(THREAT, 5, 0.064, keep_best=True)
+
+
+def rmc(net=NET, **options):
+    settings = {"source": (X, Y), "attack": ATTACK, "neighbours": 40, "epochs": 3, "batch_size": 16}
+    return RMC(net, **settings | options)
+
+
+def state(defense):
+    """All that may not change: weights, buffers, modes, gradients and the optimizer's moments."""
+    digest = hashlib.sha256()
+    for name, tensor in [*defense.named_parameters(), *defense.named_buffers()]:
+        digest.update(f"{name} {tensor.requires_grad} {tensor.grad is None}".encode())
+        digest.update(tensor.detach().numpy().tobytes())
+    digest.update(str([module.training for module in defense.modules()]).encode())
+    for moments in (defense.moments or {"state": {}})["state"].values():
+        for tensor in moments.values():
+            digest.update(torch.as_tensor(tensor).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def same_nets(a, b):
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def same(a, b):
+    """Whether two defenses have learned the same, to the last bit."""
+    return same_nets(a.adapted, b.adapted) and state(a) == state(b)
+
+
+# neighbours
+
+
+def brute_force(rows, query, count):
+    """Sorted by distance, then by position."""
+    found = []
+    for point in query.double():
+        distances = (rows.double() - point).square().sum(1).tolist()
+        found.append(sorted(range(len(rows)), key=lambda i: (distances[i], i))[:count])
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+@pytest.mark.parametrize("count", [1, 5, 150])
+def test_neighbours_are_those_of_brute_force(monkeypatch, chunk, count):
+    monkeypatch.setattr("lightning_rob.defenses.rmc.CHUNK", chunk)
+    rows = torch.randn(150, 6, generator=seeded())
+    query = torch.randn(9, 6, generator=seeded(1))
+    assert torch.equal(nearest(rows, query, count), brute_force(rows, query, count))
+
+
+@pytest.mark.parametrize("chunk", [3, 10, 1000])
+def test_equal_neighbours_come_in_their_order(monkeypatch, chunk):
+    """Whole numbers: distances are exact, and many of them are equal."""
+    monkeypatch.setattr("lightning_rob.defenses.rmc.CHUNK", chunk)
+    rows = torch.randint(0, 2, (80, 5), generator=seeded()).float()
+    query = torch.randint(0, 2, (6, 5), generator=seeded(1)).float()
+    assert torch.equal(nearest(rows, query, 33), brute_force(rows, query, 33))
+
+
+def test_duplicates_far_from_the_origin_come_in_their_order():
+    """Where rounding in a matrix product would separate them, or merge others."""
+    row = 1000 + torch.rand(1, 64, generator=seeded())
+    rows = torch.cat([row + 0.01, row, row.expand(40, -1), row + 0.005])
+    assert nearest(rows, row, 43)[0].tolist() == [*range(1, 42), 42, 0]
+
+
+def test_more_neighbours_than_images():
+    with pytest.raises(ValueError, match="cannot have 4 nearest neighbours among 3 images"):
+        nearest(torch.zeros(3, 2), torch.zeros(1, 2), 4)
+    with pytest.raises(ValueError, match="cannot have 500 nearest neighbours among 480 images"):
+        rmc(neighbours=500).adapt(TEST_X[:1], seeded())
+
+
+# features
+
+
+@pytest.mark.parametrize(
+    ("net", "x", "last"),
+    [
+        (TinyNet(), torch.rand(5, 3, 8, 8), "last"),
+        (MNISTNet(), torch.rand(5, 1, 28, 28), "head.3"),
+        (LeNet(), torch.rand(5, 1, 28, 28), "head.3"),
+        (SmallCNN(), torch.rand(5, 1, 16, 16), "linear"),
+    ],
+)
+def test_features_are_what_the_last_linear_layer_is_given(net, x, last):
+    net.train()
+    before, found = copy.deepcopy(net.state_dict()), features(net, x)
+    layer = net.get_submodule(last)
+    assert all(module.training for module in net.modules())
+    assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())
+    torch.testing.assert_close(layer(found), net.eval()(x))
+    assert found.dtype == torch.float32
+    assert not layer._forward_pre_hooks
+    assert torch.equal(features(net, x, last), found)
+
+
+def test_features_of_another_layer():
+    found = features(NET, X[:4], "norm")
+    assert torch.equal(found, NET.first(X[:4].flatten(1)))
+
+
+def test_no_features():
+    with pytest.raises(ValueError, match="TinyNet calls no layer 'lost'"):
+        features(NET, X[:4], "lost")
+    with pytest.raises(ValueError, match="Flatten calls no linear layer"):
+        features(nn.Flatten(), X[:4])
+
+
+# D'
+
+
+def remembered(store, net=NET, source=None):
+    return store.build(net, source or Source((X, Y)), CPU)
+
+
+def test_clean_images_come_first_then_attacked_ones():
+    found = remembered(FeatureStore(ATTACK, 2))
+    assert len(found) == 3 * len(X)
+    assert torch.equal(found.x[: len(X)], X)
+    assert torch.equal(found.y, Y.repeat(3))
+    for turn in (1, 2):
+        part = found.x[turn * len(X) : (turn + 1) * len(X)]
+        assert THREAT.size(part - X).max() <= 0.16 + 1e-6
+        assert (NET(part).argmax(1) == Y).float().mean() < 0.2
+    assert not torch.equal(found.x[len(X) : 2 * len(X)], found.x[2 * len(X) :])
+    torch.testing.assert_close(found.features, features(NET, found.x), rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_is_attacked_without_an_attack():
+    found = remembered(FeatureStore(None, 1))
+    assert torch.equal(found.x, X.repeat(2, 1, 1, 1))
+
+
+def darker(image):
+    return image * torch.rand(())
+
+
+def test_every_pass_is_augmented_afresh():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    found = remembered(FeatureStore(None, 1, [darker])).x
+    assert torch.equal(torch.rand(3), expected)  # the global stream is where it was
+    ratios = (found / X.repeat(2, 1, 1, 1)).nanmedian(-1).values.flatten(1).nanmedian(1).values
+    assert len(ratios.unique()) == 2 * len(X)
+    assert torch.equal(found, remembered(FeatureStore(None, 1, [darker])).x)
+    assert not torch.equal(found, remembered(FeatureStore(None, 1, [darker], seed=1)).x)
+
+
+class Recorder:
+    """An attack that only records its arguments."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __repr__(self):
+        return "Recorder()"
+
+    def __call__(self, defense, x, y, generator):
+        self.calls.append((defense, len(x), generator))
+        return x
+
+
+def test_the_static_network_is_attacked_once():
+    recorder = Recorder()
+    defense = rmc(attack=recorder, copies=2)
+    final = defense.adapt(TEST_X[:1], seeded()).after_batch(seeded(1))
+    final.adapt(TEST_X[1:2], seeded(2))
+    assert sum(count for _, count, _ in recorder.calls) == 2 * len(X)
+    for attacked, count, generator in recorder.calls:
+        assert isinstance(attacked, Single)
+        assert attacked.net is NET
+        assert isinstance(generator, Streams)
+        assert len(generator) == count
+
+
+def test_a_data_set_is_a_source_too():
+    found = remembered(FeatureStore(ATTACK, 1), source=Source(TensorDataset(X, Y)))
+    assert torch.equal(found.x, remembered(FeatureStore(ATTACK, 1)).x)
+
+
+# the files
+
+
+def test_files_are_used_again(tmp_path):
+    recorder = Recorder()
+    first = remembered(FeatureStore(recorder, cache=str(tmp_path / "deep/cache")))
+    again = remembered(FeatureStore(recorder, cache=str(tmp_path / "deep/cache")))
+    assert len(recorder.calls) == 1
+    for name in ("x", "y", "features"):
+        assert torch.equal(getattr(first, name), getattr(again, name))
+    (place,) = (tmp_path / "deep/cache").iterdir()
+    assert np.load(place / "x.npy", mmap_mode="r").shape == (480, 3, 8, 8)
+
+
+def test_what_is_read_cannot_change_the_files(tmp_path):
+    store = FeatureStore(cache=str(tmp_path))
+    remembered(store).x.zero_()
+    assert torch.equal(remembered(FeatureStore(cache=str(tmp_path))).x[: len(X)], X)
+
+
+def other_net():
+    net = copy.deepcopy(NET)
+    with torch.no_grad():
+        net.last.bias[1] += 1e-6
+    return net
+
+
+OTHERS = {
+    "weights": lambda m: m.build(other_net(), Source((X, Y)), CPU),
+    "images": lambda m: m.build(NET, Source((1 - X, Y)), CPU),
+    "labels": lambda m: m.build(NET, Source((X, (Y + 1) % 4)), CPU),
+    "length": lambda m: m.build(NET, Source((X[:-1], Y[:-1])), CPU),
+}
+SETTINGS = {
+    "attack": {"attack": PGD(THREAT, 1, 0.03)},
+    "radius": {"attack": PGD(Threat("linf", 0.05), 1, 0.04)},
+    "copies": {"copies": 2},
+    "seed": {"seed": 1},
+    "layer": {"layer": "norm"},
+    "augment": {"augment": [darker]},
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS.keys())
+def test_other_circumstances_make_other_files(tmp_path, change):
+    store = FeatureStore(PGD(THREAT, 1, 0.04), cache=str(tmp_path))
+    before = remembered(store)
+    assert change(store) is not before
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+def test_other_settings_make_other_files(tmp_path, options):
+    settings = {"attack": PGD(THREAT, 1, 0.04), "cache": str(tmp_path)}
+    remembered(FeatureStore(**settings))
+    remembered(FeatureStore(**settings | options))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_another_network_in_the_same_defense_is_remembered_anew():
+    """As when a network in training is evaluated every epoch."""
+    net = copy.deepcopy(NET)
+    store, source = FeatureStore(ATTACK), Source((X, Y))
+    before = store.build(net, source, CPU)
+    assert store.build(net, source, CPU) is before
+    with torch.no_grad():
+        net.first.weight.mul_(0.9)
+    after = store.build(net, source, CPU)
+    torch.testing.assert_close(after.features, features(net, after.x), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(after.x, before.x)
+
+
+def test_statistics_that_no_checkpoint_holds_enter_the_fingerprint():
+    a, b = MNISTNet(), MNISTNet(mean=[0.2])
+    b.load_state_dict(a.state_dict())
+    assert fingerprint(a) != fingerprint(b)
+    assert fingerprint(a) == fingerprint(copy.deepcopy(a))
+
+
+def test_settings_are_identified_by_name_not_by_address():
+    assert identity(ATTACK) == identity(copy.deepcopy(ATTACK))
+    assert " at 0x" not in identity(ATTACK)
+    assert "objective=expected_ce" in identity(ATTACK)
+
+
+@pytest.mark.parametrize("thing", [lambda *a: a[1], object(), partial(lambda *a: a[1])])
+def test_a_cache_needs_settings_that_identify_themselves(tmp_path, thing):
+    with pytest.raises(ValueError, match="files in a cache are told apart by repr"):
+        remembered(FeatureStore(thing, cache=str(tmp_path)))
+    assert not list(tmp_path.iterdir())
+
+
+class Interrupted(Recorder):
+    """Ctrl-C in the middle of the attack."""
+
+    def __call__(self, defense, x, y, generator):
+        self.calls.append(len(x))
+        if len(self.calls) == 3:
+            raise KeyboardInterrupt
+        return x
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_ctrl_c_leaves_nothing_and_the_next_run_begins_anew(tmp_path, monkeypatch, cached):
+    monkeypatch.setattr("lightning_rob.defenses.rmc.BATCH", 50)
+    attack, cache = Interrupted(), str(tmp_path) if cached else None
+    expected = torch.get_rng_state()
+    store = FeatureStore(attack, cache=cache)
+    with pytest.raises(KeyboardInterrupt):
+        remembered(store)
+    assert attack.calls == [50] * 3
+    assert not list(tmp_path.iterdir())
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert len(remembered(store)) == 480
+    assert len(list(tmp_path.iterdir())) == cached
+
+
+def test_what_a_killed_run_left_is_not_taken_for_whole(tmp_path, monkeypatch):
+    store = FeatureStore(Recorder(), cache=str(tmp_path))
+    whole = remembered(store)
+    (place,) = tmp_path.iterdir()
+    left = tmp_path / "rmc-unfinished-abc" / "whole"
+    left.mkdir(parents=True)
+    for file in place.iterdir():  # killed after the first of two passes
+        (left / file.name).write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        file.unlink()
+    place.rmdir()
+    again = remembered(FeatureStore(Recorder(), cache=str(tmp_path)))
+    assert torch.equal(again.x, whole.x)
+    assert place.is_dir()
+
+
+def test_files_that_another_process_has_made_meanwhile_are_taken(tmp_path):
+    class Overtaken(Recorder):
+        def __call__(self, defense, x, y, generator):
+            if not self.calls:
+                self.calls.append(0)
+                remembered(FeatureStore(Recorder(), cache=str(tmp_path)))
+            return x
+
+    found = remembered(FeatureStore(Overtaken(), cache=str(tmp_path)))
+    assert len(found) == 480
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_defense_that_has_remembered_travels_light():
+    defense = rmc(copies=4).adapt(TEST_X[:1], seeded())
+    text = pickle.dumps(defense)
+    assert len(text) < 2 * X.numel() * X.element_size()  # D' alone has five times as much
+    for other in (pickle.loads(text), copy.deepcopy(defense)):
+        assert same(other.adapt(TEST_X[1:2], seeded()), defense.adapt(TEST_X[1:2], seeded()))
+    assert copy.deepcopy(defense).store is defense.store
+
+
+# the split
+
+
+@pytest.mark.parametrize(
+    ("neighbours", "train", "held"), [(1024, 973, 51), (256, 243, 13), (20, 19, 1), (5, 4, 1)]
+)
+def test_counts_of_the_split(neighbours, train, held):
+    found = torch.randperm(5000, generator=seeded())[None, :neighbours]
+    parts = split(found, 0.2, 0.25, seeded(1))
+    assert [len(part) for part in parts] == [train, held]
+    assert sorted(torch.cat(parts).tolist()) == sorted(found[0].tolist())
+    near = set(found[0, : neighbours // 5].tolist())
+    assert set(parts[1].tolist()) <= near
+
+
+def test_validation_is_drawn_at_random_among_the_nearest():
+    found = torch.arange(100)[None]
+    drawn = Counter(i for s in range(400) for i in split(found, 0.2, 0.25, seeded(s))[1].tolist())
+    assert sorted(drawn) == list(range(20))
+    assert all(60 <= count <= 140 for count in drawn.values())  # 100 are expected, 9 the deviation
+
+
+def test_neighbours_of_several_images_are_united():
+    found = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [5, 11, 1, 2, 12, 13, 14, 15, 16, 17]])
+    train, held = split(found, 0.2, 0.25, seeded())
+    assert sorted(torch.cat([train, held]).tolist()) == list(range(1, 18))
+    assert len(held) == 1
+    assert held.item() in {1, 2, 5, 11}
+
+
+def test_no_batch_has_one_image():
+    for count in range(1, 60):
+        parts = shuffled(count, 8, seeded())
+        assert sorted(torch.cat(parts).tolist()) == list(range(count))
+        assert count == 1 or min(map(len, parts)) > 1
+
+
+# when training stops
+
+
+def stops_after(stop, trained, held, patience=3):
+    rule = Stopping(0.01, patience, stop)
+    losses = list(zip(trained, held, strict=True))
+    return next((n for n in range(1, len(losses) + 1) if rule.over(losses[:n])), None)
+
+
+HIGH, LOW = [1.0] * 8, [0.001] * 8
+FALLING, RISING = [8.0, 7, 6, 5, 4, 3, 2, 1], [1.0, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("trained", "held", "either", "both"),
+    [
+        (HIGH, FALLING, None, None),
+        (LOW, FALLING, 1, None),
+        (HIGH, RISING, 4, None),
+        (LOW, RISING, 1, 4),
+        (HIGH[:5] + LOW[:3], RISING, 4, 6),
+        (HIGH[:2] + LOW[:6], FALLING[:4] + [9.0] * 4, 3, 7),
+        (HIGH, [5.0, 5, 5, 4, 4, 4, 4, 3], 7, None),  # equal is no improvement
+        (LOW, [5.0, 6, 6, 4, 6, 6, 6, 6], 1, 7),
+        ([0.01] * 8, FALLING, None, None),  # below the target, not at it
+        (HIGH, [1.0, *[float("nan")] * 7], 4, None),
+    ],
+)
+def test_stopping(trained, held, either, both):
+    assert stops_after("either", trained, held) == either
+    assert stops_after("both", trained, held) == both
+
+
+def test_both_conditions_train_for_longer(monkeypatch):
+    counted = Counter()
+    for stop in ("either", "both"):
+
+        def counting(*arguments, stop=stop):
+            counted[stop] += 1
+            return train_epoch(*arguments)
+
+        monkeypatch.setattr("lightning_rob.defenses.rmc.train_epoch", counting)
+        rmc(stop=stop, epochs=25).adapt(TEST_X[:1], seeded())
+    assert counted["either"] < counted["both"]
+
+
+# rounds
+
+
+def by_hand(defense, net, optimizer, train, held, chance):
+    """The loop as it is described, on a network and an optimizer that live on."""
+    images = remembered(defense.store)
+    best, stale = float("inf"), 0
+    for _ in range(defense.epochs):
+        net.train()
+        total = 0.0
+        for index in torch.split(torch.randperm(len(train), generator=chance), 16):
+            optimizer.zero_grad()
+            loss = cross_entropy(net(images.x[train[index]]), images.y[train[index]])
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(index)
+        with torch.no_grad():
+            value = cross_entropy(net.eval()(images.x[held]), images.y[held]).item()
+        best, stale = (value, 0) if value < best else (best, stale + 1)
+        if total / len(train) < 0.01 or stale >= 5:
+            return
+
+
+class Chance:
+    """The generators that a defense draws from, one after the other, for a hand-written loop."""
+
+    def __init__(self, monkeypatch):
+        self.states = []
+
+        def noted(x, generator):
+            chance = torch.Generator().manual_seed(int(generator.initial_seed()) + 100)
+            twin = torch.Generator().manual_seed(int(generator.initial_seed()) + 100)
+            torch.randint(2**62, (), generator=twin)  # what seeds dropout
+            self.states.append(twin)
+            return chance
+
+        for module in ("transductive", "rmc"):
+            monkeypatch.setattr(f"lightning_rob.defenses.{module}.generator_from", noted)
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+def test_rounds_are_those_of_a_loop_written_by_hand(monkeypatch, stateful):
+    chances = Chance(monkeypatch)
+    make = partial(torch.optim.Adam, lr=0.003)
+    defense = start = rmc(optimizer=make, epochs=8, stateful=stateful)
+    net = copy.deepcopy(NET)
+    optimizer = make(net.parameters())
+    for turn in range(3):
+        if not stateful:
+            net = copy.deepcopy(NET)
+            optimizer = make(net.parameters())
+        x = TEST_X[turn : turn + 1]
+        final = defense.adapt(x, seeded(2 * turn))
+        # The base network's features, not those of the adapted one.
+        images = remembered(start.store)
+        found = brute_force(images.features, features(NET, x), 40)
+        parts = split(found, 0.2, 0.25, chances.states[-1])
+        by_hand(start, net, optimizer, *parts, chances.states[-1])
+        assert same_nets(final.adapted, net)
+        assert torch.equal(final.logits(x)[0], net.eval()(x))
+
+        defense = final.after_batch(seeded(2 * turn + 1))
+        if stateful:
+            twin = chances.states[-1]
+            drawn = torch.randint(len(X), (40,), generator=twin)
+            by_hand(start, net, optimizer, drawn[5:], drawn[:5], twin)
+            assert same_nets(defense.adapted, net)
+            moments = defense.moments["state"]
+            for place, weight in enumerate(net.parameters()):
+                for name, tensor in optimizer.state[weight].items():
+                    assert torch.equal(moments[place][name], tensor)
+        else:
+            assert defense.adapted is None
+            assert defense.moments is None
+
+
+def test_a_stateless_defense_begins_with_the_network_each_time():
+    defense = rmc(stateful=False)
+    one = defense.adapt(TEST_X[:1], seeded(1))
+    assert not defense.stateful
+    assert same(one.adapt(TEST_X[1:2], seeded(2)), defense.adapt(TEST_X[1:2], seeded(2)))
+    assert not same(one, defense.adapt(TEST_X[1:2], seeded(2)))
+
+
+def test_a_stateful_defense_goes_on():
+    defense = rmc()
+    assert defense.stateful
+    one = defense.adapt(TEST_X[:1], seeded(1))
+    assert not same(one.adapt(TEST_X[1:2], seeded(2)), defense.adapt(TEST_X[1:2], seeded(2)))
+    steps = [int(part["step"]) for part in one.moments["state"].values()]
+    again = one.adapt(TEST_X[1:2], seeded(2))
+    more = [int(part["step"]) for part in again.moments["state"].values()]
+    assert len(set(steps)) == len(set(more)) == 1
+    assert more[0] > steps[0] >= 3
+
+
+def test_calibration_draws_from_the_clean_part_only(monkeypatch):
+    seen = []
+
+    def noted(net, optimizer, x, y, order):
+        seen.append(x)
+        return train_epoch(net, optimizer, x, y, order)
+
+    defense = rmc(epochs=1, copies=3)
+    final = defense.adapt(TEST_X[:1], seeded())
+    monkeypatch.setattr("lightning_rob.defenses.rmc.train_epoch", noted)
+    for seed in range(20):
+        final.after_batch(seeded(seed))
+    clean = {image.numpy().tobytes() for image in X}
+    counts = Counter(image.numpy().tobytes() for part in seen for image in part)
+    assert set(counts) <= clean
+    assert [len(part) for part in seen] == [35] * 20  # of 40, an eighth validates
+    within = [len({image.numpy().tobytes() for image in part}) for part in seen]
+    assert min(within) < 35  # with replacement
+    assert len(counts) > 0.8 * len(X)
+
+
+def test_calibration_can_be_left_out():
+    final = rmc(calibrate=False).adapt(TEST_X[:1], seeded())
+    assert final.after_batch(seeded()) is final
+
+
+def test_a_batch_norm_moves_while_it_learns():
+    final = rmc().adapt(TEST_X[:1], seeded())
+    assert not torch.equal(final.adapted.norm.running_mean, NET.norm.running_mean)
+    assert not any(module.training for module in final.adapted.modules())
+    assert not any(weight.requires_grad for weight in final.adapted.parameters())
+
+
+def test_several_images_a_round():
+    final = rmc().adapt(TEST_X[:5], seeded())
+    assert final(TEST_X[:5]).shape == (5, 4)
+    assert same(final, rmc().adapt(TEST_X[:5], seeded()))
+    assert not same(final, rmc().adapt(TEST_X[:1], seeded()))
+
+
+# purity
+
+
+# that it defends
+
+
+def test_an_undefended_network_is_repaired():
+    x_adv = ATTACK(Single(NET), TEST_X, TEST_Y, seeded())
+    static = (NET(x_adv).argmax(1) == TEST_Y).float().mean().item()
+    clean = (NET(TEST_X).argmax(1) == TEST_Y).float().mean().item()
+    assert clean > 0.9
+    assert static < 0.1
+    defense = rmc(optimizer=partial(torch.optim.Adam, lr=0.003), epochs=30, neighbours=60)
+    right, rounds = 0, 30
+    for place in range(rounds):
+        x = x_adv[place : place + 1]
+        final = defense.adapt(x, seeded(place))
+        right += int(final(x).argmax(1) == TEST_Y[place])
+        defense = final.after_batch(seeded(1000 + place))
+    assert right / rounds >= 0.9
+
+
+def test_a_network_that_views_its_activations_can_learn():
+    class Viewing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+            self.linear = nn.Linear(144, 4)
+
+        def forward(self, x):
+            return self.linear(self.conv(x).relu().view(len(x), -1))
+
+    torch.manual_seed(0)
+    net = Viewing()
+    final = rmc(net).adapt(TEST_X[:1], seeded())
+    assert not same_nets(final.adapted, net)
+
+
+# arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"copies": -1}, "copies must not be negative, got -1"),
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"patience": 0}, "patience must be at least 1, got 0"),
+        ({"share": 0.0}, r"share must be in \(0, 1\), got 0.0"),
+        ({"validation": 1.0}, r"validation must be in \(0, 1\), got 1.0"),
+        ({"neighbours": 4}, "neighbours must be at least 5"),
+        ({"stop": "neither"}, "stop must be 'either' or 'both', got 'neither'"),
+    ],
+)
+def test_wrong_numbers(options, message):
+    with pytest.raises(ValueError, match=message):
+        rmc(**options)
+
+
+def test_the_paper_by_default():
+    defense = RMC(NET)
+    assert (defense.neighbours, defense.share, defense.validation) == (1024, 0.2, 0.25)
+    assert (defense.epochs, defense.batch_size, defense.store.copies) == (100, 128, 1)
+    assert defense.stopping == Stopping(0.01, 5, "either")
+    optimizer = defense.optimizer(NET.parameters())
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert optimizer.defaults["lr"] == 2e-4

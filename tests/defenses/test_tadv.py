@@ -1,0 +1,337 @@
+"""TADV: its loss by hand, a network drawn and trained anew, and the same training as a fit."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_rob.attacks import PGD, Attack
+from lightning_rob.defenses import Single
+from lightning_rob.defenses.tadv import TADV, half_adversarial, smoothness
+from lightning_rob.defenses.transductive import reinitialized
+from lightning_rob.nets import LeNet, MNISTNet, PreActResNet18, ResNet20, SmallCNN
+from lightning_rob.randomness import generator_from, seeded_global_rng
+from lightning_rob.threat import Threat
+from tests.tiny import (
+    Blobs,
+    TinyNet,
+    same_weights,
+)
+
+THREAT = Threat("linf", 32 / 255)
+ATTACK = PGD(THREAT, steps=2, step_size=16 / 255)
+TWO = ["--trainer.strategy=ddp", "--trainer.devices=2"]
+
+
+def batch(n=8):
+    chance = torch.Generator().manual_seed(3)
+    return torch.rand(n, 3, 8, 8, generator=chance), torch.randint(0, 4, (n,), generator=chance)
+
+
+def blobs(train=True, **sizes):
+    items = Blobs(**sizes).source(train)
+    return torch.stack([x for x, _ in items]), torch.tensor([y for _, y in items])
+
+
+def chance(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+class Spy(Attack):
+    """Whites the images out and remembers what it was to attack, how, and with which chance."""
+
+    def __init__(self):
+        self.threat = THREAT
+        self.seen = []
+
+    def perturb(self, defense, x, y, generator):
+        self.seen.append((x.clone(), y.clone(), defense.net.training, generator))
+        return torch.ones_like(x)
+
+
+def untouched(defense, x, y, generator):
+    """No attack at all."""
+    return x
+
+
+def tadv(net=None, attack=ATTACK, **options):
+    options = {"epochs": 2, "batch_size": 32} | options
+    return TADV(net or TinyNet(), blobs(), attack, **options)
+
+
+def same(a, b):
+    return same_weights(a.adapted.state_dict(), b.adapted.state_dict())
+
+
+# The loss
+
+
+@pytest.mark.parametrize(("n", "clean"), [(8, 4), (7, 3), (1, 0)])
+def test_the_loss_is_half_clean_half_adversarial_of_one_forward(n, clean):
+    net, spy, (x, y) = nn.Sequential(nn.Flatten(), nn.Linear(192, 4)).train(), Spy(), batch(n)
+    net.insert(1, nn.LayerNorm(192))
+    logits = net(torch.cat([x[:clean], torch.ones_like(x[clean:])]))
+    expected = 0.5 * F.cross_entropy(logits[clean:], y[clean:])
+    if clean:
+        expected = expected + 0.5 * F.cross_entropy(logits[:clean], y[:clean])
+    torch.testing.assert_close(half_adversarial(Single(net), x, y, spy), expected)
+    assert torch.equal(spy.seen[0][0], x[clean:])
+    assert torch.equal(spy.seen[0][1], y[clean:])
+
+
+@pytest.mark.parametrize(("fraction", "clean"), [(0.25, 6), (0.9, 1), (1.0, 0), (0.01, 8)])
+def test_a_fraction_is_the_share_and_the_weight_of_the_attacked(fraction, clean):
+    defense, (x, y) = Single(TinyNet()), batch()
+    losses = F.cross_entropy(
+        defense.net(torch.cat([x[:clean], torch.ones_like(x[clean:])])), y, reduction="none"
+    )
+    parts = [(1 - fraction, losses[:clean]), (fraction, losses[clean:])]
+    expected = sum(weight * part.mean() for weight, part in parts if len(part))
+    torch.testing.assert_close(half_adversarial(defense, x, y, Spy(), fraction), expected)
+
+
+def test_both_halves_share_batch_statistics_and_the_attack_is_in_eval_mode():
+    net, spy, (x, y) = TinyNet().train(), Spy(), batch()
+    twin = copy.deepcopy(net)
+    loss = half_adversarial(Single(net), x, y, spy)
+    logits = twin(torch.cat([x[:4], torch.ones(4, 3, 8, 8)]))
+    torch.testing.assert_close(loss, F.cross_entropy(logits, y))
+    torch.testing.assert_close(net.norm.running_mean, twin.norm.running_mean)
+    assert net.norm.num_batches_tracked == 1
+    assert net.training
+    assert not spy.seen[0][2]
+
+
+def test_wrong_labels_in_the_clean_half_are_refused():
+    with pytest.raises(ValueError, match="labels must be 0 … 3 for 4 classes, got 0 … 9"):
+        half_adversarial(
+            Single(TinyNet()), torch.rand(4, 3, 8, 8), torch.tensor([9, 0, 0, 0]), Spy()
+        )
+
+
+def test_smoothness_is_the_divergence_from_the_networks_own_prediction():
+    net, spy, (x, _) = TinyNet().train(), Spy(), batch()
+    net.norm.running_mean += 0.3
+    twin = copy.deepcopy(net)
+    found = smoothness(net, x, spy)
+    with torch.no_grad():
+        p = twin.eval()(x).softmax(1)
+    q = twin.train()(torch.ones_like(x)).softmax(1)
+    torch.testing.assert_close(found, (p * (p.log() - q.log())).sum(1).mean())
+    assert torch.equal(spy.seen[0][1], p.argmax(1))
+    assert net.norm.num_batches_tracked == 1
+    found.backward()
+    assert net.first.weight.grad.abs().sum() > 0
+
+
+# Weights drawn anew
+
+
+def shaken(net):
+    """A network none of whose numbers are those that a constructor gives."""
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.normal_()
+    for name, buffer in net.named_buffers():
+        if "running" in name:
+            buffer.uniform_(2, 3)
+    return net
+
+
+@pytest.mark.parametrize("make", [TinyNet, LeNet, MNISTNet, SmallCNN, ResNet20, PreActResNet18])
+def test_every_weight_is_drawn_anew_and_statistics_are_forgotten(make):
+    net = shaken(make())
+    before = copy.deepcopy(net.state_dict())
+    fresh = reinitialized(net, chance())
+    old = dict(net.named_parameters())
+    for name, weight in fresh.named_parameters():
+        assert not (weight == old[name]).any(), name
+        assert weight.isfinite().all(), name
+    for name, buffer in fresh.named_buffers():
+        for ending, start in {"running_mean": 0, "running_var": 1}.items():
+            assert not name.endswith(ending) or (buffer == start).all()
+    assert same_weights(before, net.state_dict())
+    assert type(fresh) is type(net)
+
+
+def test_what_is_drawn_has_the_distribution_of_a_new_network():
+    fresh = reinitialized(nn.Linear(400, 100), chance())
+    assert fresh.weight.abs().max() <= 400**-0.5
+    assert fresh.weight.std().item() == pytest.approx(400**-0.5 / 3**0.5, rel=0.02)
+
+
+class OwnStart(nn.Linear):
+    """A network with an initialisation of its own."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+        self.inner = nn.Linear(2, 2)
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        if hasattr(self, "inner"):
+            nn.init.constant_(self.inner.bias, 5.0)
+
+
+def test_the_whole_has_the_last_word():
+    assert (reinitialized(OwnStart(), chance()).inner.bias == 5).all()
+
+
+class Token(nn.Module):
+    """A parameter that no reset_parameters knows of."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(192, 4)
+        self.token = nn.Parameter(torch.zeros(192))
+
+    def forward(self, x):
+        return self.head(x.flatten(1) + self.token)
+
+
+class Forgetful(nn.Linear):
+    """Draws its weight and forgets its bias."""
+
+    def __init__(self):
+        super().__init__(192, 4)
+
+    def reset_parameters(self):
+        nn.init.normal_(self.weight)
+
+    def forward(self, x):
+        return super().forward(x.flatten(1))
+
+
+@pytest.mark.parametrize(("make", "name"), [(Token, "token"), (Forgetful, "bias")])
+def test_a_network_that_cannot_be_drawn_anew_is_refused(make, name):
+    with pytest.raises(
+        TypeError, match=f"{make.__name__} cannot be trained anew: .* draws {name};"
+    ):
+        tadv(make()).adapt(batch()[0], chance())
+
+
+# The defense
+
+
+def by_hand(net, source, private, epochs, batch_size):
+    """Adam with a halved rate each epoch, on batches whose second half is white."""
+    images, labels = source
+    net = reinitialized(net, private).train()
+    adam = torch.optim.Adam(net.parameters(), lr=0.01)
+    for epoch in range(epochs):
+        adam.param_groups[0]["lr"] = 0.01 * 0.5**epoch
+        for index in torch.randperm(len(images), generator=private).split(batch_size):
+            x, y = images[index].clone(), labels[index]
+            half = len(x) // 2
+            x[half:] = 1
+            logits = net(x)
+            clean = F.cross_entropy(logits[:half], y[:half])
+            loss = 0.5 * clean + 0.5 * F.cross_entropy(logits[half:], y[half:])
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+    return net
+
+
+def test_retraining_is_the_loop_by_hand():
+    # without BatchNorm, behind which Adam makes much of gradients that are rounding
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 4))
+    defense = tadv(
+        net,
+        attack=Spy(),
+        epochs=3,
+        batch_size=20,
+        optimizer=partial(torch.optim.Adam, lr=0.01),
+        lr_scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
+    )
+    x = batch()[0]
+    found = defense.adapt(x, chance(5)).adapted.state_dict()
+    private = generator_from(x, chance(5))
+    with seeded_global_rng(private, x.device):
+        expected = by_hand(defense.net, blobs(), private, 3, 20).state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_the_static_network_decides_nothing_but_the_architecture():
+    x = batch()[0]
+    assert same(tadv(TinyNet()).adapt(x, chance(1)), tadv(TinyNet()).adapt(x, chance(1)))
+
+
+def test_a_retraining_can_be_interrupted():
+    calls = []
+
+    def interrupted(defense, x, y, generator):
+        calls.append(len(x))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return x
+
+    defense, state = tadv(attack=interrupted, epochs=100), torch.get_rng_state()
+    before = copy.deepcopy(defense.state_dict())
+    with pytest.raises(KeyboardInterrupt):
+        defense.adapt(batch()[0], chance())
+    assert calls == [16, 16, 16]
+    assert torch.equal(state, torch.get_rng_state())
+    assert same_weights(before, defense.state_dict())
+
+
+def robust_accuracy(defense, x, y):
+    attack = PGD(THREAT, steps=20, step_size=8 / 255, keep_best=True)
+    adapted = defense.adapt(x, chance(1))
+    x_adv = attack(adapted.adapted_model, x, y, chance(2))
+    return (adapted.adapted_model(x_adv).argmax(1) == y).float().mean().item()
+
+
+def test_the_retrained_network_is_more_robust_than_a_plainly_trained_one():
+    x, y = blobs(train=False, test_size=200)
+    options = {"epochs": 10, "batch_size": 32, "optimizer": partial(torch.optim.Adam, lr=0.01)}
+    attack = PGD(THREAT, steps=5, step_size=11 / 255)
+    games = {"plain": (untouched, False), "robust": (attack, False), "smooth": (attack, True)}
+    found = {}
+    for name, (made_by, use_batch) in games.items():
+        source = blobs(train_size=400)
+        defense = TADV(TinyNet(), source, made_by, use_batch=use_batch, **options)
+        found[name] = robust_accuracy(defense, x, y)
+    assert found["plain"] < 0.2
+    assert found["robust"] > 0.6
+    assert found["smooth"] > 0.6
+
+
+def test_it_learns_from_a_data_set_and_augments_its_images():
+    items, x = Blobs().source(True), batch()[0]
+    options = {"attack": untouched, "epochs": 1, "batch_size": 32}
+    plain = tadv(**options).adapt(x, chance(1))
+    assert same(plain, TADV(TinyNet(), items, **options).adapt(x, chance(1)))
+    seen = []
+
+    def dark(image):
+        seen.append(image.shape)
+        return 0 * image
+
+    assert not same(plain, tadv(augment=[dark], **options).adapt(x, chance(1)))
+    assert seen == [(3, 8, 8)] * 96
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"fraction": 0.0}, r"fraction must be in \(0, 1\], got 0.0"),
+        ({"fraction": 1.5}, r"fraction must be in \(0, 1\], got 1.5"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        tadv(**options)
+
+
+def test_it_says_what_it_lacks():
+    with pytest.raises(ValueError, match=r"give it an attack, such as attack=PGD\(Threat"):
+        tadv(attack=None).adapt(batch()[0], chance())
+    with pytest.raises(ValueError, match="TADV learns from labelled images"):
+        TADV(TinyNet(), attack=ATTACK).adapt(batch()[0], chance())

@@ -1,0 +1,273 @@
+"""URejectron: rejections, the training of the discriminator, attacks on the network."""
+
+import hashlib
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torchmetrics.functional.classification import binary_auroc
+
+from lightning_rob.attacks import CW, PGD, PartialBatchAttack
+from lightning_rob.defenses import Single
+from lightning_rob.defenses.urejectron import URejectron
+from lightning_rob.evaluation.protocol import evaluate_once
+from lightning_rob.metrics import RobustAccuracy
+from lightning_rob.nets import SmallCNN
+from lightning_rob.threat import Threat
+from tests.tiny import Blobs, TinyNet
+
+LINF = Threat("linf", 16 / 255)
+
+
+def judge(width: int = 16) -> nn.Module:
+    """A network that quickly learns to separate two sets of 8x8 images, if they differ."""
+    flat = nn.Linear(3 * 8 * 8, width)
+    return nn.Sequential(nn.Flatten(), flat, nn.Dropout(0.1), nn.ReLU(), nn.Linear(width, 2))
+
+
+def blobs(train: bool, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    items = Blobs(train_size=count, test_size=count).source(train)
+    return torch.stack([x for x, _ in items]), torch.tensor([y for _, y in items])
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = TinyNet()
+        x, y = blobs(True, 96)
+        optimizer = torch.optim.Adam(net.parameters(), 0.01)
+        for _ in range(40):
+            optimizer.zero_grad()
+            cross_entropy(net(x), y).backward()
+            optimizer.step()
+    net.zero_grad()
+    return net.eval()
+
+
+def made(net: nn.Module, **options) -> URejectron:
+    defaults = {"discriminator": judge, "epochs": 3, "source": blobs(True, 96)}
+    return URejectron(net, **{**defaults, **options})
+
+
+def chance(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def digest(defense: nn.Module) -> str:
+    state = [v.detach().numpy().tobytes() for v in (*defense.parameters(), *defense.buffers())]
+    return hashlib.sha256(b"".join(state)).hexdigest()
+
+
+def auc(defense: URejectron, known: torch.Tensor, tests: torch.Tensor) -> float:
+    scores = torch.cat([defense.scores(known), defense.scores(tests)])
+    return float(binary_auroc(scores, torch.arange(len(scores)) >= len(known)))
+
+
+# predictions
+
+
+def test_before_it_adapts_it_is_the_network(net):
+    x, _ = blobs(False, 20)
+    defense = made(net)
+    assert torch.equal(defense(x), Single(net)(x))
+    with pytest.raises(RuntimeError, match="before it has adapted"):
+        defense.scores(x)
+
+
+def middling(net: nn.Module, x: torch.Tensor) -> float:
+    """A threshold that rejects half of the images."""
+    return float(made(net).adapt(x, chance()).scores(x).median())
+
+
+@pytest.mark.parametrize("tau", [0.0, None, 1.0])
+def test_rejects_what_scores_above_the_threshold(net, tau):
+    x, _ = blobs(False, 61)
+    tau = middling(net, x) if tau is None else tau
+    final = made(net, tau=tau).adapt(x, chance())
+    scores, told = final.trained_discriminator(x).softmax(1)[:, 1], Single(net)(x)
+    assert torch.equal(final.scores(x), scores)
+    answers = final(x)
+    for score, row, expected in zip(scores.tolist(), answers, told, strict=True):
+        assert row.tolist() == ([0.0] * 4 if score > tau else expected.tolist())
+    assert int((answers.sum(1) == 0).sum()) == {0.0: 61, 1.0: 0}.get(tau, 30)
+
+
+def test_a_rejection_counts_as_wrong(net):
+    x, y = blobs(False, 61)
+    tau = middling(net, x)
+    final = made(net, tau=tau).adapt(x, chance())
+    right = Single(net)(x).argmax(1) == y
+    accuracy = RobustAccuracy()
+    accuracy.update(final(x), y)
+    expected = float((right & (final.scores(x) <= tau)).float().mean())
+    assert 0.2 < expected < float(right.float().mean()) - 0.2
+    assert float(accuracy.compute()) == pytest.approx(expected)
+
+
+# what it learns
+
+
+def test_obvious_shift_is_seen_and_rejected(net):
+    x, _ = blobs(False, 96)
+    other, _ = blobs(True, 192)
+    final = made(net, epochs=15).adapt(1 - x, chance())
+    assert auc(final, other[96:], 1 - x) > 0.99
+    assert float(final(1 - x).sum()) <= 2
+    assert float((final(other[96:]).sum(1) == 0).float().mean()) < 0.05
+
+
+def test_no_shift_is_not_seen():
+    """Fresh images of both kinds, so that what is known by heart does not count."""
+    noise = torch.rand(900, 1, 8, 8, generator=chance(1))
+    options = {
+        "discriminator": lambda: SmallCNN(2, width=4),
+        "epochs": 5,
+        "source": (noise[:300],) * 2,
+    }
+    final = URejectron(SmallCNN(), **options).adapt(noise[300:600], chance())
+    assert abs(auc(final, noise[600:750], noise[750:]) - 0.5) < 0.12
+
+
+def test_curves_need_no_other_training(net):
+    """One discriminator for all thresholds: the same scores whatever tau."""
+    x, _ = blobs(False, 40)
+    finals = [made(net, tau=tau).adapt(x, chance()) for tau in (0.2, 0.8)]
+    assert torch.equal(finals[0].scores(x), finals[1].scores(x))
+
+
+def told(image: torch.Tensor) -> bytes:
+    return image.numpy().tobytes()
+
+
+def test_descent_by_hand(net):
+    """Every image of both kinds once an epoch, in batches of both, one Adam."""
+    x, _ = blobs(False, 30)
+    source = blobs(True, 50)
+    seen = []
+
+    class Watched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(192, 2)
+
+        def forward(self, batch):
+            seen.append((batch.detach().clone(), torch.is_grad_enabled(), self.training))
+            return self.linear(batch.flatten(1))
+
+    defense = made(net, discriminator=Watched, epochs=2, batch_size=32, source=source)
+    final = defense.adapt(x, chance())
+    assert [len(batch) for batch, *_ in seen] == [32, 32, 16] * 2
+    assert all(grad and training for _, grad, training in seen)
+    assert not final.trained_discriminator.training
+    everything = torch.cat([source[0], x])
+    for epoch in (seen[:3], seen[3:]):
+        shown = torch.cat([batch for batch, *_ in epoch])
+        assert Counter(map(told, shown)) == Counter(map(told, everything))
+    assert not torch.equal(seen[0][0], seen[3][0])
+    again = Watched()
+    states = []
+
+    def fresh():
+        twin = Watched()
+        states.append({key: value.clone() for key, value in twin.state_dict().items()})
+        return twin
+
+    made(net, discriminator=fresh, epochs=2, batch_size=32, source=source).adapt(x, chance())
+    again.load_state_dict(states[0])
+    batches = [batch for batch, *_ in seen[:6]]
+    optimizer = torch.optim.Adam(again.parameters())
+    tests = set(map(told, x))
+    for batch in batches:
+        is_test = torch.tensor([told(row) in tests for row in batch]).long()
+        optimizer.zero_grad()
+        cross_entropy(again(batch), is_test).backward()
+        optimizer.step()
+    torch.testing.assert_close(again.linear.weight, final.trained_discriminator.linear.weight)
+
+
+def test_part_of_the_source(net):
+    x, _ = blobs(False, 20)
+    counts = []
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(192, 2)
+
+        def forward(self, batch):
+            counts.append(len(batch))
+            return self.linear(batch.flatten(1))
+
+    made(net, discriminator=Counting, epochs=1, source_size=30).adapt(x, chance())
+    assert counts == [50]
+
+
+def test_default_discriminator_takes_images_as_they_come():
+    noise = torch.rand(20, 1, 12, 12, generator=chance())
+    final = URejectron(SmallCNN(), epochs=1, source=(noise, torch.zeros(20).long())).adapt(noise)
+    assert isinstance(final.trained_discriminator, SmallCNN)
+    assert final.scores(noise).shape == (20,)
+
+
+def test_optimizer_is_an_argument(net):
+    x, _ = blobs(False, 20)
+    still = made(net, optimizer=lambda weights: torch.optim.SGD(weights, 0.0))
+    first, second = still.adapt(x, chance()), made(net, epochs=1, optimizer=still.optimizer)
+    same = second.adapt(x, chance()).trained_discriminator[1].weight
+    assert torch.equal(first.trained_discriminator[1].weight, same)
+    assert not torch.equal(made(net).adapt(x, chance()).trained_discriminator[1].weight, same)
+
+
+# what it leaves alone
+
+
+def test_attacks_are_on_the_network_and_leave_the_discriminator(net):
+    x, y = blobs(False, 40)
+    final = made(net).adapt(x, chance())
+    before = digest(final)
+    for attack in (
+        PGD(LINF, 3, 8 / 255),
+        CW(Threat("l2", 100), 20, 0.01, binary_steps=1, initial_const=1.0),
+    ):
+        alone = attack(Single(net), x, y, chance(2))
+        assert torch.equal(attack(final, x, y, chance(2)), alone)
+        assert torch.equal(attack(made(net), x, y, chance(2)), alone)
+    assert digest(final) == before
+
+
+def test_a_round_with_a_clean_half(net):
+    """The referee's round: z and attacked images in one batch."""
+    x, y = blobs(False, 80)
+    attack = PartialBatchAttack(PGD(Threat("linf", 0.3), 5, 0.1))
+    clean, more = attack.is_clean(y), []
+    for seed in range(3):
+        x_adv, (answers,) = evaluate_once(
+            attack, made(net, epochs=40), x, y, torch.arange(80), seed
+        )
+        assert torch.equal(x_adv[clean], x[clean])
+        rejected = (answers.sum(1) == 0).float()
+        more.append(float(rejected[~clean].mean() - rejected[clean].mean()))
+    assert sum(more) / 3 > 0.2
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tau", -0.1), ("tau", 1.5), ("epochs", 0), ("batch_size", 0), ("source_size", 0)],
+)
+def test_values_out_of_range(net, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be .*{value}"):
+        made(net, **{name: value})
+
+
+def test_needs_two_classes_and_images(net):
+    x, _ = blobs(False, 20)
+    with pytest.raises(ValueError, match=r"logits \[B, 2\], got \[96, 4\]"):
+        made(net, discriminator=TinyNet, batch_size=200, source=blobs(True, 76)).adapt(x, chance())
+    with pytest.raises(ValueError, match="learns from labelled images"):
+        URejectron(net).adapt(x, chance())

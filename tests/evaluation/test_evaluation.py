@@ -1,0 +1,472 @@
+"""Which images are attacked together, and the worst case without the luck of the draw."""
+
+from statistics import fmean
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from lightning_rob.attacks import PGD
+from lightning_rob.callbacks import RobustEval
+from lightning_rob.defenses import (
+    Ensemble,
+    Mixture,
+    RandomTransforms,
+    Single,
+    TransformEnsemble,
+)
+from lightning_rob.defenses.transductive import Transductive
+from lightning_rob.evaluation import (
+    canonical_groups,
+    group_loader,
+    is_random,
+    serves_once,
+    worst_case,
+)
+from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack
+from lightning_rob.metrics import robust_accuracy, wilson, wilson_over_draws
+from lightning_rob.modules import AdversarialTraining
+from lightning_rob.rules import majority, mean_probs
+from lightning_rob.threat import Threat
+from lightning_rob.transforms import GaussianNoise, HorizontalFlip
+from tests.tiny import Blobs, TinyNet
+
+NOTHING = PGD(Threat("linf", 1e-9), 1, 1e-9)
+ATTACKS = 9
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def test_groups_are_of_positions_whatever_their_order_and_the_processes():
+    positions = torch.randperm(101, generator=torch.Generator().manual_seed(0))
+    alone = canonical_groups(positions, 16)
+    assert [len(group) for group in alone] == [16] * 6 + [5]
+    assert torch.cat(alone).tolist() == list(range(101))
+    shared = [canonical_groups(positions.flip(0), 16, rank, 3) for rank in range(3)]
+    dealt = [group.tolist() for rank in range(3) for group in shared[rank]]
+    assert sorted(dealt) == [group.tolist() for group in alone]
+    assert canonical_groups(torch.arange(5), 16, 1, 2) == []
+    with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
+        canonical_groups(positions, 0)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+DATA = TensorDataset(torch.arange(12))
+
+
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        (DataLoader(DATA, 5), True),
+        (DataLoader(DATA, 5, shuffle=True), True),
+        (DataLoader(DATA, 5, sampler=DistributedSampler(DATA, 1, 0)), True),
+        (DataLoader(DATA, 5, sampler=DistributedSampler(DATA, 2, 0)), False),
+        (DataLoader(DATA, 5, sampler=SequentialSampler(range(10))), False),
+        (DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, False)), False),
+        (DataLoader(DATA, 5, sampler=RandomSampler(DATA, replacement=True)), False),
+        (DataLoader(DATA, 5, sampler=RandomSampler(DATA, num_samples=5)), False),
+        (DataLoader(DATA, 5, sampler=WeightedRandomSampler([1.0] * 12, 12)), False),
+        (DataLoader(DATA, 5, sampler=[3, 1, 2]), False),
+        (DataLoader(Stream(), 5), False),
+        ([DATA[:5]], False),
+    ],
+)
+def test_images_are_regrouped_only_where_the_loader_serves_each_once(loader, expected):
+    assert serves_once(loader) is expected
+
+
+def test_a_batch_sampler_of_ones_own_is_respected():
+    class Own(BatchSampler):
+        pass
+
+    assert not serves_once(DataLoader(DATA, batch_sampler=Own(SequentialSampler(DATA), 4, False)))
+
+
+def test_groups_come_through_the_loaders_own_workers_and_collation():
+    loader = DataLoader(DATA, 5, num_workers=1, collate_fn=lambda items: [int(i[0]) for i in items])
+    assert list(group_loader(loader, [])) == []
+    state = torch.get_rng_state()
+    assert list(group_loader(loader, [torch.tensor([7, 2]), torch.tensor([0])])) == [[7, 2], [0]]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_randomness_the_worst_is_each_images_minimum_over_all_tables():
+    first = torch.tensor([1, 3, 8]), torch.tensor([[[0.5], [0.7]], [[1.0], [0.9]], [[0.1], [0.0]]])
+    second = torch.tensor([0, 3, 8, 9]), torch.tensor([[[0.0]], [[0.2]], [[0.6]], [[0.0]]])
+    assert worst_case([first]).scores[:, 0].tolist() == pytest.approx([0.5, 0.9, 0.0])
+    for tables in ([first, second], [second, first]):
+        found = worst_case(tables)
+        assert found.index.tolist() == [3, 8]
+        assert found.scores[:, 0].tolist() == pytest.approx([0.2, 0.0])
+
+
+def test_choice_by_half_of_the_inferences_by_hand():
+    first = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 1.0]])  # 3/4 and 1/2 right
+    second = torch.tensor([[1.0, 0.2], [0.3, 0.4], [0.5, 0.6], [0.7, 0.8]])
+    found = worst_case([(torch.arange(4), torch.stack([first, second], 2))], random=True)
+    # By the first half image 0 is a tie, (0 + 4 * 0.75) / 5 = (1 + 4 * 0.5) / 5, and goes to attack
+    # 0; the others go to attack 1. By the second half all images go to attack 1.
+    assert found.scores[:, 0].tolist() == pytest.approx([1.0, 0.4, 0.6, 0.8])
+    assert found.scores[:, 1].tolist() == pytest.approx([1.0, 0.0, 0.0, 1.0])
+
+
+def test_an_attack_that_is_stronger_altogether_wins_over_a_lucky_one():
+    """One prediction of an image says little: the mean over images counts as four more."""
+    torch.manual_seed(0)
+    scores = torch.bernoulli(torch.tensor([0.3, 0.6])[None, :, None].expand(4000, 2, 2))
+    found = worst_case([(torch.arange(4000), scores)], random=True).scores
+    assert float(found.mean()) < float(scores[:, 0].mean()) + 0.01
+
+
+def test_attacks_that_each_break_other_images_are_found_out():
+    torch.manual_seed(0)
+    p = torch.tensor([[0.0, 0.9], [0.9, 0.0]]).repeat(300, 1)
+    scores = torch.bernoulli(p[..., None].expand(600, 2, 10))
+    assert float(worst_case([(torch.arange(600), scores)], random=True).scores.mean()) < 0.02
+
+
+def test_choice_by_half_of_the_images_by_hand():
+    scores = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])[..., None]
+    found = worst_case([(torch.arange(4), scores)], random=True)
+    # On images 0 and 2 attack 0 is the stronger, on 1 and 3 attack 1: each is scored elsewhere.
+    assert found.scores[:, 0].tolist() == [1.0, 1.0, 1.0, 1.0]
+
+
+def test_where_predictions_depend_on_the_batch_one_attack_is_chosen():
+    scores = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
+    found = worst_case([(torch.arange(3), scores[..., None])], joint=True)
+    assert found.scores[:, 0].tolist() == [1.0, 0.0, 0.0]
+    # Draw 1 says attack 1, draw 2 attack 0: each is scored by the other draw.
+    draws = torch.stack([scores, 1 - scores], 2)
+    found = worst_case([(torch.arange(3), draws)], joint=True)
+    assert found.scores.tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
+
+
+SPREADS = {"coins": (1e6, 1e6), "even": (2.0, 1.0), "mostly sure": (0.6, 0.2)}
+
+
+@pytest.mark.parametrize("inferences", [1, 2, 5, 10])
+@pytest.mark.parametrize("spread", list(SPREADS))
+def test_attacks_that_do_nothing_do_not_bias_the_worst(spread, inferences):
+    """Independent noise for every attack, images that are right with probability p ~ Beta."""
+    torch.manual_seed(inferences)
+    n, runs, gaps, inside = 300, 200, [], 0
+    beta = torch.distributions.Beta(*SPREADS[spread])
+    for _ in range(runs):
+        p = beta.sample((n, 1, 1)).expand(n, 1 + ATTACKS, inferences)
+        scores = torch.bernoulli(p)
+        clean = float(scores[:, 0].mean())
+        worst = float(worst_case([(torch.arange(n), scores)], random=True).scores.mean())
+        gaps.append(worst - clean)
+        low, high = wilson(clean, n)
+        inside += low <= worst <= high
+    gaps = torch.tensor(gaps)
+    naive = float(torch.bernoulli(p).mean(2).amin(1).mean()) - float(p.mean())
+    assert float(gaps.mean()) > naive / 10  # which is -0.1 to -0.5
+    assert abs(float(gaps.mean())) < 0.01
+    if spread == "mostly sure":  # else two predictions of one image differ more than two images do
+        assert inside >= 0.94 * runs
+
+
+class Noisy(nn.Module):
+    """A network with noise of its own, from torch's global stream."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x + 0.2 * torch.randn_like(x))
+
+
+class Whim(Transductive):
+    """Adapts at random: some of its network's weights change by the defender's private draw."""
+
+    needs_source = False
+
+    def fit_to_batch(self, x, chance):
+        net = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
+        with torch.no_grad():
+            noise = torch.randn(4, 192, generator=chance)
+            net[1].weight.copy_(self.net[1].weight + 0.3 * noise)
+            net[1].bias.copy_(self.net[1].bias)
+        return self.copy_with(adapted=net)
+
+
+class Moods(Whim):
+    """The same, and goes on from what it has become."""
+
+    stateful = True
+
+    def after_batch(self, generator=None):
+        return self.copy_with(net=self.adapted, adapted=None)
+
+
+def linear(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
+
+
+NOISE = [GaussianNoise(0.3), HorizontalFlip()]
+
+
+def votes():
+    return TransformEnsemble([linear(), linear(1)], ["clean", "flip_horizontal"])
+
+
+def transformed(copies=1, rule=mean_probs):
+    return RandomTransforms(linear(), NOISE, 2, copies, rule=rule)
+
+
+KINDS = {
+    "network": (lambda: Single(linear()), False),
+    "randomized ensemble": (lambda: Ensemble([linear(), linear(1)], [0.7, 0.3]), False),
+    "mean probabilities": (lambda: Ensemble([linear(), linear(1)], rule=mean_probs), False),
+    "fixed votes": (votes, False),
+    "random transforms": (transformed, True),
+    "random transforms, majority": (lambda: transformed(3, majority), True),
+    "mixture": (lambda: Mixture([transformed(), Single(linear(1))]), True),
+    "noise of its own": (lambda: Single(Noisy(linear())), True),
+    "adapts": (lambda: Whim(linear()), False),
+    "adapts and remembers": (lambda: Moods(linear()), False),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_randomness_is_noticed(kind):
+    make, expected = KINDS[kind]
+    x = torch.rand(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert is_random(make(), x, torch.arange(8)) is expected
+
+
+def runs_of_nothing(defense, inferences, shared=True, runs=200, n=50):
+    """Scores [n, 1 + 9, R] by run: clean, and nine attacks that change nothing.
+
+    Runs are images of other indices; where predictions depend on the batch, rounds of their own.
+    """
+    torch.manual_seed(0)
+    joint = defense.transductive
+    draws, asked = (inferences, 1) if joint else (1, inferences)
+    x = torch.rand(n, 3, 8, 8)
+    y = torch.where(torch.rand(n) < 0.7, defense.adapted_model(x).argmax(1), torch.randint(4, (n,)))
+    together = 1 if joint else 40
+    images, labels = x.repeat(together, 1, 1, 1), y.repeat(together)
+    index = torch.arange(together * n)
+    nothing = NoAttack(NOTHING.threat)
+    for start in range(0, runs, together):
+        scores = []
+        for name in range(1 + ATTACKS):
+            luck = (0, 0) if shared else (0, name)
+            match = AttackerDefenderSession(nothing, defense, 0, 0, name, private=luck, draws=draws)
+            answers = match.step(images, labels, index + start * n, asked)[1]
+            scores.append(torch.stack([robust_accuracy(a, labels) for a in answers], 1))
+        yield from torch.stack(scores, 1).split(n)
+
+
+@pytest.mark.parametrize("inferences", [1, 3])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_worst_of_nine_attacks_that_do_nothing_is_the_clean_accuracy(kind, inferences):
+    """As RobustEval plays it; in at least 94 % of 200 runs within the 95 % interval."""
+    defense, (_, random) = KINDS[kind][0](), KINDS[kind]
+    joint, found, inside = defense.transductive, list(runs_of_nothing(defense, inferences)), 0
+    for scores in found:
+        by_draw = scores[:, 0].mean(0).tolist() if joint else [float(scores[:, 0].mean())]
+        low, high = wilson_over_draws(by_draw, len(scores))
+        worst = worst_case([(torch.arange(len(scores)), scores)], random, joint).scores
+        inside += low <= float(worst.mean()) <= high
+    assert len(found) == 200
+    assert inside >= 0.94 * len(found)
+
+
+@pytest.mark.parametrize("inferences", [1, 4])
+@pytest.mark.parametrize("kind", [kind for kind, (_, random) in KINDS.items() if random])
+def test_nor_is_it_biased_where_each_attack_meets_other_luck(kind, inferences):
+    gaps, naive = [], []
+    for scores in runs_of_nothing(KINDS[kind][0](), inferences, shared=False, runs=120):
+        clean = float(scores[:, 0].mean())
+        worst = worst_case([(torch.arange(len(scores)), scores)], random=True).scores
+        gaps.append(float(worst.mean()) - clean)
+        naive.append(float(scores.mean(2).amin(1).mean()) - clean)
+    error = torch.tensor(gaps).std() / len(gaps) ** 0.5
+    assert fmean(naive) < -0.05
+    assert abs(fmean(gaps)) < 4 * error
+    assert abs(fmean(gaps)) < -fmean(naive) / 4
+
+
+def test_an_interval_over_draws_is_wider_and_that_of_one_is_wilsons():
+    assert wilson_over_draws([0.4], 50) == wilson(0.4, 50)
+    low, high = wilson_over_draws([0.3, 0.5], 50)
+    assert low < wilson(0.4, 50)[0]
+    assert high > wilson(0.4, 50)[1]
+    same = wilson_over_draws([0.4, 0.4, 0.4], 50)
+    assert same == pytest.approx(wilson(0.4, 50))
+
+
+def evaluate(module, *callbacks, data=None, **trainer):
+    run = Trainer(callbacks=list(callbacks), **QUIET | trainer)
+    return run.test(module, data or Blobs(test_size=33), verbose=False)[0]
+
+
+@pytest.mark.parametrize("inferences", [1, 10])
+def test_nine_attacks_that_do_nothing_leave_a_random_defense_as_it_is(inferences):
+    torch.manual_seed(0)
+    module = AdversarialTraining(TinyNet, defense=lambda net: Single(Noisy(net)))
+    attacks = {f"nothing_{i}": NOTHING for i in range(ATTACKS)}
+    callback = RobustEval(attacks, inferences=inferences)
+    evaluate(module, callback, data=Blobs(test_size=200))
+    clean, worst = callback.results[0], callback.results[-1]
+    assert callback.result.random
+    assert clean.details["interval_covers"] == "images and inferences"
+    assert worst.accuracy == pytest.approx(clean.accuracy)  # every attack meets the same luck
+
+
+def test_private_draws_widen_the_interval_and_are_recorded():
+    torch.manual_seed(0)
+    module = AdversarialTraining(linear, defense=Whim)
+    one, many = RobustEval({"pgd": NOTHING}), RobustEval({"pgd": NOTHING}, private_draws=5)
+    for callback in (one, many):
+        evaluate(module, callback)
+    assert many.result.scores.shape == (33, 2, 5)
+    assert torch.equal(
+        many.result.scores[..., 0], one.result.scores[..., 0]
+    )  # the first is the same
+    assert one.results[0].details["interval_covers"] == "images"
+    for result in many.results:
+        spread = result.interval[1] - result.interval[0]
+        alone = wilson(result.accuracy, 33)
+        assert spread > alone[1] - alone[0]
+        assert result.details["interval_covers"] == "images and private draws"
+    assert len(set(many.result.scores[:, 0].mean(0).tolist())) > 1
+    assert many.results[1].details["over_private_draws"]
+
+
+def test_private_draws_are_for_what_adapts():
+    with pytest.raises(ValueError, match="private_draws is for defenses that adapt, Single does"):
+        evaluate(AdversarialTraining(TinyNet), RobustEval({"pgd": NOTHING}, private_draws=2))
+    with pytest.raises(ValueError, match="sees the defender's state plays against one"):
+        AttackerDefenderSession(NOTHING, Moods(linear()), 0, draws=2, attacker_sees_state=True)
+
+
+def test_a_network_with_noise_of_its_own_is_evaluated_reproducibly():
+    """Whatever the global random state, which is left as it was."""
+    torch.manual_seed(0)
+    module = AdversarialTraining(TinyNet, defense=lambda net: Single(Noisy(net)))
+    attack = PGD(Threat("linf", 0.1), 2, 0.05)
+    found = []
+    for seed in (1, 2):
+        callback = RobustEval({"pgd": attack})
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        x, y, index = torch.rand(8, 3, 8, 8), torch.arange(8) % 4, torch.arange(8)
+        torch.set_rng_state(before)
+        AttackerDefenderSession(attack, module.defense, 0).step(x, y, index)
+        is_random(module.defense, x, index)
+        assert torch.equal(torch.get_rng_state(), before)
+        evaluate(module, callback, data=Blobs(test_size=33, eval_batch_size=seed * 7))
+        found.append(callback.result.scores)
+    assert torch.equal(*found)
+
+
+def test_randomness_is_looked_for_in_every_group():
+    class Late(nn.Module):
+        """Random only where the first pixel is bright."""
+
+        def forward(self, x):
+            bright = (x[:, :1, 0, 0] > 0.6).float()
+            return x.flatten(1)[:, :4] + bright * torch.randn(len(x), 4)
+
+    callback = RobustEval({"pgd": NOTHING}, group_size=4)
+    evaluate(AdversarialTraining(Late), callback)
+    assert callback.result.random
+
+
+def test_the_worst_of_a_game_is_over_all_callbacks():
+    strong = PGD(Threat("linf", 1.0), 3, 0.5)
+    torch.manual_seed(0)
+    module = AdversarialTraining(linear, defense=Whim)
+    callbacks = [RobustEval({"strong": strong}), RobustEval({"weak": NOTHING}, max_images=20)]
+    evaluate(module, *callbacks)
+    worst = callbacks[1].results[-1]
+    assert worst.details["over"] == ["strong", "weak"]
+    assert worst.n == 20
+    assert worst.accuracy < callbacks[1].results[1].accuracy
+
+
+class Clashing(Blobs):
+    """Two sets in one, each numbered from 0."""
+
+    def test_dataloader(self):
+        return DataLoader(ConcatDataset([self.parts["test"], self.parts["test"]]), 8)
+
+
+def test_images_of_the_same_index_are_refused():
+    with pytest.raises(ValueError, match="66 images have 33 different indices"):
+        evaluate(AdversarialTraining(TinyNet), RobustEval({"pgd": NOTHING}), data=Clashing())
+
+
+class Endless(Blobs):
+    """Images without a number of them."""
+
+    def test_dataloader(self):
+        part = self.parts["test"]
+
+        class Streamed(IterableDataset):
+            def __iter__(self):
+                return (part[i] for i in range(len(part)))
+
+        return DataLoader(Streamed(), 8)
+
+
+def test_images_of_a_stream_are_attacked_as_they_come():
+    callback = RobustEval({"pgd": NOTHING})
+    evaluate(AdversarialTraining(TinyNet), callback, data=Endless())
+    assert (callback.results[0].details["group_size"], callback.results[0].n) == (None, 33)
+    with pytest.raises(ValueError, match="max_images needs a data set that knows its length"):
+        few = RobustEval({"pgd": NOTHING}, max_images=5)
+        evaluate(AdversarialTraining(TinyNet), few, data=Endless())
+
+
+def test_limits_on_batches_hold_before_images_are_chosen():
+    callback = RobustEval({"pgd": NOTHING}, max_images=5)
+    evaluate(AdversarialTraining(TinyNet), callback, limit_test_batches=1)
+    assert callback.results[0].n == 5
+
+
+class Weighted(Blobs):
+    """A loader whose sampler decides what is evaluated."""
+
+    def test_dataloader(self):
+        part = self.parts["test"]
+        sampler = WeightedRandomSampler([1.0] * len(part), 20, generator=torch.Generator())
+        return DataLoader(part, 8, sampler=sampler)
+
+
+def test_a_sampler_that_cannot_be_regrouped_is_said_so():
+    callback = RobustEval({"pgd": NOTHING})
+    evaluate(AdversarialTraining(TinyNet), callback, data=Weighted())
+    assert callback.results[0].details["group_size"] is None
+    assert 0 < callback.results[0].n <= 20
+    regrouped = RobustEval({"pgd": NOTHING}, group_size=7)
+    evaluate(AdversarialTraining(TinyNet), regrouped)
+    assert (regrouped.results[0].details["group_size"], regrouped.results[0].n) == (7, 33)

@@ -1,0 +1,281 @@
+"""Results image by image: their content, and that a kill loses none of them."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from zlib import crc32
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_rob.callbacks import RobustEval
+from lightning_rob.evaluation.images import save_images
+from lightning_rob.evaluation.per_image import (
+    BatchOutcome,
+    PerImageResults,
+    predicted_class,
+    read_result_file,
+)
+from lightning_rob.evaluation.resume_log import ResumeLog
+from tests.schema import checked
+from tests.tiny import ROOT, Blobs, arc, pgd, recipe, records, robust_eval, run
+
+CSV = "run/version_0/images/test-apgd+arc.csv"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    run("fit", "--config", recipe(folder))
+    return next(folder.glob("run/version_0/checkpoints/*.ckpt"))
+
+
+def evaluated(folder, checkpoint, *args, **options):
+    folder.mkdir(exist_ok=True)
+    callbacks = [robust_eval({"apgd": pgd(), "arc": arc(random_start=True)}, **options)]
+    file = recipe(folder, **{"trainer__callbacks+": callbacks})
+    run("test", "--config", file, "--ckpt_path", checkpoint, *args)
+    return read_result_file(folder / CSV)
+
+
+@pytest.fixture(scope="module")
+def results(trained, tmp_path_factory):
+    return evaluated(tmp_path_factory.mktemp("results"), trained)
+
+
+def test_every_image_is_there_and_their_means_are_the_accuracies(results):
+    accuracies = {r["name"]: r["accuracy"] for r in records(results.path.parents[3])}
+    assert results.index.tolist() == list(range(33))
+    assert results.label.tolist() == [y for _, y in Blobs().source(False)]
+    assert {"apgd", "arc"} == set(results.attacks)
+    for name in ("clean", "apgd", "arc"):
+        assert float(results.scores[name].mean()) == pytest.approx(accuracies[name], abs=1e-6)
+    lows = torch.stack([results.scores[name] for name in ("clean", "apgd", "arc")]).amin(0)
+    assert torch.equal(results.scores["worst"], lows)
+    assert 0 < lows.mean() < 1
+
+
+def test_the_columns_name_the_attack_that_broke_an_image_and_its_size(results):
+    with results.path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["draws"] for row in rows} == {"2"}
+    assert all(0 <= float(row[f"{name}_size"]) < 0.0628 for row in rows for name in ("apgd", "arc"))
+    seen = set()
+    for row in rows:
+        clean, *attacked = (float(row[name]) for name in ("clean", "apgd", "arc"))
+        low = min(clean, *attacked)
+        expected = ("apgd", "arc")[attacked.index(min(attacked))] if low < clean else ""
+        assert row["broken_by"] == (expected if clean > 0 else "clean")
+        seen.add(row["broken_by"])
+    assert len(seen) > 1
+
+
+def test_the_card_says_what_the_attacker_might_do(results):
+    card = checked(results.path.with_suffix(".json").read_text())
+    assert card == results.card
+    assert card["attacks"]["arc"]["norm"] == "linf"
+    assert card["attacks"]["arc"]["eps"] == pytest.approx(16 / 255)
+    assert card["attacks"]["apgd"]["steps"] == 3
+    assert "private randomness" in card["attacks"]["arc"]["knowledge"]
+    assert (card["defense"], card["stage"], card["seed"]) == ("Ensemble", "test", 0)
+    assert len(card["weights"]) == 16
+
+
+def test_batches_of_any_size_give_the_same_bytes(results, trained, tmp_path):
+    for size in (1, 64):
+        option = f"--data.init_args.eval_batch_size={size}"
+        other = evaluated(tmp_path / str(size), trained, option)
+        assert other.path.read_bytes() == results.path.read_bytes()
+
+
+def test_several_inferences_have_a_column_each(trained, tmp_path):
+    found = evaluated(tmp_path, trained, inferences=3)
+    head = found.path.read_text().split("\n")[0].split(",")
+    assert [name for name in head if name.startswith("arc_")] == [
+        "arc_prediction",
+        "arc_size",
+        "arc_1",
+        "arc_2",
+        "arc_3",
+    ]
+
+
+class Slow(Callback):
+    """Waits after each group of images, so that there is time for a kill."""
+
+    def on_test_start(self, trainer, *_) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, RobustEval):
+                callback.after_group = lambda: time.sleep(0.1)
+
+
+def slow_test(folder, checkpoint):
+    """Start a test of 17 groups as another process."""
+    folder.mkdir(exist_ok=True)
+    slow = {"class_path": "tests.evaluation.test_per_image.Slow"}
+    attacks = {"apgd": pgd(), "arc": arc(random_start=True)}
+    callbacks = [robust_eval(attacks, group_size=2), slow]
+    file = recipe(folder, **{"trainer__callbacks+": callbacks})
+    command = ["test", "--config", file, "--ckpt_path", checkpoint]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "lightning_rob", *map(str, command)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_test_that_was_killed_goes_on_and_ends_in_the_same_bytes(trained, tmp_path):
+    through = evaluated(tmp_path / "through", trained, group_size=2)
+    tmp_path /= "killed"
+    killed = slow_test(tmp_path, trained)
+    limit = time.monotonic() + 300
+    while not (left := list(tmp_path.glob("unfinished/*/*.jsonl"))) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert left, killed.communicate()
+    while left[0].read_text().count('"seconds"') < 5 and time.monotonic() < limit:
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    known = left[0].read_text().count('"seconds"')
+    assert known >= 5
+    assert not (tmp_path / CSV).exists()
+    out, error = slow_test(tmp_path, trained).communicate()
+    (found,) = tmp_path.glob("run/version_*/images/test-*.csv")
+    assert f"{2 * known} images are known already" in out, out + error
+    assert found.read_bytes() == through.path.read_bytes()
+    assert not list(tmp_path.glob("unfinished/*"))
+
+
+def rows(count, seed=0):
+    """Images, labels and indices of a batch, and results of one attack on them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(count, 1, 4, 4, generator=generator)
+    batch = x, torch.arange(count) % 2, 10 * torch.arange(count) + 3
+    return batch, torch.rand(count, 6, generator=generator), torch.arange(2 * count).view(-1, 2)
+
+
+def log_of(folder, inferences=1):
+    return ResumeLog(folder, 2, inferences)
+
+
+def test_a_log_is_exact_and_of_these_images(tmp_path):
+    batch, floats, predictions = rows(3)
+    (x, y, index) = batch
+    log_of(tmp_path).add(*batch, floats, predictions, [0.5])
+    log_of(tmp_path).add(x[:1] + 1, y[:1], index[:1], floats[:1], predictions[:1], [2.0])
+    log = log_of(tmp_path)
+    assert all(map(torch.equal, log.load(*batch), (floats, predictions)))
+    assert torch.equal(log.load(x[1:], y[1:], index[1:])[0], floats[1:])
+    assert log.seconds(["pgd"]) == {"pgd": 2.5}
+    for other in ((x + 1e-6, y, index), (x, 1 - y, index), (x, y, index + 1)):
+        assert log.load(*other) is None
+    assert len(log_of(tmp_path, inferences=2)) == 0  # rows of another width
+
+
+def test_a_line_that_a_kill_broke_off_is_ignored(tmp_path):
+    (x, y, index), floats, predictions = rows(4)
+    for part in (slice(2), slice(2, 4)):
+        log_of(tmp_path).add(x[part], y[part], index[part], floats[part], predictions[part], [1.0])
+    (path,) = tmp_path.glob("*.jsonl")
+    content = path.read_text()
+    first = content.index("\n")
+    for cut in (0, 1, first - 1, first, first + 1, len(content) - 1, len(content)):
+        path.write_text(content[:cut])
+        assert len(log_of(tmp_path)) == 2 * (cut >= first) + 2 * (cut == len(content))
+    path.write_text(content[: first - 9])
+    log_of(tmp_path).add(x[2:], y[2:], index[2:], floats[2:], predictions[2:], [1.0])
+    assert torch.equal(log_of(tmp_path).load(x[2:], y[2:], index[2:])[0], floats[2:])
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e30", "-5", "x", "Infinity"])
+def test_implausible_rows_are_ignored(tmp_path, value):
+    batch, _, predictions = rows(1)
+    floats = torch.tensor([[1.0, 0.5, 1.0, 0.5, 0.0, 3.0]])
+    log_of(tmp_path).add(*batch, floats, predictions, [1.0])
+    (path,) = tmp_path.glob("*.jsonl")
+    (tmp_path / "folder.jsonl").mkdir()
+    assert len(log_of(tmp_path)) == 1
+    path.write_text(path.read_text().replace("[1.0, 0.5,", f"[1.0, {value},", 1))
+    assert len(log_of(tmp_path)) == 0
+
+
+def test_the_log_of_another_process_is_kept(tmp_path):
+    batch, floats, predictions = rows(1)
+    log = log_of(tmp_path)
+    log.add(*batch, floats, predictions, [1.0])
+    other = tmp_path / "elsewhere-1.jsonl"
+    other.write_text("{")
+    log.delete()
+    assert other.exists()
+    assert not log.path.exists()
+
+
+def test_a_rejection_has_no_class():
+    predictions = torch.tensor([[0.0, 0.0], [torch.nan, torch.nan], [0.4, 0.6]])
+    assert predicted_class(predictions).tolist() == [-1, -1, 1]
+
+
+def outcome(score, prediction, size):
+    return BatchOutcome(torch.tensor([[score]]), torch.tensor([prediction]), torch.tensor([size]))
+
+
+def test_a_row_by_hand(tmp_path):
+    results = PerImageResults(("clean", "pgd", "a,b"), 1)
+    outcomes = [outcome(1.0, 3, 0.0), outcome(0.25, 3, 0.031), outcome(0.125, 1, 0.0314)]
+    batch = torch.zeros(1, 1, 2, 2), torch.tensor([3]), torch.tensor([7])
+    results.add_batch(*batch, outcomes, [1.0, 1.0])
+    path, worst = tmp_path / "a.csv", torch.tensor([0.125])
+    results.write(path, 4, {"attacks": {"pgd": {}, "a,b": {}}}, worst)
+    with path.open(newline="") as file:
+        head, row = csv.reader(file)
+    assert dict(zip(head, row, strict=True)) == {
+        **{"index": "7", "label": "3", "clean": "1", "clean_prediction": "3"},
+        **{"pgd": "0.25", "pgd_prediction": "3", "pgd_size": "0.031"},
+        **{"a,b": "0.125", "a,b_prediction": "1", "a,b_size": "0.0314"},
+        **{"worst": "0.125", "broken_by": "a,b", "draws": "4", "checksum": str(crc32(bytes(16)))},
+    }
+    read = read_result_file(path)
+    assert (read.index.tolist(), read.label.tolist()) == ([7], [3])
+    assert read.checksum.tolist() == [crc32(bytes(16))]
+    assert read.scores["a,b"].tolist() == [0.125]
+
+
+@pytest.mark.parametrize(
+    ("text", "card"),
+    [("<html>", "{}"), ("index,label\n1,2\n", '{"attacks": {}}'), ("", '{"attacks": {}}')],
+)
+def test_another_file_is_no_record(tmp_path, text, card):
+    (tmp_path / "a.csv").write_text(text)
+    (tmp_path / "a.json").write_text(card)
+    with pytest.raises(ValueError, match=r"a\.csv is not a record"):
+        read_result_file(tmp_path / "a.csv")
+
+
+def test_images_are_saved_without_loss(tmp_path):
+    import numpy as np
+    from PIL import Image
+
+    x = torch.rand(2, 3, 5, 5)
+    x[1] = (x[1] * 255).round() / 255
+    save_images(tmp_path, torch.tensor([3, 8]), x)
+    assert torch.equal(torch.from_numpy(np.load(tmp_path / "3.npz")["image"]), x[0])
+    pixels = torch.from_numpy(np.array(Image.open(tmp_path / "8.png"))).permute(2, 0, 1)
+    assert torch.equal(pixels.float() / 255, x[1])
+
+
+def test_perturbed_images_can_be_kept(trained, tmp_path):
+    evaluated(tmp_path, trained, save_images=True)
+    kept = sorted(path.stem for path in (tmp_path / "run/version_0/images/test-arc").iterdir())
+    assert kept == sorted(str(number) for number in range(33))
+    assert json.loads((tmp_path / CSV).with_suffix(".json").read_text())["attacks"].keys() == {
+        "apgd",
+        "arc",
+    }

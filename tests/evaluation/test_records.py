@@ -1,0 +1,76 @@
+"""Records: plain data that follows the schema, written completely or not at all."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_rob.attacks import (
+    PGD,
+    TAA,
+    CommonCorruption,
+    PartialBatchAttack,
+    Strongest,
+    TransferFromStatic,
+)
+from lightning_rob.commands.report.runs import SCHEMA as REPORT_READS
+from lightning_rob.evaluation.records import (
+    SCHEMA,
+    Result,
+    append_records,
+    measured,
+    threat_model_card,
+)
+from lightning_rob.threat import Threat
+from lightning_rob.transforms import GaussianNoise
+from tests.schema import SCHEMA as JSON_SCHEMA
+from tests.schema import checked, problems
+
+WHITE_BOX = PGD(Threat("linf", 0.1), 3, 0.05, draws=5, restarts=2)
+
+
+def test_the_card_is_that_of_all_parts_of_an_attack():
+    card = threat_model_card(TransferFromStatic(WHITE_BOX))
+    assert [card[name] for name in ("steps", "restarts", "draws")] == [3, 2, 5]
+    assert card["knowledge"] == "the defense before it adapts"
+
+
+def test_the_card_holds_all_that_an_attacker_knows():
+    assert threat_model_card(WHITE_BOX)["knowledge"] == PGD.knowledge
+    assert (
+        threat_model_card(PartialBatchAttack(WHITE_BOX, natural=WHITE_BOX))["knowledge"]
+        == PGD.knowledge
+    )
+    partly = PartialBatchAttack(WHITE_BOX, natural=CommonCorruption(GaussianNoise(0.1)))
+    assert (
+        threat_model_card(partly)["knowledge"] == f"{PGD.knowledge}; {CommonCorruption.knowledge}"
+    )
+    both = Strongest((TAA(WHITE_BOX), WHITE_BOX))
+    assert threat_model_card(both)["knowledge"] == f"{TAA.knowledge}; {PGD.knowledge}"
+
+
+def test_a_result_is_the_same_after_writing_and_reading(tmp_path):
+    result = Result("pgd", 0.25, (0.125, 0.5), 8, 1.5, {"stage": "test", "epoch": 3})
+    none = measured("arc", torch.zeros(0), 0.0, {"stage": "test"})
+    append_records(tmp_path / "a.jsonl", (one.record() for one in (result, none)))
+    first, second = map(checked, (tmp_path / "a.jsonl").read_text().splitlines())
+    assert Result.from_record(first) == result
+    assert second["accuracy"] is None
+    assert math.isnan(Result.from_record(second).accuracy)
+
+
+def test_the_schema_finds_what_is_wrong():
+    right = Result("pgd", 0.25, (0.125, 0.5), 8, 1.5, {}).record()
+    assert not list(problems(right, JSON_SCHEMA))
+    wrong = ({"kind": "x"}, {"schema": 2}, {"n": "8"}, {"accuracy": 8.0}, {"attack": "PGD()"})
+    for change in wrong:
+        assert list(problems(right | change, JSON_SCHEMA)), change
+    assert list(problems({k: v for k, v in right.items() if k != "interval"}, JSON_SCHEMA))
+    assert JSON_SCHEMA["properties"]["schema"]["const"] == SCHEMA == REPORT_READS
+
+
+def test_pandas_reads_records(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    result = Result("pgd", 0.25, (0.125, 0.5), 8, 1.5, {"stage": "test"})
+    append_records(tmp_path / "a.jsonl", [result.record()])
+    assert pandas.read_json(tmp_path / "a.jsonl", lines=True)["accuracy"].tolist() == [0.25]

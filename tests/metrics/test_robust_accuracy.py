@@ -1,0 +1,45 @@
+"""Robust accuracy by hand, and its sum over many images."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_rob.metrics import RobustAccuracy, robust_accuracy
+
+
+def test_by_hand():
+    p = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.5], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    correct = robust_accuracy(p, torch.tensor([0, 1, 2, 1]))
+    assert correct.tolist() == pytest.approx([0.9, 0.3, 0.0, 1.0])
+    assert robust_accuracy(p[:0], torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+def test_is_plain_accuracy_for_certain_predictions():
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand((200, 3), generator=generator)
+    y = torch.randint(3, (200,), generator=generator)
+    certain = F.one_hot(p.argmax(1), 3).float()
+    expected = (p.argmax(1) == y).float().mean().item()
+    assert robust_accuracy(certain, y).mean().item() == pytest.approx(expected)
+
+
+def test_many_images_are_not_lost_in_rounding():
+    """In single precision the sum would stop at 2^24 and drift long before."""
+    metric = RobustAccuracy()
+    metric.update(torch.tensor([[0.9, 0.1]]).expand(1000, 2), torch.zeros(1000, dtype=torch.int64))
+    metric.total += 0.9 * 99_999_000
+    metric.count += 99_999_000
+    metric.update(torch.tensor([[0.9, 0.1]]), torch.ones(1, dtype=torch.int64))
+    assert metric.total.item() == pytest.approx(90_000_000.1, abs=1e-4)
+    assert metric.count.item() == 100_000_001
+
+
+def test_forward_returns_the_batch_and_keeps_the_epoch():
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand((40, 5), generator=generator).softmax(1)
+    y = torch.randint(5, (40,), generator=generator)
+    metric = RobustAccuracy()
+    for part, labels in zip(p.split(8), y.split(8), strict=True):
+        batch = metric(part, labels)
+        assert batch.item() == pytest.approx(robust_accuracy(part, labels).mean().item())
+    assert metric.compute().item() == pytest.approx(robust_accuracy(p, y).mean().item())

@@ -1,0 +1,160 @@
+"""The errors of a classifier that may reject: eq. 1 by hand, curves by a loop."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_rob.metrics import RobustAccuracy
+from lightning_rob.metrics.selective import SelectiveError, rejection_curves, selective_error
+
+both = pytest.mark.parametrize("per", ["image", "prediction"])
+
+
+def played(count=41, classes=5, seed=0):
+    """Predictions, some of them rejections, labels, and a mask of the clean images."""
+    chance = torch.Generator().manual_seed(seed)
+    y = torch.randint(classes, (count,), generator=chance)
+    predicted = torch.randint(classes, (count,), generator=chance)
+    predicted = torch.where(torch.rand(count, generator=chance) < 0.5, y, predicted)
+    predictions = torch.nn.functional.one_hot(predicted, classes).float()
+    predictions[torch.rand(count, generator=chance) < 0.3] = 0
+    return predictions, y, torch.rand(count, generator=chance) < 0.5
+
+
+def test_by_hand():
+    predictions = torch.eye(3)[[0, 1, 2, 0, 1, 2]]
+    predictions[[1, 5]] = 0
+    y, clean = (
+        torch.tensor([0, 0, 2, 1, 0, 2]),
+        torch.tensor([True, True, True, False, False, True]),
+    )
+    assert [float(v) for v in selective_error(predictions, y, clean)] == [2 / 4, 2 / 6, 2 / 6]
+    assert [float(v) for v in selective_error(predictions, y, clean, "prediction")] == [
+        0.5,
+        2 / 6,
+        2 / 4,
+    ]
+
+
+@both
+def test_image_by_image(per):
+    predictions, y, clean = played()
+    rejected = [float(row.sum()) == 0 for row in predictions]
+    wrong = [
+        not out and int(row.argmax()) != k
+        for row, k, out in zip(predictions, y.tolist(), rejected, strict=True)
+    ]
+    of_z = [out for out, z in zip(rejected, clean, strict=True) if z]
+    whole = 41 if per == "image" else 41 - sum(rejected)
+    expected = [sum(of_z) / len(of_z), sum(rejected) / 41, sum(wrong) / whole]
+    found = [float(value) for value in selective_error(predictions, y, clean, per)]
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert 0 < sum(wrong) < 41 - sum(rejected)
+
+
+def test_rejecting_everything_is_no_error():
+    predictions, y, clean = torch.zeros(7, 3), torch.arange(7) % 3, torch.arange(7) < 3
+    for per in ("image", "prediction"):
+        assert [float(v) for v in selective_error(predictions, y, clean, per)] == [1.0, 1.0, 0.0]
+
+
+def test_accepting_everything_is_plain_accuracy():
+    predictions, y, clean = played()
+    predictions = torch.eye(5)[predictions.argmax(1)]
+    accuracy = RobustAccuracy()
+    accuracy.update(predictions, y)
+    for per in ("image", "prediction"):
+        *rejected, error = selective_error(predictions, y, clean, per)
+        assert rejected == [0, 0]
+        assert float(error) == pytest.approx(1 - float(accuracy.compute()), abs=1e-6)
+
+
+def test_a_rejection_is_wrong_for_robust_accuracy():
+    accuracy = RobustAccuracy()
+    accuracy.update(torch.tensor([[1.0, 0], [0, 0], [0, 1], [0, 0]]), torch.tensor([0, 0, 1, 1]))
+    assert float(accuracy.compute()) == 0.5
+
+
+def test_expectations_of_a_random_defense():
+    """Half of the members of an ensemble of two reject: the shares are expectations."""
+    predictions, y = torch.tensor([[0.5, 0.0], [0.5, 0.5]]), torch.tensor([0, 0])
+    clean = torch.tensor([True, False])
+    assert [float(v) for v in selective_error(predictions, y, clean)] == [0.5, 0.25, 0.25]
+    found = [float(v) for v in selective_error(predictions, y, clean, "prediction")]
+    assert found == pytest.approx([0.5, 0.25, 1 / 3])
+
+
+@both
+def test_no_images_are_no_number(per):
+    nothing = selective_error(torch.zeros(0, 3), torch.zeros(0).long(), torch.zeros(0) > 0, per)
+    assert all(math.isnan(value) for value in nothing)
+    predictions, y, clean = played()
+    of_z, rejected, error = selective_error(predictions, y, clean & False, per)
+    assert math.isnan(of_z) and 0 < rejected < 1 and 0 < error < 1
+
+
+def test_what_is_refused():
+    predictions, y, clean = played()
+    with pytest.raises(ValueError, match=r"per must be of .*, got 'accepted'"):
+        selective_error(predictions, y, clean, "accepted")
+    with pytest.raises(ValueError, match="per must be of"):
+        SelectiveError("accepted")
+    with pytest.raises(ValueError, match="per must be of"):
+        rejection_curves(torch.zeros(2), torch.ones(2), torch.ones(2) > 0, per="accepted")
+    with pytest.raises(ValueError, match=r"a mask of 41 images, got torch.int64 \[41\]"):
+        selective_error(predictions, y, clean.long())
+    with pytest.raises(ValueError, match=r"a mask of 41 images, got torch.bool \[40\]"):
+        selective_error(predictions, y, clean[:-1])
+
+
+# curves
+
+
+def scored(count=300, seed=0):
+    """Probabilities, some of them exactly 0 and 1, which images are wrong, and which are clean."""
+    chance = torch.Generator().manual_seed(seed)
+    scores = (3 * torch.randn(count, generator=chance)).sigmoid()
+    scores[:20], scores[20:40] = 0, 1
+    wrong, clean = (torch.rand(count, generator=chance) < share for share in (0.4, 0.5))
+    return scores, wrong, clean
+
+
+@both
+def test_curves_threshold_by_threshold(per):
+    scores, wrong, clean = scored()
+    found = torch.stack(rejection_curves(scores, wrong, clean, per=per))
+    assert found.shape == (3, 100)
+    p = scores.numpy()
+    for t, limit in enumerate(np.linspace(0, 1, 100)):
+        out = p > limit
+        kept = wrong.numpy()[~out]
+        error = kept.sum() / (len(p) if per == "image" else max(1, len(kept)))
+        expected = [out[clean.numpy()].mean(), out.mean(), error]
+        assert found[:, t].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@both
+def test_curves_where_nothing_is_accepted(per):
+    scores, wrong, clean = torch.full((8,), 0.9), torch.arange(8) < 5, torch.arange(8) < 4
+    limits = torch.tensor([0.0, 0.5, 0.95])
+    of_z, of_all, error = rejection_curves(scores, wrong, clean, limits, per)
+    assert of_z.tolist() == of_all.tolist() == [1, 1, 0]
+    assert error.tolist() == [0, 0, 5 / 8]
+
+
+@both
+def test_a_point_of_the_curves_is_the_metric(per):
+    predictions, y, clean = played(seed=3)
+    predictions = torch.eye(5)[predictions.argmax(1)]
+    scores = torch.rand(41, generator=torch.Generator().manual_seed(1))
+    curves = rejection_curves(scores, predictions.argmax(1) != y, clean, torch.tensor([0.37]), per)
+    expected = selective_error(predictions * (scores <= 0.37)[:, None], y, clean, per)
+    assert [float(c) for c in curves] == pytest.approx([float(e) for e in expected])
+
+
+def test_a_score_that_is_no_number_is_rejected():
+    scores = torch.tensor([torch.nan, 0.2])
+    curves = rejection_curves(scores, torch.tensor([True, False]), torch.tensor([True, False]))
+    assert [float(curve[-1]) for curve in curves] == [1.0, 0.5, 0.0]

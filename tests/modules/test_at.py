@@ -1,0 +1,150 @@
+"""Adversarial training: its losses against hand-written references, and what it attacks."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_rob.attacks import PGD
+from lightning_rob.defenses import RandomTransforms
+from lightning_rob.modules import AdversarialTraining
+from lightning_rob.objectives import ce_of_mean_probs
+from lightning_rob.randomness import Streams
+from lightning_rob.threat import Threat
+from lightning_rob.transforms import GaussianNoise, VerticalFlip
+from tests.modules.support import Spy, batch
+from tests.tiny import TinyNet
+
+THREAT = Threat("linf", 16 / 255)
+
+
+def reference_trades(net, x, y, attack, beta, noise):
+    """Zhang et al. 2019, eq. 5, by hand: sign ascent on KL in eval mode, then the two terms."""
+    net.eval()
+    target = F.softmax(net(x), 1).detach()
+    x_adv = attack.threat.start(x, noise)
+    for _ in range(attack.steps):
+        x_adv.requires_grad_()
+        gap = F.kl_div(F.log_softmax(net(x_adv), 1), target, reduction="sum")
+        (g,) = torch.autograd.grad(gap, x_adv)
+        x_adv = x_adv.detach() + attack.step_size * g.sign()
+        x_adv = torch.min(torch.max(x_adv, x - attack.threat.eps), x + attack.threat.eps).clamp(
+            0, 1
+        )
+    net.train()
+    clean = net(x)
+    robust = F.kl_div(F.log_softmax(net(x_adv), 1), F.softmax(clean, 1), reduction="batchmean")
+    return F.cross_entropy(clean, y) + beta * robust
+
+
+def test_standard_training_is_cross_entropy():
+    module = AdversarialTraining(TinyNet)
+    x, y = batch()
+    torch.testing.assert_close(module.loss(x, y), F.cross_entropy(module.defense.net(x), y))
+
+
+def test_adversarial_training_sees_the_attacked_images_in_train_mode():
+    spy = Spy()
+    module = AdversarialTraining(TinyNet, spy)
+    x, y = batch()
+    module.train()
+    loss = module.loss(x, y)
+    assert spy.calls == [(module.defense, 8)]
+    torch.testing.assert_close(loss, F.cross_entropy(module.defense.net(torch.ones_like(x)), y))
+    assert module.defense.net.training
+
+
+def test_only_a_fraction_is_attacked():
+    module = AdversarialTraining(TinyNet, Spy(), fraction=0.25)
+    x, y = batch()
+    mixed = torch.cat([torch.ones(2, 3, 8, 8), x[2:]])
+    torch.testing.assert_close(module.loss(x, y), F.cross_entropy(module.defense.net(mixed), y))
+
+
+def test_trades_is_the_papers_formula():
+    attack = PGD(THREAT, steps=3, step_size=6 / 255)
+    module = AdversarialTraining(TinyNet, attack, trades_beta=4.0)
+    x, y = batch()
+    index = torch.arange(8)
+    module.noise = Streams.from_index(index, 1)
+    module.train()
+    twin = TinyNet()
+    twin.load_state_dict(module.defense.net.state_dict())
+    expected = reference_trades(twin, x, y, attack, 4.0, Streams.from_index(index, 1))
+    torch.testing.assert_close(module.loss(x, y), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"attack": None}, {"fraction": 0.5}, {"attack": PGD(THREAT, 1, 0.1, random_start=False)}],
+)
+def test_trades_refuses_what_it_cannot_use(options):
+    with pytest.raises(ValueError, match="TRADES needs a PGD attack with random_start"):
+        AdversarialTraining(
+            TinyNet, **({"attack": PGD(THREAT, 1, 0.1), "trades_beta": 6.0} | options)
+        )
+
+
+@pytest.mark.parametrize("fraction", [0, -0.1, 1.5])
+def test_fraction_out_of_range(fraction):
+    with pytest.raises(ValueError, match=r"fraction must be in \(0, 1\]"):
+        AdversarialTraining(TinyNet, Spy(), fraction=fraction)
+
+
+def test_labels_out_of_range():
+    x, y = batch()
+    with pytest.raises(ValueError, match="labels must be 0 … 3 for 4 classes"):
+        AdversarialTraining(TinyNet).loss(x, y + 2)
+
+
+def random_defense(net):
+    return RandomTransforms(net, [GaussianNoise(0.1), VerticalFlip(p=0.5)], 2, 6)
+
+
+def test_random_transforms_train_on_the_log_of_the_mean_probability():
+    torch.manual_seed(0)
+    module = AdversarialTraining(
+        TinyNet, defense=random_defense, draws=3, criterion=ce_of_mean_probs
+    )
+    module.defense.eval()
+    x, y = torch.rand(8, 3, 8, 8), torch.arange(8) % 4
+    module.noise = Streams.from_index(torch.arange(8), 1)
+    found = module.loss(x, y)
+    logits, _ = module.defense.sample_logits(
+        x, Streams.from_index(torch.arange(8), 1).fold_in(1), 3
+    )
+    assert logits.shape[0] == 3
+    expected = F.nll_loss(logits.softmax(-1).mean(0).log(), y)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_advrt_trains_on_images_of_its_own_attack():
+    seen = []
+
+    def criterion(logits, weights, y):
+        seen.append(logits.shape[0])
+        return ce_of_mean_probs(logits, weights, y)
+
+    attack = PGD(Threat("linf", 0.1), 2, 0.05, criterion, draws=2)
+    module = AdversarialTraining(
+        TinyNet, attack, defense=random_defense, draws=4, criterion=criterion
+    )
+    module.noise = Streams.from_index(torch.arange(8), 1)
+    module.loss(torch.rand(8, 3, 8, 8), torch.arange(8) % 4).backward()
+    assert seen == [2, 2, 4]
+    assert all(weight.grad is not None for weight in module.defense.net.parameters())
+
+
+def test_only_a_fit_starts_from_the_weights_of_a_checkpoint(tmp_path):
+    start = TinyNet()
+    torch.save({"state_dict": start.state_dict()}, tmp_path / "start.pt")
+    module = AdversarialTraining(TinyNet, weights=str(tmp_path / "start.pt"))
+    module.setup("test")
+    assert not torch.equal(module.defense.net.first.weight, start.first.weight)
+    module.setup("fit")
+    assert torch.equal(module.defense.net.first.weight, start.first.weight)
+
+
+def test_trades_is_for_a_single_network():
+    attack = PGD(Threat("linf", 0.1), 2, 0.05)
+    with pytest.raises(ValueError, match="TRADES is for a single network, got RandomTransforms"):
+        AdversarialTraining(TinyNet, attack, trades_beta=6.0, defense=random_defense)

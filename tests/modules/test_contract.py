@@ -1,0 +1,117 @@
+"""Contract of all training methods: each learns, is evaluated every epoch and resumes exactly."""
+
+import csv
+
+import pytest
+import torch
+
+from tests.tiny import pgd, recipe, records, robust_eval, run, same_weights, weights
+
+LINF = {"norm": "linf", "eps": 0.03}
+METHODS = {
+    "AdversarialTraining": {"attack": pgd(), "fraction": 0.5},
+    "BAT": {"attack": pgd(), "epochs": 2, "probs": [0.9, 0.1]},
+    "IAT": {"attack": pgd(), "epochs": 2},
+    "ADP": {"members": 3, "alpha": 0.5, "beta": 0.1, "attack": pgd()},
+    "GAL": {"members": 3},
+    "TRS": {
+        "members": 3,
+        "threat": LINF,
+        "similarity_weight": 1.0,
+        "roughness_weight": 0.1,
+        "initial_eps": 0.01,
+        "growth_epochs": 3,
+    },
+    "DVERGE": {"members": 3, "layers": ["first", ""], "warmup_epochs": 2},
+    "FreeTraining": {"threat": LINF, "replays": 2},
+    "lightning_rob.modules.DANN": {"net": {"class_path": "tests.tiny.TinyDANN"}, "scale": 0.5},
+    "lightning_rob.modules.TADV": {"attack": pgd(keep_best=True)},
+}
+CHANGES_AFTER_EPOCH_2 = {"BAT", "IAT", "DVERGE"}  # another member or another loss
+STARTS = [(name, "at-step=10") for name in METHODS]  # inside of an epoch
+STARTS += [("DVERGE", "end-epoch=1")]  # before the optimizer restarts
+CHECKPOINTS = [
+    "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: "
+    "{filename: 'at-{step}', every_n_train_steps: 2, save_top_k: -1}}",
+    "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: "
+    "{filename: 'end-{epoch}', save_top_k: -1}}",
+]
+FOLDER = "run/version_0/checkpoints"
+
+
+def method(folder, name):
+    """A recipe of four epochs of a method, whose losses are written as CSV."""
+    init = {
+        "net": {"class_path": "tests.tiny.TinyNet"},
+        "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+        "lr_scheduler": {
+            "class_path": "torch.optim.lr_scheduler.StepLR",
+            "init_args": {"step_size": 1, "gamma": 0.9},
+        },
+    }
+    logger = {"save_dir": str(folder), "name": "run", "version": 0}
+    blobs = {"class_path": "tests.tiny.Blobs"}
+    target = blobs | {"init_args": {"test_size": 40}}
+    if name.endswith("DANN"):
+        domains = "lightning_rob.data.source_target.SourceTargetData"
+        blobs = {"class_path": domains, "init_args": {"source": blobs, "target": target}}
+    return recipe(
+        folder,
+        model={"class_path": name, "init_args": init | METHODS[name]},
+        data=blobs,
+        trainer__logger={"class_path": "CSVLogger", "init_args": logger},
+        **{"trainer__callbacks+": [robust_eval({"apgd": pgd()})]},
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Return the folder of a method's run, which the first test that asks for it trains."""
+    folders = {}
+
+    def folder_of(name):
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp("uninterrupted")
+            run("fit", "--config", method(folders[name], name), *CHECKPOINTS)
+        return folders[name]
+
+    return folder_of
+
+
+def losses(folder):
+    with (folder / "run/version_0/metrics.csv").open() as file:
+        return [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_loss_falls_and_each_epoch_is_evaluated_under_attack(uninterrupted, name):
+    folder = uninterrupted(name)
+    found = losses(folder)
+    assert len(found) == 4
+    if name in CHANGES_AFTER_EPOCH_2:
+        assert found[1] < 0.9 * found[0]
+        assert found[3] < found[2]
+    else:
+        assert found[-1] < found[0] - 0.2 * abs(found[0])
+    accuracy = {k: [r for r in records(folder) if r["name"] == k] for k in ("clean", "apgd")}
+    assert [(r["epoch"], r["n"]) for r in accuracy["apgd"]] == [(epoch, 32) for epoch in range(4)]
+    assert accuracy["clean"][-1]["accuracy"] > (0.6 if name.endswith("DANN") else 0.8)
+
+
+@pytest.mark.parametrize(("name", "start"), STARTS)
+def test_resuming_gives_the_same_weights(uninterrupted, tmp_path, name, start):
+    folder = uninterrupted(name)
+    args = [*CHECKPOINTS, "--ckpt_path", folder / FOLDER / f"{start}.ckpt"]
+    run("fit", "--config", method(tmp_path, name), *args)
+    expected, got = (weights(part / FOLDER / "end-epoch=3.ckpt") for part in (folder, tmp_path))
+    assert same_weights(expected, got)
+
+
+def test_dverge_restarts_optimizer_and_schedule_after_the_warm_up(uninterrupted):
+    steps = []
+    for epoch in range(4):
+        path = uninterrupted("DVERGE") / FOLDER / f"end-epoch={epoch}.ckpt"
+        state = torch.load(path, weights_only=True)
+        optimizer, schedule = state["optimizer_states"][0], state["lr_schedulers"][0]
+        steps.append((int(optimizer["state"][0]["step"]), schedule["last_epoch"]))
+    assert steps == [(4, 1), (8, 2), (4, 1), (8, 2)]

@@ -1,0 +1,61 @@
+"""GAL against the paper's formula in slow loops, and its second derivatives against differences."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.modules import GAL
+from lightning_rob.modules.gal import gal
+from tests.modules.support import ConvNet, batch, directional_derivatives
+from tests.tiny import TinyNet
+
+
+def reference_gal(gradients):
+    """Kariyappa and Qureshi 2019: log sum over a < b of exp(cos)."""
+    members, images, _ = gradients.shape
+    values = []
+    for b in range(images):
+        total = 0.0
+        for i in range(members):
+            for j in range(i + 1, members):
+                u, v = gradients[i, b], gradients[j, b]
+                total += np.exp((u @ v) / np.sqrt((u @ u) * (v @ v)))
+        values.append(np.log(total))
+    return np.array(values)
+
+
+@pytest.mark.parametrize("members", [2, 3, 5])
+def test_the_alignment_is_the_papers(members):
+    gradients = torch.randn(members, 6, 20, dtype=torch.float64)
+    expected = torch.from_numpy(reference_gal(gradients.numpy()))
+    torch.testing.assert_close(gal(gradients), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", [nn.LeakyReLU, nn.ReLU])
+def test_the_double_backward_goes_through_batch_norm(activation):
+    torch.manual_seed(0)
+    module = GAL(lambda: ConvNet(activation), strength=3.0, members=3).double().train()
+    x, y = batch()
+    by_backward, by_differences = directional_derivatives(module, x.double(), y)
+    assert by_backward == pytest.approx(by_differences, rel=1e-4)
+
+
+def test_the_loss_is_the_mean_cross_entropy_and_the_alignment():
+    module = GAL(TinyNet, strength=0.7, members=3).double().eval()
+    x, y = batch()
+    x = x.double().requires_grad_()
+    ce, gradients = 0, []
+    for member in module.members:
+        loss = nn.functional.cross_entropy(member(x), y)
+        gradients.append(torch.autograd.grad(loss, x, retain_graph=True)[0].flatten(1))
+        ce += loss.item() / 3
+    expected = ce + 0.7 * reference_gal(torch.stack(gradients).numpy()).mean()
+    assert module.loss(x, y).item() == pytest.approx(expected, abs=1e-6)
+    assert not module.members[0].first.weight.grad
+
+
+def test_tiny_gradients_keep_their_directions():
+    gradients = torch.randn(3, 5, 20, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(gal(1e-25 * gradients), gal(gradients))
+    assert gal(torch.zeros(3, 4, 10)).isfinite().all()

@@ -1,0 +1,77 @@
+"""Base of joint training: networks, attack target, and gradients of the members' losses."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.defenses import Ensemble
+from lightning_rob.modules import ADP, GAL, TRS
+from lightning_rob.modules.joint import losses_and_gradients
+from lightning_rob.threat import Threat
+from tests.modules.support import Spy, batch
+from tests.tiny import TinyNet, same_weights
+
+
+def test_the_defense_is_the_ensemble_and_all_members_are_trained():
+    module = ADP(TinyNet, members=3, probs=[0.5, 0.3, 0.2])
+    assert isinstance(module.defense, Ensemble)
+    torch.testing.assert_close(module.defense.weights, torch.tensor([0.5, 0.3, 0.2]))
+    trained = module.configure_optimizers()["optimizer"].param_groups[0]["params"]
+    assert len(trained) == 3 * len(list(TinyNet().parameters()))
+
+
+def trs(net, **options):
+    return TRS(net, Threat("linf", 0), **options)
+
+
+@pytest.mark.parametrize("kind", [ADP, GAL, trs])
+def test_the_attack_is_on_the_ensemble_and_the_loss_on_its_images(kind):
+    spy = Spy()
+    module = kind(TinyNet, attack=spy, members=2).eval()
+    x, y = batch()
+    loss = module.loss(x, y)
+    assert [defense for defense, _ in spy.calls] == [module.defense]
+    module.attack = None
+    torch.testing.assert_close(loss, module.loss(torch.ones_like(x), y))
+
+
+def test_members_start_from_checkpoints(tmp_path):
+    net = TinyNet()
+    torch.save(net.state_dict(), tmp_path / "a.pt")
+    module = ADP(TinyNet, members=2, checkpoints=[None, str(tmp_path / "a.pt")])
+    assert same_weights(module.members[1].state_dict(), net.state_dict())
+    assert not torch.equal(module.members[0].first.weight, net.first.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"members": 1}, "members must be at least 2 to be trained jointly, got 1"),
+        ({"probs": [1.0]}, "3 members need 3 probs"),
+        ({"checkpoints": ["a.pt"]}, "checkpoints must be one per member"),
+    ],
+)
+def test_arguments_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        ADP(TinyNet, **options)
+
+
+@pytest.mark.parametrize("kind", [ADP, GAL])
+def test_labels_out_of_range(kind):
+    x, y = batch()
+    with pytest.raises(ValueError, match="labels must be 0 … 3 for 4 classes"):
+        kind(TinyNet).loss(x, y + 2)
+
+
+def test_gradients_are_per_member_and_per_image():
+    members = [TinyNet().eval(), TinyNet().eval()]
+    x, y = batch(3)
+    x.requires_grad_()
+    losses, gradients = losses_and_gradients(members, x, y)
+    for m, member in enumerate(members):
+        for b in range(3):
+            alone = x[b : b + 1].detach().requires_grad_()
+            loss = nn.functional.cross_entropy(member(alone), y[b : b + 1])
+            loss.backward()
+            torch.testing.assert_close(losses[m, b], loss)
+            torch.testing.assert_close(gradients[m, b], alone.grad.flatten())

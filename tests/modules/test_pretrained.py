@@ -1,0 +1,271 @@
+"""Trained networks become an ensemble, from Python and from the command line."""
+
+import pytest
+import torch
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_rob.defenses import Ensemble
+from lightning_rob.modules import PretrainedEnsemble
+from lightning_rob.nets import ResNet, SmallCNN, ZooNet
+from lightning_rob.rules import mean_probs, random_member
+from tests.nets.test_weights import OTHER_MEAN, OTHER_STD, dverge_state
+from tests.tiny import TinyNet, arc, pgd, recipe, records, robust_eval, run
+
+SHAPE = {"depth": 8, "widths": (4, 8, 16), "shortcut": "B"}
+CKPT = "run/version_0/checkpoints/last.ckpt"
+
+
+def same(one, other):
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def saved(folder, *nets):
+    paths = [str(folder / f"{i}.pth") for i in range(len(nets))]
+    for path, net in zip(paths, nets, strict=True):
+        torch.save(net.state_dict(), path)
+    return paths
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    """A file of three members, and the members."""
+    nets = [TinyNet() for _ in range(3)]
+    path = tmp_path / "ensemble.ckpt"
+    state = nn.ModuleDict({"members": nn.ModuleList(nets)}).state_dict()
+    torch.save({"state_dict": state, "staged": {"best": nets[0].state_dict()}}, path)
+    return nets, str(path)
+
+
+def check(module, nets, probs):
+    assert isinstance(module.defense, Ensemble)
+    assert len(module.defense.members) == len(nets)
+    assert all(same(a, b) for a, b in zip(module.defense.members, nets, strict=True))
+    assert module.defense.weights.tolist() == pytest.approx(probs)
+
+
+def test_one_factory_for_all(tmp_path):
+    nets = [TinyNet(), TinyNet()]
+    check(PretrainedEnsemble(TinyNet, saved(tmp_path, *nets), probs=[0.9, 0.1]), nets, [0.9, 0.1])
+
+
+def test_one_factory_each(tmp_path):
+    nets = [TinyNet(), SmallCNN(channels=3, classes=4), TinyNet(width=8)]
+    factories = [TinyNet, lambda: SmallCNN(channels=3, classes=4), lambda: TinyNet(width=8)]
+    module = PretrainedEnsemble(factories, saved(tmp_path, *nets), rule=mean_probs)
+    check(module, nets, [1 / 3] * 3)
+    x = torch.rand(5, 3, 8, 8)
+    by_hand = torch.stack([net.eval()(x).softmax(-1) for net in nets]).mean(0).argmax(-1)
+    assert torch.equal(module.eval().defense(x), nn.functional.one_hot(by_hand, 4).float())
+
+
+def test_all_of_one_file(numbered):
+    nets, path = numbered
+    check(PretrainedEnsemble(TinyNet, path), nets, [1 / 3] * 3)
+    check(PretrainedEnsemble([TinyNet] * 3, path, members=3), nets, [1 / 3] * 3)
+
+
+def test_the_first_of_one_file(numbered):
+    nets, path = numbered
+    check(PretrainedEnsemble(TinyNet, path, members=2, probs=[0.7, 0.3]), nets[:2], [0.7, 0.3])
+    check(PretrainedEnsemble([TinyNet] * 2, path), nets[:2], [0.5, 0.5])
+
+
+def test_members_of_several_files_by_their_prefixes(numbered, tmp_path):
+    nets, path = numbered
+    torch.save({"net": nets[0].state_dict()}, tmp_path / "one.pth")
+    paths = [path, str(tmp_path / "one.pth"), path]
+    check(
+        PretrainedEnsemble(TinyNet, paths, prefix=["members.2", None, "members.1"]),
+        [nets[2], nets[0], nets[1]],
+        [1 / 3] * 3,
+    )
+
+
+def test_a_file_of_the_authors_of_dverge(tmp_path):
+    nets = [ResNet(**SHAPE) for _ in range(3)]
+    states = [dverge_state(net.state_dict()) for net in nets]
+    torch.save({f"model{i}": s for i, s in enumerate(states)}, tmp_path / "epoch_200.pth")
+    module = PretrainedEnsemble(
+        lambda: ResNet(**SHAPE),
+        str(tmp_path / "epoch_200.pth"),
+        rename={"fc": "linear", "downsample": "shortcut"},
+        normalizer="model0.normalizer",
+    )
+    check(module, nets, [1 / 3] * 3)
+    for member in module.defense.members:
+        assert member.normalize.mean.flatten().tolist() == pytest.approx(OTHER_MEAN)
+        assert member.normalize.std.flatten().tolist() == pytest.approx(OTHER_STD)
+
+
+class Trained(nn.Linear):
+    """Comes with its weights."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        nn.init.eye_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+def test_weights_may_come_from_the_factory(tmp_path):
+    torch.save(ZooNet("squeezenet1_0", classes=4).state_dict(), tmp_path / "zoo.pth")
+    path = str(tmp_path / "zoo.pth")
+
+    def zoo():
+        return ZooNet("squeezenet1_0", classes=4, weights=path)
+
+    net = TinyNet()
+    check(
+        PretrainedEnsemble([zoo, TinyNet], [None, *saved(tmp_path, net)]), [zoo(), net], [0.5, 0.5]
+    )
+    check(PretrainedEnsemble([Trained, Trained]), [Trained(), Trained()], [0.5, 0.5])
+
+
+BAD = {
+    "random weights": ({"nets": [TinyNet, TinyNet]}, "a TinyNet has random weights"),
+    "one without": ({"checkpoints": ["FILE", None], "prefix": "members.0"}, "has random weights"),
+    "how many": ({}, "members must be said"),
+    "numbers": ({"checkpoints": ["FILE"], "members": 2}, "got 1 checkpoints, 2 members"),
+    "prefixes": ({"checkpoints": ["FILE"] * 2, "prefix": ["members.0"]}, "2 checkpoints, 1 prefix"),
+    "none": ({"nets": []}, "got 0 nets"),
+    "probs": ({"checkpoints": "FILE", "probs": [0.5, 0.5]}, r"3 members need 3 probs"),
+    "too few": (
+        {"checkpoints": "FILE", "members": 4},
+        "holds 3 members, not 4",
+    ),
+    "one prefix": ({"checkpoints": "FILE", "prefix": ["a"]}, r"one checkpoint .* got \['a'\]"),
+    "which": ({"checkpoints": ["FILE"]}, "holds several TinyNet: pass prefix="),
+    "unknown": (
+        {"checkpoints": "FILE", "prefix": "ema"},
+        "no TinyNet under 'ema': pass prefix= one of 'state_dict.members.0', 'state_dict.memb",
+    ),
+    "other": ({"nets": SmallCNN, "checkpoints": "FILE"}, "does not fit SmallCNN"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD.keys())
+def test_arguments_that_do_not_fit(options, message, numbered):
+    options, path = {"nets": TinyNet} | options, numbered[1]
+    if "checkpoints" in options:
+        given = options["checkpoints"]
+        paths = path if isinstance(given, str) else [one and path for one in given]
+        options["checkpoints"] = paths
+    with pytest.raises(ValueError, match=message):
+        PretrainedEnsemble(**options)
+
+
+def test_there_is_no_loss(numbered):
+    with pytest.raises(MisconfigurationException, match="no loss"):
+        PretrainedEnsemble(TinyNet, numbered[1]).loss(torch.rand(2, 3, 8, 8), torch.zeros(2))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A BAT run with its test, and its members' weights in files of their own."""
+    folder = tmp_path_factory.mktemp("trained")
+    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
+    callbacks = [checkpoint, robust_eval({"apgd": pgd(), "arc": arc()})]
+    run(
+        "fit",
+        "--config",
+        recipe(folder, **{"trainer__callbacks+": callbacks}),
+        "--test_after_fit=true",
+    )
+    state = torch.load(folder / CKPT, weights_only=True)["state_dict"]
+    for i in range(2):
+        start = f"members.{i}."
+        part = {n.removeprefix(start): e for n, e in state.items() if n.startswith(start)}
+        torch.save(part, folder / f"{i}.pth")
+    return folder
+
+
+def assembly(folder, **options):
+    net = {"class_path": "tests.tiny.TinyNet", "init_args": {"width": 16}}
+    model = {"class_path": "PretrainedEnsemble", "init_args": {"nets": net, **options}}
+    folder.mkdir(exist_ok=True)
+    return recipe(folder, model=model, **{"trainer__callbacks+": [robust_eval({"arc": arc()})]})
+
+
+FOUND = {
+    "numbered": lambda f: {"checkpoints": str(f / CKPT)},
+    "apart": lambda f: {"checkpoints": [str(f / "0.pth"), str(f / "1.pth")]},
+    "by prefix": lambda f: {
+        "nets": [{"class_path": "tests.tiny.TinyNet"}] * 2,
+        "checkpoints": [str(f / CKPT), str(f / CKPT)],
+        "prefix": ["members.0", "members.1"],
+    },
+}
+
+
+def outcome(folder):
+    found = [r for r in records(folder) if r["stage"] == "test" and r["name"] in ("clean", "arc")]
+    return {r["name"]: (r["accuracy"], r["n"]) for r in found}
+
+
+@pytest.mark.parametrize("where", FOUND.values(), ids=FOUND.keys())
+def test_the_command_measures_what_the_training_run_measured(trained, where, tmp_path):
+    run("test", "--config", assembly(tmp_path, probs=[0.9, 0.1], **where(trained)))
+    assert outcome(tmp_path) == outcome(trained)
+    assert len(outcome(tmp_path)) == 2
+
+
+def test_the_saved_config_repeats_the_test(trained, tmp_path):
+    run("test", "--config", assembly(tmp_path / "a", **FOUND["by prefix"](trained)))
+    config = tmp_path / "a/run/version_0/config.yaml"
+    assert yaml.safe_load(config.read_text())["model"]["init_args"]["prefix"][1] == "members.1"
+    folder = f"--trainer.logger.init_args.save_dir={tmp_path / 'b'}"
+    run("test", "--config", config, folder)
+    assert outcome(tmp_path / "b") == outcome(tmp_path / "a")
+
+
+def test_checkpoints_from_the_command_line(trained, tmp_path):
+    file = assembly(tmp_path, checkpoints=["nowhere.pth", "nowhere.pth"])
+    paths = ",".join(str(trained / f"{i}.pth") for i in range(2))
+    run("test", "--config", file, f"--model.checkpoints=[{paths}]", "--model.probs=[0.9,0.1]")
+    assert outcome(tmp_path) == outcome(trained)
+
+
+def test_validate_and_predict_work_too(trained, tmp_path):
+    file = assembly(tmp_path, checkpoints=str(trained / CKPT))
+    run("validate", "--config", file)
+    assert {r["stage"] for r in records(tmp_path)} == {"val"}
+    run("predict", "--config", file)
+    rows = (tmp_path / "run/version_0/predictions.csv").read_text().splitlines()
+    assert len(rows) == 1 + 33
+
+
+@pytest.mark.parametrize("trial", ["false", "true"])
+def test_fit_is_refused(trained, tmp_path, capsys, trial):
+    file = assembly(tmp_path, checkpoints=str(trained / CKPT))
+    with pytest.raises(SystemExit) as exit_:
+        run("fit", "--config", file, f"--trainer.fast_dev_run={trial}")
+    assert exit_.value.code == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    message = (
+        "PretrainedEnsemble has nothing to train: run lightning-rob test (or validate, predict)"
+    )
+    assert errors == [f"lightning-rob: error: {message}"]
+
+
+def test_members_are_weighted_by_their_probabilities(numbered):
+    nets, path = numbered
+    module = PretrainedEnsemble(TinyNet, path, probs=[0.5, 0.3, 0.2]).eval()
+    x = torch.rand(6, 3, 8, 8)
+    logits = torch.stack([net.eval()(x) for net in nets])
+    torch.testing.assert_close(
+        module.defense(x), random_member(logits, torch.tensor([0.5, 0.3, 0.2]))
+    )
+
+
+def test_members_whose_training_has_not_started_are_left_out(tmp_path):
+    nets = [TinyNet() for _ in range(3)]
+    path = tmp_path / "stopped.ckpt"
+    state = nn.ModuleDict({"members": nn.ModuleList(nets)}).state_dict()
+    torch.save({"state_dict": state, "staged": {"stage": 1, "best": {}}}, path)
+    members = PretrainedEnsemble(TinyNet, str(path)).defense.classifiers
+    assert len(members) == 2
+    assert all(same(one, other) for one, other in zip(members, nets, strict=False))
+    with pytest.raises(ValueError, match="holds 2 members, not 3"):
+        PretrainedEnsemble(TinyNet, str(path), members=3)

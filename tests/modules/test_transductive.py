@@ -1,0 +1,227 @@
+"""DANN and TADV as ordinary runs: the data they train on, their losses, and how they resume."""
+
+import copy
+import json
+import signal
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from torch import nn
+
+from lightning_rob.data.source_target import SourceTargetData
+from lightning_rob.defenses.tadv import half_adversarial
+from lightning_rob.modules import DANN, TADV, AdversarialTraining
+from lightning_rob.randomness import Streams
+from tests.modules.support import Spy, batch
+from tests.tiny import (
+    Blobs,
+    TinyDANN,
+    TinyNet,
+    pgd,
+    recipe,
+    records,
+    robust_eval,
+    run,
+    same_weights,
+    shell,
+    weights,
+)
+
+
+class Relabelled(Blobs):
+    """The same images with other labels."""
+
+    def source(self, train):
+        return [(x, (3 * y + 1) % 4) for x, y in super().source(train)]
+
+
+def shift(image):
+    """Brighten an image by a random amount: an augmentation that draws."""
+    return (image + 0.1 * torch.rand(3, 1, 1)).clamp(0, 1)
+
+
+class AugmentedBlobs(Blobs):
+    def default_augment(self):
+        return [shift]
+
+
+def dann(folder, target="tests.tiny.Blobs", test_size=40, **overrides):
+    init = {
+        "net": {"class_path": "tests.tiny.TinyDANN", "init_args": {"width": 8}},
+        "scale": 0.5,
+        "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+    }
+    domains = {
+        "source": {"class_path": "tests.modules.test_transductive.AugmentedBlobs"},
+        "target": {"class_path": target, "init_args": {"test_size": test_size}},
+    }
+    settings = {
+        "model": {"class_path": "lightning_rob.modules.DANN", "init_args": init},
+        "data": {
+            "class_path": "lightning_rob.data.source_target.SourceTargetData",
+            "init_args": domains,
+        },
+        "trainer__callbacks+": [],
+    }
+    folder.mkdir(exist_ok=True)
+    return recipe(folder, **settings | overrides)
+
+
+SAVE = [
+    "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: "
+    "{filename: 'at-{step}', every_n_train_steps: 2, save_top_k: -1, save_last: true}}",
+    "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: "
+    "{filename: 'end-{epoch}', save_top_k: -1}}",
+]
+FOLDER = "run/version_0/checkpoints"
+END = f"{FOLDER}/end-epoch=3.ckpt"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A run of 4 epochs of 3 steps."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run("fit", "--config", dann(folder), *SAVE)
+    return folder
+
+
+def test_dann_saves_a_plain_network(uninterrupted):
+    assert all(key.startswith("defense.net.") for key in weights(uninterrupted / END))
+
+
+@pytest.mark.parametrize(
+    ("target", "same"),
+    [
+        ({"target": "tests.modules.test_transductive.Relabelled"}, True),
+        ({"test_size": 41}, False),
+    ],
+)
+def test_the_targets_images_change_the_weights_and_its_labels_do_not(
+    uninterrupted, tmp_path, target, same
+):
+    run("fit", "--config", dann(tmp_path, **target), *SAVE)
+    assert same_weights(weights(uninterrupted / END), weights(tmp_path / END)) == same
+
+
+def test_a_killed_run_of_given_steps_resumes_with_the_same_weights(uninterrupted, tmp_path):
+    """With max_steps and a loader process, where Lightning counts epochs differently."""
+    length = ["--trainer.max_steps=12", "--trainer.max_epochs=-1", "--data.source.workers=1"]
+    args = ["--config", dann(tmp_path), *SAVE, *length]
+    kill = "--trainer.callbacks+={class_path: tests.tiny.KillAt, init_args: {step: 7}}"
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums round as in this process
+    killed = shell("fit", *args, kill, **threads)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    run("fit", *args, "--ckpt_path", tmp_path / FOLDER / "last.ckpt")
+    ends = (weights(part / FOLDER / "at-step=12.ckpt") for part in (uninterrupted, tmp_path))
+    assert same_weights(*ends)
+
+
+TWO = ["--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.max_epochs=2"]
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_processes")
+    attacked = {"trainer__callbacks+": [robust_eval({"apgd": pgd()})]}
+    done = shell("fit", "--config", dann(folder, **attacked), *TWO, *SAVE)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_two_processes_fit_dann_under_attack(two_processes):
+    found = records(two_processes)
+    assert {r["n"] for r in found} == {32}
+    assert [r["step"] for r in found if r["name"] == "apgd"] == [2, 4]  # 20 images each
+
+
+@pytest.mark.slow
+def test_two_processes_resume_with_the_same_weights(two_processes, tmp_path):
+    start = two_processes / FOLDER / "end-epoch=0.ckpt"
+    again = shell("fit", "--config", dann(tmp_path), *TWO, *SAVE, "--ckpt_path", start)
+    assert again.returncode == 0, again.stderr
+    ends = (weights(part / FOLDER / "end-epoch=1.ckpt") for part in (two_processes, tmp_path))
+    assert same_weights(*ends)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_checkpoint_of_dann_can_be_tested_without_its_recipe(uninterrupted, tmp_path):
+    logger = {"class_path": "TensorBoardLogger"} | {
+        "init_args": {"save_dir": str(tmp_path), "name": "run", "version": 0}
+    }
+    attacked = f"--trainer.callbacks+={json.dumps(robust_eval({'apgd': pgd()}))}"
+    args = ["--ckpt_path", uninterrupted / END, attacked, f"--trainer.logger={json.dumps(logger)}"]
+    run("test", *args, "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false")
+    found = {r["name"]: (r["stage"], r["n"]) for r in records(tmp_path)}
+    assert found["apgd"] == ("test", 33)
+
+
+def test_data_without_a_target_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run("fit", "--config", dann(tmp_path, data={"class_path": "tests.tiny.Blobs"}))
+    assert "DANN needs unlabelled images beside the labelled ones" in capsys.readouterr().err
+
+
+def fit(module, **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False}
+    data = SourceTargetData(Blobs(), Blobs(test_size=40))
+    Trainer(**quiet, **settings, **options).fit(module, datamodule=data)
+
+
+@pytest.mark.parametrize("length", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 9}])
+def test_the_reversal_weight_grows_over_the_run(length):
+    module, seen = DANN(TinyDANN, scale=0.3), []
+    loss = module.loss
+    module.loss = lambda x, y: seen.append(module.reversal_weight()) or loss(x, y)
+    fit(module, **length)
+    steps = [(i + epoch * 3) / 3 / 3 for epoch in range(3) for i in range(3)]
+    assert seen == pytest.approx([0.3 * (2 / (1 + np.exp(-10 * p)) - 1) for p in steps])
+
+
+def test_a_run_of_unknown_length_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"set trainer\.max_epochs or max_steps"):
+        fit(DANN(TinyDANN), max_epochs=-1)
+
+
+def test_dann_refuses_the_same_arguments_as_the_defense():
+    with pytest.raises(ValueError, match="scale must not be negative, got -1"):
+        DANN(TinyDANN, scale=-1)
+    with pytest.raises(TypeError, match="such as DANNNet: Identity has no features"):
+        DANN(nn.Identity)
+
+
+class Noted(Spy):
+    """Record the generators too."""
+
+    def __init__(self):
+        super().__init__()
+        self.generators = []
+
+    def perturb(self, defense, x, y, generator):
+        self.generators.append(generator)
+        return super().perturb(defense, x, y, generator)
+
+
+def test_the_loss_of_tadv_is_the_defenses():
+    spy, (x, y) = Noted(), batch(7)
+    module = TADV(TinyNet, spy).train()
+    twin = copy.deepcopy(module.defense)
+    module.noise = Streams.from_index(torch.arange(7), 1)
+    torch.testing.assert_close(module.loss(x, y), half_adversarial(twin, x, y, Spy()))
+    assert torch.equal(spy.generators[0].keys, Streams.from_index(torch.arange(7), 1).keys[3:])
+
+
+def test_tadv_is_adversarial_training_with_the_halves_in_the_other_order():
+    (x, y), net = batch(), TinyNet()
+    other = AdversarialTraining(lambda: net, Spy(), fraction=0.5)
+    swapped = torch.arange(8).roll(4)
+    expected = other.loss(x[swapped], y[swapped])
+    torch.testing.assert_close(TADV(lambda: net, Spy()).loss(x, y), expected)
+
+
+def test_a_fraction_out_of_range_is_refused():
+    with pytest.raises(ValueError, match=r"fraction must be in \(0, 1\], got 0"):
+        TADV(TinyNet, Spy(), fraction=0)

@@ -1,0 +1,238 @@
+"""TransformTraining: early stopping of each sub-model, resumption, and several processes."""
+
+import json
+import math
+import signal
+from itertools import pairwise
+
+import pytest
+import torch
+import yaml
+
+from lightning_rob.data.base import IndexedSubset, InMemoryImages
+from lightning_rob.data.transformed import TransformedCache
+from lightning_rob.errors import InputError
+from lightning_rob.modules import TransformTraining
+from lightning_rob.transforms.pool import pool
+from tests.tiny import TinyNet, pgd, run, same_weights, shell, weights
+from tests.tiny import recipe as bat
+
+NAMES = ["clean", "rotate_90", "noise_gaussian"]
+LAST = "run/version_0/checkpoints/last.ckpt"
+SAVED = {
+    "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "init_args": {"save_last": True, "save_top_k": -1, "filename": "end-{epoch}"},
+}
+
+
+def recipe(place, callbacks=(), trainer=None, **options):
+    place.mkdir(exist_ok=True)
+    init = {
+        "net": {"class_path": "tests.tiny.TinyNet", "init_args": {"width": 8}},
+        "transforms": NAMES,
+        "epochs": 3,
+        "patience": 1,
+        "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+    }
+    model = {"class_path": "TransformTraining", "init_args": init | options}
+    file = bat(place, model=model, **{"trainer__callbacks+": [SAVED, *callbacks]})
+    content = yaml.safe_load(file.read_text())
+    content["trainer"] |= {"max_epochs": 9} | (trainer or {})
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    return file
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run("fit", "--config", recipe(folder))
+    return folder
+
+
+def saved_state(folder):
+    return torch.load(folder / LAST, weights_only=True)["transform_training"]
+
+
+def losses(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "run/version_0")).Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("val/loss/")]
+    return {tag.removeprefix("val/loss/"): [e.value for e in events.Scalars(tag)] for tag in tags}
+
+
+def test_every_sub_model_is_trained_in_turn_and_ends_with_its_best_weights(uninterrupted):
+    found = losses(uninterrupted)
+    assert set(found) == set(NAMES)
+    assert saved_state(uninterrupted)["pending"] == []
+    model = TransformTraining(lambda: TinyNet(8), NAMES)
+    model.load_state_dict(weights(uninterrupted / LAST))
+    data = blobs()
+    for member, name in enumerate(NAMES):
+        images = TransformedCache(data.parts["val"])
+        changed = images.transformed(model.transforms[name], name, 0)
+        with torch.no_grad():
+            logits = model.members[member].eval()(changed)
+        loss = torch.nn.functional.cross_entropy(logits, images.y).item()
+        assert loss == pytest.approx(min(found[name]), rel=1e-4)
+
+
+def blobs():
+    from tests.tiny import Blobs
+
+    data = Blobs()
+    data.setup("fit")
+    return data
+
+
+def test_early_stopping_ends_a_sub_models_training(uninterrupted):
+    """With a patience of 1 all losses fall but the last, or all epochs are used."""
+    for values in losses(uninterrupted).values():
+        falling = [b < a for a, b in pairwise(values)]
+        assert all(falling[:-1])
+        assert len(values) == 3 or not falling[-1]
+
+
+@pytest.mark.parametrize("epoch", [0, 2, 3])
+def test_resuming_from_any_epoch_gives_the_same_weights(uninterrupted, tmp_path, epoch):
+    start = uninterrupted / f"run/version_0/checkpoints/end-epoch={epoch}.ckpt"
+    run("fit", "--config", recipe(tmp_path), "--ckpt_path", start)
+    assert same_weights(weights(uninterrupted / LAST), weights(tmp_path / LAST))
+
+
+def test_a_killed_run_that_is_resumed_gives_the_same_weights(uninterrupted, tmp_path):
+    kill = {"class_path": "tests.tiny.KillAt", "init_args": {"step": 22}}
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums round as in this process
+    killed = shell("fit", "--config", recipe(tmp_path, [kill]), **threads)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    run("fit", "--config", recipe(tmp_path), "--ckpt_path", tmp_path / LAST)
+    assert same_weights(weights(uninterrupted / LAST), weights(tmp_path / LAST))
+
+
+def test_a_finished_fit_trains_nothing_more(uninterrupted, tmp_path):
+    run("fit", "--config", recipe(tmp_path), "--ckpt_path", uninterrupted / LAST)
+    assert not losses(tmp_path)
+
+
+def test_finished_sub_models_in_the_folder_are_not_trained_again(tmp_path):
+    folder = str(tmp_path / "subs")
+    run("fit", "--config", recipe(tmp_path / "a", transforms=["clean", "rotate_90"], folder=folder))
+    run(
+        "fit",
+        "--config",
+        recipe(tmp_path / "b", transforms=["rotate_90", "flip_both"], folder=folder),
+    )
+    assert set(losses(tmp_path / "b")) == {"flip_both"}
+    first, second = weights(tmp_path / "a" / LAST), weights(tmp_path / "b" / LAST)
+    for key in ("first.weight", "norm.running_mean", "last.bias"):
+        assert torch.equal(first[f"members.1.{key}"], second[f"members.0.{key}"])
+    run("fit", "--config", recipe(tmp_path / "c", transforms=["clean", "flip_both"], folder=folder))
+    assert not losses(tmp_path / "c")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with one finished sub-model."""
+    place = tmp_path_factory.mktemp("finished")
+    folder = str(place / "subs")
+    run("fit", "--config", recipe(place, transforms=["clean"], folder=folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ("--data.train_size=80", "images"),
+        ("--data.labels=3", "images"),  # as many images, of other labels
+        ("--model.epochs=2", "training"),
+        ("--trainer.limit_train_batches=0.5", "training"),
+        ("--model.net.width=9", "net"),
+    ],
+)
+def test_a_sub_model_trained_otherwise_is_not_loaded(tmp_path, finished, capsys, other, difference):
+    with pytest.raises(SystemExit):
+        run("fit", "--config", recipe(tmp_path, transforms=["clean"], folder=finished), other)
+    assert f"clean.pt was trained otherwise ({difference})" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_other_transformations_is_refused(uninterrupted, tmp_path, capsys):
+    file = recipe(tmp_path, transforms=[*NAMES[1:], NAMES[0]])
+    with pytest.raises(SystemExit):
+        run("test", "--config", file, "--ckpt_path", uninterrupted / LAST)
+    assert "behind other transformations: clean, rotate_90" in capsys.readouterr().err
+
+
+def test_two_processes_train_two_at_a_time_and_both_have_all(uninterrupted, tmp_path):
+    trainer = {"strategy": "ddp", "devices": 2, "max_epochs": -1}
+    votes = {
+        "class_path": "lightning_rob.callbacks.VotingRuleEval",
+        "init_args": {"attacks": {"pgd": pgd()}},
+    }
+    done = shell("fit", "--config", recipe(tmp_path, [votes], trainer), "--test_after_fit=true")
+    assert done.returncode == 0, done.stderr
+    found = losses(tmp_path)
+    assert set(found) == set(NAMES)
+    assert len(found["clean"]) == len(found["rotate_90"])
+    # Each sub-model is trained on all images: its first epoch is that of one process.
+    assert found["clean"][0] == pytest.approx(losses(uninterrupted)["clean"][0], rel=1e-4)
+    assert saved_state(tmp_path)["processes"] == 2
+    lines = (tmp_path / "run/version_0/votes.jsonl").read_text().splitlines()
+    tested = [r for r in map(json.loads, lines) if r["stage"] == "test"]
+    assert {r["n"] for r in tested} == {33}
+    clean = [r["accuracy"] for r in tested if (r["name"], r["rule"]) == ("clean", "RD")]
+    assert clean[0] > 0.8  # a sub-model that rank 0 had not received would be right on one in four
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "message"),
+    [
+        ({"epochs": 0}, [], "epochs must be at least 1, got 0"),
+        ({"patience": 0}, [], "patience must be at least 1, got 0"),
+        ({"transforms": ["rotate_91"]}, [], "no transformation 'rotate_91', did you mean"),
+        ({}, ["--trainer.max_epochs=4"], "trainer.max_epochs must be at least 9"),
+        ({}, ["--trainer.limit_val_batches=0"], "validate after every epoch"),
+        ({}, ["--trainer.val_check_interval=0.5"], "leave trainer.check_val_every_n_epoch and"),
+    ],
+)
+def test_bad_arguments(tmp_path, options, args, message):
+    from lightning_rob.cli.lightning_cli import RobustCLI
+
+    with pytest.raises(InputError, match=message):
+        RobustCLI(["fit", "--config", str(recipe(tmp_path, **options)), *args])
+
+
+def grey(count):
+    images = torch.randint(0, 256, (count, 1, 8, 8), generator=torch.Generator().manual_seed(0))
+    return IndexedSubset(
+        InMemoryImages(images.byte(), torch.arange(count) % 4), torch.arange(count).flip(0)[2:]
+    )
+
+
+def test_images_are_transformed_once_and_kept(tmp_path):
+    part, noise = grey(20), pool()["noise_gaussian"]
+    shown, counts = TransformedCache(part, str(tmp_path)), []
+    first = shown.transformed(noise, "noise_gaussian", 0, counts.append)
+    assert sum(counts) == 18
+    counts.clear()
+    again = TransformedCache(part, str(tmp_path)).transformed(
+        noise, "noise_gaussian", 0, counts.append
+    )
+    assert torch.equal(first, again)
+    assert counts == []
+    other = shown.transformed(noise, "noise_gaussian", 1, counts.append)
+    assert sum(counts) == 18
+    assert not torch.equal(first, other)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_image_is_found_by_its_index_and_transformed_by_itself():
+    part, noise = grey(20), pool()["noise_gaussian"]
+    shown = TransformedCache(part)
+    rows = shown.positions(torch.tensor([5, 17]))
+    assert shown.index[rows].tolist() == [5, 17]
+    whole = shown.transformed(noise, "noise_gaussian", 0)
+    half = TransformedCache(IndexedSubset(part.source, part.indices[:7])).transformed(
+        noise, "noise_gaussian", 0
+    )
+    torch.testing.assert_close(whole[:7], half)
+    assert not math.isclose(float((whole - shown.x).abs().max()), 0)

@@ -1,0 +1,60 @@
+"""DANN's networks and the gradient that is reversed between their parts."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.nets.dann import DANNNet, DANNResNet18, reversed_gradient
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def count(net):
+    return sum(parameter.numel() for parameter in net.parameters())
+
+
+def test_values_pass_and_the_gradient_is_reversed():
+    x = torch.randn(4, 3, generator=generator()).requires_grad_()
+    a = torch.randn(4, 3, generator=generator(1))
+    out = reversed_gradient(x, 0.3)
+    assert torch.equal(out, x)
+    (gradient,) = torch.autograd.grad((out * a).sum(), x)
+    torch.testing.assert_close(gradient, -0.3 * a)
+
+
+def test_twice_reversed_is_the_gradient_again():
+    x = torch.randn(4, generator=generator(), dtype=torch.float64).requires_grad_()
+
+    def twice(x):
+        return reversed_gradient(reversed_gradient(x, 2.0).tanh(), 0.5)
+
+    assert torch.autograd.gradcheck(twice, x)
+
+
+def test_the_mnist_network_is_the_papers():
+    """2.74M weights: table of appendix A.4.1, with one input channel."""
+    net = DANNNet()
+    conv, linear = 9 * 128 * 128 + 128, 2048 * 256 + 256
+    encoder = (25 * 64 + 64) + 2 * 64 + (25 * 64 * 128 + 128) + 2 * 128 + 2 * (conv + 256)
+    predictor = 3 * (conv + 256) + linear + 2 * 256 + 256 * 10 + 10
+    assert count(net) == encoder + predictor + 5 * conv + linear + 256 * 2 + 2 == 2_736_780
+    assert net.normalize.mean.item() == pytest.approx(0.1307)
+    assert net.normalize.std.item() == pytest.approx(0.3015)
+    assert not [m for m in net.discriminator if isinstance(m, nn.BatchNorm2d | nn.Dropout2d)]
+    assert [m.p for m in net.modules() if isinstance(m, nn.Dropout2d)] == [0.5]
+
+
+def test_the_cifar_network_is_resnet18_in_two():
+    """The discriminator of appendix A.4.2: two BasicBlocks of 512, the first of stride 2."""
+    net = DANNResNet18()
+    blocks = 9 * (256 + 3 * 512) * 512 + 256 * 512 + 5 * 2 * 512
+    judged = count(net.discriminator) + count(net.judge)
+    assert judged == blocks + 512 * 2 + 2 == 8_394_754
+    assert count(net) - judged == 11_173_962
+    small = DANNResNet18(width=4)
+    features = small.features(torch.rand(2, 3, 32, 32))
+    assert features.shape == (2, 16, 8, 8)
+    assert small.discriminator(features).shape == (2, 32, 4, 4)
+    assert small.domain(features).shape == (2, 2)

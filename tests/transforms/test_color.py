@@ -1,0 +1,169 @@
+"""Color spaces against the standard library, scikit-image and closed forms."""
+
+import colorsys
+import math
+
+import pytest
+import torch
+from skimage import color
+
+from lightning_rob.transforms import (
+    HSV,
+    LAB,
+    XYZ,
+    YUV,
+    Gray,
+    GrayMix,
+    GrayOneChannel,
+    GrayTwoChannels,
+)
+from lightning_rob.transforms.base import soft_modulo
+from lightning_rob.transforms.color import hsv_to_rgb, rgb_to_hsv
+from tests.transforms.inputs import generator, scale_saturation, shift_hue
+
+X = torch.rand(4, 3, 9, 10, generator=generator(), dtype=torch.float64)
+NONE = torch.zeros(4, 3, dtype=torch.float64)
+
+
+def scikit(convert, x):
+    return torch.from_numpy(convert(x.permute(0, 2, 3, 1).numpy())).permute(0, 3, 1, 2)
+
+
+def test_hsv_is_that_of_the_standard_library():
+    """Saturation and value exactly, the hue after the soft modulo of eq. 15."""
+    hsv = rgb_to_hsv(X).permute(0, 2, 3, 1).reshape(-1, 3)
+    for (hue, saturation, value), rgb in zip(
+        hsv.tolist(), X.permute(0, 2, 3, 1).reshape(-1, 3).tolist(), strict=True
+    ):
+        h, s, v = colorsys.rgb_to_hsv(*rgb)
+        smooth = 2 * math.pi * float(soft_modulo(torch.tensor(h, dtype=torch.float64)))
+        assert (hue, saturation, value) == pytest.approx((smooth, s, v), abs=1e-9)
+
+
+def test_pure_colors_survive_a_round_trip():
+    """Their hue is that of an integer in the modulo, or the middle, where it changes nothing."""
+    red, cyan = [1.0, 0, 0], [0, 1.0, 1.0]
+    x = torch.tensor([red, cyan, [0.3, 0.3, 0.3], [0, 0, 0], [1, 1, 1]]).T.view(1, 3, 1, 5)
+    back = hsv_to_rgb(rgb_to_hsv(x)).clamp(0, 1)
+    assert torch.allclose(back[..., [0, 2, 3, 4]], x[..., [0, 2, 3, 4]], atol=1e-6)
+
+
+def test_back_from_hsv():
+    """As the standard library, where the place in the sector is that of the soft modulo."""
+    turns = torch.tensor([0.01, 0.2, 0.3, 0.45], dtype=torch.float64)
+    x = torch.stack([2 * math.pi * turns, 0 * turns + 0.6, 0 * turns + 0.8])
+    found = hsv_to_rgb(x.view(1, 3, 1, 4))[0, :, 0].T
+    for rgb, turn in zip(found.tolist(), turns.tolist(), strict=True):
+        sector = math.floor(6 * turn)
+        place = 6 * float(soft_modulo(torch.tensor(turn, dtype=torch.float64))) - sector
+        p, q, t = 0.8 * 0.4, 0.8 * (1 - place * 0.6), 0.8 * (1 - (1 - place) * 0.6)
+        expected = [(0.8, t, p), (q, 0.8, p), (p, 0.8, t)][sector]
+        assert rgb == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_whole_turn_of_the_hue_is_none():
+    none = torch.zeros(4, dtype=torch.float64)
+    turned = shift_hue(X, none + 2 * math.pi)
+    assert torch.allclose(turned, shift_hue(X, none), atol=1e-9)
+
+
+def test_no_saturation_is_grey():
+    y = scale_saturation(X, torch.zeros(4).double())
+    assert torch.allclose(y, X.amax(1, keepdim=True).expand_as(y))
+
+
+def test_hsv_shifts_of_grey():
+    """A grey pixel has neither hue nor saturation: only its value shifts."""
+    x = torch.rand(2, 1, 5, 5, generator=generator(1)).expand(-1, 3, -1, -1)
+    y = HSV()(x, torch.tensor([[0.1, -0.2, 0.1], [0.05, -0.5, -0.2]]))
+    expected = x + torch.tensor([0.1, -0.2]).view(2, 1, 1, 1)
+    assert torch.allclose(y, expected.clamp(0, 1), atol=1e-6)
+
+
+def test_released_hsv_loses_hues():
+    blue = torch.tensor([0.1, 0.2, 0.9]).view(1, 3, 1, 1)
+    none = torch.zeros(1, 3)
+    assert HSV()(blue, none).argmax(1) == 2
+    assert HSV(released_code=True)(blue, none)[:, 2] < 0.2
+
+
+def test_lab_shift_is_one_of_scikit_image():
+    shift = torch.tensor([[5.0, -3.0, 4.0]] * 4).double()
+    x = 0.3 + 0.4 * X
+    expected = scikit(color.lab2rgb, scikit(color.rgb2lab, x) + shift[:, :, None, None])
+    assert torch.allclose(LAB()(x, shift), expected, atol=2e-3)
+
+
+def test_released_lab_and_yuv_lose_negative_chroma():
+    green = torch.tensor([0.1, 0.8, 0.2]).view(1, 3, 1, 1)
+    none = torch.zeros(1, 3)
+    for kind in (LAB, YUV):
+        assert torch.allclose(kind()(green, none), green, atol=2e-3)
+        assert (kind(released_code=True)(green, none) - green).abs().max() > 0.3
+
+
+def test_lightness_stays_in_range():
+    white = LAB()(X, torch.tensor([[200.0, 0, 0]] * 4).double())
+    only_chroma = scikit(color.rgb2lab, X)
+    only_chroma[:, 0] = 100
+    assert torch.allclose(white, scikit(color.lab2rgb, only_chroma).clamp(0, 1), atol=2e-3)
+
+
+def test_xyz_shift_is_linear():
+    shift = torch.tensor([[0.05, -0.03, 0.02]] * 4).double()
+    x = 0.3 + 0.3 * X
+    inverse = torch.tensor(color.colorconv.rgb_from_xyz)
+    expected = x + torch.einsum("ij,bj->bi", inverse, shift)[:, :, None, None]
+    assert torch.allclose(XYZ()(x, shift), expected.clamp(0, 1), atol=1e-4)
+
+
+def test_xyz_dims_white():
+    """Z of white is 1.0888, clamped to 1: the rest of the blue's coefficient is lost."""
+    white = torch.ones(1, 3, 1, 1, dtype=torch.float64)
+    z = 0.019334 + 0.119193 + 0.950227
+    assert float(XYZ()(white, NONE[:1])[0, 2]) == pytest.approx(1 - 1.05731 * (z - 1), abs=1e-4)
+
+
+def test_yuv_shift_of_luma():
+    x = 0.3 + 0.4 * X
+    shift = torch.tensor([[0.1, 0, 0]] * 4).double()
+    assert torch.allclose(YUV()(x, shift), x + 0.1, atol=2e-3)
+
+
+SHARES = torch.tensor([[0.2, 0.3, 0.5]] * 4).double()
+GREY = 0.2 * X[:, :1] + 0.3 * X[:, 1:2] + 0.5 * X[:, 2:]
+
+
+def test_grey():
+    assert torch.allclose(Gray()(X, SHARES), GREY.expand_as(X))
+
+
+def test_grey_mix():
+    weight = torch.tensor([[0.0, 0.5, 1.0]] * 4).double()
+    expected = torch.cat([X[:, :1], (X[:, 1:2] + GREY) / 2, GREY], 1)
+    assert torch.allclose(GrayMix()(X, SHARES, weight), expected)
+
+
+def test_grey_of_two_channels_and_of_one():
+    chosen = torch.tensor([0, 1, 2, 0])
+    two, one = GrayTwoChannels()(X, SHARES, chosen), GrayOneChannel()(X, SHARES, chosen)
+    for i, k in enumerate(chosen.tolist()):
+        for c in range(3):
+            grey, own = GREY[i, 0], X[i, c]
+            assert torch.allclose(two[i, c], own if c == k else grey)
+            assert torch.allclose(one[i, c], grey if c == k else own)
+
+
+@pytest.mark.parametrize(("kind", "zeros"), [(Gray(), 0), (GrayOneChannel(), 1)])
+def test_shares_sum_to_one(kind, zeros):
+    shares = kind.sample(torch.zeros(500, 3, 1, 1), generator())[0]
+    assert torch.allclose(shares.sum(1), torch.ones(500))
+    assert ((shares == 0).sum(1) == zeros).all()
+    assert ((shares > 0).double().mean(0) > (3 - zeros) / 3 - 0.1).all()
+
+
+def test_all_three_may_be_mixed():
+    shares = GrayOneChannel(mixed=3).sample(torch.zeros(50, 3, 1, 1))[0]
+    assert (shares > 0).all()
+    with pytest.raises(ValueError, match="mixed must be 2 or 3 channels, got 1"):
+        GrayOneChannel(mixed=1)
