@@ -125,7 +125,7 @@ ALLOWED = {
     "evaluation": {"files", "randomness", "identity", "defenses", "attacks", "metrics"},
     "plots": set(),
     "tables": {"comparisons", "evaluation"},
-    "nets": {"manifest"},
+    "nets": {"files"},
     "transforms": {"randomness", "files"},
     "defenses": {"randomness", "rules", "transforms", "threat", "nets", "objectives"},
     "attacks": {
