@@ -212,13 +212,16 @@ def test_every_pass_is_augmented_afresh():
 class Recorder:
     """An attack that only records its arguments."""
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, before=None):
+        self._calls, self._before = [], before  # no arguments, so no part of its identity
 
-    def __repr__(self):
-        return "Recorder()"
+    @property
+    def calls(self):
+        return self._calls
 
     def __call__(self, defense, x, y, generator):
+        if self._before and not self._calls:
+            self._before()
         self.calls.append((defense, len(x), generator))
         return x
 
@@ -373,14 +376,10 @@ def test_what_a_killed_run_left_is_not_taken_for_whole(tmp_path, monkeypatch):
 
 
 def test_files_that_another_process_has_made_meanwhile_are_taken(tmp_path):
-    class Overtaken(Recorder):
-        def __call__(self, defense, x, y, generator):
-            if not self.calls:
-                self.calls.append(0)
-                remembered(FeatureStore(Recorder(), cache=str(tmp_path)))
-            return x
+    def overtaken():
+        remembered(FeatureStore(Recorder(), cache=str(tmp_path)))
 
-    found = remembered(FeatureStore(Overtaken(), cache=str(tmp_path)))
+    found = remembered(FeatureStore(Recorder(overtaken), cache=str(tmp_path)))
     assert len(found) == 480
     assert len(list(tmp_path.iterdir())) == 1
 
