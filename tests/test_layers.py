@@ -122,7 +122,9 @@ ALLOWED = {
     "comparisons": set(),
     "metrics": {"comparisons"},
     "identity": set(),
-    "evaluation": {"files", "randomness", "identity", "defenses", "attacks", "metrics"},
+    "evaluation": {
+        *("files", "randomness", "precision", "identity", "defenses", "attacks", "metrics"),
+    },
     "plots": set(),
     "tables": {"comparisons", "evaluation"},
     "nets": {"files"},
