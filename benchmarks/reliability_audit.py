@@ -69,7 +69,7 @@ def judged():
 
 
 def figures():
-    """Return rows for docs/reliability.md: promise, target, result."""
+    """Return rows for docs/running.md: promise, target, result."""
     right, false, broken, sound = 0, [], 0, 0
     for name, check, report, seconds in judged():
         flags = [finding.name for finding in report.flags]

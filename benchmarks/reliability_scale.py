@@ -1,4 +1,4 @@
-"""Measurements of scaling and export for `docs/reliability.md`.
+"""Measurements of scaling and export for `docs/running.md`.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/reliability_scale.py
 
@@ -43,7 +43,7 @@ def agree(name, start) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         one, two = one_and_two(Path(folder), start)
     same = sum(two.get(key) == value for key, value in one.items())
-    return (f"figures of two nodes ({name}, gloo) that equal one process's", "3/3", f"{same}/3")
+    return (f"accuracies of two nodes ({name}, gloo) that equal one process's", "3/3", f"{same}/3")
 
 
 def defenses() -> dict[str, Defense]:
@@ -78,7 +78,7 @@ def exported() -> list[Row]:
             equal += 1
             worst = max(worst, card["largest_difference"])
     total = SETS * len(kinds)
-    what = f"exported defenses that answer alike after loading (largest difference {worst:.1e})"
+    what = f"exported defenses that predict alike after loading (largest difference {worst:.1e})"
     return [(what, f"{total}/{total}", f"{equal}/{total}")]
 
 
