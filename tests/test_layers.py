@@ -29,10 +29,11 @@ LOWER = [
     "evaluation",
     "plots",
     "tables",
+    "audit",
 ]
 UPPER = {
     *("modules", "callbacks", "data", "cli", "run", "sweep", "tune", "bpda"),
-    *("audit", "monitor", "export", "commands"),
+    *("monitor", "export", "commands"),
 }
 
 
@@ -123,6 +124,10 @@ ALLOWED = {
     "metrics": {"comparisons"},
     "identity": set(),
     "evaluation": {"files", "randomness", "identity", "defenses", "attacks", "metrics"},
+    "audit": {
+        *("threat", "objectives", "randomness", "identity"),
+        *("defenses", "attacks", "metrics", "evaluation", "tables"),
+    },
     "plots": set(),
     "tables": {"comparisons", "evaluation"},
     "nets": {"manifest"},
