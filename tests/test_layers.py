@@ -123,14 +123,17 @@ ALLOWED = {
     "comparisons": set(),
     "metrics": {"comparisons"},
     "identity": set(),
-    "evaluation": {"files", "randomness", "identity", "defenses", "attacks", "metrics"},
+    "evaluation": {
+        *("files", "randomness", "precision", "identity", "defenses", "attacks", "metrics"),
+        *("threat", "objectives", "rules", "tables"),
+    },
     "audit": {
         *("threat", "objectives", "randomness", "identity"),
         *("defenses", "attacks", "metrics", "evaluation", "tables"),
     },
     "plots": set(),
     "tables": {"comparisons", "evaluation"},
-    "nets": {"manifest"},
+    "nets": {"files"},
     "transforms": {"randomness", "files"},
     "defenses": {"randomness", "rules", "transforms", "threat", "nets", "objectives"},
     "attacks": {

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -170,6 +170,11 @@ class Iterates(ActiveBatch):
     def keep_better(self, x_adv: Tensor, value: Tensor) -> None:
         """Replace the best iterates of the images whose candidate has a larger objective."""
         self.best, self.best_value = better(self.best, self.best_value, x_adv, value)
+
+
+def is_pgd(attack: Attack | None) -> TypeGuard[PGD]:
+    """Whether an attack has PGD's fields: an objective, steps, a random start."""
+    return isinstance(attack, PGD)
 
 
 def better(a: Tensor, value_a: Tensor, b: Tensor, value_b: Tensor) -> tuple[Tensor, Tensor]:
