@@ -29,10 +29,11 @@ LOWER = [
     "evaluation",
     "plots",
     "tables",
+    "audit",
 ]
 UPPER = {
     *("modules", "callbacks", "data", "cli", "run", "sweep", "tune", "bpda"),
-    *("audit", "monitor", "export", "commands"),
+    *("monitor", "export", "commands"),
 }
 
 
@@ -124,6 +125,11 @@ ALLOWED = {
     "identity": set(),
     "evaluation": {
         *("files", "randomness", "precision", "identity", "defenses", "attacks", "metrics"),
+        *("threat", "objectives", "rules", "tables"),
+    },
+    "audit": {
+        *("threat", "objectives", "randomness", "identity"),
+        *("defenses", "attacks", "metrics", "evaluation", "tables"),
     },
     "plots": set(),
     "tables": {"comparisons", "evaluation"},
