@@ -1,10 +1,10 @@
 """What a user may ask of `lightning-rob audit`; nothing heavy is imported."""
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-
-from lightning_rob.sweep.options import Arguments
+from typing import NoReturn
 
 HELP = """usage: lightning-rob audit --ckpt_path CHECKPOINT [options]
 
@@ -28,6 +28,14 @@ All other options are those of `lightning-rob test`, see there.
 Attacks plugged in with --trainer.callbacks+=callbacks/… run too, and the audit
 says whether the one made for this kind of defense is among them. It writes
 audit.json into the run's folder."""
+
+
+class Arguments(argparse.ArgumentParser):
+    """Parser that raises a ValueError for an argument that it cannot read."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise it, where argparse would end the program."""
+        raise ValueError(message)
 
 
 @dataclass(frozen=True)
