@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
+from lightning_rob.commands.thresholds import parse_thresholds, violations
 from lightning_rob.metrics import clopper_pearson, holm, mcnemar, paired, wilson
-from lightning_rob.thresholds import parse_thresholds, violations
 
 
 def bits(text):

@@ -12,6 +12,8 @@ def run(config: AuditConfig, run: Run) -> bool:
     Returns:
         Whether something severe was found and that is to be an error.
     """
+    if run.checkpoint is None:
+        raise ValueError("say whose weights: --ckpt_path CHECKPOINT")
     threat = Threat(config.norm, config.eps)
     audit = RobustAudit(
         threat, config.steps, config.queries, max_images=config.images, seed=config.seed

@@ -38,6 +38,8 @@ def run(config: ExportConfig, run: Run) -> None:
         ValueError: the defense cannot be exported.
         OSError: the file cannot be written.
     """
+    if run.checkpoint is None:
+        raise ValueError("say whose weights: --ckpt_path CHECKPOINT")
     path = config.out or Path()  # which the config has checked
     images, keys = first_images(run.data, config.images)
     try:

@@ -13,6 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning_rob.monitor import command, folder
+from lightning_rob.monitor.change import Past, alarms, drops
+from lightning_rob.monitor.command import _changes
+from lightning_rob.monitor.history import History, as_record
+from lightning_rob.monitor.options import Watch, help_text, parse
+from lightning_rob.monitor.suite import Suite
 from scipy.stats import binomtest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -21,12 +27,6 @@ from lightning_rob.cli.checkpoints import load_weights, read_checkpoint
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.commands.report import report
 from lightning_rob.metrics import holm, robust_accuracy
-from lightning_rob.monitor import command, folder
-from lightning_rob.monitor.change import Past, alarms, drops
-from lightning_rob.monitor.command import _changes
-from lightning_rob.monitor.history import History, as_record
-from lightning_rob.monitor.options import Watch, help_text, parse
-from lightning_rob.monitor.suite import Suite
 from lightning_rob.threat import Threat
 from tests.schema import checked
 from tests.tiny import arc, pgd, recipe, robust_eval, run

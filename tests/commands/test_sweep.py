@@ -8,6 +8,10 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback
+from lightning_rob.sweep.options import help_text, parse, parse_values
+from lightning_rob.sweep.outcome import Outcome
+from lightning_rob.sweep.points import Points
+from lightning_rob.sweep.variables import with_count, with_members, with_probability
 
 from lightning_rob.attacks import ARC, CW, PGD, OnMember, RandomMember, Strongest
 from lightning_rob.attacks.base import walk
@@ -18,10 +22,6 @@ from lightning_rob.defenses import Ensemble, first_member
 from lightning_rob.identity import fingerprint
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.nets import SmallCNN
-from lightning_rob.sweep.options import help_text, parse, parse_values
-from lightning_rob.sweep.outcome import Outcome
-from lightning_rob.sweep.points import Points
-from lightning_rob.sweep.variables import with_count, with_members, with_probability
 from lightning_rob.threat import Threat
 from tests.schema import checked
 from tests.tiny import TinyNet, arc, pgd, recipe, robust_eval, run, shell

@@ -1,36 +1,36 @@
-"""The attacks that every checkpoint is put to."""
+"""The suite of attacks by which all checkpoints of a run are evaluated."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback
 
 from lightning_rob.attacks import PGD, Attack, arc_suite
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.measurement import Measurement
 from lightning_rob.callbacks.robust_eval import full_defense
+from lightning_rob.commands.base import Run
+from lightning_rob.commands.scores import Scores
 from lightning_rob.evaluation.records import Result
-from lightning_rob.evaluation.results import worst_measurement, worst_over
+from lightning_rob.evaluation.results import CLEAN, WORST, worst_measurement, worst_over
 from lightning_rob.identity import attack_spec, cache_key
 from lightning_rob.objectives import ce_of_mean_logits
-from lightning_rob.sweep.points import kept
 from lightning_rob.threat import Threat
 
 STEPS, DRAWS, RESTARTS = 20, 10, 5
 ADVICE = "name the attacks: --suite callbacks/rec_suite.yaml"
 
 
-def usual(module: Any) -> RobustEval:
-    """Attacks for who names none, in the ball of the training, or else linf 8/255.
+def default_attacks(module: Any) -> dict[str, Attack]:
+    """Return attacks in the ball of the training, or else linf 8/255.
 
-    Adaptive PGD on the expected loss, on expected logits and with restarts; ARC as in the paper
-    and with two local radii where members answer by chance.
+    Adaptive PGD on the expected loss, on expected logits and with restarts; for randomized
+    ensembles ARC as in the paper and with two local radii.
 
     Raises:
-        ValueError: the defense adapts, and no attack is usual for all of those.
+        ValueError: the defense adapts, and no default attack suits all of these.
     """
     if module.defense.transductive:
         raise ValueError(
@@ -48,72 +48,64 @@ def usual(module: Any) -> RobustEval:
     }
     if module.defense.kind == "ensemble" and not threat.relative:
         attacks |= arc_suite(threat, STEPS)
-    return RobustEval(attacks, panel=0)
+    return attacks
 
 
-class Meanwhile:
-    """Does something between two groups of an evaluation, every so many seconds.
+class PeriodicAction:
+    """Calls a function at most once every so many seconds.
 
     Args:
-        act: what is done.
+        action: the function.
         every: seconds.
     """
 
-    def __init__(self, act: Callable[[], None], every: float) -> None:
-        self.act = act
+    def __init__(self, action: Callable[[], None], every: float) -> None:
+        self.action = action
         self.every = every
         self.last = time.monotonic()
 
     def __call__(self) -> None:
-        """Do it if it is time."""
+        """Call the function if it is time."""
         if time.monotonic() - self.last >= self.every:
-            self.act()
+            self.action()
             self.last = time.monotonic()
 
 
 class Suite:
-    """Evaluates the weights that the module has, without a word.
+    """Evaluates the current weights of a module, without any output.
 
     Args:
-        trainer: one process on one device.
-        module: a `RobustModule`.
-        datamodule: the images.
-        evaluations: the attacks and their targets; none takes the usual ones.
+        run: module, data and trainer of the first checkpoint.
+        evaluations: the attacks and their targets; empty for `default_attacks`.
         others: other callbacks of the trainer.
-        settings: what figures depend on beside weights and attacks.
 
     Raises:
-        ValueError: no attack on the whole defense, or several devices.
+        ValueError: no attack on the full defense, or several devices.
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        module: Any,
-        datamodule: LightningDataModule,
-        evaluations: Sequence[RobustEval],
-        others: Sequence[Callback],
-        settings: dict[str, Any],
+        self, run: Run, evaluations: Sequence[RobustEval], others: Sequence[Callback]
     ) -> None:
+        self.run, self.module = run, run.model
+        self.others = list(others)
+        trainer = run.trainer
         if trainer.world_size > 1:
             raise ValueError(f"monitor runs on one device, got {trainer.world_size}")
-        self.trainer, self.module, self.datamodule = trainer, module, datamodule
-        self.others = list(others)
-        evaluations = list(evaluations) or [usual(module)]
+        evaluations = list(evaluations) or [RobustEval(default_attacks(run.model), panel=0)]
         trainer.callbacks = [*others, *evaluations]  # type: ignore[attr-defined]
         for evaluation in evaluations:
-            evaluation.setup(trainer, module, "test")  # numbers names that are there twice
+            evaluation.setup(trainer, run.model, "test")  # renames clashing attacks
         self.evaluations = [Measurement(e.attacks, e.target, e.settings) for e in evaluations]
         if not any(evaluation.target is full_defense for evaluation in evaluations):
             raise ValueError(f"none of the attacks is on the whole defense; {ADVICE}")
-        told = [_told(evaluation) for evaluation in evaluations]
-        self.key = cache_key(evaluations=told, **settings)
+        described = [_describe(evaluation) for evaluation in evaluations]
+        self.key = cache_key(evaluations=described, **_settings(run))
 
-    def take(self, module: Any) -> None:
+    def replace_module(self, module: Any) -> None:
         """Evaluate another module from now on, by the same attacks on the same images.
 
         Raises:
-            ValueError: these attacks are none for it.
+            ValueError: these attacks are not for its defense.
         """
         before, after = (m.defense.transductive for m in (self.module, module))
         if before != after:
@@ -126,34 +118,50 @@ class Suite:
 
     @property
     def names(self) -> list[str]:
-        """The figures that there will be."""
+        """The names of the results."""
         attacks = [name for evaluation in self.evaluations for name in evaluation.attacks]
-        return ["clean", *attacks, "worst"]
+        return [CLEAN, *attacks, WORST]
 
-    def __call__(self, meanwhile: Callable[[], None]) -> list[Result]:
-        """Evaluate the current module; return its numbers, each with per-image scores."""
+    def evaluate(self, after_batch: Callable[[], None]) -> list[tuple[Result, Scores]]:
+        """Evaluate the current module.
+
+        Args:
+            after_batch: called after every group of images.
+
+        Returns:
+            Each result with its scores [N, R].
+        """
         for evaluation in self.evaluations:
-            evaluation.after_batch = meanwhile
-        self.trainer.callbacks = [*self.others, *self.evaluations]  # type: ignore[attr-defined]
-        self.trainer.test(self.module, datamodule=self.datamodule, verbose=False)
-        found: dict[str, Result] = {}
+            evaluation.after_batch = after_batch
+        trainer = self.run.trainer
+        trainer.callbacks = [*self.others, *self.evaluations]  # type: ignore[attr-defined]
+        trainer.test(self.module, datamodule=self.run.data, verbose=False)
+        found: dict[str, tuple[Result, Scores]] = {}
         full = [e.result for e in self.evaluations if e.target is full_defense and e.result]
+        # Clean images are those of the full defense, which therefore comes last.
         for evaluation in sorted(self.evaluations, key=lambda e: e.target is full_defense):
-            assert evaluation.result is not None
-            for i, name in enumerate(evaluation.result.names):
-                scores = evaluation.result.index, evaluation.result.scores[:, i]
-                found[name] = self._kept(evaluation.result.measurement(name), *scores)
+            result = evaluation.result
+            assert result is not None
+            for i, name in enumerate(result.names):
+                found[name] = result.measurement(name), (result.index, result.scores[:, i])
         worst = worst_over(full)
-        found["worst"] = self._kept(worst_measurement(full), worst.index, worst.scores)
+        found[WORST] = worst_measurement(full), (worst.index, worst.scores)
         return [found[name] for name in self.names]
 
-    def _kept(self, result: Result, images: torch.Tensor, scores: torch.Tensor) -> Result:
-        """A number with the scores that it is the mean of."""
-        return replace(result, details=result.details | kept(self.key, images, scores))
+
+def _settings(run: Run) -> dict[str, Any]:
+    """Return what results depend on beside weights and attacks."""
+    settings = run.settings()
+    # Each line has the versions: others are no reason to begin anew, nor is another recipe in the
+    # checkpoint that happens to be the first, unless the command line changes recipes.
+    del settings["versions"]
+    overrides = [list(pair) for pair in run.overrides]
+    model = settings["model"] if overrides else None
+    return settings | {"model": [type(run.model).__name__, overrides, model]}
 
 
-def _told(evaluation: RobustEval) -> dict[str, Any]:
-    """All that the numbers of an evaluation depend on."""
+def _describe(evaluation: RobustEval) -> dict[str, Any]:
+    """Return all that the results of an evaluation depend on."""
     attacks = {name: attack_spec(attack) for name, attack in evaluation.attacks.items()}
     described = {"attacks": attacks, "target": attack_spec(evaluation.target)}
     return described | evaluation.settings.asdict()

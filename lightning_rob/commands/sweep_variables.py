@@ -1,4 +1,4 @@
-"""What a value of each variable means: a change of the attack, or of what is attacked."""
+"""Variables of a sweep: how a value changes the attack, or the defense under attack."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +10,28 @@ from lightning_rob.attacks.base import init_fields, map_attacks
 from lightning_rob.defenses import Defense, Ensemble
 
 
+@dataclass(frozen=True)
+class Variable:
+    """A variable of a sweep.
+
+    Args:
+        axis: the label of the figure's axis.
+        attack: (attack, value) -> the attack with the value.
+        defense: (defense, value) -> the defense with the value.
+        field: the field that at least one attack must have.
+        optimum: the side for which a value is marked as best, "defense" or "attack"; None for no
+            mark.
+    """
+
+    axis: str
+    attack: Callable[[Attack, float], Attack] = lambda attack, _: attack
+    defense: Callable[[Defense, float], Defense] = lambda defense, _: defense
+    field: str | None = None
+    optimum: str | None = None
+
+
 def with_count(name: str) -> Callable[[Attack, float], Attack]:
-    """The change of a count, such as steps, wherever an attack has one of that name."""
+    """Return the function that sets a count, such as steps, in an attack and in all parts of it."""
 
     def changed(attack: Attack, count: float) -> Attack:
         return map_attacks(
@@ -22,9 +42,9 @@ def with_count(name: str) -> Callable[[Attack, float], Attack]:
 
 
 def with_probability(defense: Defense, p: float) -> Ensemble:
-    """The ensemble whose first member answers with probability p.
+    """Return the ensemble whose first member is drawn with probability p.
 
-    The others share the rest in proportion to what they had, equally if they had nothing.
+    The others share the rest in proportion to their probabilities, equally if all of these are 0.
 
     Raises:
         ValueError: not an ensemble of two or more.
@@ -38,10 +58,10 @@ def with_probability(defense: Defense, p: float) -> Ensemble:
 
 
 def with_members(defense: Defense, count: float) -> Ensemble:
-    """The ensemble of the first members, their probabilities scaled to sum to one.
+    """Return the ensemble of the first members, their probabilities scaled to sum to one.
 
     Raises:
-        ValueError: not an ensemble, fewer members than that, or all of them without probability.
+        ValueError: not an ensemble, fewer members than `count`, or all of them without probability.
     """
     members, probs = _ensemble(defense)
     if count > len(probs):
@@ -63,38 +83,19 @@ def _like(defense: Defense, members: list[torch.nn.Module], probs: torch.Tensor)
     return Ensemble(members, probs, defense.rule).to(defense.weights.device)
 
 
-@dataclass(frozen=True)
-class Variable:
-    """What is varied.
-
-    Args:
-        attack: (attack, value) -> the attack meant by the value.
-        defense: (defense, value) -> the defense meant by the value.
-        field: the field that at least one attack must have.
-        sought: whose best value is marked: the defense's, the attack's or nobody's.
-        axis: the label of the figure's axis.
-    """
-
-    axis: str
-    attack: Callable[[Attack, float], Attack] = lambda attack, _: attack
-    defense: Callable[[Defense, float], Defense] = lambda defense, _: defense
-    field: str | None = None
-    sought: str | None = None
-
-
 VARIABLES = {
     "probability": Variable(
-        "sampling probability of the first member", defense=with_probability, sought="defense"
+        "sampling probability of the first member", defense=with_probability, optimum="defense"
     ),
-    "members": Variable("members of the ensemble", defense=with_members, sought="defense"),
+    "members": Variable("members of the ensemble", defense=with_members, optimum="defense"),
     "eps": Variable("radius eps", attack=lambda attack, eps: attack.rescaled(eps)),
     "steps": Variable(
-        "steps of the attack", attack=with_count("steps"), field="steps", sought="attack"
+        "steps of the attack", attack=with_count("steps"), field="steps", optimum="attack"
     ),
     "neighbours": Variable(
         "neighbouring classes searched by ARC",
         attack=with_count("neighbours"),
         field="neighbours",
-        sought="attack",
+        optimum="attack",
     ),
 }
