@@ -136,4 +136,4 @@ def test_help_fits_a_screen():
 
 def test_the_plug_in_is_the_callback():
     content = yaml.safe_load((ROOT / "callbacks/audit.yaml").read_text())
-    assert content["class_path"] == "lightning_rob.callbacks.RobustAudit"
+    assert content["class_path"] == "RobustAudit"

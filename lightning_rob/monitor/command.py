@@ -15,6 +15,7 @@ from lightning.pytorch import LightningDataModule
 from lightning_rob.cli.checkpoints import load_weights, read_checkpoint
 from lightning_rob.cli.configs import read_config
 from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.cli.plugins import spell_out
 from lightning_rob.errors import Fault, InputError
 from lightning_rob.evaluation.records import SESSION, Result
 from lightning_rob.monitor.board import Board
@@ -110,7 +111,7 @@ class MonitorCommand(RobustCLI):
         # Each line has the versions: others are no reason to begin anew, nor is another recipe in
         # the checkpoint that happens to be the first, unless the command line changes recipes.
         del told["versions"]
-        changes = _changes(self.rest)
+        changes = _changes(spell_out(self.rest))
         told["model"] = [type(model).__name__, changes, told["model"] if changes else None]
         if model.defense.transductive:
             told["round"] = getattr(datamodule, "eval_batch_size", None)
