@@ -72,8 +72,8 @@ class ARC(Attack):
     Args:
         threat: the ball and the bounds; linf or l2.
         steps: iterations over all members, K in the paper.
-        step_size: radius of the local steps in pixel units, eta in the paper. The paper uses eps
-            for linf and the step size of PGD for l2.
+        step_size: radius of the local steps in pixel units, eta in the paper. None is the
+            paper's: eps for linf and the step size of PGD, eps / 4, for l2.
         neighbours: number of competing classes searched for the nearest boundary, those with the
             largest logits, G in the paper; None searches all.
         random_start: start from a random point of the ball.
@@ -94,18 +94,19 @@ class ARC(Attack):
     made_for: ClassVar[tuple[str, ...]] = ("randomized",)
     threat: Threat
     steps: int
-    step_size: float
+    step_size: float | None = None
     neighbours: int | None = None
     random_start: bool = False
     start: Attack | None = None
     early_stop: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "step_size", pixels(self.step_size))
+        if self.step_size is not None:
+            object.__setattr__(self, "step_size", pixels(self.step_size))
         for name, count in {"steps": self.steps, "neighbours": self.neighbours}.items():
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
-        if not self.step_size > 0:
+        if self.step_size is not None and not self.step_size > 0:
             raise ValueError(f"step_size must be positive, got {self.step_size}")
         if self.threat.p not in (2, float("inf")):
             raise ValueError(f"ARC is for linf and l2, not for norm {self.threat.norm}")
@@ -115,6 +116,13 @@ class ARC(Attack):
             raise ValueError(
                 f"start must be of threat {self.threat}, without random_start, got {self.start}"
             )
+
+    @property
+    def local_radius(self) -> float:
+        """Radius of the local steps in pixel units: `step_size`, or the paper's."""
+        if self.step_size is not None:
+            return self.step_size
+        return self.threat.eps / (4 if self.threat.p == 2 else 1)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
@@ -185,7 +193,7 @@ class ARC(Attack):
 
     def _length(self, w: Tensor, distance: Tensor, delta_local: Tensor, first: bool) -> Tensor:
         """Return the length [B] of the step along the direction, beta in the paper."""
-        eta = torch.full_like(distance, self.step_size)
+        eta = torch.full_like(distance, self.local_radius)
         if first:
             return eta
         # projected back onto the sphere of radius eta, the step still ends beyond the boundary
@@ -194,7 +202,7 @@ class ARC(Attack):
         return torch.where(distance < eta, beyond, eta)
 
     def _on_sphere(self, step: Tensor) -> Tensor:
-        return scale(step, self.step_size / (self.threat.size(step) + GUARD))
+        return scale(step, self.local_radius / (self.threat.size(step) + GUARD))
 
 
 def arc_suite(threat: Threat, steps: int) -> dict[str, Attack]:

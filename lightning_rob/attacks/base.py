@@ -16,7 +16,7 @@ from lightning_rob.defenses.transductive import PerImageLayer
 from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.rules import Rule
-from lightning_rob.threat import Threat
+from lightning_rob.threat import Norm, Threat
 
 
 @contextmanager
@@ -216,22 +216,28 @@ class Attack(ABC):
         """
         return [(1.0, self)]
 
-    def rescaled(self, eps: float) -> "Attack":
-        """Return the attack for another radius; its `lengths` are scaled in proportion.
+    def rescaled(self, eps: float, norm: Norm | None = None) -> "Attack":
+        """Return the attack for another radius; its `lengths` keep their share of it.
 
         Attacks among its arguments are rescaled too.
 
+        Args:
+            eps: the new radius, in pixel units.
+            norm: the new norm; None keeps that of each attack.
+
         Raises:
-            ValueError: the attack is not a dataclass, or has a length and a radius of 0.
+            ValueError: the attack is not a dataclass, is not made for the norm, or has a length
+                and a radius of 0.
         """
-        changes = _map_inner(self, lambda inner: inner.rescaled(eps))
+        changes = _map_inner(self, lambda inner: inner.rescaled(eps, norm))
         if "threat" in changes:
-            changes["threat"] = replace(self.threat, eps=eps)
+            changes["threat"] = replace(self.threat, eps=eps, norm=norm or self.threat.norm)
             if self.lengths and self.threat.eps == 0:
                 names = ", ".join(self.lengths)
                 raise ValueError(f"{names} cannot be scaled with eps: it is 0 in {self}")
             for name in self.lengths:
-                changes[name] = getattr(self, name) * (eps / self.threat.eps)
+                length = getattr(self, name)
+                changes[name] = None if length is None else length * (eps / self.threat.eps)
         return replace(self, **changes)  # type: ignore[type-var]
 
     @abstractmethod

@@ -14,7 +14,7 @@ from lightning_rob.attacks.members import Strongest
 from lightning_rob.defenses import Defense, Single, TransformEnsemble, is_transform_ensemble
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.rules import random_member
-from lightning_rob.threat import Threat
+from lightning_rob.threat import Norm, Threat, norm_order
 from lightning_rob.transforms import Transform
 
 CLOSE = 1e-6  # difference of perturbations, in pixel units, that is rounding only
@@ -189,11 +189,16 @@ class PAA(Attack):
         """The bound on each image's dissimilarity."""
         return Threat("l2", self.max_dissimilarity, self.inner.threat.bounds, relative=True)
 
-    def rescaled(self, eps: float) -> "PAA":
+    def rescaled(self, eps: float, norm: Norm | None = None) -> "PAA":
         """Return the attack for another `max_dissimilarity`; `mean_bound` scales in proportion.
 
         The inner attack, of one round, stays the same.
+
+        Raises:
+            ValueError: a norm other than l2, in which the dissimilarity is measured.
         """
+        if norm is not None and norm_order(norm) != 2:
+            raise ValueError(f"PAA bounds the l2 dissimilarity: its norm cannot be {norm!r}")
         mean = self.mean_bound
         if mean is not None:
             mean *= eps / self.max_dissimilarity

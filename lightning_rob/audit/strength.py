@@ -216,6 +216,8 @@ def _crosses_ball(attack: Attack) -> bool:
     """Return whether a search inside the attack has steps enough to cross its ball, if any has."""
     searches: list[Any] = [part for part in walk(attack) if "step_size" in part.lengths]
     return not searches or any(
-        part.steps >= FEWEST_STEPS and part.steps * part.step_size >= part.threat.eps
+        part.steps >= FEWEST_STEPS
+        # Without a step size it is ARC with the paper's, which is at least eps / 4.
+        and part.steps * (part.step_size or part.threat.eps / 4) >= part.threat.eps
         for part in searches
     )

@@ -13,7 +13,7 @@ from torchmetrics import SumMetric
 from lightning_rob.attacks import TAA, Attack, evaluating
 from lightning_rob.attacks.transform_ensemble import attackable
 from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
-from lightning_rob.callbacks.robust_eval import with_radius
+from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense, Single, is_transform_ensemble
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.protocol import evaluate_once
@@ -25,6 +25,7 @@ from lightning_rob.plots import heat_map, pixels, save
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import random_member
 from lightning_rob.tables import print_members
+from lightning_rob.threat import Norm
 
 CLEAN = "clean"  # the matrix of no attack: all its columns are the members' clean accuracies
 
@@ -50,6 +51,7 @@ class TransferMatrixEval(EvaluationCallback):
         seed: of the evaluation's noise.
         record: file in the run's folder to which each matrix is appended as a line of JSON.
         eps: radius of all attacks instead of their own, see `RobustEval`.
+        norm: norm of the attacks instead of their own, with `eps`.
         group_size: images that are attacked together; other sizes may round otherwise.
 
     Raises:
@@ -64,6 +66,7 @@ class TransferMatrixEval(EvaluationCallback):
         seed: int = 0,
         record: str = "transfer.jsonl",
         eps: float | None = None,
+        norm: Norm | None = None,
         group_size: int = GROUP_SIZE,
     ) -> None:
         if not attacks:
@@ -74,7 +77,7 @@ class TransferMatrixEval(EvaluationCallback):
             )
         settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
         super().__init__(settings, every_n_epochs)
-        self.attacks = with_radius(attacks, eps)
+        self.attacks = with_threat(attacks, eps, norm)
         self.record = record
         self.matrices: dict[str, TransferMatrix] = {}
         self.transfers: dict[str, Transferability] = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
 from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
-from lightning_rob.callbacks.robust_eval import with_radius
+from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.evaluate import at_least_one
@@ -21,6 +21,7 @@ from lightning_rob.metrics import robust_accuracy
 from lightning_rob.plots import GalleryRow, MemberPredictions, gallery, pixels, save
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import random_member
+from lightning_rob.threat import Norm
 
 # Minus the expected accuracy under the weak attack, the index, the row.
 Found = tuple[float, int, GalleryRow]
@@ -43,6 +44,7 @@ class Gallery(EvaluationCallback):
         seed: of the attacks' noise.
         name: of the files.
         eps: radius of both attacks instead of their own, see `RobustEval`.
+        norm: norm of the attacks instead of their own, with `eps`.
         group_size: images that are attacked together; other sizes may round otherwise.
 
     Raises:
@@ -59,13 +61,14 @@ class Gallery(EvaluationCallback):
         seed: int = 0,
         name: str = "gallery",
         eps: float | None = None,
+        norm: Norm | None = None,
         group_size: int = GROUP_SIZE,
     ) -> None:
         super().__init__(EvaluationSettings(seed, max_images=max_images, group_size=group_size))
         at_least_one(count=count)
         if names is not None and len(names) != 2:
             raise ValueError(f"names must be two, of the weak and the strong attack, got {names}")
-        self.weak, self.strong = with_radius({"weak": weak, "strong": strong}, eps).values()
+        self.weak, self.strong = with_threat({"weak": weak, "strong": strong}, eps, norm).values()
         self.names = names or [type(attack).__name__ for attack in (weak, strong)]
         self.count = count
         self.name = name

@@ -43,7 +43,7 @@ from lightning_rob.evaluation.records import (
 from lightning_rob.evaluation.results import CLEAN, EvaluationResult, worst_measurement
 from lightning_rob.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import print_table
-from lightning_rob.threat import pixels
+from lightning_rob.threat import Norm, pixels
 
 LONGEST_NAME = 80  # of a file, in letters, before it says how many more attacks there are
 
@@ -81,6 +81,7 @@ class RobustEval(EvaluationCallback):
         record: file in the run's folder to which each result is appended as a line of JSON.
         eps: radius of all attacks instead of their own, in pixel units; step sizes keep their
             share of it.
+        norm: norm of all attacks instead of their own, with `eps`: "l2" and 128/255.
         protocol: the rounds in which a defense that adapts is attacked; None is `RoundProtocol()`
             for such a defense, and canonical groups for any other.
         save_images: keep the perturbed images in the run's folder, without loss: PNG of those that
@@ -105,6 +106,7 @@ class RobustEval(EvaluationCallback):
         panel: int = 6,
         record: str = "robust.jsonl",
         eps: float | None = None,
+        norm: Norm | None = None,
         inferences: int = 1,
         protocol: RoundProtocol | None = None,
         save_images: bool = False,
@@ -116,7 +118,7 @@ class RobustEval(EvaluationCallback):
             seed, repeats, inferences, private_draws, max_images, group_size, protocol
         )
         super().__init__(settings, every_n_epochs)
-        self.attacks = with_radius(attacks, eps)
+        self.attacks = with_threat(attacks, eps, norm)
         self.target = target
         self.panel = panel
         self.record = record
@@ -320,11 +322,19 @@ class RobustEval(EvaluationCallback):
             print_table(" · ".join(title), rows, console_of(trainer))
 
 
-def with_radius(attacks: dict[str, Attack], eps: float | None) -> dict[str, Attack]:
-    """Return the attacks in balls of this radius; as they are if it is None."""
+def with_threat(
+    attacks: dict[str, Attack], eps: float | None, norm: Norm | None
+) -> dict[str, Attack]:
+    """Return the attacks in balls of this radius and norm; None keeps that of each attack.
+
+    Raises:
+        ValueError: a norm without a radius.
+    """
     if eps is None:
+        if norm is not None:
+            raise ValueError(f"norm {norm} needs a radius in its units: give eps too")
         return dict(attacks)
-    return {name: attack.rescaled(pixels(eps)) for name, attack in attacks.items()}
+    return {name: attack.rescaled(pixels(eps), norm) for name, attack in attacks.items()}
 
 
 def _count(dataset: Any) -> int | str:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from statistics import fmean
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_rob.attacks import TAA, Attack, evaluating
 from lightning_rob.attacks.transform_ensemble import attackable
 from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
 from lightning_rob.callbacks.progress import console_of
-from lightning_rob.callbacks.robust_eval import with_radius
+from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense, is_transform_ensemble
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.evaluate import at_least_one
@@ -25,7 +26,7 @@ from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import VOTING_RULES, Rule
 from lightning_rob.tables import CLEAN, print_votes
-from lightning_rob.threat import Threat
+from lightning_rob.threat import Norm, Threat
 from lightning_rob.transforms.pool import WORDS, chosen
 
 ALL = "all"
@@ -55,11 +56,13 @@ class VotingRuleEval(EvaluationCallback):
         max_images: attack this many images, a random choice by the seed; None attacks all.
         seed: of the evaluation's noise and of the draws.
         record: file in the run's folder to which each accuracy is appended as a line of JSON.
+        only: patterns of the names of the attacks to run, such as "cw*"; None runs all.
         eps: radius of all attacks instead of their own, see `RobustEval`.
+        norm: norm of the attacks instead of their own, with `eps`.
         group_size: images that are attacked together; other sizes may round otherwise.
 
     Raises:
-        ValueError: no attacks, one called "clean", or a count below 1.
+        ValueError: no attacks, none that `only` names, one called "clean", or a count below 1.
     """
 
     def __init__(
@@ -74,7 +77,9 @@ class VotingRuleEval(EvaluationCallback):
         max_images: int | None = None,
         seed: int = 0,
         record: str = "votes.jsonl",
+        only: list[str] | None = None,
         eps: float | None = None,
+        norm: Norm | None = None,
         group_size: int = GROUP_SIZE,
     ) -> None:
         if not attacks:
@@ -84,7 +89,7 @@ class VotingRuleEval(EvaluationCallback):
         settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
         super().__init__(settings, every_n_epochs)
         at_least_one(draws=draws)
-        self.attacks = with_radius(attacks, eps)
+        self.attacks = with_threat(_matching(attacks, only), eps, norm)
         self.rules = rules or dict(VOTING_RULES)
         self.ensembles = ensembles
         self.draws = draws
@@ -256,3 +261,13 @@ def _places(defense: Defense, names: Names, seed: int) -> list[int]:
     if not wanted:
         raise ValueError(f"no member is behind {names}, there are {', '.join(defense.names)}")
     return [defense.place(name) for name in dict.fromkeys(wanted)]
+
+
+def _matching(attacks: dict[str, Attack], only: list[str] | None) -> dict[str, Attack]:
+    """Return the attacks whose names match one of the patterns; all without patterns."""
+    if only is None:
+        return attacks
+    found = {k: v for k, v in attacks.items() if any(fnmatchcase(k, part) for part in only)}
+    if not found:
+        raise ValueError(f"no attack is called {', '.join(only)}: {', '.join(attacks)}")
+    return found

@@ -13,6 +13,7 @@ from typing import Any
 import jsonargparse
 import yaml
 
+from lightning_rob.cli import plugins
 from lightning_rob.cli.configs import config_files, read_config
 from lightning_rob.cli.lightning_cli import USER_ERRORS, Parser, RobustCLI
 from lightning_rob.cli.options import spell_out
@@ -43,7 +44,7 @@ def run_command(name: str, args: Sequence[str]) -> None:
     try:
         if not args:
             CONFIGS[name]()  # raises an error that names the missing option
-        runners[CONFIGS[name].receives](name, args)
+        runners[CONFIGS[name].receives](name, plugins.spell_out(args))
     except USER_ERRORS as error:
         raise InputError(str(error)) from error
 

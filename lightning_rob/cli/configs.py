@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from lightning_rob.cli.plugins import find_recipe
 from lightning_rob.commands.checkpoints import config_in_checkpoint
 from lightning_rob.errors import InputError
 from lightning_rob.safe_yaml import load
@@ -35,7 +36,7 @@ def check_configs(args: Sequence[str]) -> None:
     if any(re.match(r"--trainer\.callbacks(=|$)", arg) for arg in args):
         raise InputError("write --trainer.callbacks+=…: without + it drops those before it")
     for path in config_files(args):
-        content = read_config(path) if "\n" not in path and Path(path).exists() else {}
+        content = read_config(path) if find_recipe(path) else {}
         if "callbacks" in content or "callbacks" in (content.get("trainer") or {}):
             raise InputError(
                 f"{path}: write `callbacks+:` under `trainer:`; "
@@ -46,11 +47,14 @@ def check_configs(args: Sequence[str]) -> None:
 def read_config(path: str) -> dict[str, Any]:
     """Return the content of a configuration file.
 
+    Args:
+        path: its path, or the short name of a shipped one.
+
     Raises:
         InputError: it cannot be read, or is not a mapping.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = (find_recipe(path) or Path(path)).read_text(encoding="utf-8")
         content = load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read as a configuration file: {error}") from error

@@ -8,12 +8,12 @@ SUMMARIES = {
 }
 USAGES = {"fit": "--config RECIPE"}
 COMMON = """\
-  --config FILE               a recipe or mix-in; several lie over each other
+  --config FILE               a recipe or mix-in: demo, or a file; later ones override
   --ckpt_path FILE            {checkpoint}
   --model.NAME=V              change the recipe, as in --model.attack.steps=20
   --data.NAME=V               the same for the data: --data.eval_batch_size=200"""
 ATTACKS = """\
-  --trainer.callbacks+=FILE   plug in attacks and others: callbacks/arc.yaml"""
+  --trainer.callbacks+=FILE   plug in attacks and others: arc, or a file of yours"""
 TRAINER = """\
   --trainer.accelerator=NAME  cpu, gpu, auto; and .devices=N .num_nodes=N
   --seed_everything=N         of all randomness, in training and prediction (0)"""
@@ -35,17 +35,17 @@ SAFETY = """\
   --allow-import PREFIX       let class_path name classes of another package"""
 EXAMPLES = {
     "fit": """\
-  lightning-rob fit --config configs/demo.yaml
-  lightning-rob fit --config configs/bat_cifar10_resnet20_linf.yaml \\
-      --trainer.callbacks+=callbacks/arc.yaml --model.attack.threat.eps=4/255""",
+  lightning-rob fit --config demo
+  lightning-rob fit --config bat_cifar10_resnet20_linf \\
+      --trainer.callbacks+=arc --model.attack.threat.eps=4/255""",
     "validate": """\
   lightning-rob validate --ckpt_path last.ckpt \\
-      --trainer.callbacks+=callbacks/pgd.yaml""",
+      --trainer.callbacks+=pgd""",
     "test": """\
   lightning-rob test --ckpt_path last.ckpt \\
-      --trainer.callbacks+=callbacks/rec_suite.yaml
+      --trainer.callbacks+=rec_suite
   lightning-rob test --ckpt_path last.ckpt --fail-under robust/worst=0.40 \\
-      --trainer.callbacks+=callbacks/arc.yaml --data.eval_batch_size=200""",
+      --trainer.callbacks+=arc --data.eval_batch_size=200""",
     "predict": """\
   lightning-rob predict --ckpt_path last.ckpt --data.eval_batch_size=200""",
 }

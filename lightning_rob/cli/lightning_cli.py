@@ -24,6 +24,7 @@ from lightning_rob.cli.errors import (
     shorten_jsonargparse_error,
     shorten_state_dict_error,
 )
+from lightning_rob.cli.plugins import expand_recipe, spell_out
 from lightning_rob.cli.trust import install
 from lightning_rob.commands.base import write_config
 from lightning_rob.commands.checkpoints import RECIPE
@@ -54,6 +55,10 @@ class Parser(LightningArgumentParser):
         except ValueError as error:
             raise InputError(str(error)) from error
         super().__init__(*args, **options)
+
+    def parse_string(self, content: str, *args: Any, **options: Any) -> Any:
+        """Parse a recipe; jsonargparse calls it in the recipe's folder."""
+        return super().parse_string(expand_recipe(content, Path.cwd()), *args, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise InputError with the innermost reason first."""
@@ -95,6 +100,7 @@ class RobustCLI(LightningCLI):
     """
 
     def __init__(self, args: Sequence[str], run: bool = True) -> None:
+        args = spell_out(args)
         check_configs(args)
         self.checkpoint_io = SafeCheckpointIO()
         supervised = supervised_processes(self._launched_ranks, self._rank_timeout)

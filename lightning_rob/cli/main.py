@@ -33,9 +33,9 @@ commands:
 {commands}
 
 A run is described by recipes and by callbacks that are plugged in:
-  lightning-rob fit --config configs/demo.yaml
-  lightning-rob fit --config configs/demo.yaml --trainer.callbacks+=callbacks/arc.yaml
-  lightning-rob test --ckpt_path last.ckpt --trainer.callbacks+=callbacks/rec_suite.yaml
+  lightning-rob fit --config demo
+  lightning-rob fit --config demo --trainer.callbacks+=arc
+  lightning-rob test --ckpt_path last.ckpt --trainer.callbacks+=rec_suite
 
   lightning-rob COMMAND --help              what matters; --help all for every option
   lightning-rob COMMAND --model.help BAT    the options of a class

@@ -25,7 +25,7 @@ class TuneConfig:
 
     The search is Bayesian optimization: Gaussian process, upper confidence bound.
 
-      lightning-rob tune --config configs/rt_digits.yaml --space configs/tune_digits.yaml
+      lightning-rob tune --config rt_digits --space configs/spaces/tune_digits.yaml
       lightning-rob fit --config tuning/rt_digits/best.yaml
 
     Trial 0 has the recipe's own values. The same command again resumes the search.
@@ -66,7 +66,9 @@ class TuneConfig:
 
     def __post_init__(self) -> None:
         if self.space is None:
-            raise ValueError("say what to search: --space FILE, such as configs/tune_digits.yaml")
+            raise ValueError(
+                "say what to search: --space FILE, such as configs/spaces/tune_digits.yaml"
+            )
         if self.concurrent is not None and (not self.ray or self.concurrent < 1):
             raise ValueError(f"--concurrent needs --ray and at least 1, got {self.concurrent}")
 

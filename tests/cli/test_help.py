@@ -9,6 +9,7 @@ from dataclasses import fields
 import pytest
 
 from lightning_rob.cli import COMMANDS, main
+from lightning_rob.cli.plugins import find, find_recipe
 from lightning_rob.commands.configs import CONFIGS
 from tests.tiny import ROOT
 
@@ -64,9 +65,11 @@ def test_h_after_other_options(pages, command, capsys):
 
 def test_examples_name_existing_recipes_and_callbacks(pages):
     text = "\n".join(page for page, *_ in pages.values())
-    named = set(re.findall(r"\b(?:configs|callbacks)/[\w.]+\.yaml", text))
-    assert len(named) > 3
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    recipes = set(re.findall(r"--config (\w+)(?![\w/])", text)) - {"FILE", "RECIPE"}
+    plugins = set(re.findall(r"callbacks\+=([a-z]\w+)", text))
+    assert recipes and len(plugins) > 2
+    assert [name for name in recipes if not find_recipe(name)] == []
+    assert [name for name in plugins if not find(name, "callbacks")] == []
 
 
 def test_every_option_of_the_short_page_exists(pages, capsys):

@@ -135,4 +135,4 @@ def test_the_command_line_is_checked_before_anything_is_built(trained, capsys):
 
 def test_the_plug_in_is_the_callback():
     content = yaml.safe_load((ROOT / "callbacks/audit.yaml").read_text())
-    assert content["class_path"] == "lightning_rob.callbacks.RobustAudit"
+    assert content["class_path"] == "RobustAudit"

@@ -143,7 +143,7 @@ def _attack_rows(name: str, on: str, attack: Spec) -> Iterator[list[Cell | str]]
     """Yield a row for an attack and for each attack inside it."""
     threat, own = arguments(threat_of(attack)), arguments(attack)
     pairs = ((threat, "norm"), (threat, "eps"), (own, "steps"), (own, "step_size"))
-    shown = [short(found[key]) if key in found else NONE for found, key in pairs]
+    shown = [short(v) if (v := found.get(key)) is not None else NONE for found, key in pairs]
     yield [name, on, class_name(attack.get("class_path")), *shown, other_arguments(attack)]
     for i, part in enumerate(inner_attacks(attack), start=1):
         yield from _attack_rows(f"{name}, part {i}", on, part)

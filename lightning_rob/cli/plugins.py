@@ -1,0 +1,184 @@
+"""Recipes and plug-ins by short name, and suites: plug-in files that list other plug-ins."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import lightning_rob
+from lightning_rob.errors import InputError
+from lightning_rob.safe_yaml import load
+
+PLUG = re.compile(r"(--trainer\.callbacks\+)(?:=(.*))?", flags=re.S)
+RECIPE_OPTION = re.compile(r"(--config|-c)(?:=(.*))?", flags=re.S)
+
+
+def shipped_folder() -> Path:
+    """Return the folder that holds `configs` and `callbacks`, in a wheel and in a checkout."""
+    package = Path(lightning_rob.__file__).parent
+    inside = package / "shipped"
+    return inside if inside.is_dir() else package.parent
+
+
+def find(name: str, *kinds: str, folder: Path | None = None) -> Path | None:
+    """Return the file of a path or, if there is none, the shipped one of this short name.
+
+    Args:
+        name: a path, or a short name such as "arc".
+        kinds: shipped folders to search in order, such as "callbacks".
+        folder: folder that paths are relative to; None is the current one.
+    """
+    if len(name) > 255 or "\0" in name:  # YAML text instead of a name
+        return None
+    path = (folder or Path()) / name
+    if path.is_file():
+        return path
+    if re.fullmatch(r"\w+", name):
+        files = (shipped_folder() / kind / f"{name}.yaml" for kind in kinds)
+        return next((file for file in files if file.is_file()), None)
+    return None
+
+
+def find_recipe(name: str) -> Path | None:
+    """Return the file of a recipe or mix-in given by path or short name; None without one."""
+    return find(name, "configs", "configs/mixins")
+
+
+def spell_out(args: Sequence[str]) -> list[str]:
+    """Replace short names of recipes and plug-ins by files, and suites by their callbacks.
+
+    Raises:
+        InputError: a plug-in file is missing, unreadable, or lists itself.
+    """
+    spelled: list[str] = []
+    option = None
+    for arg in args:
+        if option:
+            spelled.append(_value(option, arg))
+            option = None
+            continue
+        found = PLUG.fullmatch(arg) or RECIPE_OPTION.fullmatch(arg)
+        if found and found[2] is not None:
+            arg = f"{found[1]}={_value(found[1], found[2])}"
+        elif found:
+            option = found[1]
+        spelled.append(arg)
+    return spelled
+
+
+def _value(option: str, value: str) -> str:
+    """Return the value of a `--config` or `--trainer.callbacks+` with its names spelled out."""
+    if RECIPE_OPTION.fullmatch(option):
+        return str(find_recipe(value) or value)
+    entry = load(value) if value.startswith(("{", "[")) else value
+    found = expand(entry, Path())
+    if found == [entry]:
+        return value
+    return found[0] if isinstance(found[0], str) and len(found) == 1 else json.dumps(found)
+
+
+def expand_recipe(text: str, folder: Path) -> str:
+    """Return a recipe with the plug-ins under `callbacks+:` spelled out.
+
+    Args:
+        text: a recipe as YAML.
+        folder: folder that paths are relative to.
+
+    Raises:
+        InputError: a plug-in file is missing, unreadable, or lists itself.
+    """
+    content = load(text)
+    trainer = content.get("trainer") if isinstance(content, dict) else None
+    if not isinstance(trainer, dict) or not trainer.get("callbacks+"):
+        return text
+    entries = trainer["callbacks+"]
+    found = expand(entries, folder)
+    if found == entries:
+        return text
+    return str(yaml.safe_dump(content | {"trainer": trainer | {"callbacks+": found}}))
+
+
+def expand(entry: Any, folder: Path, opened: tuple[Path, ...] = ()) -> list[Any]:
+    """Return the callbacks that an entry of `callbacks+:`, or a list of entries, stands for.
+
+    Args:
+        entry: path or short name of a plug-in file, {name: options} to change options of its
+            callbacks, a callback itself, or a list of such entries.
+        folder: folder that paths are relative to.
+        opened: the files that list the entry, outermost first.
+
+    Returns:
+        Callbacks; a file of a single callback, or a class, stays a text.
+
+    Raises:
+        InputError: a file is missing, unreadable, or lists itself.
+    """
+    if isinstance(entry, list):
+        return [callback for part in entry for callback in expand(part, folder, opened)]
+    if isinstance(entry, str):
+        file = find(entry, "callbacks", folder=folder)
+        if file is None:
+            if opened and ("/" in entry or entry.endswith(".yaml")):
+                raise InputError(f"{opened[-1]}: there is no file {entry}")
+            return [entry]
+        content = _read(file.resolve(), opened)
+        return content if isinstance(content, list) else [str(file.resolve())]
+    if isinstance(entry, dict) and "class_path" not in entry and len(entry) == 1:
+        ((name, options),) = entry.items()
+        if isinstance(options, dict) and isinstance(name, str):
+            callbacks = _loaded(expand(name, folder, opened), opened)
+            return [_with_options(callback, options) for callback in callbacks]
+    return [entry]
+
+
+def _read(file: Path, opened: tuple[Path, ...]) -> Any:
+    """Return the content of a plug-in file; that of a suite with its plug-ins spelled out."""
+    if file in opened:
+        circle = " -> ".join(path.name for path in (*opened, file))
+        raise InputError(f"a plug-in file lists itself: {circle}")
+    try:
+        content = load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read as a plug-in: {error}") from error
+    except (InputError, yaml.YAMLError) as error:
+        raise InputError(f"{file}: {str(error).removeprefix('YAML: ')}") from error
+    if not isinstance(content, list):
+        return content
+    opened = (*opened, file)
+    return _joined(_loaded(expand(content, file.parent, opened), opened), file)
+
+
+def _loaded(callbacks: list[Any], opened: tuple[Path, ...]) -> list[dict[str, Any]]:
+    """Return callbacks as mappings: files are read, classes have no options."""
+    found = []
+    for callback in callbacks:
+        if isinstance(callback, str):
+            file = Path(callback)
+            callback = _read(file, opened) if file.is_absolute() else {"class_path": callback}
+        if not isinstance(callback, dict) or "class_path" not in callback:
+            raise InputError(f"a plug-in must be a callback with class_path, got {callback!r:.60}")
+        found.append(callback)
+    return found
+
+
+def _with_options(callback: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    return callback | {"init_args": {**(callback.get("init_args") or {}), **options}}
+
+
+def _joined(callbacks: list[dict[str, Any]], file: Path) -> list[dict[str, Any]]:
+    """Join callbacks that differ in their attacks alone, so that a suite is one evaluation."""
+    joined: list[dict[str, Any]] = []
+    for callback in callbacks:
+        attacks = callback.get("init_args", {}).get("attacks") or {}
+        empty = _with_options(callback, {"attacks": {}})
+        same = (one for one in joined if _with_options(one, {"attacks": {}}) == empty)
+        if not attacks or (other := next(same, None)) is None:
+            joined.append(_with_options(callback, {"attacks": dict(attacks)} if attacks else {}))
+            continue
+        for name, attack in attacks.items():
+            if other["init_args"]["attacks"].setdefault(name, attack) != attack:
+                raise InputError(f"{file}: two attacks are called {name!r}")
+    return joined

@@ -1,0 +1,107 @@
+"""Recipes and plug-ins are found by short name; suites list other plug-ins."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_rob
+from lightning_rob.attacks import PGD
+from lightning_rob.callbacks import RobustEval
+from lightning_rob.cli.plugins import expand, find, find_recipe, spell_out
+from lightning_rob.errors import InputError
+from lightning_rob.safe_yaml import parse_fractions
+from lightning_rob.threat import Threat
+from tests.tiny import ROOT, arc, pgd
+from tests.tiny import robust_eval as with_fractions
+
+
+def robust_eval(attacks, **options):
+    return parse_fractions(with_fractions(attacks, **options))
+
+
+def put(folder, name, content):
+    (folder / name).write_text(yaml.safe_dump(content))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path, "one.yaml", robust_eval({"pgd": pgd()}))
+    put(tmp_path, "two.yaml", robust_eval({"arc": arc()}))
+    put(tmp_path, "ten.yaml", robust_eval({"arc10": arc()}, max_images=10))
+    return tmp_path
+
+
+def test_a_file_in_the_current_folder_comes_before_a_shipped_one(folder):
+    assert find_recipe("demo") == ROOT / "configs/demo.yaml"
+    assert find_recipe("ddp") == ROOT / "configs/mixins/ddp.yaml"
+    assert find("arc", "callbacks") == ROOT / "callbacks/arc.yaml"
+    assert find("no_such_file", "callbacks") is None
+    assert find("../callbacks/arc", "configs") is None
+    put(folder, "arc", [])
+    assert find("arc", "callbacks") == Path("arc")
+
+
+def test_command_line(folder):
+    args = ["fit", "--config", "demo", "--config=ddp", "--trainer.callbacks+=arc", "--x=arc"]
+    files = [str(ROOT / name) for name in ("configs/demo.yaml", "configs/mixins/ddp.yaml")]
+    plugged = f"--trainer.callbacks+={ROOT}/callbacks/arc.yaml"
+    expected = ["fit", "--config", files[0], f"--config={files[1]}", plugged, "--x=arc"]
+    assert spell_out(args) == expected
+    assert spell_out(["--config", "a: 1\nb: 2"]) == ["--config", "a: 1\nb: 2"]
+    same = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks+", "{class_path: Timer}"]
+    assert spell_out(same) == same
+
+
+def test_a_wheel_has_recipes_and_plugins_inside_the_package(folder, monkeypatch):
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    included = table["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    for kind, place in included.items():
+        (folder / place).mkdir(parents=True)
+        assert (ROOT / kind).is_dir()
+    monkeypatch.setattr(lightning_rob, "__file__", str(folder / "lightning_rob/__init__.py"))
+    put(folder, "lightning_rob/shipped/callbacks/arc.yaml", robust_eval({"arc": arc()}))
+    put(folder, "lightning_rob/shipped/configs/demo.yaml", {})
+    assert find("arc", "callbacks") == folder / included["callbacks"] / "arc.yaml"
+    assert find_recipe("demo") == folder / included["configs"] / "demo.yaml"
+
+
+def test_a_suite_joins_callbacks_that_differ_in_attacks_alone(folder):
+    put(folder, "suite.yaml", ["one.yaml", "ten.yaml", "two.yaml", robust_eval({"more": pgd()})])
+    joined, ten = expand("suite.yaml", folder)
+    assert joined == robust_eval({"pgd": pgd(), "arc": arc(), "more": pgd()})
+    assert ten == robust_eval({"arc10": arc()}, max_images=10)
+    put(folder, "suites.yaml", ["suite.yaml", "one.yaml", "ModelCheckpoint"])
+    other = {"class_path": "ModelCheckpoint", "init_args": {}}
+    assert expand("suites.yaml", folder) == [joined, ten, other]
+
+
+def test_options_of_a_plugin(folder):
+    options = {"norm": "l2", "eps": 0.5}
+    assert expand([{"one.yaml": options}], folder) == [robust_eval({"pgd": pgd()}, **options)]
+    assert expand(["one.yaml"], folder) == [str(folder / "one.yaml")]
+
+
+@pytest.mark.parametrize(
+    ("suite", "message"),
+    [
+        (["one.yaml", "no.yaml"], "suite.yaml: there is no file no.yaml"),
+        (["again.yaml"], r"lists itself: suite\.yaml -> again\.yaml -> suite\.yaml"),
+        (["one.yaml", robust_eval({"pgd": arc()})], "two attacks are called 'pgd'"),
+        ([3], "must be a callback with class_path, got 3"),
+        (["broken.yaml"], r"broken\.yaml: "),
+    ],
+)
+def test_refused_suites(folder, suite, message):
+    put(folder, "suite.yaml", suite)
+    put(folder, "again.yaml", ["suite.yaml"])
+    (folder / "broken.yaml").write_text("a: [")
+    with pytest.raises(InputError, match=message):
+        expand("suite.yaml", folder)
+
+
+def test_a_norm_needs_a_radius():
+    with pytest.raises(ValueError, match="norm l2 needs a radius in its units: give eps too"):
+        RobustEval({"pgd": PGD(Threat(), 1, 0.1)}, norm="l2")
