@@ -72,7 +72,7 @@ def parse_records(command: str, args: Sequence[str]) -> Any:
 def spell_out(args: Sequence[str], config: type[CommandConfig]) -> list[str]:
     """Write a command's own options as jsonargparse needs them, and leave the others.
 
-    `--flag` becomes `--flag=true`, a repeatable `--name VALUE` becomes `--name+=VALUE`, and any
+    `--flag` becomes `--flag=true`, `--name VALUE` of a list becomes `--name+=VALUE`, and any
     other `--name VALUE` becomes `--name=VALUE`, so that the value may begin with a minus sign.
     """
     kinds = get_type_hints(config)

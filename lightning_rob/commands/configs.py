@@ -299,9 +299,9 @@ class MonitorConfig:
 
     Args:
         run: folder of a run, or of its checkpoints; also without --run, as first argument
-        suite: attacks such as callbacks/rec_suite.yaml, repeatable; else adaptive PGD and ARC
+        suite: attacks such as callbacks/rec_suite.yaml, one each time; else adaptive PGD and ARC
             in the ball of the training
-        alarm: alarm below an accuracy, robust/worst=0.40,acc=0.80; repeatable
+        alarm: alarm below an accuracy, robust/worst=0.40,acc=0.80
         drop: alarm when worst is below the last or the best checkpoint's, with p below
             this level; significant is 0.05
         stop_at_alarm: end with the first alarm

@@ -68,7 +68,7 @@ class SweepTable:
         return [value for value, a in found.items() if a == (high if optimum == "defense" else low)]
 
     def sentence(self) -> str:
-        """Return the answer to `--best`; empty without that option."""
+        """Return the sentence that `--best` asks for; empty without that option."""
         name = self.config.best
         if name is None:
             return ""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_rob.commands.record_configs import CompareConfig, parse
+from lightning_rob.cli.options import parse_records
 from lightning_rob.evaluation.per_image import BatchOutcome, PerImageResults, write_result_file
 from tests.tiny import run
 
@@ -73,7 +73,7 @@ def test_an_ensemble_is_compared_with_its_first_member(tmp_path, capsys):
 )
 def test_what_cannot_be_compared(args, reason):
     with pytest.raises(ValueError, match=reason):
-        parse(CompareConfig, args)
+        parse_records("compare", args)
 
 
 def test_errors_are_one_line(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The command `monitor`: none twice, none missed, the images by name, alarms."""
+"""The command `monitor`: no checkpoint twice, none missed, the images by name, alarms."""
 
 import json
 import os
@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning_rob.monitor import command, folder
-from lightning_rob.monitor.change import Past, alarms, drops
-from lightning_rob.monitor.command import _changes
-from lightning_rob.monitor.history import History, as_record
-from lightning_rob.monitor.options import Watch, help_text, parse
-from lightning_rob.monitor.suite import Suite
 from scipy.stats import binomtest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rob.attacks import ARC, PGD
-from lightning_rob.cli.checkpoints import load_weights, read_checkpoint
+from lightning_rob.cli.commands import model_overrides
 from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
+from lightning_rob.commands.configs import MonitorConfig
+from lightning_rob.commands.monitor import folder, watcher
+from lightning_rob.commands.monitor.comparison import CheckpointResults, alarms, drops
+from lightning_rob.commands.monitor.history import History, as_record
+from lightning_rob.commands.monitor.suite import Suite
 from lightning_rob.commands.report import report
 from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
@@ -168,7 +168,7 @@ def test_figures_and_images_are_those_of_direct_calls(trained, watched, put, cap
 def past(step, right, count=40):
     scores = torch.zeros(count, dtype=torch.float64)
     scores[right] = 1.0
-    return Past(
+    return CheckpointResults(
         f"{step}.ckpt", step, {"worst": float(scores.mean())}, (torch.arange(count), scores)
     )
 
@@ -185,7 +185,7 @@ def test_drops_are_judged_by_p_adjusted_over_the_last_and_the_best():
     assert best.p_adjusted == pytest.approx(2 * p["last"])  # of three: 3 / 32, and not below last's
     assert {last.test, best.test} == {"McNemar, Holm over 2 comparisons"}
     for level, count in ((0.07, 0), (0.2, 2)):  # p of last is 0.0625, and is no alarm at 0.07
-        told = alarms(Watch(Path(), Path(), level=level), now, [last, best])
+        told = alarms(MonitorConfig(Path(), drop=level), now, [last, best])
         assert len(told) == count
     assert told[0] == (
         "robust/worst fell from 72.5% (last: 3.ckpt) to 60.0%, p = 0.12 "
@@ -413,7 +413,7 @@ def test_following_it_finds_what_comes_and_what_is_overwritten(trained, watched,
         lambda: put(EPOCHS[3]),
         end.touch,
     ]
-    monkeypatch.setattr(command.time, "sleep", lambda _: happens.pop(0)())
+    monkeypatch.setattr(watcher.time, "sleep", lambda _: happens.pop(0)())
     assert monitor(trained, watched, "--until", end) == 0
     assert not happens
     assert evaluated(watched) == ["last.ckpt", "last.ckpt", EPOCHS[3]]
@@ -426,7 +426,7 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
     trained, watched, put, monkeypatch, capsys
 ):
     monkeypatch.setattr(folder, "SETTLE", 0.0)
-    monkeypatch.setattr(command.time, "sleep", lambda _: None)
+    monkeypatch.setattr(watcher.time, "sleep", lambda _: None)
     place = watched / "checkpoints"
     for name in (EPOCHS[0], EPOCHS[1], EPOCHS[2]):
         put(name)
@@ -459,14 +459,14 @@ def test_one_that_goes_before_its_turn_is_named_as_missed(
 ):
     for name in EPOCHS[:3]:
         put(name)
-    evaluate = Suite.__call__
+    evaluate = Suite.evaluate
 
     def and_delete(suite, meanwhile):
         for name in EPOCHS[:2]:  # the one that is being evaluated, and one that waits
             (watched / "checkpoints" / name).unlink(missing_ok=True)
         return evaluate(suite, meanwhile)
 
-    monkeypatch.setattr(Suite, "__call__", and_delete)
+    monkeypatch.setattr(Suite, "evaluate", and_delete)
     assert monitor(trained, watched, "--once", "--every=0.001") == 0
     assert evaluated(watched) == [EPOCHS[0], EPOCHS[2]]
     assert [e["checkpoint"] for e in events(watched, "missed")] == [f"checkpoints/{EPOCHS[1]}"]
@@ -637,12 +637,6 @@ def test_the_report_shows_the_curve(trained, watched, put):
     assert changes != holm(changes)
 
 
-def test_help_fits_a_screen():
-    text = help_text().splitlines()
-    assert len(text) <= 24
-    assert max(map(len, text)) <= 80
-
-
 BAD = {
     "say first which run": ["--once"],
     "no folder": ["nowhere", "--once"],
@@ -670,10 +664,27 @@ def test_an_alarm_on_a_figure_that_is_not_measured(trained, watched, put, capsys
     put(EPOCHS[0])
     assert monitor(trained, watched, "--once", "--alarm=robust/pgd=0.4") == 2
     assert "no figure robust/pgd" in capsys.readouterr().err
-    assert parse([str(watched), "--drop=significant"])[0].level == 0.05
-    assert parse([str(watched / "checkpoints")])[0].folder == watched
+    assert MonitorConfig(watched, drop="significant").level == 0.05
+    assert MonitorConfig(watched / "checkpoints").folder == watched
 
 
-def test_options_of_its_own_alone_are_enough():
-    assert _changes([]) == []
-    assert _changes(["--model.draws=3"]) == [("--model.draws", "3")]
+def test_options_that_change_the_model():
+    assert list(model_overrides([])) == []
+    assert list(model_overrides(["--model.draws=3", "--once"])) == [("--model.draws", "3")]
+
+
+def test_a_checkpoint_without_its_scores_is_evaluated_again(trained, watched, put, tmp_path):
+    """Later checkpoints are compared with it. Options of the command may come from a file."""
+    options = tmp_path / "monitor.yaml"
+    options.write_text(yaml.safe_dump({"suite": [str(trained / "suite0.yaml")], "once": True}))
+    put(EPOCHS[0])
+    asked = ("monitor", watched, "--config", options, "--trainer.accelerator=cpu")
+    run(*asked)
+    (worst,) = (line for line in lines(watched) if line.get("name") == "worst")
+    (watched / worst["reuse"]["scores"]).unlink()
+    run(*asked)
+    assert evaluated(watched) == [EPOCHS[0]] * 2
+    put(EPOCHS[1])
+    run(*asked)
+    assert evaluated(watched) == [EPOCHS[0], EPOCHS[0], EPOCHS[1]]
+    assert events(watched, "evaluated")[2]["change"]["since"] == f"checkpoints/{EPOCHS[0]}"

@@ -1,16 +1,15 @@
-"""The command `sweep`: its figures, its record, its table, what it refuses."""
+"""The command `sweep`: its accuracies, record and table, and the input that it refuses."""
 
 import os
 import signal
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback
-from lightning_rob.sweep.options import help_text, parse, parse_values
-from lightning_rob.sweep.outcome import Outcome
-from lightning_rob.sweep.points import Points
+from lightning_rob.sweep.options import parse_values
 from lightning_rob.sweep.variables import with_count, with_members, with_probability
 
 from lightning_rob.attacks import ARC, CW, PGD, OnMember, RandomMember, Strongest
@@ -18,10 +17,15 @@ from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.cli.checkpoints import load_weights, read_checkpoint
 from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
+from lightning_rob.commands.configs import SweepConfig
+from lightning_rob.commands.sweep import ResultCache
+from lightning_rob.commands.sweep_table import SweepTable
+from lightning_rob.commands.sweep_values import parse_values
+from lightning_rob.commands.sweep_variables import with_count, with_members, with_probability
 from lightning_rob.defenses import Ensemble, first_member
 from lightning_rob.identity import fingerprint
 from lightning_rob.metrics import robust_accuracy
-from lightning_rob.nets import SmallCNN
 from lightning_rob.threat import Threat
 from tests.schema import checked
 from tests.tiny import TinyNet, arc, pgd, recipe, robust_eval, run, shell
@@ -37,7 +41,7 @@ CALLBACKS = [robust_eval({"apgd": PLAIN, "arc": arc()}), ALONE]
 
 
 class KillAtTest(Callback):
-    """SIGKILL to its own process when a test starts for the so-manieth time."""
+    """Sends SIGKILL to its own process at the start of the test of this number."""
 
     def __init__(self, number: int) -> None:
         self.left = number
@@ -50,7 +54,7 @@ class KillAtTest(Callback):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Three members, the second of which is hardly ever asked."""
+    """Three members, the second of which is rarely drawn."""
     folder = tmp_path_factory.mktemp("trained")
     checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
     options = {"model__init_args__monitor": None, "trainer__callbacks+": [checkpoint]}
@@ -77,13 +81,13 @@ def lines(out):
     return list(map(checked, (out / "sweep.jsonl").read_text().splitlines()))
 
 
-def figures(records):
+def accuracies(records):
     return {(r["name"], round(r["value"], 6)): r["accuracy"] for r in records}
 
 
 @pytest.fixture(scope="module")
 def loaded(trained):
-    """The defense and the test images, got without the command."""
+    """The defense and the test images, without the command."""
     file = str(trained.parents[3] / "recipe.yaml")
     built = RobustCLI(["--config", file, "--trainer.logger=false"], run=False)
     load_weights(built.model, read_checkpoint(str(trained)))
@@ -100,7 +104,7 @@ def by_hand(attack, defense, x, y):
     return robust_accuracy(defense(x_adv).detach(), y)
 
 
-def same(attack, value):
+def same_attack(attack, value):
     return attack
 
 
@@ -116,7 +120,7 @@ def longer(attack, eps):
     return replace(attack, threat=Threat("linf", eps), step_size=share * eps)
 
 
-def nothing(defense, value):
+def unchanged(defense, value):
     return defense
 
 
@@ -124,24 +128,24 @@ def first_is(defense, p):
     return Ensemble(defense.classifiers, [p, (1 - p) * 0.25, (1 - p) * 0.75])
 
 
-def so_many(defense, count):
+def first_members(defense, count):
     probs = torch.tensor([0.6, 0.1, 0.3])[: int(count)]
     return Ensemble(defense.classifiers[: int(count)], probs / probs.sum())
 
 
 CASES = {
-    "probability": ("1,0.75:0.25:-0.25", [1, 0.75, 0.5, 0.25], same, first_is),
-    "members": ("1:3:1", [1, 2, 3], same, so_many),
-    "eps": ("8/255,24/255", [8 / 255, 24 / 255], longer, nothing),
-    "steps": ("1,4", [1, 4], counted("steps"), nothing),
-    "neighbours": ("1,3", [1, 3], counted("neighbours"), nothing),
+    "probability": ("1,0.75:0.25:-0.25", [1, 0.75, 0.5, 0.25], same_attack, first_is),
+    "members": ("1:3:1", [1, 2, 3], same_attack, first_members),
+    "eps": ("8/255,24/255", [8 / 255, 24 / 255], longer, unchanged),
+    "steps": ("1,4", [1, 4], counted("steps"), unchanged),
+    "neighbours": ("1,3", [1, 3], counted("neighbours"), unchanged),
 }
 
 
 @pytest.mark.parametrize("over", CASES)
 def test_figures_are_those_of_direct_calls(over, trained, loaded, tmp_path, capsys):
     text, values, of_attack, of_defense = CASES[over]
-    found = figures(sweep(trained, tmp_path, over, text))
+    found = accuracies(sweep(trained, tmp_path, over, text))
     assert len(found) == 5 * len(values)
     for value in values:
         scores = {}
@@ -182,7 +186,7 @@ def test_what_a_value_does_not_change_runs_once(trained, tmp_path, monkeypatch):
 def test_killed_and_run_again_it_ends_with_the_same_table(trained, tmp_path, capsys):
     asked = ["steps", "1,2,3"]
     whole_record = sweep(trained, tmp_path / "whole", *asked)
-    kill = {"class_path": "tests.test_sweep.KillAtTest", "init_args": {"number": 3}}
+    kill = {"class_path": "tests.commands.test_sweep.KillAtTest", "init_args": {"number": 3}}
     where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", tmp_path / "killed"]
     arguments = [*where, "--over", "steps", "--values", "1,2,3", *plugged([*CALLBACKS, kill])]
     assert shell("sweep", *arguments).returncode == -signal.SIGKILL
@@ -195,8 +199,8 @@ def test_killed_and_run_again_it_ends_with_the_same_table(trained, tmp_path, cap
     run("sweep", *sweep_again, *plugged(CALLBACKS))
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
     assert ["(recorded)" in line for line in shown] == [True, True, False]
-    points = Points(tmp_path / "killed/sweep.jsonl")
-    again = {(r.name, r.details["value"]): r.accuracy for r in points.found.values()}
+    points = [point.result for point in ResultCache(tmp_path / "killed").points.values()]
+    again = {(r.name, r.details["value"]): r.accuracy for r in points}
     assert again == {
         (r["name"], r["value"]): r["accuracy"]
         for r in whole_record
@@ -223,6 +227,41 @@ def test_other_circumstances_are_measured_anew(args, options, trained, tmp_path,
     capsys.readouterr()
     sweep(trained, tmp_path, "steps", "1", *args, callbacks=[robust_eval(**few | options)])
     assert "(recorded)" not in capsys.readouterr().out
+
+
+def test_scores_are_arrays_that_numpy_reads(trained, tmp_path):
+    records = sweep(trained, tmp_path, "steps", "1")
+    for record in records:
+        with np.load(tmp_path / record["reuse"]["scores"]) as content:
+            assert content["index"].tolist() == list(range(33))
+            assert content["scores"].mean() == pytest.approx(record["accuracy"], abs=1e-6)
+            assert content["key"] == record["reuse"]["key"]
+
+
+def test_results_without_their_scores_are_measured_anew(trained, tmp_path, capsys):
+    few = [robust_eval({"apgd": PLAIN}, max_images=12)]
+    records = sweep(trained, tmp_path, "steps", "1", callbacks=few)
+    clean, attacked = (tmp_path / record["reuse"]["scores"] for record in records)
+    for spoil in (
+        clean.unlink,
+        lambda: attacked.write_bytes(clean.read_bytes()),  # scores of another result
+        lambda: attacked.write_text("none"),
+    ):
+        spoil()
+        capsys.readouterr()
+        again = sweep(trained, tmp_path, "steps", "1", callbacks=few)
+        assert "(recorded)" not in capsys.readouterr().out
+        assert accuracies(again) == accuracies(records)
+    sweep(trained, tmp_path, "steps", "1", callbacks=few)
+    assert "(recorded)" in capsys.readouterr().out
+
+
+def test_options_may_come_from_a_file(trained, tmp_path, capsys):
+    options = tmp_path / "sweep.yaml"
+    options.write_text("over: steps\nvalues: '1,2'\n")
+    few = plugged([robust_eval({"apgd": PLAIN}, max_images=5)])
+    run("sweep", "--config", options, "--ckpt_path", trained, "--out", tmp_path, *few)
+    assert {record["value"] for record in lines(tmp_path)} == {1, 2}
 
 
 def test_batch_size_and_names_of_files_change_nothing(trained, tmp_path, capsys):
@@ -252,7 +291,7 @@ def test_another_checkpoint_has_another_folder_and_fingerprint(trained, tmp_path
 
 def test_markdown_figure_and_the_best_value(trained, tmp_path, capsys):
     records = sweep(trained, tmp_path, "probability", "0.9,0.5", "--best", "apgd")
-    found = figures(records)
+    found = accuracies(records)
     best = max((0.9, 0.5), key=lambda p: found["apgd", p])
     sentence = (
         f"best probability under apgd: {best:g} ({100 * found['apgd', best]:.1f} %); "
@@ -271,20 +310,19 @@ def test_markdown_figure_and_the_best_value(trained, tmp_path, capsys):
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
 
 
-def outcome(over, values, records):
-    study, _ = parse(["--over", over, "--values", values])
-    points = Points(records)
-    table = {value: {} for value in study.values}
-    for result in points.found.values():
+def outcome(over, values, folder):
+    config = SweepConfig(over, values)
+    table = {value: {} for value in config.points}
+    for point in ResultCache(folder).points.values():
         for value, row in table.items():
-            if result.details["value"] == value.number:
-                row[result.name] = result
-    return Outcome(study, table, {})
+            if point.result.details["value"] == value.number:
+                row[point.result.name] = point.result
+    return SweepTable(config, table, {})
 
 
 def test_the_figure_draws_what_was_measured(trained, tmp_path):
-    found = figures(sweep(trained, tmp_path, "eps", "24/255,8/255"))
-    drawn = outcome("eps", "24/255,8/255", tmp_path / "sweep.jsonl").figure()
+    found = accuracies(sweep(trained, tmp_path, "eps", "24/255,8/255"))
+    drawn = outcome("eps", "24/255,8/255", tmp_path).figure()
     (axes,) = drawn.axes
     assert axes.get_xlabel() == "radius eps in 1/255"
     assert axes.get_ylabel() == "accuracy in %, 33 images"
@@ -346,29 +384,34 @@ def test_lists_of_values(text, labels):
     assert parse_values("eps", "8/255")[0].number == 8 / 255
 
 
-def test_help_fits_a_screen():
-    assert max(map(len, help_text().splitlines())) <= 80
-    assert len(help_text().splitlines()) <= 24
-    done = shell("sweep", "--help")
-    assert done.stdout.strip() == help_text()
+BAD_OPTIONS = {
+    "variable": (("epsilon", "1"), "--over must be one of probability"),
+    "none": (("eps", ""), "--values must name at least one value"),
+    "text": (("eps", "big"), "--values takes numbers, fractions"),
+    "range": (("eps", "1:2:0"), "--values takes numbers, fractions"),
+    "empty": (("eps", "2:1:0.5"), "names 0 values"),
+    "eps": (("eps", "1/255,0"), "eps must be above 0, got 0"),
+    "negative": (("eps", "-1/255"), "eps must be above 0"),
+    "p": (("probability", "0.5,1.5"), r"must be in \[0, 1\], got 1.5"),
+    "steps": (("steps", "2.5"), "steps must be whole and at least 1"),
+    "best eps": (("eps", "1", "apgd"), "no meaning over eps"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_options_without_meaning(case):
+    options, message = BAD_OPTIONS[case]
+    with pytest.raises(ValueError, match=message):
+        SweepConfig(*options)
 
 
 BAD = {
-    "variable": (["--over", "epsilon", "--values", "1"], "--over must be one of probability"),
-    "none": (["--over", "eps"], "--values must name at least one value"),
-    "text": (["--over", "eps", "--values", "big"], "--values takes numbers, fractions"),
-    "range": (["--over", "eps", "--values", "1:2:0"], "--values takes numbers, fractions"),
-    "empty": (["--over", "eps", "--values", "2:1:0.5"], "names 0 values"),
-    "eps": (["--over", "eps", "--values", "1/255,0"], "eps must be above 0, got 0"),
-    "negative": (["--over", "eps", "--values=-1/255"], "eps must be above 0"),
-    "p": (["--over", "probability", "--values", "0.5,1.5"], "must be in [0, 1], got 1.5"),
-    "steps": (["--over", "steps", "--values", "2.5"], "steps must be whole and at least 1"),
+    "negative": (["--over", "eps", "--values", "-1/255"], "eps must be above 0"),
     "members": (["--over", "members", "--values", "2,4"], "members must be 1 … 3"),
     "best": (
         ["--over", "steps", "--values", "1", "--best", "apdg"],
         "choose --best from clean, apgd, arc, alone, worst, got 'apdg'",
     ),
-    "best eps": (["--over", "eps", "--values", "1", "--best", "apgd"], "no meaning over eps"),
     "option": (["--over", "eps", "--values", "1", "--valuse=2"], "valuse"),
     "checkpoint": (
         ["--over", "eps", "--values", "1", "--ckpt_path", "nowhere.ckpt"],
@@ -411,14 +454,5 @@ def test_two_processes_find_the_same(trained, tmp_path):
     asked = ["--over", "probability", "--values", "0.9,0.5", *plugged(CALLBACKS)]
     done = shell("sweep", *where, *two, *asked)
     assert done.returncode == 0, done.stderr
-    assert figures(lines(tmp_path / "two")) == figures(alone)
+    assert accuracies(lines(tmp_path / "two")) == accuracies(alone)
     assert len(lines(tmp_path / "two")) == len(alone)
-
-
-def test_a_fingerprint_knows_the_normalisation():
-    torch.manual_seed(0)
-    one = SmallCNN()
-    other = SmallCNN(mean=[0.4], std=[0.2])
-    other.load_state_dict(one.state_dict())
-    prints = {fingerprint(Ensemble([net, net])) for net in (one, other, one)}
-    assert len(prints) == 2

@@ -52,7 +52,7 @@ def default_attacks(module: Any) -> dict[str, Attack]:
 
 
 class PeriodicAction:
-    """Calls a function at most once every so many seconds.
+    """Calls a function, but at most once in a number of seconds.
 
     Args:
         action: the function.
