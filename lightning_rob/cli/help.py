@@ -4,6 +4,7 @@ from argparse import Action, RawDescriptionHelpFormatter
 from inspect import cleandoc
 
 from lightning_rob.commands.configs import CONFIGS
+from lightning_rob.commands.specs import short
 
 SUMMARIES = {
     "fit": "Train a recipe, evaluating the configured attacks at every validation.",
@@ -80,7 +81,7 @@ class Formatter(RawDescriptionHelpFormatter):
         return ", ".join(action.option_strings)
 
     def _get_help_string(self, action: Action) -> str:
-        default = "" if action.default in (None, False) else f" ({action.default})"
+        default = "" if action.default in (None, False) else f" ({short(action.default)})"
         return f"{action.help}{default}"
 
 
