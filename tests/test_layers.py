@@ -30,6 +30,10 @@ def place(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+def dotted(path: Path) -> str:
+    return ".".join(("lightning_rob", *path.relative_to(ROOT).with_suffix("").parts))
+
+
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if not place(path).startswith("__")]
 
 
@@ -75,7 +79,7 @@ def test_there_is_no_circle_of_files():
     }
     graph = {}
     for path in FILES:
-        name = ".".join(("lightning_rob", *path.relative_to(ROOT).with_suffix("").parts))
+        name = dotted(path)
         if not name.endswith("__init__"):
             graph[name] = {".".join(parts) for parts in own_imports(path)} & known
     assert "lightning_rob.attacks.base" in graph["lightning_rob.attacks.pgd"]
@@ -90,7 +94,7 @@ def test_lower_parts_do_not_import_lightning():
 
 def test_lower_parts_work_without_lightning():
     modules = [
-        ".".join(("lightning_rob", *path.relative_to(ROOT).with_suffix("").parts))
+        dotted(path)
         for path in FILES
         if place(path) in LOWER and path.stem != "__init__"
     ]

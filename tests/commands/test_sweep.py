@@ -9,13 +9,10 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback
-from lightning_rob.sweep.options import parse_values
-from lightning_rob.sweep.variables import with_count, with_members, with_probability
 
 from lightning_rob.attacks import ARC, CW, PGD, OnMember, RandomMember, Strongest
 from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks.robust_eval import full_defense
-from lightning_rob.cli.checkpoints import load_weights, read_checkpoint
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.commands.configs import SweepConfig
