@@ -16,7 +16,7 @@ from lightning_rob.audit.auditor import audit
 from lightning_rob.data import Digits5k
 from lightning_rob.nets import SmallCNN
 from lightning_rob.threat import Threat
-from tests.planted import PLANTED, honest, trained
+from tests.audit.planted import PLANTED, honest, trained
 
 THREAT = Threat("linf", 0.15)
 IMAGES = 50

@@ -15,7 +15,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("LIGHTNING_ROB_ALLOW_IMPORT", "tests")
 
 import torch
-from tests.test_export import nets
 
 from lightning_rob.commands.export import export
 from lightning_rob.defenses import Defense, Ensemble, Mixture, RandomTransforms, TransformEnsemble
@@ -27,6 +26,7 @@ from lightning_rob.transforms import (
     HorizontalFlip,
     PoissonNoise,
 )
+from tests.commands.test_export import nets
 from tests.test_torchrun import by_slurm, by_torchrun, one_and_two
 
 Row = tuple[str, str, str]

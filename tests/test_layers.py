@@ -29,10 +29,11 @@ LOWER = [
     "evaluation",
     "plots",
     "tables",
+    "audit",
 ]
 UPPER = {
     *("modules", "callbacks", "data", "cli", "run", "sweep", "tune", "bpda"),
-    *("audit", "monitor", "export", "commands"),
+    *("monitor", "export", "commands"),
 }
 
 
@@ -122,10 +123,17 @@ ALLOWED = {
     "comparisons": set(),
     "metrics": {"comparisons"},
     "identity": set(),
-    "evaluation": {"files", "randomness", "identity", "defenses", "attacks", "metrics"},
+    "evaluation": {
+        *("files", "randomness", "precision", "identity", "defenses", "attacks", "metrics"),
+        *("threat", "objectives", "rules", "tables"),
+    },
+    "audit": {
+        *("threat", "objectives", "randomness", "identity"),
+        *("defenses", "attacks", "metrics", "evaluation", "tables"),
+    },
     "plots": set(),
     "tables": {"comparisons", "evaluation"},
-    "nets": {"manifest"},
+    "nets": {"files"},
     "transforms": {"randomness", "files"},
     "defenses": {"randomness", "rules", "transforms", "threat", "nets", "objectives"},
     "attacks": {

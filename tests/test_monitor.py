@@ -17,6 +17,7 @@ from scipy.stats import binomtest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rob.attacks import ARC, PGD
+from lightning_rob.cli.checkpoints import load_weights, read_checkpoint
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.commands.report import report
 from lightning_rob.metrics import holm, robust_accuracy
@@ -26,7 +27,6 @@ from lightning_rob.monitor.command import _changes
 from lightning_rob.monitor.history import History, as_record
 from lightning_rob.monitor.options import Watch, help_text, parse
 from lightning_rob.monitor.suite import Suite
-from lightning_rob.sweep.command import load
 from lightning_rob.threat import Threat
 from tests.schema import checked
 from tests.tiny import arc, pgd, recipe, robust_eval, run
@@ -114,7 +114,7 @@ def by_hand(trained, path) -> dict[str, torch.Tensor]:
     """Each image's scores, by direct calls."""
     file = str(trained / "recipe.yaml")
     built = RobustCLI(["--config", file, "--trainer.logger=false"], run=False)
-    load(built.model, str(path))
+    load_weights(built.model, read_checkpoint(str(path)))
     built.datamodule.setup("test")
     samples = [built.datamodule.parts["test"][i] for i in range(33)]
     x, y = torch.stack([s[0] for s in samples]), torch.tensor([s[1] for s in samples])

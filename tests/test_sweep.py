@@ -12,12 +12,12 @@ from lightning.pytorch import Callback
 from lightning_rob.attacks import ARC, CW, PGD, OnMember, RandomMember, Strongest
 from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks.robust_eval import full_defense
+from lightning_rob.cli.checkpoints import load_weights, read_checkpoint
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.defenses import Ensemble, first_member
 from lightning_rob.identity import fingerprint
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.nets import SmallCNN
-from lightning_rob.sweep.command import load
 from lightning_rob.sweep.options import help_text, parse, parse_values
 from lightning_rob.sweep.outcome import Outcome
 from lightning_rob.sweep.points import Points
@@ -86,7 +86,7 @@ def loaded(trained):
     """The defense and the test images, got without the command."""
     file = str(trained.parents[3] / "recipe.yaml")
     built = RobustCLI(["--config", file, "--trainer.logger=false"], run=False)
-    load(built.model, str(trained))
+    load_weights(built.model, read_checkpoint(str(trained)))
     built.datamodule.setup("test")
     samples = [built.datamodule.parts["test"][i] for i in range(33)]
     images, labels = torch.stack([s[0] for s in samples]), torch.tensor([s[1] for s in samples])

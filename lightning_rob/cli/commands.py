@@ -69,6 +69,7 @@ class CommandCLI(RobustCLI):
     def __init__(self, name: str, args: Sequence[str], run: bool = True) -> None:
         self.name = name
         self.config_class = CONFIGS[name]
+        self.failed = False
         self.command_line = shlex.join(["lightning-rob", name, *args])
         self.study = next((Path(path).stem for path in config_files(args)), "study")
         super().__init__(["test", *args] if run else args, run)
@@ -83,27 +84,28 @@ class CommandCLI(RobustCLI):
         super().before_instantiate_classes()
         parsed = self.config[self.subcommand] if self.subcommand else self.config
         self.options = _options(self.config_class, parsed)
+        for field in fields(self.config_class):  # the rest is the run's, which `test` takes too
+            del parsed[field.name]
 
     def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
         """Run the command in place of `test`."""
         if not ckpt_path:
             raise ValueError("say whose weights: --ckpt_path CHECKPOINT")
         load_weights(model, self.checkpoint_io.load_checkpoint(ckpt_path))
-        _function(self.name)(self.options, self.built(ckpt_path))
+        self.failed = bool(_function(self.name)(self.options, self.built(ckpt_path)))
 
     def built(self, checkpoint: str | None = None) -> Run:
         """Return what was built."""
         recipe = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
         recipe = recipe[self.subcommand] if self.subcommand else recipe
-        own = {field.name for field in fields(self.config_class)}
-        recipe = {key: value for key, value in recipe.items() if key not in own}
         model: Any = self.model
         data: Any = self.datamodule
         return Run(model, data, self.trainer, recipe, self.study, checkpoint, self.command_line)
 
 
 def _with_run(name: str, args: Sequence[str]) -> None:
-    CommandCLI(name, args)
+    if CommandCLI(name, args).failed:
+        raise SystemExit(1)
 
 
 def _with_trainings(name: str, args: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ COMMANDS = {
     "export": "write a whole defense as a program that runs without this package",
     "report": "turn the records of runs into one HTML page and a Markdown table",
 }
-HAND_PARSED = ("sweep", "audit", "monitor")
+HAND_PARSED = ("sweep", "monitor")
 READERS = ("compare", "report")  # of records
 HELP = """usage: lightning-rob COMMAND [options]
 

@@ -165,6 +165,61 @@ class BpdaConfig:
                 raise ValueError(f"--{name} must be at least {minimum}, got {number}")
 
 
+@dataclass(frozen=True)
+class AuditConfig:
+    """Check a checkpoint for signs that its defense only seems robust.
+
+    Gradients that are zero, infinite or cut off; attacks that grow weaker with more
+    steps, or that noise and black-box attacks beat; randomness that no attack averages
+    over; non-finite predictions; an attack for this kind of defense that was not run.
+
+      lightning-rob audit --ckpt_path last.ckpt --eps 8/255 --strict
+
+    Attacks plugged in with --trainer.callbacks+=callbacks/… run too, and the audit
+    checks that the one made for this kind of defense is among them. It writes
+    audit.json into the run's folder.
+
+    Args:
+        eps: radius in pixel units, images span [0, 1]
+        norm: linf or l2
+        images: N test images, a random choice
+        steps: of the default PGD; other attacks take a multiple
+        queries: of the black-box Square Attack, per image
+        seed: of all noise, and of the choice of images
+        strict: exit with code 1 if something severe was found
+
+    Raises:
+        ValueError: another norm, a radius that holds no or every image, or a count below 1.
+    """
+
+    receives: ClassVar[Receives] = "run"
+    usage: ClassVar[str] = "--ckpt_path CHECKPOINT [options of test]"
+
+    eps: float = 8 / 255
+    norm: str = "linf"
+    images: int = 100
+    steps: int = 20
+    queries: int = 1000
+    seed: int = 0
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.norm not in ("linf", "l2"):
+            raise ValueError(f"--norm must be linf or l2, got {self.norm}")
+        if not self.eps > 0:
+            raise ValueError(f"--eps must be above 0, got {self.eps:g}")
+        if self.norm == "linf" and self.eps >= 0.5:  # a gray image is in every other's ball
+            raise ValueError(
+                f"--eps {self.eps:g} holds every image, for images span [0, 1]: "
+                f"did you mean {self.eps:g}/255?"
+            )
+        for name in ("images", "steps", "queries"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"--seed must be at least 0, got {self.seed}")
+
+
 def find_transforms(content: Any) -> dict[str, Any] | None:
     """Return the first mapping under a key `transforms`, at any depth."""
     if not isinstance(content, Mapping):
@@ -175,9 +230,10 @@ def find_transforms(content: Any) -> dict[str, Any] | None:
     return next((part for part in found if part), None)
 
 
-CommandConfig = TuneConfig | ExportConfig | BpdaConfig
+CommandConfig = TuneConfig | ExportConfig | BpdaConfig | AuditConfig
 CONFIGS: dict[str, type[CommandConfig]] = {
     "tune": TuneConfig,
     "bpda": BpdaConfig,
     "export": ExportConfig,
+    "audit": AuditConfig,
 }

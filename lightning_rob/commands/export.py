@@ -15,7 +15,7 @@ from torch.export import save as save_program
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.configs import ExportConfig
 from lightning_rob.data import ImageData
-from lightning_rob.defenses import Defense, RandomTransforms, TransformEnsemble
+from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.records import versions
 from lightning_rob.files import atomic_write
 from lightning_rob.identity import fingerprint
@@ -195,7 +195,7 @@ def is_randomized(defense: Defense, images: Tensor) -> bool:
 
 def _transforms(defense: Defense) -> Iterator[tuple[str, Transform]]:
     for part in defense.modules():
-        if isinstance(part, RandomTransforms | TransformEnsemble):
+        if isinstance(part, Defense):
             yield from part.transforms.items()
 
 

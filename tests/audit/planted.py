@@ -1,4 +1,4 @@
-"""Defenses that are broken on purpose, each with the check that has to find it, and honest ones."""
+"""Defenses that are broken on purpose, each with the check that must find it, and honest ones."""
 
 import torch
 from torch import nn
@@ -9,7 +9,11 @@ from lightning_rob.defenses import Defense, Ensemble, RandomTransforms, Single
 from lightning_rob.objectives import classification_loss
 from lightning_rob.randomness import normal
 from lightning_rob.rules import mean_probs
+from lightning_rob.threat import Threat
 from tests.tiny import TinyNet
+
+THREAT, LARGE = Threat("linf", 0.15), Threat("linf", 0.3)
+IMAGES = 50
 
 
 class Through(nn.Module):
@@ -31,14 +35,14 @@ class AlwaysDropping(nn.Dropout):
 
 
 class Rounding(TinyNet):
-    """Of the same weights, on quantised images."""
+    """A network on quantized images."""
 
     def forward(self, x):
         return super().forward((8 * x).round() / 8)
 
 
 class Noisy(Defense):
-    """Noise by the generator, so that figures can be repeated, but posing as one network."""
+    """A defense with noise of the generator that poses as one network."""
 
     def __init__(self, net, size=0.2):
         super().__init__(torch.ones(1), mean_probs)
@@ -53,18 +57,18 @@ class Noisy(Defense):
 
 
 def _rooted(x):
-    """The same images; the gradient is 0 times infinity."""
+    """Return the same images; the gradient is 0 times infinity."""
     return x + 0 * (x - x.detach()).abs().sqrt()
 
 
 def _astray(x):
-    """The same images, but half of the gradient has the wrong sign."""
+    """Return the same images; half of the gradient has the wrong sign."""
     sign = 2.0 * torch.randint(2, x.shape[1:], generator=torch.Generator().manual_seed(0)) - 1
     return x.detach() + sign * (x - x.detach())
 
 
 class Decoy(nn.Module):
-    """The answers of one network with the gradient of another."""
+    """The predictions of one network with the gradient of another."""
 
     def __init__(self, net, decoy):
         super().__init__()
@@ -76,49 +80,49 @@ class Decoy(nn.Module):
 
 
 def _half(x):
-    """The same images; a fixed random half of the pixels has no gradient."""
+    """Return the same images; a fixed random half of the pixels has no gradient."""
     kept = torch.randint(2, x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x)
     return x * kept + (x * (1 - kept)).detach()
 
 
 def _third(x):
-    """Only the last third of the values has a gradient: of an RGB image the last channel."""
+    """Return the same images; only the last third of the values (channel B) has a gradient."""
     values = x.flatten(1)
     cut = values.shape[1] * 2 // 3
     return torch.cat([values[:, :cut].detach(), values[:, cut:]], 1).view_as(x)
 
 
 def _last_rows(x):
-    """Only the last quarter of the rows has a gradient."""
+    """Return the same images; only the last quarter of the rows has a gradient."""
     cut = x.shape[2] * 3 // 4
     return torch.cat([x[:, :, :cut].detach(), x[:, :, cut:]], 2)
 
 
 def _scaled(x):
-    """The same images; the gradient is multiplied by fixed random numbers."""
+    """Return the same images; the gradient is multiplied by fixed random numbers."""
     factors = 1 + 3 * torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x)
     return x.detach() + factors * (x - x.detach())
 
 
 def _blurred(x):
-    """The same images; the gradient is blurred."""
+    """Return the same images; the gradient is blurred."""
     blurred = avg_pool2d(x, 3, 1, 1)
     return x.detach() + (blurred - blurred.detach())
 
 
 def straight_through(x):
-    """Images of 256 grey levels, and the gradient as if they were not."""
+    """Round images to 256 grey levels; the gradient passes straight through."""
     return x + ((255 * x).round() / 255 - x).detach()
 
 
-def _sick(x):
-    """No numbers out of half of all images, as the sum of their pixels will have it."""
+def _half_nan(x):
+    """Return NaN for about half of all images, chosen by the sum of their pixels."""
     odd = (10 * x.sum((1, 2, 3), keepdim=True)).floor() % 2 == 1
     return torch.where(odd, torch.nan, x)
 
 
 def clamped(x):
-    """The same images; those values that are 0 or 1 have no gradient, by any release of torch."""
+    """Return the same images; values of 0 or 1 have no gradient, in any release of torch."""
     return hardtanh(x, 0.0, 1.0)
 
 
@@ -129,18 +133,18 @@ def _stair(z):
 PLANTED = {
     "zero_gradient": (lambda net: Single(Through(net, after=_stair)), "zero_gradients"),
     "softmax": (lambda net: Single(Through(net, after=lambda z: z.softmax(1))), "outputs"),
-    "quantised": (lambda net: Single(Through(net, lambda x: (8 * x).round() / 8)), "steps_inside"),
+    "quantized": (lambda net: Single(Through(net, lambda x: (8 * x).round() / 8)), "steps_inside"),
     "saturated": (lambda net: Single(Through(net, after=lambda z: 1e4 * z)), "saturation"),
     "dropout": (lambda net: Single(nn.Sequential(AlwaysDropping(0.2), net)), "modes"),
-    "randomised": (
+    "nondeterministic": (
         lambda net: Single(Through(net, lambda x: x + 0.2 * torch.randn_like(x))),
         "randomness",
     ),
     "noise_of_generator": (Noisy, "randomness"),
     "dynamic": (lambda net: Single(Through(net, lambda x: x - x.mean(0) + 0.5)), "batches"),
     "detached": (lambda net: Single(Through(net, lambda x: x.detach())), "gradient"),
-    "no_number_gradient": (lambda net: Single(Through(net, _rooted)), "infinite_gradients"),
-    "no_number_answers": (lambda net: Single(Through(net, _sick)), "numbers"),
+    "infinite_gradient": (lambda net: Single(Through(net, _rooted)), "infinite_gradients"),
+    "non_finite_predictions": (lambda net: Single(Through(net, _half_nan)), "numbers"),
     "misleading": (lambda net: Single(Through(net, _astray)), "black_box"),
     "half_detached": (lambda net: Single(Through(net, _half)), "slope"),
     "two_thirds_detached": (lambda net: Single(Through(net, _third)), "slope"),
@@ -153,15 +157,15 @@ PLANTED = {
 
 
 def trained(net, x, y, threat=None, steps=150, batch=None, lr=0.01):
-    """The network after some steps of Adam, adversarial ones if there is a threat; in eval mode."""
+    """Train a network by some steps of Adam, adversarially if there is a threat; in eval mode."""
     optimizer = torch.optim.Adam(net.parameters(), lr)
-    chance = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
-        chosen = torch.randperm(len(x), generator=chance)[: batch or len(x)]
+        chosen = torch.randperm(len(x), generator=generator)[: batch or len(x)]
         images, labels = x[chosen], y[chosen]
         if threat:
             attack = PGD(threat, 4, threat.eps / 3)
-            images = attack(Single(net), images, labels, chance)
+            images = attack(Single(net), images, labels, generator)
         optimizer.zero_grad()
         classification_loss(net.train()(images), labels).backward()
         optimizer.step()
@@ -169,7 +173,7 @@ def trained(net, x, y, threat=None, steps=150, batch=None, lr=0.01):
 
 
 def honest(plain, robust, other):
-    """What has to pass without a flag, of a standard net and two adversarially trained ones."""
+    """Return defenses that must pass without a flag, of one standard net and two robust ones."""
     transforms = {"GaussianNoise": {"alpha": 0.1}, "Gamma": {"alpha": 0.1}, "UniformNoise": {}}
     return {
         "standard": Single(plain),

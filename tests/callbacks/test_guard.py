@@ -156,7 +156,7 @@ class Waits(TorchDispatchMode):
 
 def test_looking_at_gradients_does_not_wait_for_the_device(tmp_path, monkeypatch):
     """The notes are read once a step, when all processes have written theirs."""
-    looks, look = [], TerminateOnNonFinite._sickness
+    looks, look = [], TerminateOnNonFinite._nonfinite_part
 
     def counted(self, *args):
         with Waits() as waits:
@@ -167,7 +167,7 @@ def test_looking_at_gradients_does_not_wait_for_the_device(tmp_path, monkeypatch
         assert waits.count == looks[-1][0] + 1  # it counts
         return found
 
-    monkeypatch.setattr(TerminateOnNonFinite, "_sickness", counted)
+    monkeypatch.setattr(TerminateOnNonFinite, "_nonfinite_part", counted)
     fit(tmp_path)
     assert looks == [(0, False)] * 8
 

@@ -9,8 +9,8 @@ from lightning_rob.attacks import PGD, RandomMember
 from lightning_rob.callbacks import Gallery
 from lightning_rob.plots import gallery
 from lightning_rob.threat import Threat
+from tests.callbacks.test_cross_eval import QUIET, ensemble, images_of, module_of
 from tests.schema import checked
-from tests.test_cross_eval import QUIET, ensemble, images_of, module_of
 from tests.tiny import ROOT, Blobs, pgd, recipe, run
 
 __all__ = ["ensemble"]

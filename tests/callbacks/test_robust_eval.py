@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_rob.attacks import ARC, PGD, OnMember, Strongest
 from lightning_rob.callbacks import RobustEval
-from lightning_rob.callbacks.panels import panel
+from lightning_rob.callbacks.image_grid import image_grid
 from lightning_rob.defenses import Defense, first_member
 from lightning_rob.metrics import student
 from lightning_rob.modules import AdversarialTraining
@@ -120,7 +120,7 @@ def test_a_panel_shows_clean_perturbation_and_adversarial():
     x_adv = x.clone()
     x_adv[0, 0, :2], x_adv[1, 0, :, 0] = 0.7, 0.3
     answers = torch.eye(4)[[1, 2]]
-    picture = panel(x, x_adv, torch.tensor([1, 2]), answers, answers.flip(0))
+    picture = image_grid(x, x_adv, torch.tensor([1, 2]), answers, answers.flip(0))
     assert picture.shape == (3, 3 * 96 + 14, 2 * 96)
     middle = picture[0, 14 + 96 : 14 + 2 * 96]
     assert middle[0, 0] == 1

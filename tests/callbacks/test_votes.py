@@ -15,8 +15,8 @@ from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
 from lightning_rob.evaluation.records import with_schema
 from lightning_rob.rules import VOTING_RULES, majority, random_member
 from lightning_rob.threat import Threat
+from tests.callbacks.test_cross_eval import study as evaluated
 from tests.schema import checked
-from tests.test_cross_eval import study as evaluated
 from tests.tiny import Blobs, TinyNet
 
 NAMES = ["clean", "rotate_90", "flip_both"]
@@ -152,11 +152,11 @@ def test_what_is_there_twice_runs_once_and_equal_names_are_numbered(ensemble):
 
 
 def test_the_interval_over_draws_is_wider_than_that_over_images():
-    low, high = votes_module._figures([0.5, 0.5, 0.5, 0.5, 0.55], 20)["interval"]
-    alone = votes_module._figures([0.51], 20)["interval"]
+    low, high = votes_module._accuracy([0.5, 0.5, 0.5, 0.5, 0.55], 20)["interval"]
+    alone = votes_module._accuracy([0.51], 20)["interval"]
     assert low < alone[0]
     assert high > alone[1]
-    low, high = votes_module._figures([0.95, 1.0], 20)["interval"]
+    low, high = votes_module._accuracy([0.95, 1.0], 20)["interval"]
     assert 0 <= low < high <= 1
 
 
