@@ -93,11 +93,7 @@ def test_lower_parts_do_not_import_lightning():
 
 
 def test_lower_parts_work_without_lightning():
-    modules = [
-        dotted(path)
-        for path in FILES
-        if place(path) in LOWER and path.stem != "__init__"
-    ]
+    modules = [dotted(path) for path in FILES if place(path) in LOWER and path.stem != "__init__"]
     code = f"""
 import importlib, sys
 for name in {modules}:

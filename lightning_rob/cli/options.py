@@ -11,6 +11,7 @@ from typing import Any, get_origin, get_type_hints
 import jsonargparse
 
 from lightning_rob.commands.configs import CONFIGS, CommandConfig
+from lightning_rob.commands.specs import short
 
 
 class Formatter(RawDescriptionHelpFormatter):
@@ -23,7 +24,7 @@ class Formatter(RawDescriptionHelpFormatter):
         return next(iter(action.option_strings), action.dest)
 
     def _get_help_string(self, action: Action) -> str:
-        default = "" if action.default in (None, False, "") else f" ({action.default})"
+        default = "" if action.default in (None, False, "") else f" ({short(action.default)})"
         return f"{action.help}{default}"
 
 
