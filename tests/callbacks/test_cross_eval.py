@@ -195,8 +195,12 @@ def test_two_processes_give_the_same_matrices_and_the_same_gallery(tmp_path):
     for name, args in (("one", ["--data.eval_batch_size=101"]), ("two", TWO)):
         (tmp_path / name).mkdir()
         file = recipe(tmp_path / name, data=data, **{"trainer__callbacks+": callbacks})
-        done = shell("test", "--config", file, "--ckpt_path", checkpoint, *args)
-        assert done.returncode == 0, done.stderr
+        given = ["test", "--config", file, "--ckpt_path", checkpoint, *args]
+        if name == "one":
+            run(*given)
+        else:
+            done = shell(*given)
+            assert done.returncode == 0, done.stderr
         folder = tmp_path / name / "run/version_0"
         matrices = [(r["name"], r["n"], r["matrix"]) for r in transfers(tmp_path / name)]
         counts = checked((folder / "gallery.jsonl").read_text())

@@ -444,6 +444,7 @@ def test_attacks_that_are_missing(trained, tmp_path, capsys):
     assert "say what to run" in refused(capsys, tmp_path, *where[2:], callbacks=CALLBACKS)
 
 
+@pytest.mark.slow  # test_ddp holds for all evaluation callbacks that ranks share the groups
 def test_two_processes_find_the_same(trained, tmp_path):
     alone = sweep(trained, tmp_path / "one", "probability", "0.9,0.5")
     where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", tmp_path / "two"]

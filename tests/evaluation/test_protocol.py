@@ -281,7 +281,8 @@ def test_two_processes_play_the_rounds_of_one(tmp_path):
     for processes in (1, 2):
         log.unlink()
         extra = TWO if processes == 2 else []
-        shell("test", "--config", config, "--ckpt_path", checkpoint, *extra)
+        start = shell if processes == 2 else run
+        start("test", "--config", config, "--ckpt_path", checkpoint, *extra)
         lines = [r for r in records(tmp_path) if r["stage"] == "test"]
         found.append({r["name"]: (r["accuracy"], r["n"]) for r in lines})
     assert found[0] == found[1]
