@@ -106,6 +106,13 @@ class CommandCLI(RobustCLI):
         super().add_arguments_to_parser(parser)
         parser.add_class_arguments(self.config_class, instantiate=False)
 
+    def before_instantiate_classes(self) -> None:
+        """Leave the options of the run alone, so that its recipe is one for `fit` and `test`."""
+        super().before_instantiate_classes()
+        parsed = self.config[self.subcommand] if self.subcommand else self.config
+        for field in fields(self.config_class):
+            del parsed[field.name]
+
     def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
         """Run the command in place of `test`."""
         if ckpt_path:

@@ -2,12 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback
 
-from lightning_rob.attacks import PGD, Attack, arc_suite
+from lightning_rob.attacks import Attack
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.measurement import Measurement
 from lightning_rob.callbacks.robust_eval import full_defense
@@ -15,40 +14,11 @@ from lightning_rob.commands.base import Run
 from lightning_rob.commands.scores import Scores
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import CLEAN, WORST, worst_measurement, worst_over
+from lightning_rob.evaluation.suites import default_attacks
 from lightning_rob.identity import attack_spec, cache_key
-from lightning_rob.objectives import ce_of_mean_logits
 from lightning_rob.threat import Threat
 
-STEPS, DRAWS, RESTARTS = 20, 10, 5
 ADVICE = "name the attacks: --suite callbacks/rec_suite.yaml"
-
-
-def default_attacks(module: Any) -> dict[str, Attack]:
-    """Return attacks in the ball of the training, or else linf 8/255.
-
-    Adaptive PGD on the expected loss, on expected logits and with restarts; for randomized
-    ensembles ARC as in the paper and with two local radii.
-
-    Raises:
-        ValueError: the defense adapts, and no default attack suits all of these.
-    """
-    if module.defense.transductive:
-        raise ValueError(
-            f"a {type(module.defense).__name__} adapts to its attacker: {ADVICE.split(':')[0]} "
-            "that rehearse it, such as --suite callbacks/gmsa_avg.yaml"
-        )
-    trained = getattr(module, "attack", None)
-    threat = trained.threat if isinstance(trained, Attack) else Threat("linf", 8 / 255)
-    draws = DRAWS if module.defense.kind == "random_transforms" else None
-    pgd = PGD(threat, STEPS, threat.eps / 4, draws=draws, random_start=False)
-    attacks: dict[str, Attack] = {
-        "apgd": pgd,
-        "apgd_logits": replace(pgd, objective=ce_of_mean_logits),
-        "apgd_restarts": replace(pgd, restarts=RESTARTS, random_start=True),
-    }
-    if module.defense.kind == "ensemble" and not threat.relative:
-        attacks |= arc_suite(threat, STEPS)
-    return attacks
 
 
 class PeriodicAction:
@@ -76,7 +46,8 @@ class Suite:
 
     Args:
         run: module, data and trainer of the first checkpoint.
-        evaluations: the attacks and their targets; empty for `default_attacks`.
+        evaluations: the attacks and their targets; empty for `default_attacks` in the ball of
+            the training.
         others: other callbacks of the trainer.
 
     Raises:
@@ -91,7 +62,9 @@ class Suite:
         trainer = run.trainer
         if trainer.world_size > 1:
             raise ValueError(f"monitor runs on one device, got {trainer.world_size}")
-        evaluations = list(evaluations) or [RobustEval(default_attacks(run.model), panel=0)]
+        if not evaluations:
+            attacks = default_attacks(run.model.defense, trained_threat(run.model))
+            evaluations = [RobustEval(attacks, panel=0)]
         trainer.callbacks = [*others, *evaluations]  # type: ignore[attr-defined]
         for evaluation in evaluations:
             evaluation.setup(trainer, run.model, "test")  # renames clashing attacks
@@ -147,6 +120,12 @@ class Suite:
         worst = worst_over(full)
         found[WORST] = worst_measurement(full), (worst.index, worst.scores)
         return [found[name] for name in self.names]
+
+
+def trained_threat(module: Any) -> Threat:
+    """Return the threat of a module's training; linf 8/255 where there is none."""
+    attack = getattr(module, "attack", None)
+    return attack.threat if isinstance(attack, Attack) else Threat("linf", 8 / 255)
 
 
 def _settings(run: Run) -> dict[str, Any]:
