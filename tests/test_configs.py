@@ -262,17 +262,17 @@ def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatc
     assert len(found - {"clean", "worst"}) == (15 * len(attacks) if each else len(attacks))
 
 
-@pytest.mark.parametrize("name", [*(p.stem for p in [*RT_ONLY, *VOTERS]), *SUITES])
-def test_plugin_can_be_saved_with_a_run(name, tmp_path):
+def test_plugins_can_be_saved_with_a_run(tmp_path):
     """The others are saved by the runs above."""
-    args = ["--config", str(recipe(tmp_path)), f"--trainer.callbacks+={name}"]
+    names = [*(p.stem for p in [*RT_ONLY, *VOTERS]), *SUITES]
+    args = ["--config", str(recipe(tmp_path)), f"--trainer.callbacks+={json.dumps(names)}"]
     built = RobustCLI(args, run=False)
     saved = yaml.safe_load(built.parser.dump(built.config, skip_none=False))
-    callback = saved["trainer"]["callbacks"][-1]
-    content = plugged(name)
-    assert callback["class_path"].endswith(content["class_path"])
-    assert list(callback["init_args"]["attacks"]) == list(content["init_args"]["attacks"])
-    assert "Unable to serialize" not in str(callback)
+    for name, callback in zip(names, saved["trainer"]["callbacks"][1:], strict=True):
+        content = plugged(name)
+        assert callback["class_path"].endswith(content["class_path"])
+        assert list(callback["init_args"]["attacks"]) == list(content["init_args"]["attacks"])
+        assert "Unable to serialize" not in str(callback)
 
 
 IN_L2 = {  # plug-in -> the lengths of its attacks at l2 128/255, in 255ths
@@ -297,18 +297,18 @@ IN_L2 = {  # plug-in -> the lengths of its attacks at l2 128/255, in 255ths
 }
 
 
-@pytest.mark.parametrize("name", IN_L2)
-def test_plugin_in_another_norm(name, tmp_path):
+def test_plugins_in_another_norm(tmp_path):
     """PGD and ARC of the ARC paper at l2 128/255; of ARC the local radius is eps/4 there."""
-    norm = ["--trainer.callbacks.norm=l2", "--trainer.callbacks.eps=128/255"]
-    args = ["--config", str(recipe(tmp_path)), f"--trainer.callbacks+={name}", *norm]
+    entries = json.dumps([{name: {"norm": "l2", "eps": "128/255"}} for name in IN_L2])
+    args = ["--config", str(recipe(tmp_path)), f"--trainer.callbacks+={entries}"]
     callbacks = RobustCLI(args, run=False).trainer.callbacks
-    callback = [one for one in callbacks if isinstance(one, EvaluationCallback)][-1]
-    attacks = [callback.weak, callback.strong] if name == "gallery" else callback.attacks.values()
-    parts = [part for attack in attacks for part in walk(attack)]
-    assert {part.threat for part in parts} == {Threat("l2", 128 / 255)}
-    lengths = [getattr(part, "local_radius", getattr(part, "step_size", None)) for part in parts]
-    assert sorted(filter(None, lengths)) == pytest.approx([n / 255 for n in IN_L2[name]])
+    changed = [one for one in callbacks if isinstance(one, EvaluationCallback)][1:]
+    for (name, expected), callback in zip(IN_L2.items(), changed, strict=True):
+        attacks = callback.attacks if name != "gallery" else {0: callback.weak, 1: callback.strong}
+        parts = [part for attack in attacks.values() for part in walk(attack)]
+        assert {part.threat for part in parts} == {Threat("l2", 128 / 255)}
+        lengths = [getattr(p, "local_radius", getattr(p, "step_size", None)) for p in parts]
+        assert sorted(filter(None, lengths)) == pytest.approx([n / 255 for n in expected]), name
 
 
 @pytest.mark.parametrize("mix_in", GROUPS, ids=lambda p: p.stem)

@@ -66,7 +66,7 @@ def test_h_after_other_options(pages, command, capsys):
 def test_examples_name_existing_recipes_and_callbacks(pages):
     text = "\n".join(page for page, *_ in pages.values())
     recipes = set(re.findall(r"--config (\w+)(?![\w/])", text)) - {"FILE", "RECIPE"}
-    plugins = set(re.findall(r"callbacks\+=([a-z]\w+)", text))
+    plugins = set(re.findall(r"callbacks\+=([a-z]\w+)(?![\w/])", text))
     assert recipes and len(plugins) > 2
     assert [name for name in recipes if not find_recipe(name)] == []
     assert [name for name in plugins if not find(name, "callbacks")] == []
