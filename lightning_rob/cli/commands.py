@@ -77,7 +77,8 @@ def parse_options(name: str, args: Sequence[str]) -> Any:
     for path in filter(os.path.isfile, config_files(args)):  # the run's parser refuses others
         part = {key: v for key, v in read_config(path).items() if f"--{key}" in own}
         kept += [f"--config={yaml.safe_dump(part)}"] if part else []
-    kept += [arg for arg in args if arg.partition("=")[0].rstrip("+") in own]
+    given = (arg for arg in args if arg.partition("=")[0].rstrip("+") in own)
+    kept += [parse_fraction_arg(arg) for arg in given]
     with plain_yaml():
         return _options(config, parser.parse_args(kept))
 

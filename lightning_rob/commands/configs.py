@@ -183,7 +183,7 @@ class AuditConfig:
 
       lightning-rob audit --ckpt_path last.ckpt --eps 8/255 --strict
 
-    Attacks plugged in with --trainer.callbacks+=callbacks/… run too, and the audit
+    Attacks plugged in with --trainer.callbacks+=NAME run too, and the audit
     checks that the one made for this kind of defense is among them. It writes
     audit.json into the run's folder.
 
