@@ -99,9 +99,9 @@ class AutoAttack(Attack):
                 'AutoAttack needs pyautoattack: pip install "lightning-rob[autoattack]"'
             )
 
-    def is_made_for(self, kind: str, rule: Rule) -> bool:
+    def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
         """Return whether it attacks what the defense predicts by: the mean of an ensemble."""
-        return super().is_made_for(kind, rule) and rule in (mean_logits, mean_probs)
+        return super().is_made_for(suite_kind, rule) and rule in (mean_logits, mean_probs)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""

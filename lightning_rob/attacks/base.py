@@ -196,14 +196,15 @@ class Attack(ABC):
         """Whether logits computed for a gradient decide which images are already fooled."""
         return False
 
-    def is_made_for(self, kind: str, rule: Rule) -> bool:
+    def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
         """Return whether the attack is adaptive on a kind of defense that predicts by this rule.
 
         Args:
-            kind: "ensemble", "randomized", "random", "transformed" or "transductive".
+            suite_kind: as `lightning_rob.evaluation.suites.suite_kind` has it: "ensemble",
+                "randomized", "random", "transformed" or "transductive"; not `Defense.kind`.
             rule: the defense's.
         """
-        return kind in self.made_for
+        return suite_kind in self.made_for
 
     def require_package(self) -> None:  # noqa: B027 (most attacks need none)
         """Raise ModuleNotFoundError without an optional package that the attack needs."""

@@ -16,8 +16,8 @@ Draws = tuple[Rule, Tensor, Tensor]  # a rule, the logits [S, B, K] it decides o
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """An objective at a batch of images.
+class ObjectiveAt:
+    """Value and gradient of an objective at a batch of images.
 
     Args:
         value: [B] the objective.
@@ -66,7 +66,7 @@ class ObjectiveGradient:
 
     def __call__(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
-    ) -> Evaluation:
+    ) -> ObjectiveAt:
         """Return the objective and its gradient at images [B, C, H, W] with labels [B]."""
         if defense.kind == "mixture" and reduction_of(self.objective):
             return self._of_mixture(defense, x, y, generator, check)
@@ -79,7 +79,7 @@ class ObjectiveGradient:
         (gradient,) = torch.autograd.grad(value.sum(), x)
         logits = logits.detach()
         deciders = ((defense.rule, logits, weights),)
-        return Evaluation(value.detach(), gradient, logits, weights, deciders)
+        return ObjectiveAt(value.detach(), gradient, logits, weights, deciders)
 
     def _of(self, logits: Tensor, weights: Tensor, y: Tensor, check: bool) -> Tensor:
         if check:
@@ -88,7 +88,7 @@ class ObjectiveGradient:
 
     def _of_mixture(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool
-    ) -> Evaluation:
+    ) -> ObjectiveAt:
         """Evaluate the parts in turn, so that memory does not grow with their number.
 
         The gradient is the mean of the parts' gradients by their shares or, where the objective is
@@ -115,7 +115,7 @@ class ObjectiveGradient:
         logits, weights = (torch.cat(values) for values in zip(*draws, strict=True))
         if defense.rule is not random_member:  # the parts' predictions are pooled
             deciders = ((defense.rule, logits, weights),)
-        return Evaluation(value, gradient, logits, weights, deciders)
+        return ObjectiveAt(value, gradient, logits, weights, deciders)
 
 
 def draw_gradients(

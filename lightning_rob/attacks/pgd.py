@@ -98,33 +98,33 @@ class PGD(Attack):
         """Whether logits computed for a gradient decide which images are already fooled."""
         return self.early_stop
 
-    def is_made_for(self, kind: str, rule: Rule) -> bool:
-        """Return whether it follows the rule's loss, or is EoT on the linear loss with AggMo."""
-        if kind == "ensemble":
+    def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
+        """Return whether it follows the rule's loss, or is EoT on the linear loss with AggMo or another optimizer."""
+        if suite_kind == "ensemble":
             return self.objective in (ce_of_rule(rule), margin_of_rule(rule))
-        several_velocities = len(self.momentum) > 1 or self.ascent is not None
-        return kind == "random" and self.objective is linear and several_velocities
+        smoothed = len(self.momentum) > 1 or self.ascent is not None
+        return suite_kind == "random" and self.objective is linear and smoothed
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if self.early_stop:
             _check_predictions_are_certain(defense, self.objective)
-        evaluate = ObjectiveGradient(self.objective, self.draws)
+        objective = ObjectiveGradient(self.objective, self.draws)
         x_final, run = torch.empty_like(x), Iterates.begin(x, y, generator)
         with entered(self.backward, defense):
             for _ in range(self.restarts):
                 start = self.threat.start(x, generator) if self.random_start else x
                 run.x_adv = run.rows_of(start)
                 if self.keep_best and self.random_start:
-                    run.keep_better(run.x, run.value(evaluate, defense, run.x, check=True))
+                    run.keep_better(run.x, run.value(objective, defense, run.x, check=True))
                 step_rule = (self.ascent or AggMo(self.momentum)).init(self.threat)
                 for step in range(self.steps):
-                    at = evaluate(defense, run.x_adv, run.y, run.generator, check=step == 0)
+                    at = objective(defense, run.x_adv, run.y, run.generator, check=step == 0)
                     gradient = at.gradient
                     if self.keep_best:
                         run.keep_better(run.x_adv, at.value)
                     if self.early_stop:
-                        x_final[run.index] = run.x_adv  # the result of the images that leave
+                        x_final[run.index] = run.x_adv  # final for the images that leave now
                         rows = (~at.fooled(run.y)).nonzero()[:, 0]
                         run, step_rule = run.select(rows), step_rule.select(rows)
                         gradient = gradient[rows]
@@ -134,7 +134,7 @@ class PGD(Attack):
                     step_taken = scale(step_rule(gradient.nan_to_num(0.0, 0.0, 0.0)), length)
                     run.x_adv = self.threat.project(run.x_adv + step_taken, run.x)
                 if self.keep_best or self.restarts > 1:
-                    run.keep_better(run.x_adv, run.value(evaluate, defense, run.x_adv))
+                    run.keep_better(run.x_adv, run.value(objective, defense, run.x_adv))
                 else:
                     run.best = run.x_adv
         x_final[run.index] = run.best
@@ -162,10 +162,10 @@ class Iterates(ActiveBatch):
 
     @torch.no_grad()
     def value(
-        self, evaluate: ObjectiveGradient, defense: Defense, x: Tensor, check: bool = False
+        self, objective: ObjectiveGradient, defense: Defense, x: Tensor, check: bool = False
     ) -> Tensor:
         """Return the objective [b] of candidate images [b, C, H, W]."""
-        return evaluate.value(defense, x, self.y, self.generator, check)
+        return objective.value(defense, x, self.y, self.generator, check)
 
     def keep_better(self, x_adv: Tensor, value: Tensor) -> None:
         """Replace the best iterates of the images whose candidate has a larger objective."""
