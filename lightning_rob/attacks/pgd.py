@@ -99,7 +99,7 @@ class PGD(Attack):
         return self.early_stop
 
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
-        """Return whether it follows the rule's loss, or is EoT on the linear loss with AggMo or another optimizer."""
+        """Return whether it follows the rule's loss, or is EoT on the linear loss, smoothed."""
         if suite_kind == "ensemble":
             return self.objective in (ce_of_rule(rule), margin_of_rule(rule))
         smoothed = len(self.momentum) > 1 or self.ascent is not None

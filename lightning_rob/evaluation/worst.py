@@ -49,8 +49,8 @@ def worst_case(
       draws if there are several, else by the lowest mean.
 
     Args:
-        tables: indices [N], rising, and scores [N, A, R] in R inferences of A columns: clean images,
-            which the attacker may leave as they are, and each attack.
+        tables: indices [N], rising, and scores [N, A, R] in R inferences of A columns: each attack,
+            and clean images, for an attacker may leave an image as it is.
         random: whether the defense predicts at random.
         joint: whether predictions depend on the whole batch (transductive defenses).
 
