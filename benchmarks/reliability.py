@@ -1,4 +1,4 @@
-"""Measure every promise of docs/reliability.md again and write its tables.
+"""Measure every promise of docs/running.md again and write its tables.
 
 python benchmarks/reliability.py                  # all, half an hour on two cores
 python benchmarks/reliability.py --only audit     # one part; the others' tables do not change
@@ -18,7 +18,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-PAGE = Path(__file__).parent.parent / "docs" / "reliability.md"
+PAGE = Path(__file__).parent.parent / "docs" / "running.md"
 PARTS = ("test", "faults", "trust", "monitor", "audit", "scale")
 
 

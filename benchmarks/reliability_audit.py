@@ -16,7 +16,7 @@ from lightning_rob.audit.auditor import audit
 from lightning_rob.data import Digits5k
 from lightning_rob.nets import SmallCNN
 from lightning_rob.threat import Threat
-from tests.planted import PLANTED, honest, trained
+from tests.audit.planted import PLANTED, honest, trained
 
 THREAT = Threat("linf", 0.15)
 IMAGES = 50
@@ -69,7 +69,7 @@ def judged():
 
 
 def figures():
-    """Return rows for docs/reliability.md: promise, target, result."""
+    """Return rows for docs/running.md: promise, target, result."""
     right, false, broken, sound = 0, [], 0, 0
     for name, check, report, seconds in judged():
         flags = [finding.name for finding in report.flags]

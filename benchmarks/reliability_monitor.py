@@ -132,7 +132,7 @@ def rows(whole: Path, killed: Path, times: int) -> list[tuple[str, str, str]]:
     return [
         (f"{what}: evaluated twice", "0", str(twice)),
         (f"{what}: missed", "0", str(missed)),
-        (f"{what}: figures as of one never killed", f"{len(told[0])}/{len(told[0])}",
+        (f"{what}: results as of one never killed", f"{len(told[0])}/{len(told[0])}",
          f"{equal}/{len(told[0])}"),
     ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Measurements of scaling and export for `docs/reliability.md`.
+"""Measurements of scaling and export for `docs/running.md`.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/reliability_scale.py
 
@@ -15,7 +15,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("LIGHTNING_ROB_ALLOW_IMPORT", "tests")
 
 import torch
-from tests.test_export import nets
 
 from lightning_rob.commands.export import export
 from lightning_rob.defenses import Defense, Ensemble, Mixture, RandomTransforms, TransformEnsemble
@@ -27,6 +26,7 @@ from lightning_rob.transforms import (
     HorizontalFlip,
     PoissonNoise,
 )
+from tests.commands.test_export import nets
 from tests.test_torchrun import by_slurm, by_torchrun, one_and_two
 
 Row = tuple[str, str, str]
@@ -43,7 +43,7 @@ def agree(name, start) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         one, two = one_and_two(Path(folder), start)
     same = sum(two.get(key) == value for key, value in one.items())
-    return (f"figures of two nodes ({name}, gloo) that equal one process's", "3/3", f"{same}/3")
+    return (f"accuracies of two nodes ({name}, gloo) that equal one process's", "3/3", f"{same}/3")
 
 
 def defenses() -> dict[str, Defense]:
@@ -78,7 +78,7 @@ def exported() -> list[Row]:
             equal += 1
             worst = max(worst, card["largest_difference"])
     total = SETS * len(kinds)
-    what = f"exported defenses that answer alike after loading (largest difference {worst:.1e})"
+    what = f"exported defenses that predict alike after loading (largest difference {worst:.1e})"
     return [(what, f"{total}/{total}", f"{equal}/{total}")]
 
 

@@ -30,11 +30,11 @@ from lightning_rob.attacks import (
     draw_gradients,
 )
 from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.evaluation.protocol import evaluate_once, predictions
 from lightning_rob.metrics import gradient_spread, student
 from lightning_rob.objectives import ce_of_mean_logits, ce_of_mean_probs, expected_ce, linear
 from lightning_rob.randomness import Streams
-from lightning_rob.sweep.command import load
 from lightning_rob.threat import Threat
 
 ANSWERS, BATCH = 10, 50
@@ -74,7 +74,7 @@ class Study(RobustCLI):
         super().__init__(["test", *args, "--trainer.logger=false"])
 
     def test(self, model, datamodule, ckpt_path=None, **_):
-        load(model, ckpt_path)
+        load_weights(model, read_checkpoint(str(ckpt_path)))
         datamodule.setup("test")
         part = datamodule.parts["test"]
         rows = [part[i] for i in range(self.options.images)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from lightning_rob.rules import expectation
+from lightning_rob.rules import Rule, expectation, mean_logits, mean_probs
 
 Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
 Reduction = Literal["mean", "min"]
@@ -144,6 +144,20 @@ def confident(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
 def min_confidence(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the largest probability of a wrong class, smallest over draws of positive weight."""
     return _min_over_draws(weights, _wrong_confidence(logits, y))
+
+
+def ce_of_rule(rule: Rule) -> Objective:
+    """Return the cross-entropy that decides a rule's prediction; of votes the expected one."""
+    of_means: dict[Rule, Objective] = {
+        mean_logits: ce_of_mean_logits,
+        mean_probs: ce_of_mean_probs,
+    }
+    return of_means.get(rule, expected_ce)
+
+
+def margin_of_rule(rule: Rule) -> Objective:
+    """Return the margin that decides a rule's prediction; of votes the expected one."""
+    return linear if rule in (mean_logits, mean_probs) else expected_margin
 
 
 @dataclass(frozen=True)

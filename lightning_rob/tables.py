@@ -2,13 +2,12 @@
 
 import io
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
 
 from lightning_rob.comparisons import holm
-from lightning_rob.evaluation.records import Result
 
 CLEAN = "clean"  # the row without an attack
 STYLE: dict[str, Any] = {
@@ -19,7 +18,35 @@ STYLE: dict[str, Any] = {
 }
 
 
-def print_table(title: str, results: Iterable[Result], console: Console | None = None) -> None:
+class Row(Protocol):
+    """A row of the table of accuracies, such as `lightning_rob.evaluation.records.Result`."""
+
+    @property
+    def name(self) -> str:
+        """The attack's name."""
+
+    @property
+    def accuracy(self) -> float:
+        """In [0, 1]."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Its 95 % interval."""
+
+    @property
+    def n(self) -> int:
+        """The number of images."""
+
+    @property
+    def seconds(self) -> float:
+        """The run time of the attack."""
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """Further fields of the record."""
+
+
+def print_table(title: str, results: Iterable[Row], console: Console | None = None) -> None:
     """Print a table of accuracies; columns with the same content in all rows are left out.
 
     The column "randomness" is half the interval over inferences or private draws: the share that
@@ -65,7 +92,7 @@ def _methods(columns: Collection[str], covered: Collection[str], compared: int) 
     return "; ".join(methods)
 
 
-def _accuracy_cells(result: Result, adjusted: Iterator[float]) -> dict[str, str]:
+def _accuracy_cells(result: Row, adjusted: Iterator[float]) -> dict[str, str]:
     details = result.details
     low, high = result.interval
     randomness = details.get("over_inferences") or details.get("over_private_draws")
@@ -167,7 +194,7 @@ def _interval_cell(accuracy: float, low: float, high: float) -> str:
     return f"{accuracy:.1%}\n{100 * low:.1f} … {100 * high:.1f}"
 
 
-def table_text(title: str, results: Iterable[Result], width: int = 120) -> str:
+def table_text(title: str, results: Iterable[Row], width: int = 120) -> str:
     """Return the table of accuracies as text."""
     file = io.StringIO()
     print_table(title, results, Console(file=file, width=width))

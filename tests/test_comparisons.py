@@ -1,4 +1,4 @@
-"""Paired comparisons, their adjustment, and thresholds."""
+"""Paired comparisons and their adjustment."""
 
 import math
 from itertools import pairwise
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from lightning_rob.metrics import clopper_pearson, holm, mcnemar, paired, wilson
-from lightning_rob.thresholds import parse_thresholds, violations
 
 
 def bits(text):
@@ -91,20 +90,3 @@ def test_clopper_pearson_holds_wilson_and_known_values():
     for k in range(21):
         inner, outer = wilson(k / 20, 20), clopper_pearson(k, 20)
         assert outer[1] - outer[0] > 0.99 * (inner[1] - inner[0])
-
-
-def test_thresholds():
-    assert parse_thresholds("robust/worst=0.4, acc=90%") == {"robust/worst": 0.4, "acc": 0.9}
-    figures = {"test/robust/worst": 0.41, "test/acc": 0.8, "val/acc": 1.0}
-    assert violations({"robust/worst": 0.41}, figures, "test") == []
-    assert violations({"acc": 0.9}, figures, "test") == ["acc is 0.8000, below 0.9"]
-    assert violations({"test/acc": 0.9}, figures, "test") != []
-    assert violations({"acc": 0.1}, {"test/acc": math.nan}, "test") != []
-    with pytest.raises(ValueError, match="no figure robust/arc was measured, only acc, robust/w"):
-        violations({"robust/arc": 0.1}, figures, "test")
-
-
-@pytest.mark.parametrize("text", ["worst", "=0.4", "worst=", "worst=2", "worst=nan", "worst=x%"])
-def test_what_is_no_threshold(text):
-    with pytest.raises(ValueError, match="a threshold is NAME=VALUE"):
-        parse_thresholds(text)

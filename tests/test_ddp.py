@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.tiny import arc, pgd, recipe, records, robust_eval, same_weights, shell, weights
+from tests.tiny import arc, pgd, recipe, records, robust_eval, run, same_weights, shell, weights
 
 TWO = ["--trainer.strategy=ddp_find_unused_parameters_true", "--trainer.devices=2"]
 CHECKPOINT = "run/version_0/checkpoints/epoch=3-step=16.ckpt"
@@ -11,9 +11,17 @@ CHECKPOINT = "run/version_0/checkpoints/epoch=3-step=16.ckpt"
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    done = shell("fit", "--config", recipe(folder))
-    assert done.returncode == 0, done.stderr
+    run("fit", "--config", recipe(folder))
     return folder / CHECKPOINT
+
+
+def start(*args):
+    """Run in this process, or start two."""
+    if TWO[0] in args:
+        done = shell(*args)
+        assert done.returncode == 0, done.stderr
+    else:
+        run(*args)
 
 
 def auto(*attacks):
@@ -34,8 +42,7 @@ def evaluate(folder, checkpoint, batch_size, *args):
     ]
     file = recipe(folder, data=data, **{"trainer__callbacks+": callbacks})
     size = f"--data.init_args.eval_batch_size={batch_size}"
-    done = shell("test", "--config", file, "--ckpt_path", checkpoint, size, *args)
-    assert done.returncode == 0, done.stderr
+    start("test", "--config", file, "--ckpt_path", checkpoint, size, *args)
     lines = [
         {k: v for k, v in line.items() if k not in ("seconds", "session")}
         for line in records(folder)
@@ -70,16 +77,9 @@ def test_training_is_the_same_with_and_without_callbacks(tmp_path):
     (tmp_path / "without").mkdir()
     unmonitored = {"model__init_args__monitor": None}
     random = robust_eval({"apgd": pgd(), "arc": arc(random_start=True)}, repeats=2)
-    shell(
-        "fit",
-        "--config",
-        recipe(tmp_path / "with", **unmonitored, **{"trainer__callbacks+": [random]}),
-    )
-    shell(
-        "fit",
-        "--config",
-        recipe(tmp_path / "without", **unmonitored, **{"trainer__callbacks+": []}),
-    )
+    for name, callbacks in {"with": [random], "without": []}.items():
+        file = recipe(tmp_path / name, **unmonitored, **{"trainer__callbacks+": callbacks})
+        run("fit", "--config", file)
     one, other = (weights(tmp_path / name / CHECKPOINT) for name in ("with", "without"))
     assert same_weights(one, other)
     assert (tmp_path / "with/run/version_0/robust.jsonl").exists()

@@ -5,10 +5,12 @@ import torch
 from torch.nn import functional as F
 
 from lightning_rob.objectives import (
+    NonFiniteLogitsError,
     TargetedMargin,
     ce_of_mean_logits,
     ce_of_mean_probs,
     check_labels,
+    check_logits,
     confident,
     cross_entropy,
     expected_ce,
@@ -263,3 +265,13 @@ def test_another_objective_may_declare_it_too():
     assert reduction_of(twice) is None
     assert reduces("min")(twice) is twice
     assert reduction_of(twice) == "min"
+
+
+def test_check_logits_accepts_a_class_that_is_ruled_out():
+    check_logits(torch.tensor([[[-torch.inf, 1.0, 0.0]]]), torch.tensor([1]))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_check_logits_refuses_non_finite_ones(bad):
+    with pytest.raises(NonFiniteLogitsError, match="not numbers on 1 of 2 images"):
+        check_logits(torch.tensor([[[0.0, 1.0], [bad, 0.0]]]), torch.tensor([0, 1]))

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rob.rules import (
+    VOTING_RULES,
     expectation,
     majority,
     mean_logits,
@@ -245,3 +246,19 @@ def test_ties_of_two_votes_as_released_go_to_the_second_choice():
     assert top2_majority_as_released(logits, weights).argmax().item() == 2
     clear = torch.tensor([[[1.0, 3.0, 2.0]], [[4.0, 5.0, 0.0]]])
     assert top2_majority_as_released(clear, weights).argmax().item() == 1
+
+
+@pytest.mark.parametrize("bad", [NAN, torch.inf, -torch.inf])
+def test_non_finite_draws_never_vote_for_class_0(bad):
+    for rule in VOTING_RULES.values():
+        logits = torch.full((3, 4, 5), bad)
+        assert torch.equal(rule(logits, torch.full((3,), 1 / 3)), torch.zeros(4, 5))
+        logits[:, 1:] = torch.eye(5)[2]
+        predicted = rule(logits, torch.full((3,), 1 / 3))
+        assert predicted[0].sum() == 0
+        assert predicted[1:].argmax(1).tolist() == [2, 2, 2]
+
+
+def test_a_class_may_be_ruled_out():
+    logits = torch.tensor([[[-torch.inf, 1.0, 0.0]]])
+    assert random_member(logits, torch.ones(1)).tolist() == [[0, 1, 0]]

@@ -74,7 +74,8 @@ def one_and_two(folder, start) -> tuple[dict, dict]:
     return figures(folder / "one"), figures(folder / "two")
 
 
-@pytest.mark.parametrize("start", [by_torchrun, pytest.param(by_slurm, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [by_torchrun, by_slurm])
 def test_two_nodes_give_the_figures_of_one_process(start, tmp_path):
     one, two = one_and_two(tmp_path, start)
     assert {name: n for name, (n, _) in one.items()} == {"apgd": 33, "arc": 33, "worst": 33}

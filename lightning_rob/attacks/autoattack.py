@@ -15,7 +15,7 @@ from lightning_rob.attacks.base import Attack
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator, seed_from, uniform
-from lightning_rob.rules import expectation, mean_logits
+from lightning_rob.rules import Rule, expectation, mean_logits, mean_probs
 from lightning_rob.threat import Threat
 
 CLASSES = {"apgd-ce": 2, "apgd-dlr": 3, "apgd-t": 4, "fab": 2, "fab-t": 2, "square": 2}  # needed
@@ -98,6 +98,10 @@ class AutoAttack(Attack):
             raise ModuleNotFoundError(
                 'AutoAttack needs pyautoattack: pip install "lightning-rob[autoattack]"'
             )
+
+    def is_made_for(self, kind: str, rule: Rule) -> bool:
+        """Return whether it attacks what the defense predicts by: the mean of an ensemble."""
+        return super().is_made_for(kind, rule) and rule in (mean_logits, mean_probs)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""

@@ -15,6 +15,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import PerImageLayer
 from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator, Streams
+from lightning_rob.rules import Rule
 from lightning_rob.threat import Norm, Threat
 
 
@@ -194,6 +195,15 @@ class Attack(ABC):
     def stops_on_gradient_logits(self) -> bool:
         """Whether logits computed for a gradient decide which images are already fooled."""
         return False
+
+    def is_made_for(self, kind: str, rule: Rule) -> bool:
+        """Return whether the attack is adaptive on a kind of defense that predicts by this rule.
+
+        Args:
+            kind: "ensemble", "randomized", "random", "transformed" or "transductive".
+            rule: the defense's.
+        """
+        return kind in self.made_for
 
     def require_package(self) -> None:  # noqa: B027 (most attacks need none)
         """Raise ModuleNotFoundError without an optional package that the attack needs."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_rob.attacks.base import Attack, evaluating, map_attacks
 from lightning_rob.attacks.gradient import ObjectiveGradient
-from lightning_rob.attacks.pgd import PGD
+from lightning_rob.attacks.pgd import is_pgd
 from lightning_rob.defenses import Defense, Mixture
 from lightning_rob.objectives import expected_ce, reduction_of
 from lightning_rob.randomness import Generator, generator_from
@@ -86,7 +86,7 @@ class GMSA(Attack):
         """Return the inner attack with its steps multiplied by the number of models, if wanted."""
 
         def multiply(part: Attack) -> dict[str, Any]:
-            if not isinstance(part, PGD):
+            if not is_pgd(part):
                 return {}
             minimum = reduction_of(part.objective) == "min"
             wanted = minimum if self.steps_per_model is None else self.steps_per_model

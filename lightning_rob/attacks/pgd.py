@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,9 +12,16 @@ from lightning_rob.attacks.base import Attack, Backward, entered
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.optimizers import AggMo, AttackOptimizer
 from lightning_rob.defenses import Defense
-from lightning_rob.objectives import Objective, expected_ce, reduction_of
+from lightning_rob.objectives import (
+    Objective,
+    ce_of_rule,
+    expected_ce,
+    linear,
+    margin_of_rule,
+    reduction_of,
+)
 from lightning_rob.randomness import Generator
-from lightning_rob.rules import random_member
+from lightning_rob.rules import Rule, random_member
 from lightning_rob.threat import Threat, pixels, scale
 
 
@@ -91,6 +98,13 @@ class PGD(Attack):
         """Whether logits computed for a gradient decide which images are already fooled."""
         return self.early_stop
 
+    def is_made_for(self, kind: str, rule: Rule) -> bool:
+        """Return whether it follows the rule's loss, or is EoT on the linear loss with AggMo."""
+        if kind == "ensemble":
+            return self.objective in (ce_of_rule(rule), margin_of_rule(rule))
+        several_velocities = len(self.momentum) > 1 or self.ascent is not None
+        return kind == "random" and self.objective is linear and several_velocities
+
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if self.early_stop:
@@ -156,6 +170,11 @@ class Iterates(ActiveBatch):
     def keep_better(self, x_adv: Tensor, value: Tensor) -> None:
         """Replace the best iterates of the images whose candidate has a larger objective."""
         self.best, self.best_value = better(self.best, self.best_value, x_adv, value)
+
+
+def is_pgd(attack: Attack | None) -> TypeGuard[PGD]:
+    """Whether an attack has PGD's fields: an objective, steps, a random start."""
+    return isinstance(attack, PGD)
 
 
 def better(a: Tensor, value_a: Tensor, b: Tensor, value_b: Tensor) -> tuple[Tensor, Tensor]:

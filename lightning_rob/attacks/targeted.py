@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.attacks.gradient import ObjectiveGradient
-from lightning_rob.attacks.pgd import PGD, better
+from lightning_rob.attacks.pgd import PGD, better, is_pgd
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import (
     Objective,
@@ -47,7 +47,7 @@ class Targeted(AttackDecorator):
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int):
             object.__setattr__(self, "rank", tuple(self.rank))
-        if not isinstance(self.attack, PGD):
+        if not is_pgd(self.attack):
             kind = type(self.attack).__name__
             raise ValueError(f"Targeted takes a PGD, got {kind}: put {kind} around Targeted")
         if self.attack.early_stop:

@@ -1,1 +1,1 @@
-"""Does a defense only seem robust? See `lightning_rob.audit.auditor.audit`."""
+"""Checks for a false sense of security; see `lightning_rob.audit.auditor.audit`."""

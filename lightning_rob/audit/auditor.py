@@ -1,27 +1,42 @@
-"""The audit of a defense: all checks, on as many batches as there are."""
+"""The audit of a defense: attacks by its kind, measurements of each image, and all checks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_rob.audit.adaptive import adaptive
-from lightning_rob.audit.answers import batches, modes, numbers, outputs, randomness, steps_inside
-from lightning_rob.audit.bounds import bounds
-from lightning_rob.audit.case import Case, Subject
-from lightning_rob.audit.finding import SEVERITIES, Check, Columns, known
-from lightning_rob.audit.gradients import gradient, infinite_gradients, saturation, zero_gradients
-from lightning_rob.audit.measures import MEASURES, Seen
-from lightning_rob.audit.page import Report
-from lightning_rob.audit.slope import slope
-from lightning_rob.audit.strength import black_box, noise, radius, restarts, steps
+from lightning_rob.audit import gradients, predictions
+from lightning_rob.audit.findings import STYLES, Check, Columns, Report, known
+from lightning_rob.audit.gradients import (
+    bounds,
+    gradient,
+    infinite_gradients,
+    saturation,
+    slope,
+    zero_gradients,
+)
+from lightning_rob.audit.predictions import (
+    batches,
+    modes,
+    numbers,
+    outputs,
+    randomness,
+    steps_inside,
+)
+from lightning_rob.audit.strength import adaptive, black_box, noise, radius, restarts, steps
+from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.records import Result, measured
+from lightning_rob.evaluation.suites import SuiteKind
 from lightning_rob.identity import attack_spec
+from lightning_rob.randomness import derive_seed, seeded_global_rng
 from lightning_rob.threat import Threat
 
+MEASUREMENTS: dict[str, Callable[[AuditBatch], Tensor]] = {
+    measure.__name__: measure for measure in (*predictions.MEASUREMENTS, *gradients.MEASUREMENTS)
+}
 CHECKS: tuple[Check, ...] = (
     numbers,
     outputs,
@@ -42,6 +57,14 @@ CHECKS: tuple[Check, ...] = (
     black_box,
     adaptive,
 )
+KINDS: dict[SuiteKind, str] = {
+    "single": "one network",
+    "ensemble": "an ensemble with one prediction",
+    "randomized": "a randomized ensemble",
+    "random": "random predictions",
+    "transformed": "a transformation ensemble",
+    "transductive": "adapts to the test batch",
+}
 
 
 def audit(
@@ -53,71 +76,90 @@ def audit(
     checks: Sequence[Check] = CHECKS,
     **options: Any,
 ) -> Report:
-    """Look for a false sense of security, without a Trainer.
+    """Check a defense for a false sense of security, without a Trainer.
 
     Args:
-        defense: it stays as it is, as does torch's global random stream.
+        defense: the defense; it and torch's global random stream are not changed.
         x: [B, C, H, W] images; a defense that adapts has them all in one round.
         y: [B] labels.
         threat: linf or l2; None is linf 8/255.
-        index: [B] the images' indices, by which noise is keyed; None counts them.
-        checks: which ones; only what they need is run.
-        **options: see `Subject`.
+        index: [B] the images' indices, by which noise is keyed; None for the positions.
+        checks: which ones; only the measurements that they need are made.
+        **options: see `AuditTarget`.
     """
-    subject = Subject(defense, threat or Threat(), **options)
-    return report(subject, Seen(Case(subject, x, y, index)), checks)
+    target = AuditTarget(defense, threat or Threat(), **options)
+    return build_report(target, LazyMeasurements(AuditBatch(target, x, y, index)), checks)
 
 
-def columns(subject: Subject) -> list[str]:
-    """The names of all that is known of an image."""
-    return [*subject.attacks, *subject.halves, *MEASURES]
+class LazyMeasurements(Mapping[str, Tensor]):
+    """The columns [B] of a batch by name, each measured when it is first read.
+
+    Args:
+        batch: the batch.
+    """
+
+    def __init__(self, batch: AuditBatch) -> None:
+        self.batch = batch
+        self.columns: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(column_names(self.batch.target))
+
+    def __len__(self) -> int:
+        """Return the number of columns."""
+        return len(column_names(self.batch.target))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a column; reading in another order measures the same."""
+        if name not in self.columns:
+            batch = self.batch
+            seed = derive_seed(batch.target.seed, *name.encode(), *batch.index.tolist())
+            with seeded_global_rng(torch.Generator().manual_seed(seed), batch.x.device):
+                attack, _, half = name.partition("/")
+                attacked = attack in batch.target.attacks
+                found = batch.score(attack, half) if attacked else MEASUREMENTS[name](batch).float()
+                self.columns[name] = found
+        return self.columns[name]
 
 
-def rows(subject: Subject, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-    """All that is known of a batch [B, len(columns)]."""
-    seen = Seen(Case(subject, x, y, index))
-    return torch.stack([seen[name] for name in columns(subject)], 1)
+def column_names(target: AuditTarget) -> list[str]:
+    """Return the names of all columns: scores under attacks, then measurements."""
+    return [*target.attacks, *target.half_columns, *MEASUREMENTS]
 
 
-def report(subject: Subject, seen: Columns, checks: Sequence[Check] = CHECKS) -> Report:
-    """What all the images say together."""
-    findings = [check(subject, seen) for check in checks]
-    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-    title = f"{type(subject.defense).__name__} · {KINDS[subject.suite.kind]}"
-    results = results_of(subject, seen) if tuple(checks) == CHECKS else []
+def measure(target: AuditTarget, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+    """Return all columns of a batch: [B, len(column_names)]."""
+    return torch.stack(list(LazyMeasurements(AuditBatch(target, x, y, index)).values()), 1)
+
+
+def build_report(target: AuditTarget, columns: Columns, checks: Sequence[Check] = CHECKS) -> Report:
+    """Judge the columns [N] of all images together."""
+    findings = [check(target, columns) for check in checks]
+    findings.sort(key=lambda finding: list(STYLES).index(finding.severity))
+    title = f"{type(target.defense).__name__} · {KINDS[target.suite.kind]}"
+    results = _results(target, columns) if tuple(checks) == CHECKS else []
     return Report(title, results, findings)
 
 
-KINDS = {
-    "single": "one network",
-    "ensemble": "an ensemble with one answer",
-    "randomized": "a randomized ensemble",
-    "random": "random answers",
-    "transformed": "a transformation ensemble",
-    "transductive": "adapts to the test batch",
-}
-
-
-def results_of(subject: Subject, seen: Columns) -> list[Result]:
-    """The accuracy under each attack that could run, and the worst case within the threat."""
+def _results(target: AuditTarget, columns: Columns) -> list[Result]:
+    """Return the accuracy under each attack that could run, and the worst case in the threat."""
     found = []
-    for name, attack in subject.attacks.items():
-        details = {"attack": attack_spec(attack), "ball": str(attack.threat)}
-        if name == "huge":
-            details["ball"] = "every image"
-        if len(known(seen[name])):
-            seconds = subject.seconds[name]
-            found.append(measured(name, seen[name], seconds, details))
-    return [*found, _worst(subject, seen)]
+    for name, attack in target.attacks.items():
+        ball = "every image" if name == "unbounded" else str(attack.threat)
+        details = {"attack": attack_spec(attack), "ball": ball}
+        if len(known(columns[name])):
+            found.append(measured(name, columns[name], target.seconds[name], details))
+    return [*found, _worst(target, columns)]
 
 
-def _worst(subject: Subject, seen: Columns) -> Result:
-    """The accuracy under the strongest attack, see `worst_case`."""
-    names = subject.halves or subject.counted
-    scores = torch.stack([seen[name].nan_to_num(torch.inf) for name in names], 1)
-    scores = scores.reshape(len(scores), len(subject.counted), -1)
+def _worst(target: AuditTarget, columns: Columns) -> Result:
+    """Return the accuracy under the strongest attack, see `worst_case`."""
+    names = target.half_columns or target.worst_over
+    scores = torch.stack([columns[name].nan_to_num(torch.inf) for name in names], 1)
+    scores = scores.reshape(len(scores), len(target.worst_over), -1)
+    random = any(bool(columns[name].any()) for name in ("is_random", "is_nondeterministic"))
     table = torch.arange(len(scores)), scores
-    chance = any(bool(seen[name].any()) for name in ("by_chance", "unrepeatable"))
-    worst = worst_case([table], not subject.exact or chance, joint=subject.transductive)
-    details = {"choice": worst.choice, "ball": str(subject.threat)}
+    worst = worst_case([table], random or not target.exact, joint=target.transductive)
+    details = {"choice": worst.choice, "ball": str(target.threat)}
     return measured("worst", worst.scores.mean(1), 0.0, details)

@@ -1,4 +1,4 @@
-"""Callbacks that tell the truth about a defense while it trains."""
+"""Callbacks that attack the module at validation and test, and guard the run."""
 
 from lightning_rob.callbacks.audit import RobustAudit
 from lightning_rob.callbacks.checkpoint import RobustCheckpoint, RobustEarlyStopping

@@ -1,4 +1,4 @@
-"""A look for a false sense of security, beside or instead of other attacks."""
+"""Audit of a defense at validation and test, beside or instead of other attacks."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_rob.attacks import Attack
-from lightning_rob.audit import auditor
-from lightning_rob.audit.case import Subject
-from lightning_rob.audit.page import Report
+from lightning_rob.audit.auditor import build_report, column_names, measure
+from lightning_rob.audit.findings import Report
+from lightning_rob.audit.target import AuditTarget
 from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
 from lightning_rob.callbacks.collector import collector_of
 from lightning_rob.callbacks.progress import console_of
@@ -23,9 +23,9 @@ from lightning_rob.threat import Threat
 
 
 class RobustAudit(EvaluationCallback):
-    """Attack the module's `defense` by what fits its kind, and say what makes figures suspicious.
+    """Attack the module's `defense` by what fits its kind, and report doubtful accuracies.
 
-    It runs the usual attack on such a defense, attacks made for its kind (ARC, EoT with AggMo,
+    It runs the default attack on such a defense, attacks made for its kind (ARC, EoT with AggMo,
     GMSA, PAA), one without gradients, and checks that show where gradients mislead. It looks at
     the attacks of the `RobustEval` callbacks of the run: was the right one among them?
 
@@ -34,17 +34,17 @@ class RobustAudit(EvaluationCallback):
 
     Args:
         threat: linf or l2; None is linf 8/255.
-        steps: of the usual PGD; longer attacks have a multiple of it.
+        steps: of the default PGD; longer attacks have a multiple of it.
         queries: of the Square Attack, for each image.
-        every_n_epochs: audit every so many epochs of `fit`.
-        max_images: audit so many images only, a random choice by the seed; None audits all.
+        every_n_epochs: audit in every n-th epoch of `fit`.
+        max_images: audit this many images, a random choice by the seed; None audits all.
         seed: of the audit's noise.
-        protocol: how a defense that adapts is played against; None is `RoundProtocol()`.
+        protocol: the rounds in which a defense that adapts is attacked; None is `RoundProtocol()`.
         record: file in the run's folder.
         group_size: images that are attacked together; other sizes may round otherwise.
 
     Raises:
-        ValueError: a count below 1, or a threat that there are no attacks for.
+        ValueError: a count below 1, or a threat that not all attacks support.
     """
 
     def __init__(
@@ -68,45 +68,45 @@ class RobustAudit(EvaluationCallback):
         self.steps = steps
         self.queries = queries
         self.record = record
-        self.subject: Subject | None = None
+        self.target: AuditTarget | None = None
         self.table = PerImage(1)
         self.tried = False
         self.found: Report | None = None
 
     def attack_count(self, pl_module: Any) -> int:
         """Return the number of attacks."""
-        return len(self._subject(pl_module).suite.attacks)
+        return len(self._target(pl_module).suite.attacks)
 
     def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
         """Forget the last audit."""
-        self.subject = self._subject(pl_module)
-        self.subject.others = _other_attacks(trainer)
-        if self.subject.transductive and not trainer.sanity_checking:
-            give_source(self.subject.defense, lambda: labelled_images(trainer))
-        self.table = PerImage(len(auditor.columns(self.subject))).to(pl_module.device)
+        self.target = target = self._target(pl_module)
+        target.other_attacks = _other_attacks(trainer)
+        if target.transductive and not trainer.sanity_checking:
+            give_source(target.defense, lambda: labelled_images(trainer))
+        self.table = PerImage(len(column_names(target))).to(pl_module.device)
         if self.progress:
-            self.subject.tell = self.progress.advance
+            target.progress = self.progress.advance
         self.tried, self.found = False, None
-        return self.settings.protocol_for(self.subject.defense)
+        return self.settings.protocol_for(target.defense)
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
-        """Audit a group of images; before training only try that all of it runs."""
-        subject, (x, y, index) = self.subject, batch
-        assert subject is not None
-        if trainer.sanity_checking and (subject.transductive or self.tried):
+        """Audit a group of images; before training only try that everything runs."""
+        target, (x, y, index) = self.target, batch
+        assert target is not None
+        if trainer.sanity_checking and (target.transductive or self.tried):
             return
-        rows = auditor.rows(subject, x, y, index)
+        columns = measure(target, x, y, index)
         self.tried = True
         if not trainer.sanity_checking:
-            self.table.update(index, rows)
+            self.table.update(index, columns)
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Judge what all processes have seen, log and record it."""
-        subject = self.subject
-        assert subject is not None
+        """Judge the images of all processes, log and record the findings."""
+        target = self.target
+        assert target is not None
         _, table = self.table.rows()
-        seen = dict(zip(auditor.columns(subject), table.unbind(1), strict=True))
-        self.found = found = auditor.report(subject, seen)
+        columns = dict(zip(column_names(target), table.unbind(1), strict=True))
+        self.found = found = build_report(target, columns)
         values = {r.name: r.accuracy for r in found.results} | {"flags": float(len(found.flags))}
         for name, value in values.items():
             pl_module.log(f"{stage}/audit/{name}", value, sync_dist=True)
@@ -123,12 +123,13 @@ class RobustAudit(EvaluationCallback):
         if self.found and trainer.is_global_zero:
             self.found.show(console_of(trainer))
 
-    def _subject(self, pl_module: Any) -> Subject:
-        return Subject(pl_module.defense, self.threat, self.steps, self.queries, self.settings.seed)
+    def _target(self, pl_module: Any) -> AuditTarget:
+        settings = self.settings
+        return AuditTarget(pl_module.defense, self.threat, self.steps, self.queries, settings.seed)
 
 
 def _other_attacks(trainer: Trainer) -> dict[str, Attack]:
-    """The attacks of the run on the full defense, by name."""
+    """Return the attacks of the run on the full defense, by name."""
     registered = collector_of(trainer, RobustEval).registered.values()
-    asked = [item for attacks in registered for item in attacks.items()]
-    return {name: attack for name, (attack, target, _) in asked if target is full_defense}
+    attacks = [item for of_callback in registered for item in of_callback.items()]
+    return {name: attack for name, (attack, target, _) in attacks if target is full_defense}

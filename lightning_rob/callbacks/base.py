@@ -203,8 +203,8 @@ class EvaluationCallback(Callback, ABC):
             return
         with torch.autocast(pl_module.device.type, enabled=False), torch.inference_mode(False):
             if self.grouped or self.protocol is not None:
-                tell = self.progress.tell if self.progress and self.progress.rich else None
-                with reporting_adaptation(pl_module.defense, tell):
+                show = self.progress.show if self.progress and self.progress.rich else None
+                with reporting_adaptation(pl_module.defense, show):
                     for batch in self._batches(trainer):
                         self.attack_batch(trainer, pl_module, batch)
         if self.progress:

@@ -1,4 +1,4 @@
-"""Checkpoints and early stopping by a robust figure, in epochs in which it was measured."""
+"""Checkpoints and early stopping by robust accuracy, in epochs in which it was measured."""
 
 import math
 from pathlib import Path
@@ -15,7 +15,7 @@ PREFIX = "val/robust/"
 
 
 def measurers(trainer: Trainer, monitor: str) -> list[RobustEval]:
-    """The callbacks that log a robust figure, whatever the epoch."""
+    """Return the callbacks that log a robust accuracy in some epoch."""
     evaluations = [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
     if monitor == f"{PREFIX}worst":
         return [e for e in evaluations if e.target is full_defense and e.attacks]
@@ -23,17 +23,17 @@ def measurers(trainer: Trainer, monitor: str) -> list[RobustEval]:
 
 
 def measured(trainer: Trainer, monitor: str) -> bool:
-    """Whether this epoch's validation measures a figure; one that is not robust it always does."""
+    """Whether this epoch's validation logs the value; values that are not robust always are."""
     if not monitor.startswith(PREFIX):
         return True
     return any(evaluation.due(trainer) for evaluation in measurers(trainer, monitor))
 
 
 def check_measured(trainer: Trainer, monitor: str) -> None:
-    """Refuse a robust figure that no epoch of a fit would measure.
+    """Check that some epoch of the fit measures the monitored robust accuracy.
 
     Raises:
-        MisconfigurationException: so it is.
+        MisconfigurationException: none does.
     """
     if not monitor.startswith(PREFIX) or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
@@ -60,22 +60,22 @@ def _known(trainer: Trainer) -> list[str]:
 
 
 class RobustCheckpoint(ModelCheckpoint):
-    """Keeps the checkpoints with the best robust figure, each of the epoch that was measured.
+    """Keep the checkpoints with the best robust accuracy, each of the epoch that was measured.
 
-    Lightning's own takes an old figure for that of the epoch where RobustEval has not run, and
-    writes after the epoch's end, when a member of an ensemble may have other weights again. This
-    one writes at the end of a validation that measured the figure. With `save_last` it writes
-    `last.ckpt` after every epoch, too.
+    ModelCheckpoint uses an old value in epochs in which RobustEval has not run, and writes after
+    the epoch's end, when a member of an ensemble may have other weights again. This class writes at
+    the end of a validation that measured the value. With `save_last` it also writes `last.ckpt`
+    after every epoch.
 
     Args:
-        monitor: the logged figure.
+        monitor: the logged value.
         mode: "max" if larger is better.
-        filename: as of ModelCheckpoint; a "/" in what comes out becomes "-". None is the epoch and
-            the figure.
+        filename: as of ModelCheckpoint; a "/" in the result becomes "-". None is the epoch and
+            the value.
         options: the others of ModelCheckpoint.
 
     Raises:
-        ValueError: it is to be written by steps or by time, when there is no new figure.
+        ValueError: checkpoints by steps or by time, between evaluations.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class RobustCheckpoint(ModelCheckpoint):
         self._save_on_train_epoch_end = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that there will be a figure."""
+        """Check that the value will be measured."""
         check_measured(trainer, str(self.monitor))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a checkpoint, if there is a new figure among the best."""
+        """Write a checkpoint if the new value is among the best."""
         if measured(trainer, str(self.monitor)):
             last, self.save_last = self.save_last, False
             super().on_validation_end(trainer, pl_module)
@@ -117,17 +117,17 @@ class RobustCheckpoint(ModelCheckpoint):
         ver: int | None = None,
         prefix: str | None = None,
     ) -> str:
-        """A name, not folders in folders."""
+        """Return a file name without folders in it."""
         folder = Path(self.dirpath or "")
         path = super().format_checkpoint_name(metrics, filename, ver, prefix)
         return str(folder / str(Path(path).relative_to(folder)).replace("/", "-"))
 
 
 class RobustEarlyStopping(EarlyStopping):
-    """Stops when a robust figure has not improved for `patience` epochs in which it was measured.
+    """Stop when robust accuracy has not improved for `patience` epochs in which it was measured.
 
     Args:
-        monitor: the logged figure.
+        monitor: the logged value.
         mode: "max" if larger is better.
         options: the others of EarlyStopping.
     """
@@ -139,10 +139,10 @@ class RobustEarlyStopping(EarlyStopping):
         self._check_on_train_epoch_end = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that there will be a figure."""
+        """Check that the value will be measured."""
         check_measured(trainer, self.monitor)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the figure, if it is a new one."""
+        """Compare the value, if it is a new one."""
         if measured(trainer, self.monitor):
             super().on_validation_end(trainer, pl_module)

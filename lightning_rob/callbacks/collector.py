@@ -1,6 +1,6 @@
 """The evaluations of one run, shared by its callbacks: none of them reads another."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -24,12 +24,13 @@ class Collector:
         self.announced: dict[Hashable, list[Callback]] = {}
         self.delivered: dict[Hashable, list[EvaluationResult]] = {}
         self.rows: list[Any] = []
+        self.cache: dict[Hashable, Any] = {}
 
     def register(self, callback: Callback, attacks: Mapping[str, Kind]) -> dict[str, Kind]:
         """Return the attacks that no earlier callback runs, by names of their own.
 
         Args:
-            callback: who runs them; registering again returns the same.
+            callback: the callback that runs them; registering again returns the same.
             attacks: name -> all that distinguishes an attack from others of that name.
         """
         if callback not in self.registered:
@@ -41,6 +42,7 @@ class Collector:
         """Expect a result of the callback, among those of a group, e.g. on the same target."""
         if callback in self.announced.get(group, ()):  # the next epoch, or after a sanity check
             self.announced[group], self.delivered[group] = [], []
+            self.cache.clear()
         self.announced.setdefault(group, []).append(callback)
         self.delivered.setdefault(group, [])
 
@@ -51,8 +53,15 @@ class Collector:
         self.delivered[group].append(result)
         return self.delivered[group], len(self.delivered[group]) == len(self.announced[group])
 
+    def once(self, key: Hashable, compute: Callable[[], Kind]) -> Kind:
+        """Return a value that all callbacks share, computed by the first one in each epoch."""
+        if key not in self.cache:
+            self.cache[key] = compute()
+        value: Kind = self.cache[key]
+        return value
+
     def take_rows(self) -> list[Any]:
-        """Return the rows of the table that nobody has printed yet, and forget them."""
+        """Return the rows of the table that have not been printed yet, and forget them."""
         rows, self.rows = self.rows, []
         return rows
 

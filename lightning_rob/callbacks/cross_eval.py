@@ -1,4 +1,4 @@
-"""Every member of an ensemble attacked alone, and all of them asked: who falls with whom."""
+"""Transfer matrix of an ensemble: each member is attacked alone, and all members predict."""
 
 import time
 from typing import Any
@@ -31,23 +31,23 @@ CLEAN = "clean"  # the matrix of no attack: all its columns are the members' cle
 
 
 class TransferMatrixEval(EvaluationCallback):
-    """Attack each member of the module's `defense` alone and ask all members.
+    """Attack each member of the module's `defense` alone, and let all members predict.
 
     Sub-models of a `TransformEnsemble` are attacked in their own space, as by `TAA`.
 
     Logs `{stage}/member_{i}/acc`, clean, and `{stage}/member_{i}/{attack}`, member i under attack
     itself. Draws the matrix of every attack (ARC paper, Fig. 10a) as `transfer_{attack}.png` in the
-    run's folder, last evaluation only, and for TensorBoard, and as `transferability_{attack}.png`
-    which share of the images that fool one member fools another (Liao et al. 2020, Table 3).
-    Prints the table of members (ARC paper, Table 4) at the end of a test, and the members by how
-    well attacks on them transfer (Liao et al. 2020, Algorithm 2). Noise is keyed by image and as in
-    `RobustEval`, so that member 1 gets the figure that `first_member` has there. Training is not
-    touched.
+    run's folder, last evaluation only, and for TensorBoard. `transferability_{attack}.png` shows
+    the share of the images that fool one member which fool another (Liao et al. 2020, Table 3).
+    Prints the table of members (ARC paper, Table 4) at the end of a test, and the members ranked by
+    how well attacks on them transfer (Liao et al. 2020, Algorithm 2). Noise is keyed by image and
+    equals that of `RobustEval`: member 1 has the accuracy of `first_member` there. The random
+    streams of training are not touched.
 
     Args:
         attacks: name -> attack.
-        every_n_epochs: validate every so many epochs of `fit`.
-        max_images: attack so many images only, a random choice by the seed; None attacks all.
+        every_n_epochs: evaluate in every n-th epoch of `fit`.
+        max_images: attack this many images, a random choice by the seed; None attacks all.
         seed: of the evaluation's noise.
         record: file in the run's folder to which each matrix is appended as a line of JSON.
         eps: radius of all attacks instead of their own, see `RobustEval`.
@@ -114,7 +114,7 @@ class TransferMatrixEval(EvaluationCallback):
         x, y, index = batch
         defense, members = pl_module.defense, len(pl_module.defense.weights)
         self.images.update(len(x))
-        clean = self._ask(defense, x, y, index)
+        clean = self._predict(defense, x, y, index)
         self.matrices[CLEAN].update(torch.stack([clean] * members, 1), y)
         for name, attack in self.attacks.items():
             found, began = [], time.perf_counter()
@@ -123,17 +123,17 @@ class TransferMatrixEval(EvaluationCallback):
                 x_adv, _ = evaluate_once(
                     alone, target, x, y, index, self.settings.seed, 0, *name.encode()
                 )
-                found.append(self._ask(defense, x_adv, y, index))
+                found.append(self._predict(defense, x_adv, y, index))
                 if self.progress:
                     self.progress.advance(f"{name} on member {j + 1}", len(x))
-            answers = torch.stack(found, 1)
-            self.matrices[name].update(answers, y)
-            self.transfers[name].update(answers, y)
+            probabilities = torch.stack(found, 1)
+            self.matrices[name].update(probabilities, y)
+            self.transfers[name].update(probabilities, y)
             self.seconds[name] += time.perf_counter() - began
 
     @torch.no_grad()
-    def _ask(self, defense: Defense, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        """The probability of each member's answers: [M, B, K]."""
+    def _predict(self, defense: Defense, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        """Return the probability of each class by each member: [M, B, K]."""
         with evaluating(defense):
             logits = defense.logits(x, Streams.from_index(index, self.settings.seed))
         check_logits(logits, y)
@@ -160,7 +160,7 @@ class TransferMatrixEval(EvaluationCallback):
                     trainer.logger.experiment.add_image(tag, pixels(figure), trainer.global_step)
 
     def _results(self, trainer: Trainer, defense: Defense, stage: str) -> list[dict[str, Any]]:
-        """One record per matrix, that of no attack first."""
+        """Return one record per matrix, that of clean images first."""
         shared = self.run_metadata(trainer, stage) | {"probs": defense.weights.tolist()}
         shared |= {"names": defense.names}
         n, found = int(self.images.compute()), []
@@ -168,21 +168,21 @@ class TransferMatrixEval(EvaluationCallback):
         clean = [row[0] for row in self.matrices[CLEAN].compute().reshape(size).tolist()]
         for name, entries in self.matrices.items():
             matrix = entries.compute().reshape(size).tolist()
-            figures = {
+            numbers = {
                 "matrix": matrix,
                 "intervals": [[wilson(value, n) for value in row] for row in matrix],
                 "clean": clean,
                 "n": n,
             }
             if name != CLEAN:
-                figures |= self._transfer(name, torch.tensor(matrix))
+                numbers |= self._transfer(name, torch.tensor(matrix))
             found.append(
-                {"kind": "transfer_matrix", "name": name} | shared | self._details(name) | figures
+                {"kind": "transfer_matrix", "name": name} | shared | self._details(name) | numbers
             )
         return found
 
     def _transfer(self, name: str, matrix: Tensor) -> dict[str, Any]:
-        """What fools the other members too, and on which member it is best made."""
+        """Return which images fool other members too, and the members ranked as sources."""
         shares, counts = self.transfers[name].compute()
         shares = shares.reshape(matrix.shape).nan_to_num(0.0)  # of nothing, where nothing succeeded
         return {
@@ -196,8 +196,8 @@ class TransferMatrixEval(EvaluationCallback):
             return {}
         attack = self.attacks[name]
         seconds = self.seconds[name]
-        told = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
-        return told | {"seconds": seconds}
+        fields = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
+        return fields | {"seconds": seconds}
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the tables of all callbacks of the run, once."""
@@ -206,7 +206,7 @@ class TransferMatrixEval(EvaluationCallback):
 
 
 def _alone(defense: Defense, attack: Attack, member: int) -> tuple[Defense, Attack]:
-    """What is attacked, and how, in an attack on one member."""
+    """Return the defense to attack, and the attack on it, for an attack on one member."""
     if defense.kind == "transform_ensemble":
         return defense, TAA(attack, member)
     return Single(defense.classifiers[member]), attack
@@ -224,13 +224,13 @@ def _check_attackable(defense: Defense) -> None:
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """The heat map of a record's accuracies."""
+    """Return the heat map of a record's accuracies."""
     names, title = result["names"], f"{result['name']} on each member\n{_when(result)}"
     return heat_map(torch.tensor(result["matrix"]), names, names, title)
 
 
 def spread(result: dict[str, Any]) -> Figure:
-    """The heat map of what share of the images that fool one member fool another."""
+    """Return the heat map of the share of images fooling one member that fool another."""
     names = result["names"]
     title = f"{result['name']}: of the images that fool the source, those that fool the target\n"
     labels = {"row_label": "source", "column_label": "target", "unit": "fooled in %"}

@@ -1,4 +1,4 @@
-"""Pictures of what a weak attack overlooks: right answers that a strong one takes away."""
+"""Pictures of images that survive a weak attack and not a strong one."""
 
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,15 @@ class Gallery(EvaluationCallback):
 
     Draws `{name}.png` in the run's folder and for TensorBoard, counts such images, prints the
     count and appends it to `{name}.jsonl`. Images on which more members survive the weak attack
-    come first, then those of lower index: they are gathered from all processes, whose number
-    changes nothing. Members that never answer are not asked for.
+    come first, then those of lower index. They are gathered from all processes, whose number
+    changes nothing. Members with probability 0 are ignored.
 
     Args:
         weak: the attack that leaves some member right.
         strong: the one that fools every member.
-        names: what the two are called; None takes their classes' names.
-        count: show so many images.
-        max_images: attack so many images only, a random choice by the seed; None attacks all.
+        names: of the two attacks; None takes their classes' names.
+        count: number of images to show.
+        max_images: attack this many images, a random choice by the seed; None attacks all.
         seed: of the attacks' noise.
         name: of the files.
         eps: radius of both attacks instead of their own, see `RobustEval`.
@@ -82,7 +82,7 @@ class Gallery(EvaluationCallback):
             raise ValueError(f"two galleries are called {self.name!r}: rename one of them")
 
     def due(self, trainer: Trainer) -> bool:
-        """At test only."""
+        """Whether the run is a test."""
         return trainer.state.fn == "test"
 
     def attack_count(self, pl_module: Any) -> int:
@@ -118,14 +118,14 @@ class Gallery(EvaluationCallback):
     def _duel(
         self, side: int, attack: Attack, defense: Defense, x: Tensor, y: Tensor, index: Tensor
     ) -> tuple[list[MemberPredictions], Tensor]:
-        """The perturbed images with their answers, and the expected accuracy on them [B]."""
+        """Return the perturbed images with their predictions, and the accuracy on them [B]."""
         if not len(x):
             return [], torch.zeros(0)
         x_adv, _ = evaluate_once(attack, defense, x, y, index, self.settings.seed, side)
         with evaluating(defense), torch.no_grad():
             logits = defense.logits(x_adv, Streams.from_index(index, self.settings.seed, side, 2))
-        confidence, answers = logits.softmax(-1).max(-1)
-        parts = (x_adv.cpu(), answers.T.cpu(), confidence.T.cpu())
+        confidence, predicted = logits.softmax(-1).max(-1)
+        parts = (x_adv.cpu(), predicted.T.cpu(), confidence.T.cpu())
         # Cloned, for a view would keep the whole batch alive.
         shown = [MemberPredictions(*(p[i].clone() for p in parts)) for i in range(len(x))]
         return shown, robust_accuracy(random_member(logits, defense.weights), y)
@@ -163,20 +163,20 @@ class Gallery(EvaluationCallback):
             trainer.logger.experiment.add_image(tag, pixels(figure), trainer.global_step)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say how many there were."""
+        """Print the counts."""
         if trainer.is_global_zero:
             print(f"{self.line} ({self.counts['n']} attacked)")
 
 
 def first(found: list[Found], count: int) -> list[Found]:
-    """So many of the images: those most robust to the weak attack, then those of lowest index."""
+    """Return `count` images: the most robust to the weak attack, then those of lowest index."""
     return sorted(found, key=lambda item: item[:2])[:count]
 
 
 def _gather(trainer: Trainer, mine: Any) -> list[Any]:
-    """What every process has, in their order."""
+    """Return the value of every process, in the order of ranks."""
     if trainer.world_size == 1:
         return [mine]
-    everybodys = [None] * trainer.world_size
-    torch.distributed.all_gather_object(everybodys, mine)
-    return everybodys
+    gathered = [None] * trainer.world_size
+    torch.distributed.all_gather_object(gathered, mine)
+    return gathered

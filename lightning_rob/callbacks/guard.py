@@ -1,4 +1,4 @@
-"""What watches over every run from the command line."""
+"""Stop a run on non-finite losses, gradients or weights, and on signals."""
 
 from datetime import timedelta
 from typing import Any
@@ -14,22 +14,22 @@ GRADIENT, LOSS = 1.0, 2.0
 
 
 class TerminateOnNonFinite(Callback):
-    """Stops all processes before an optimizer steps by what is not finite on one of them.
+    """Stop all processes before the optimizer steps if a loss or gradient is non-finite on one.
 
-    No checkpoint is written of weights that are not finite, and none is tested. SIGTERM and Ctrl-C
-    end a training after its batch, in which the optimizer steps on all processes or on none, and an
-    evaluation at once. Nothing of the training is touched.
+    No checkpoint is written of non-finite weights, and none is tested. SIGTERM and Ctrl-C end a
+    training after its batch, in which the optimizer steps on all processes or on none, and an
+    evaluation at once. Training is otherwise unchanged.
 
     Args:
         rank_timeout: seconds after which a process that others wait for counts as hung; None for
-            what the strategy has.
+            the strategy's own.
     """
 
     def __init__(self, rank_timeout: float | None = None) -> None:
         self.rank_timeout = rank_timeout
         self.loss: Tensor | None = None
         self.fault: Fault | None = None
-        self.told = 0
+        self.signal = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set the time-out, now that all processes are there: starting them may take longer."""
@@ -38,56 +38,56 @@ class TerminateOnNonFinite(Callback):
             group.set_timeout(timedelta(seconds=self.rank_timeout))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Heed signals."""
-        self.loss, self.told = None, 0
-        self._heed(trainer)
+        """Handle signals."""
+        self.loss, self.signal = None, 0
+        self._handle_signals(trainer)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Note the loss, over all batches that a step accumulates."""
+        """Add up the loss over all batches that a step accumulates."""
         loss = loss.detach()
         self.loss = loss if self.loss is None else self.loss + loss
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Compare notes with the other processes.
+        """Share losses, gradients and signals with the other processes.
 
-        This waits for the device once a step: to know later would be to have stepped already.
+        This waits for the device once a step: later the optimizer would have stepped already.
 
         Raises:
             Fault: a loss or a gradient is not finite, here or elsewhere.
         """
         notes = torch.zeros(trainer.world_size, 2, device=pl_module.device)
-        notes[trainer.global_rank, 0] = self._sickness(trainer, optimizer)
+        notes[trainer.global_rank, 0] = self._nonfinite_part(trainer, optimizer)
         notes[trainer.global_rank, 1] = stop.received
         if trainer.world_size > 1:
             torch.distributed.all_reduce(notes)
         self.loss = None
-        found, told = notes.T.tolist()
-        self.told = int(max(told))
+        found, signals = notes.T.tolist()
+        self.signal = int(max(signals))
         if any(found):
             self._raise(trainer, pl_module, found)
 
-    def _sickness(self, trainer: Trainer, optimizer: torch.optim.Optimizer) -> Tensor | float:
-        """LOSS or GRADIENT if that is not finite, else 0; on the device, without a wait for it."""
-        sickness: Tensor | float = 0.0
+    def _nonfinite_part(self, trainer: Trainer, optimizer: torch.optim.Optimizer) -> Tensor | float:
+        """Return LOSS or GRADIENT if that is non-finite, else 0, on the device without a sync."""
+        found: Tensor | float = 0.0
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         gradients = [gradient for gradient in gradients if gradient is not None]
         # With a scaler gradients overflow now and then, and it leaves out the step itself.
         if gradients and getattr(trainer.precision_plugin, "scaler", None) is None:
             largest = torch.nn.utils.get_total_norm(gradients, float("inf"))
-            sickness = GRADIENT * ~largest.isfinite()
+            found = GRADIENT * ~largest.isfinite()
         if self.loss is not None:
-            sickness = torch.where(self.loss.isfinite(), sickness, LOSS)
-        return sickness
+            found = torch.where(self.loss.isfinite(), found, LOSS)
+        return found
 
     def _raise(self, trainer: Trainer, pl_module: LightningModule, found: list[float]) -> None:
-        """Say where it is: a loss rather than the gradients that it spoils everywhere."""
+        """Raise a Fault that names the loss first: it makes every gradient non-finite."""
         worst = max(found)
-        ranks = [str(rank) for rank, sickness in enumerate(found) if sickness == worst]
-        what = "the loss" if worst == LOSS else f"the gradient of {_culprit(pl_module)}"
+        ranks = [str(rank) for rank, found in enumerate(found) if found == worst]
+        what = "the loss" if worst == LOSS else f"the gradient of {_nonfinite_gradient(pl_module)}"
         where = f" on process {', '.join(ranks)}" if len(found) > 1 else ""
         batch = trainer.fit_loop.epoch_loop.batch_idx
         self.fault = Fault(
@@ -97,66 +97,66 @@ class TerminateOnNonFinite(Callback):
         raise self.fault
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Leave, if a signal came that all processes know of."""
-        if self.told or trainer.world_size == 1:
-            stop.leave(self.told)
+        """Exit if all processes know of a signal."""
+        if self.signal or trainer.world_size == 1:
+            stop.leave(self.signal)
 
     def on_validation_batch_end(self, *_: Any) -> None:
-        """Leave, if a signal came while Python was not listening."""
+        """Exit if a signal came while Python could not handle it."""
         stop.leave()
 
     def on_test_batch_end(self, *_: Any) -> None:
-        """Leave, if a signal came while Python was not listening."""
+        """Exit if a signal came while Python could not handle it."""
         stop.leave()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse to write weights that are not finite.
+        """Refuse to write non-finite weights.
 
         Raises:
-            Fault: so they are.
+            Fault: a weight is non-finite.
         """
-        if name := _not_finite(pl_module):
+        if name := _nonfinite_name(pl_module):
             raise self.fault or Fault(f"{name} is not finite: no checkpoint is written of it")
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Heed signals."""
-        self._heed(trainer)
+        """Handle signals."""
+        self._handle_signals(trainer)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Heed signals."""
-        self._heed(trainer)
+        """Handle signals."""
+        self._handle_signals(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the weights."""
-        self._look(trainer, pl_module)
+        """Check the weights."""
+        self._check_weights(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the weights."""
-        self._look(trainer, pl_module)
+        """Check the weights."""
+        self._check_weights(trainer, pl_module)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the weights again, before any figure is told."""
-        self._look(trainer, pl_module)
+        """Check the weights again, before any result is reported."""
+        self._check_weights(trainer, pl_module)
 
-    def _look(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Heed signals, and refuse to tell figures of weights that are not finite."""
-        self._heed(trainer)
-        name = _not_finite(pl_module)
+    def _check_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Handle signals, and refuse to evaluate non-finite weights."""
+        self._handle_signals(trainer)
+        name = _nonfinite_name(pl_module)
         if not trainer.strategy.reduce_boolean_decision(not name):
             raise Fault(
                 f"{name or 'a weight of another process'} is not finite: what it answers "
                 "says nothing"
             )
 
-    def _heed(self, trainer: Trainer) -> None:
+    def _handle_signals(self, trainer: Trainer) -> None:
         stop.defer = lambda: bool(trainer.training)
         stop.install()  # from Lightning, which makes a collective of it, and then exits with code 0
 
 
-def _not_finite(module: torch.nn.Module) -> str | None:
-    """The first weight that is not finite, or buffer with a NaN; masks hold infinities."""
+def _nonfinite_name(module: torch.nn.Module) -> str | None:
+    """Return the first non-finite weight, or buffer with a NaN; masks may hold infinities."""
     for name, weight in module.named_parameters():
         if not weight.isfinite().all():
             return name
@@ -166,12 +166,8 @@ def _not_finite(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _culprit(module: torch.nn.Module) -> str:
-    """The first weight whose gradient is not finite."""
+def _nonfinite_gradient(module: torch.nn.Module) -> str:
+    """Return the first weight whose gradient is non-finite."""
     named = ((name, weight.grad) for name, weight in module.named_parameters())
-    sick = (name for name, gradient in named if gradient is not None and _sick(gradient))
-    return next(sick, "a weight")
-
-
-def _sick(gradient: Tensor) -> bool:
-    return not bool(gradient.isfinite().all())
+    bad = (name for name, grad in named if grad is not None and not grad.isfinite().all())
+    return next(bad, "a weight")

@@ -13,8 +13,8 @@ class AttackProgress:
     """Counts attacked images; silent on other ranks and where the trainer shows no bar.
 
     Args:
-        trainer: whose progress bar is joined.
-        name: what is in progress.
+        trainer: the line stands beside its progress bar.
+        name: of the task.
         total: images to attack, if known.
     """
 
@@ -23,20 +23,20 @@ class AttackProgress:
         rich = getattr(bar, "progress", None) if isinstance(bar, RichProgressBar) else None
         self.rich: Any = rich
         self.task = rich.add_task(name, total=total) if rich is not None else None
-        self.told = 0.0
+        self.shown_at = 0.0
         shown = bar is not None and rich is None and trainer.is_global_zero
         self.bar = tqdm(total=total, desc=name, leave=False, position=2, disable=not shown)
 
-    def tell(self, text: str) -> None:
-        """Say in the same line what goes on meanwhile, twice a second at most."""
+    def show(self, text: str) -> None:
+        """Show a text in the same line, at most twice a second."""
         now = time.monotonic()
-        if self.rich is not None and now - self.told > 0.5:
-            self.told = now
+        if self.rich is not None and now - self.shown_at > 0.5:
+            self.shown_at = now
             self.rich.update(self.task, description=f"Attacking: {text}")
             self.rich.refresh()
 
     def advance(self, attack: str, images: int) -> None:
-        """Say that so many images went through an attack."""
+        """Add images that an attack has finished."""
         self.bar.set_postfix_str(attack, refresh=False)
         self.bar.update(images)
         if self.rich is not None:
@@ -44,7 +44,7 @@ class AttackProgress:
             self.rich.refresh()
 
     def close(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         self.bar.close()
         if self.rich is not None:
             self.rich.update(self.task, visible=False)
@@ -52,10 +52,10 @@ class AttackProgress:
 
 
 def console_of(trainer: Trainer) -> Console:
-    """Where to print while the trainer shows its progress: a live bar would erase what is not its.
+    """Return the console to print to while a progress bar is live: it would erase other output.
 
     Args:
-        trainer: whose progress bar may be one of Rich.
+        trainer: its progress bar may be one of Rich.
     """
     live = getattr(trainer.progress_bar_callback, "progress", None)
     console = getattr(live, "console", None)

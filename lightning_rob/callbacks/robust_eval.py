@@ -1,6 +1,7 @@
 """Robust accuracy at every validation and test, beside the clean one."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning_rob.callbacks.base import (
     run_folder,
     writing_folder,
 )
-from lightning_rob.callbacks.panels import panel as draw
+from lightning_rob.callbacks.image_grid import image_grid
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
@@ -152,6 +153,7 @@ class RobustEval(EvaluationCallback):
     def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
         """Forget the last evaluation; continue one that was stopped."""
         defense = self.target(pl_module.defense)
+        self.collector(trainer).announce(self, self.target)
         protocol = self.settings.protocol_for(defense)
         if protocol is not None and not trainer.sanity_checking:
             give_source(defense, lambda: labelled_images(trainer))
@@ -169,7 +171,6 @@ class RobustEval(EvaluationCallback):
         self.panels = {}
         observe = self._observer(trainer)
         self.evaluator = Evaluator(defense, self.attacks, self.settings, store, observe, details)
-        self.collector(trainer).announce(self, self.target)
         return protocol
 
     def _unfinished(
@@ -187,7 +188,7 @@ class RobustEval(EvaluationCallback):
     def _details(
         self, trainer: Trainer, defense: Defense, protocol: RoundProtocol | None
     ) -> dict[str, Any]:
-        """What every record of this evaluation holds."""
+        """Return the fields that every record of this evaluation has."""
         stage = "test" if trainer.testing else "val"
         details = self.run_metadata(trainer, stage) | {"target": self._target_name}
         counts = ("repeats", "inferences", "private_draws")
@@ -205,7 +206,7 @@ class RobustEval(EvaluationCallback):
         module: Any = trainer.datamodule  # type: ignore[attr-defined]
         batches = f"{self.loader.batch_size} loaded"
         return {
-            "weights": fingerprint(defense),
+            "weights": self.collector(trainer).once(self.target, partial(fingerprint, defense)),
             "defense": type(defense).__name__,
             "module": type(pl_module).__name__,
             "rule": attack_spec(defense.rule),
@@ -226,7 +227,7 @@ class RobustEval(EvaluationCallback):
         return getattr(self.target, "__name__", repr(self.target))
 
     def _observer(self, trainer: Trainer) -> Callable[[AttackedBatch], None]:
-        """What to do with each attacked batch: progress, a panel, saved images."""
+        """Return a function of an attacked batch: progress, a panel, saved images."""
         stage = "test" if trainer.testing else "val"
 
         def observe(batch: AttackedBatch) -> None:
@@ -234,7 +235,7 @@ class RobustEval(EvaluationCallback):
                 if self.panel and batch.name not in self.panels:
                     first = slice(self.panel)
                     pictures = (batch.x, batch.x_adv, batch.y, batch.before, batch.after)
-                    self.panels[batch.name] = draw(*(part[first] for part in pictures))
+                    self.panels[batch.name] = image_grid(*(part[first] for part in pictures))
                 if self.image_folder:
                     folder = self.image_folder / self._stem(stage, trainer, [batch.name])
                     save_images(folder, batch.index, batch.x_adv)

@@ -1,4 +1,4 @@
-"""An ensemble under every voting rule, its parts too, from the same votes."""
+"""Accuracy of an ensemble, and of parts of it, under every voting rule, from the same votes."""
 
 import time
 from collections.abc import Sequence
@@ -39,23 +39,23 @@ class VotingRuleEval(EvaluationCallback):
 
     Prints a table with the accuracy under each rule, as Tables 4 to 7 of Liao et al. (2020), at the
     end of a test, and logs `{stage}/votes/{attack}/{rule}`, or `…/{ensemble}/{rule}` of the parts
-    asked for. Noise is keyed by image; training is not touched.
+    asked for. Noise is keyed by image; the random streams of training are not touched.
 
     Args:
         attacks: name -> attack.
-        rules: name -> how votes become an answer; None is RD, MV, T2MV, AVEP and AVEL.
+        rules: name -> rule that turns votes into a prediction; None is RD, MV, T2MV, AVEP and AVEL.
         ensembles: name -> which members of a `TransformEnsemble` vote: names or words as for
             `lightning_rob.transforms.pool.chosen`, where "reversible", "irreversible" and "all" are
             those that there are; None is one of all members.
-        draws: how often an ensemble such as "14r+28i" is drawn, the figure being the mean over
+        draws: how often an ensemble such as "14r+28i" is drawn; the accuracy is the mean over
             draws.
         attacked: the members that the attacker knows, in the same words; None is all.
         each_target: of each attack make a `TAA` on every member that can be attacked, in turn, and
             call it `{attack}_on_{transformation}` (Table 4).
-        every_n_epochs: validate every so many epochs of `fit`.
-        max_images: attack so many images only, a random choice by the seed; None attacks all.
+        every_n_epochs: evaluate in every n-th epoch of `fit`.
+        max_images: attack this many images, a random choice by the seed; None attacks all.
         seed: of the evaluation's noise and of the draws.
-        record: file in the run's folder to which each figure is appended as a line of JSON.
+        record: file in the run's folder to which each accuracy is appended as a line of JSON.
         only: patterns of the names of the attacks to run, such as "cw*"; None runs all.
         eps: radius of all attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
@@ -133,13 +133,13 @@ class VotingRuleEval(EvaluationCallback):
         return None
 
     def _target(self, defense: Any) -> Any:
-        """What the attacker knows of the defense."""
+        """Return the part of the defense that the attacker knows."""
         if self.attacked is None:
             return defense
         return defense.part(_places(defense, self.attacked, self.settings.seed))
 
     def _made(self, defense: Defense) -> dict[str, Attack]:
-        """What attacks are made of those asked for."""
+        """Return the attacks that run: those given, or one on each member."""
         known = self._target(defense)
         if not self.each_target or not is_transform_ensemble(known):
             return self.attacks
@@ -188,8 +188,8 @@ class VotingRuleEval(EvaluationCallback):
         for draws in self.parts.values():
             for members in draws:
                 weights = defense.weights[members] / defense.weights[members].sum()
-                answers = [rule(logits[members], weights) for rule in self.rules.values()]
-                found += [robust_accuracy(answer, y) for answer in answers]
+                predictions = [rule(logits[members], weights) for rule in self.rules.values()]
+                found += [robust_accuracy(prediction, y) for prediction in predictions]
         return found
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
@@ -222,7 +222,7 @@ class VotingRuleEval(EvaluationCallback):
                         {"kind": "voting_rule", "name": name}
                         | details
                         | places
-                        | _figures(values, len(scores))
+                        | _accuracy(values, len(scores))
                     )
         return found
 
@@ -230,8 +230,8 @@ class VotingRuleEval(EvaluationCallback):
         if name == CLEAN:
             return {}
         attack = self.made[name]
-        told = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
-        return told | {"attacked": self.attacked, "seconds": self.seconds[name]}
+        fields = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
+        return fields | {"attacked": self.attacked, "seconds": self.seconds[name]}
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the tables of all callbacks of the run, once."""
@@ -239,7 +239,7 @@ class VotingRuleEval(EvaluationCallback):
             print_votes(type(pl_module).__name__, results, console_of(trainer))
 
 
-def _figures(values: Sequence[float], n: int) -> dict[str, Any]:
+def _accuracy(values: Sequence[float], n: int) -> dict[str, Any]:
     """The mean over draws with its 95 % interval, over the images and, if several, the draws."""
     interval = wilson_over_draws(values, n)
     return {"accuracy": fmean(values), "interval": interval, "draws": list(values)}
@@ -249,7 +249,7 @@ def _places(defense: Defense, names: Names, seed: int) -> list[int]:
     """The members behind these transformations.
 
     Raises:
-        TypeError: the members are not told apart by transformations.
+        TypeError: the defense is not a `TransformEnsemble`.
         ValueError: a transformation is missing.
     """
     if not is_transform_ensemble(defense):

@@ -5,42 +5,10 @@ from typing import Any
 
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_rob.errors import InputError
+from lightning_rob.commands.checkpoints import read_checkpoint
 from lightning_rob.files import MANIFEST_SUFFIX, atomic_save, write_manifest
-from lightning_rob.nets.weights import read_file
 
 Stamp = tuple[int, int, int]  # inode, bytes, time of change
-
-
-def read_checkpoint(path: str) -> dict[str, Any]:
-    """Load a checkpoint on the CPU without running code from it.
-
-    Raises:
-        InputError: missing, or not a checkpoint.
-    """
-    if not Path(path).exists():
-        raise InputError(f"there is no checkpoint {path}")
-    try:
-        checkpoint = read_file(path)
-    except (ValueError, OSError) as error:
-        raise InputError(str(error)) from error
-    if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get("state_dict"), dict)):
-        raise InputError(
-            f"{path} is not a Lightning checkpoint: it has no state_dict; weights alone go into "
-            "a recipe of Assembled (configs/assembled.yaml)"
-        )
-    return checkpoint
-
-
-def load_weights(model: Any, checkpoint: dict[str, Any]) -> None:
-    """Give a module the weights of a checkpoint.
-
-    Raises:
-        RuntimeError: they are of another architecture.
-        ValueError: they are of another kind of module.
-    """
-    model.on_load_checkpoint(checkpoint)
-    model.load_state_dict(checkpoint["state_dict"], strict=model.strict_loading)
 
 
 class SafeCheckpointIO(TorchCheckpointIO):

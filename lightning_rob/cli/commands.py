@@ -1,20 +1,24 @@
 """Commands whose options are a dataclass: `RobustCLI` builds what they work on."""
 
+import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import jsonargparse
 import yaml
 
-from lightning_rob.cli.checkpoints import load_weights
+from lightning_rob.cli import plugins
 from lightning_rob.cli.configs import config_files, read_config
 from lightning_rob.cli.lightning_cli import USER_ERRORS, Parser, RobustCLI
+from lightning_rob.cli.options import spell_out
 from lightning_rob.commands.base import Run, quiet_lightning
+from lightning_rob.commands.checkpoints import load_weights
 from lightning_rob.commands.configs import CONFIGS, CommandConfig
 from lightning_rob.data import ImageData
 from lightning_rob.errors import InputError
@@ -22,7 +26,7 @@ from lightning_rob.safe_yaml import parse_fraction_arg, plain_yaml
 
 
 def run_command(name: str, args: Sequence[str]) -> None:
-    """Run a command of `CONFIGS`.
+    """Run a command of `CONFIGS` that needs torch.
 
     Args:
         name: of the command.
@@ -31,11 +35,16 @@ def run_command(name: str, args: Sequence[str]) -> None:
     Raises:
         InputError: it cannot be run.
     """
-    runners = {"run": _with_run, "trainings": _with_trainings, "data": _with_data}
+    runners = {
+        "run": _with_run,
+        "trainings": _with_trainings,
+        "checkpoints": _with_checkpoints,
+        "data": _with_data,
+    }
     try:
         if not args:
-            CONFIGS[name]()  # says which option is missing
-        runners[CONFIGS[name].receives](name, _spell_out_flags(args, CONFIGS[name]))
+            CONFIGS[name]()  # raises an error that names the missing option
+        runners[CONFIGS[name].receives](name, plugins.spell_out(args))
     except USER_ERRORS as error:
         raise InputError(str(error)) from error
 
@@ -44,17 +53,34 @@ def _function(name: str) -> Any:
     return import_module(f"lightning_rob.commands.{name}").run
 
 
-def _spell_out_flags(args: Sequence[str], config: type[CommandConfig]) -> list[str]:
-    """Write `--flag` as `--flag=true`, as jsonargparse needs it."""
-    flags = {f"--{field.name}" for field in fields(config) if field.default is False}
-    return [
-        f"{arg}=true" if arg in flags and after not in ("true", "false") else arg
-        for arg, after in zip(args, [*args[1:], ""], strict=False)
-    ]
-
-
 def _options(config: type[CommandConfig], parsed: Any) -> Any:
     return config(**{field.name: parsed[field.name] for field in fields(config)})
+
+
+def parse_options(name: str, args: Sequence[str]) -> Any:
+    """Return a command's own options, of the command line and of its configuration files.
+
+    Args:
+        name: of the command.
+        args: its command line, spelled out; options of other parsers are ignored.
+
+    Raises:
+        ValueError: an option without meaning.
+    """
+    config = CONFIGS[name]
+    own = {f"--{field.name}" for field in fields(config)}
+    parser = Parser(prog=f"lightning-rob {name}")
+    files: Any = jsonargparse.ActionConfigFile  # type: ignore[attr-defined]
+    parser.add_argument("--config", action=files)
+    parser.add_class_arguments(config, instantiate=False)
+    kept = []
+    for path in filter(os.path.isfile, config_files(args)):  # the run's parser refuses others
+        part = {key: v for key, v in read_config(path).items() if f"--{key}" in own}
+        kept += [f"--config={yaml.safe_dump(part)}"] if part else []
+    given = (arg for arg in args if arg.partition("=")[0].rstrip("+") in own)
+    kept += [parse_fraction_arg(arg) for arg in given]
+    with plain_yaml():
+        return _options(config, parser.parse_args(kept))
 
 
 class CommandCLI(RobustCLI):
@@ -69,9 +95,12 @@ class CommandCLI(RobustCLI):
     def __init__(self, name: str, args: Sequence[str], run: bool = True) -> None:
         self.name = name
         self.config_class = CONFIGS[name]
-        self.command_line = shlex.join(["lightning-rob", name, *args])
+        self.args = args
+        self.failed = False
         self.study = next((Path(path).stem for path in config_files(args)), "study")
-        super().__init__(["test", *args] if run else args, run)
+        spelled = spell_out(args, self.config_class)
+        self.options = parse_options(name, spelled)  # before anything is read or built
+        super().__init__(["test", *spelled] if run else spelled, run)
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add the command's options to those of the run."""
@@ -79,31 +108,75 @@ class CommandCLI(RobustCLI):
         parser.add_class_arguments(self.config_class, instantiate=False)
 
     def before_instantiate_classes(self) -> None:
-        """Check the command's options before anything is built."""
+        """Leave the options of the run alone, so that its recipe is one for `fit` and `test`."""
         super().before_instantiate_classes()
         parsed = self.config[self.subcommand] if self.subcommand else self.config
-        self.options = _options(self.config_class, parsed)
+        for field in fields(self.config_class):
+            del parsed[field.name]
 
     def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
         """Run the command in place of `test`."""
-        if not ckpt_path:
-            raise ValueError("say whose weights: --ckpt_path CHECKPOINT")
-        load_weights(model, self.checkpoint_io.load_checkpoint(ckpt_path))
-        _function(self.name)(self.options, self.built(ckpt_path))
+        if ckpt_path:
+            load_weights(model, self.checkpoint_io.load_checkpoint(ckpt_path))
+        self.failed = bool(_function(self.name)(self.options, self.built(ckpt_path)))
 
     def built(self, checkpoint: str | None = None) -> Run:
         """Return what was built."""
         recipe = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
         recipe = recipe[self.subcommand] if self.subcommand else recipe
-        own = {field.name for field in fields(self.config_class)}
-        recipe = {key: value for key, value in recipe.items() if key not in own}
         model: Any = self.model
         data: Any = self.datamodule
-        return Run(model, data, self.trainer, recipe, self.study, checkpoint, self.command_line)
+        command = shlex.join(["lightning-rob", self.name, *self.args])
+        overrides = tuple(model_overrides(self.args))
+        trainer = self.trainer
+        return Run(model, data, trainer, recipe, self.study, checkpoint, command, overrides)
+
+
+class CheckpointCLI(CommandCLI):
+    """Builds what `test` would run for a checkpoint, without its weights, and does not run it."""
+
+    def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
+        """Do nothing: the command decides when to evaluate."""
+
+    def after_test(self) -> None:
+        """Do nothing: no accuracies are logged."""
+
+
+def model_overrides(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the options that change the model of a checkpoint; of a file, its content."""
+    for arg, following in zip_longest(args, args[1:], fillvalue=""):
+        name, equals, value = arg.partition("=")
+        if not re.match(r"--(model|config)\b|-c\b", name):
+            continue
+        value = value if equals else following
+        is_file = value.endswith((".yaml", ".yml", ".json")) and Path(value).is_file()
+        content = read_config(value) if is_file else value
+        if name.startswith("--model") or not isinstance(content, dict):
+            yield name, content
+        elif "model" in content:
+            yield name, content["model"]
+
+
+def _with_checkpoints(name: str, args: Sequence[str]) -> None:
+    """Run a command that builds a `Run` for each checkpoint, on one device and without a logger."""
+    if args and not args[0].startswith("-"):
+        args = ["--run", *args]
+    spelled = spell_out(args, CONFIGS[name])
+    options = parse_options(name, spelled)
+    if any(re.match(r"--ckpt_path(=|$)", arg) for arg in args):
+        raise ValueError(f"{name} takes the checkpoints of {options.run}: leave out --ckpt_path")
+    plugged = [f"--trainer.callbacks+={file}" for file in options.suite or ()]
+    own = ["--trainer.devices=1", "--trainer.logger=false", *plugged]
+
+    def build(path: Path) -> Run:
+        return CheckpointCLI(name, ["--ckpt_path", str(path), *own, *spelled]).built(str(path))
+
+    _function(name)(options, build)
 
 
 def _with_run(name: str, args: Sequence[str]) -> None:
-    CommandCLI(name, args)
+    if CommandCLI(name, args).failed:
+        raise SystemExit(1)
 
 
 def _with_trainings(name: str, args: Sequence[str]) -> None:
@@ -121,6 +194,7 @@ def build_training(recipe: Path) -> Any:
 
 def _with_data(name: str, args: Sequence[str]) -> None:
     config = CONFIGS[name]
+    args = spell_out(args, config)
     parser = Parser(prog=f"lightning-rob {name}")
     files: Any = jsonargparse.ActionConfigFile  # type: ignore[attr-defined]
     parser.add_argument("--config", action=files, help="A recipe.")

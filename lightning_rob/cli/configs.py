@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 
 from lightning_rob.cli.plugins import find_recipe
+from lightning_rob.commands.checkpoints import config_in_checkpoint
 from lightning_rob.errors import InputError
 from lightning_rob.safe_yaml import load
 
-RECIPE = "lightning_rob_recipe"  # key of a checkpoint
 NAMED = ("best", "last", "hpc")  # checkpoints that Lightning finds
 
 
@@ -65,28 +65,6 @@ def read_config(path: str) -> dict[str, Any]:
     if not isinstance(content.get("trainer") or {}, dict):
         raise InputError(f"{path}: trainer must hold keys, got {content['trainer']!r:.40}")
     return content
-
-
-def config_in_checkpoint(checkpoint: dict[str, Any], path: str) -> str | None:
-    """Return the model and data of a checkpoint's recipe as YAML; None without a recipe.
-
-    Args:
-        checkpoint: its content.
-        path: its file, for errors.
-
-    Raises:
-        InputError: the recipe is not YAML of a mapping.
-    """
-    recipe = checkpoint.get(RECIPE)
-    if recipe is None:
-        return None
-    try:
-        content = load(recipe) if isinstance(recipe, str) else None
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: its recipe is no YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: its recipe must be text of model and data, got {recipe!r:.40}")
-    return str(yaml.safe_dump({key: content[key] for key in ("model", "data") if key in content}))
 
 
 def inject_checkpoint_config(

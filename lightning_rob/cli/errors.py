@@ -1,17 +1,13 @@
 """Errors of jsonargparse and torch, shortened to one line that says what would be right."""
 
 import re
-from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
-from typing import TypeVar
 
 from lightning_rob.cli.trust import explain
 from lightning_rob.errors import InputError
 from lightning_rob.processes import as_fault
 
-Arguments = TypeVar("Arguments")
-Config = TypeVar("Config")
 NOISE = re.compile(
     r"\s*(Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|"
     r"Not a valid subclass of|Subclass types expect|a class path \(str\)|a dict with).*"
@@ -24,18 +20,6 @@ PHRASES = {
     "Expected a <class 'dict'>": "expected keys with values",
     "unhashable type: 'list'": "",
 }
-
-
-def parse_or_fail(parse: Callable[[Arguments], Config], args: Arguments) -> Config:
-    """Return the parsed command line.
-
-    Raises:
-        InputError: `parse` raised a ValueError.
-    """
-    try:
-        return parse(args)
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def shorten_jsonargparse_error(message: str) -> str:

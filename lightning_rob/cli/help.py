@@ -1,9 +1,4 @@
-"""Short `--help` pages, printed without importing torch."""
-
-from argparse import Action, RawDescriptionHelpFormatter
-from inspect import cleandoc
-
-from lightning_rob.commands.configs import CONFIGS
+"""Short `--help` pages of Lightning's own commands, printed without importing torch."""
 
 SUMMARIES = {
     "fit": "Train a recipe, evaluating the configured attacks at every validation.",
@@ -68,32 +63,3 @@ def run_help(command: str) -> str:
     usage = f"lightning-rob {command} {USAGES.get(command, '--ckpt_path CHECKPOINT')} [options]"
     paragraphs = [f"usage: {usage}", SUMMARIES[command], options, MORE, EXAMPLES[command]]
     return "\n\n".join(paragraphs)
-
-
-class Formatter(RawDescriptionHelpFormatter):
-    """Keeps the lines of the description; options show their default, but no metavar."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=17, width=86)
-
-    def _format_action_invocation(self, action: Action) -> str:
-        return ", ".join(action.option_strings)
-
-    def _get_help_string(self, action: Action) -> str:
-        default = "" if action.default in (None, False) else f" ({action.default})"
-        return f"{action.help}{default}"
-
-
-def command_help(command: str) -> str:
-    """Return the help that jsonargparse generates from a command's dataclass."""
-    import jsonargparse  # takes three times as long as all of `run_help`
-
-    config = CONFIGS[command]
-    parser = jsonargparse.ArgumentParser(
-        usage=f"lightning-rob {command} {config.usage}",
-        description=cleandoc(config.__doc__ or "").partition("\n\nArgs:")[0],
-        formatter_class=Formatter,
-        add_help=False,
-    )
-    parser.add_class_arguments(config, as_group=False)
-    return str(parser.format_help()).rstrip()

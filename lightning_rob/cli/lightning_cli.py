@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rob.callbacks.guard import TerminateOnNonFinite
 from lightning_rob.cli.checkpoints import SafeCheckpointIO
-from lightning_rob.cli.configs import NAMED, RECIPE, check_configs, inject_checkpoint_config
+from lightning_rob.cli.configs import NAMED, check_configs, inject_checkpoint_config
 from lightning_rob.cli.errors import (
     shorten_jsonargparse_error,
     shorten_state_dict_error,
@@ -27,13 +27,14 @@ from lightning_rob.cli.errors import (
 from lightning_rob.cli.plugins import expand_recipe, spell_out
 from lightning_rob.cli.trust import install
 from lightning_rob.commands.base import write_config
+from lightning_rob.commands.checkpoints import RECIPE
+from lightning_rob.commands.thresholds import parse_thresholds, violations
 from lightning_rob.data import ImageData
 from lightning_rob.errors import InputError
 from lightning_rob.files import UNWRITABLE, atomic_write_text, raise_thread_errors
 from lightning_rob.modules import RobustModule
 from lightning_rob.processes import supervised_processes
 from lightning_rob.safe_yaml import parse_fraction_arg, plain_yaml
-from lightning_rob.thresholds import parse_thresholds, violations
 
 USER_ERRORS = (
     ValueError,

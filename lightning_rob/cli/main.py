@@ -25,8 +25,6 @@ COMMANDS = {
     "export": "write a whole defense as a program that runs without this package",
     "report": "turn the records of runs into one HTML page and a Markdown table",
 }
-HAND_PARSED = ("sweep", "audit", "monitor")
-READERS = ("compare", "report")  # of records
 HELP = """usage: lightning-rob COMMAND [options]
 
 Train adversarially robust ensembles and evaluate them honestly, every epoch.
@@ -64,26 +62,33 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"lightning-rob {version('lightning-rob')}")
     elif args[0] not in COMMANDS:
         _fail(f"unknown command {args[0]!r}, choose from {', '.join(COMMANDS)}")
-    elif args[0] in READERS:
-        _read_records(*args)
     elif _asks_for_help(args):
         print(_help_text(args[0]))
+    elif _reads_records(args[0]):
+        _read_records(*args)
     else:
         _run([arg for arg in args if arg != "all" or "--help" not in args])
 
 
 def _asks_for_help(args: list[str]) -> bool:
     """Whether the short help is wanted; `--help all` prints the parser's own page."""
-    short = "all" not in args or args[0] in HAND_PARSED
+    short = "all" not in args or _reads_records(args[0])
     return bool({"-h", "--help"} & set(args)) and short
 
 
 def _help_text(command: str) -> str:
-    if command in HAND_PARSED:
-        return str(import_module(f"lightning_rob.{command}.options").help_text())
-    from lightning_rob.cli.help import command_help, run_help
+    if command in CONFIGS:
+        from lightning_rob.cli.options import command_help  # jsonargparse takes a moment
 
-    return command_help(command) if command in CONFIGS else run_help(command)
+        return command_help(command)
+    from lightning_rob.cli.help import run_help
+
+    return run_help(command)
+
+
+def _reads_records(command: str) -> bool:
+    """Whether a command reads records, for which it needs neither torch nor Lightning."""
+    return command in CONFIGS and CONFIGS[command].receives == "records"
 
 
 def _run(args: list[str]) -> None:
@@ -106,9 +111,6 @@ def _run(args: list[str]) -> None:
 
 def _starter(command: str) -> Callable[[list[str]], Any]:
     """Return the function that runs a command line."""
-    if command in HAND_PARSED:
-        module = import_module(f"lightning_rob.{command}.command")
-        return lambda args: module.main(args[1:])
     if command in CONFIGS:
         from lightning_rob.cli.commands import run_command
 
@@ -119,13 +121,11 @@ def _starter(command: str) -> Callable[[list[str]], Any]:
 
 
 def _read_records(command: str, *args: str) -> None:
-    from lightning_rob.commands import record_configs
+    from lightning_rob.cli.options import parse_records
 
-    if {"-h", "--help"} & set(args):
-        print(record_configs.build_parser(record_configs.CONFIGS[command]).format_help().rstrip())
-        return
     try:
-        import_module(f"lightning_rob.commands.{command}").main(args)
+        options = parse_records(command, args)
+        import_module(f"lightning_rob.commands.{command}").run(options)
     except (ValueError, OSError) as error:
         if os.environ.get("LIGHTNING_ROB_DEBUG"):
             raise

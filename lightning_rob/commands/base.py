@@ -1,6 +1,7 @@
 """A built run, as the command line hands it to a command."""
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.cli import SaveConfigCallback
 
+from lightning_rob.callbacks import RobustEval
+from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.data import ImageData
+from lightning_rob.evaluation.records import versions
 from lightning_rob.files import atomic_write_text
 from lightning_rob.modules import RobustModule
+
+WITHOUT_EFFECT = ("batch_size", "eval_batch_size", "workers")  # options of data
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class Run:
         name: stem of the first configuration file; "study" without one.
         checkpoint: path of the checkpoint.
         command: the command line, for records.
+        overrides: options of the command line that change the model of a checkpoint.
     """
 
     model: RobustModule
@@ -37,6 +46,24 @@ class Run:
     name: str = "study"
     checkpoint: str | None = None
     command: str = ""
+    overrides: tuple[tuple[str, Any], ...] = ()
+
+    def settings(self) -> dict[str, Any]:
+        """Return what scores depend on beside weights and attacks."""
+        trainer = {
+            name: self.recipe["trainer"][name] for name in ("limit_test_batches", "precision")
+        }
+        data = dict(self.recipe["data"])
+        if self.trainer.limit_test_batches == 1.0:
+            options = data.get("init_args") or {}
+            kept = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
+            data["init_args"] = kept
+        else:
+            trainer["world_size"] = self.trainer.world_size
+        found = {"model": self.recipe["model"], "data": data, "trainer": trainer}
+        if self.model.defense.transductive:
+            found["round"] = getattr(self.data, "eval_batch_size", None)
+        return found | {"versions": versions()}
 
 
 def write_config(config: Mapping[str, Any], path: Path, header: str = "") -> None:
@@ -70,3 +97,29 @@ def quiet_lightning() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+class HiddenProgressBar(ProgressBar):
+    """Shows no bar of its own, but lets attacks show theirs."""
+
+    def disable(self) -> None:
+        """Do nothing: there is no bar to disable."""
+
+
+@contextmanager
+def without_reporting(trainer: Trainer) -> Iterator[tuple[list[RobustEval], list[Callback]]]:
+    """Silence a trainer, and take its evaluation, progress-bar and config callbacks from it.
+
+    Yields:
+        Its `RobustEval` callbacks, and those that remain.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    reporting = (EvaluationCallback, ProgressBar, SaveConfigCallback)
+    others = [callback for callback in callbacks if not isinstance(callback, reporting)]
+    if sys.stderr.isatty():
+        others.append(HiddenProgressBar())
+    try:
+        with quiet_lightning():
+            yield [c for c in callbacks if isinstance(c, RobustEval)], others
+    finally:
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]

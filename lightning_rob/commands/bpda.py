@@ -15,12 +15,17 @@ from tqdm import tqdm
 
 from lightning_rob.commands.configs import BpdaConfig, find_transforms
 from lightning_rob.data import ImageData
-from lightning_rob.data.samples import Part
+from lightning_rob.data.base import IndexedSubset
 from lightning_rob.randomness import derive_seed
 from lightning_rob.safe_yaml import load
 from lightning_rob.transforms import Bilateral, Transform, catalogue, named
-from lightning_rob.transforms.bpda import load_approximation, place_of, save_approximation
-from lightning_rob.transforms.bpda_training import held_out, train_bpda
+from lightning_rob.transforms.bpda import (
+    held_out,
+    load_approximation,
+    place_of,
+    save_approximation,
+    train_bpda,
+)
 from lightning_rob.transforms.nondifferentiable import ALL as NONDIFFERENTIABLE
 
 
@@ -89,7 +94,7 @@ def training_images(data: ImageData, limit: int | None) -> Tensor:
     """Return the first training images without augmentation: [N, C, H, W]."""
     data.setup("fit")
     train: Any = data.parts["train"]
-    part = Part(train.source, train.indices[:limit], data.preprocessing())
+    part = IndexedSubset(train.source, train.indices[:limit], data.preprocessing())
     return torch.stack([x for x, *_ in map(part.__getitem__, range(len(part)))])
 
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_rob.commands.record_configs import CompareConfig, parse
+from lightning_rob.commands.configs import CompareConfig
 from lightning_rob.commands.specs import differences
 from lightning_rob.evaluation.per_image import ResultFile, read_result_file
 from lightning_rob.metrics import Paired, holm, paired
@@ -15,19 +15,6 @@ from lightning_rob.tables import STYLE
 
 Pair = tuple[str, Tensor, Tensor]  # name, scores [N] of the first and of the second
 CONDITIONS = ("target", "seed", "repeats", "inferences", "protocol", "versions")
-
-
-def main(args: Sequence[str]) -> None:
-    """Run the command.
-
-    Args:
-        args: the command line without `compare`.
-
-    Raises:
-        ValueError: the records cannot be compared.
-        OSError: a record cannot be read.
-    """
-    run(parse(CompareConfig, args))
 
 
 def run(config: CompareConfig) -> None:

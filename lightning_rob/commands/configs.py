@@ -1,8 +1,10 @@
 """Options of the commands, one dataclass each: parser and `--help` are generated from it.
 
 This module imports nothing heavy, so that `--help` prints at once. `receives` says what a command's
-function is called with beside its options: "run" (a `Run` with loaded weights), "trainings" (a
-`Run` and a function that builds others) or "data" (an `ImageData`).
+function is called with beside its options: "run" (a `Run`, with the weights of a checkpoint if one
+is given), "trainings" (a `Run` and a function that builds others), "checkpoints" (a function that
+builds the `Run` of a checkpoint), "data" (an `ImageData`) or "records" (its options alone; the
+first field is positional).
 """
 
 from collections.abc import Mapping
@@ -10,7 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-Receives = Literal["run", "trainings", "data"]
+from lightning_rob.commands.sweep_values import SWEPT, Value, parse_values
+from lightning_rob.commands.thresholds import parse_thresholds
+
+Receives = Literal["run", "trainings", "checkpoints", "data", "records"]
+SIGNIFICANT = 0.05
 
 
 @dataclass(frozen=True)
@@ -167,6 +173,61 @@ class BpdaConfig:
                 raise ValueError(f"--{name} must be at least {minimum}, got {number}")
 
 
+@dataclass(frozen=True)
+class AuditConfig:
+    """Check a checkpoint for signs that its defense only seems robust.
+
+    Gradients that are zero, infinite or cut off; attacks that grow weaker with more
+    steps, or that noise and black-box attacks beat; randomness that no attack averages
+    over; non-finite predictions; an attack for this kind of defense that was not run.
+
+      lightning-rob audit --ckpt_path last.ckpt --eps 8/255 --strict
+
+    Attacks plugged in with --trainer.callbacks+=NAME run too, and the audit
+    checks that the one made for this kind of defense is among them. It writes
+    audit.json into the run's folder.
+
+    Args:
+        eps: radius in pixel units, images span [0, 1]
+        norm: linf or l2
+        images: N test images, a random choice
+        steps: of the default PGD; other attacks take a multiple
+        queries: of the black-box Square Attack, per image
+        seed: of all noise, and of the choice of images
+        strict: exit with code 1 if something severe was found
+
+    Raises:
+        ValueError: another norm, a radius that holds no or every image, or a count below 1.
+    """
+
+    receives: ClassVar[Receives] = "run"
+    usage: ClassVar[str] = "--ckpt_path CHECKPOINT [options of test]"
+
+    eps: float = 8 / 255
+    norm: str = "linf"
+    images: int = 100
+    steps: int = 20
+    queries: int = 1000
+    seed: int = 0
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.norm not in ("linf", "l2"):
+            raise ValueError(f"--norm must be linf or l2, got {self.norm}")
+        if not self.eps > 0:
+            raise ValueError(f"--eps must be above 0, got {self.eps:g}")
+        if self.norm == "linf" and self.eps >= 0.5:  # a gray image is in every other's ball
+            raise ValueError(
+                f"--eps {self.eps:g} holds every image, for images span [0, 1]: "
+                f"did you mean {self.eps:g}/255?"
+            )
+        for name in ("images", "steps", "queries"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"--seed must be at least 0, got {self.seed}")
+
+
 def find_transforms(content: Any) -> dict[str, Any] | None:
     """Return the first mapping under a key `transforms`, at any depth."""
     if not isinstance(content, Mapping):
@@ -177,9 +238,233 @@ def find_transforms(content: Any) -> dict[str, Any] | None:
     return next((part for part in found if part), None)
 
 
-CommandConfig = TuneConfig | ExportConfig | BpdaConfig
+@dataclass(frozen=True)
+class SweepConfig:
+    r"""Attack a checkpoint value by value of a variable: one table, figure and record.
+
+    The variable is the sampling probability of the first member, the number of members,
+    the radius eps (step sizes of PGD and ARC are scaled with it), the steps of every
+    attack, or the neighbours, the competing classes that ARC searches.
+
+      lightning-rob sweep --ckpt_path last.ckpt --over probability \
+          --values 0.5:1:0.05 --best apgd \
+          --trainer.callbacks+=callbacks/apgd.yaml --trainer.callbacks+=callbacks/arc.yaml
+
+    The same command again resumes. A recorded result is used only if weights, attack,
+    data, seed and versions are the same.
+
+    Args:
+        over: probability, members, eps, steps or neighbours
+        values: numbers, fractions, ranges start:stop:step, such as 1/255,2/255
+        best: the attack under which to find the best value for the defense; over steps or
+            neighbours the value at which that attack is strongest
+        out: for sweep.jsonl, .md and .png; else sweeps/CHECKPOINT_FINGERPRINT_VARIABLE
+
+    Raises:
+        ValueError: no such variable, or values that it cannot have.
+    """
+
+    receives: ClassVar[Receives] = "run"
+    usage: ClassVar[str] = "--over VARIABLE --values LIST [options of test]"
+
+    over: str | None = None
+    values: str | float = ""
+    best: str | None = None
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.over not in SWEPT:
+            raise ValueError(f"--over must be one of {', '.join(SWEPT)}, got {self.over}")
+        if self.best and self.over == "eps":
+            raise ValueError("--best has no meaning over eps: a larger radius is never better")
+        parse_values(self.over, str(self.values))
+
+    @property
+    def points(self) -> tuple[Value, ...]:
+        """The values, in the order of the table."""
+        return parse_values(str(self.over), str(self.values))
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    r"""Follow the checkpoints of a run, also while it trains.
+
+    Each new one is attacked; the images that became vulnerable are named, and an alarm is
+    raised when it is worse. The exit code is 1 after an alarm.
+
+      lightning-rob monitor logs/version_0 --suite callbacks/rec_suite.yaml \
+          --alarm robust/worst=0.40 --drop significant
+
+    Started again it resumes where it was stopped.
+
+    Args:
+        run: folder of a run, or of its checkpoints; also without --run, as first argument
+        suite: attacks such as callbacks/rec_suite.yaml, one each time; else adaptive PGD and ARC
+            in the ball of the training
+        alarm: alarm below an accuracy, robust/worst=0.40,acc=0.80
+        drop: alarm when worst is below the last or the best checkpoint's, with p below
+            this level; significant is 0.05
+        stop_at_alarm: end with the first alarm
+        every: seconds between two looks into the folder
+        once: evaluate the checkpoints that are there, and end
+        minutes: end after N minutes
+        until: end when this file exists and no checkpoint is left
+        out: for monitor.jsonl and TensorBoard's folder monitor; else RUN
+
+    Raises:
+        ValueError: no such folder, or a value without meaning.
+    """
+
+    receives: ClassVar[Receives] = "checkpoints"
+    usage: ClassVar[str] = "RUN [options of test]"
+
+    run: Path | None = None
+    suite: list[str] | None = None
+    alarm: list[str] | None = None
+    drop: str | float | None = None
+    stop_at_alarm: bool = False
+    every: float = 30.0
+    once: bool = False
+    minutes: float | None = None
+    until: Path | None = None
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.run is None:
+            raise ValueError("say first which run to watch: lightning-rob monitor logs/version_0")
+        if not self.run.is_dir():
+            raise ValueError(f"there is no folder {self.run}")
+        for name in ("every", "minutes"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds < float("inf"):
+                raise ValueError(f"--{name} must be above 0, got {seconds:g}")
+        _ = self.level, self.minima  # raise errors before anything is built
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        run = self.run or Path()
+        return run.parent if run.resolve().name == "checkpoints" else run
+
+    @property
+    def minima(self) -> dict[str, float]:
+        """Minimum accuracy by name."""
+        return parse_thresholds(",".join(self.alarm)) if self.alarm else {}
+
+    @property
+    def level(self) -> float | None:
+        """The p below which a drop is an alarm; None for no such alarm."""
+        if self.drop is None:
+            return None
+        try:
+            level = SIGNIFICANT if self.drop == "significant" else float(self.drop)
+        except ValueError:
+            level = -1.0
+        if not 0 < level < 1:
+            raise ValueError(f"--drop takes significant, or a level in (0, 1), got {self.drop!r}")
+        return level
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    r"""Compare results on the same images, image by image.
+
+    A record is a CSV file in the folder images/ of a run. Of two records: two checkpoints
+    under the same attacks, or an ensemble and its first member. Of one record: attacks on
+    the same checkpoint. The test is McNemar's where each prediction is right or wrong, and
+    the paired t test for expected accuracies of randomized ensembles; with several rows p
+    is adjusted by Holm, so that all can be read at once.
+
+      lightning-rob compare logs/version_0/images/test-arc.csv \
+          logs/version_1/images/test-arc.csv
+      lightning-rob compare test-arc.csv test-first_member-member_1_arc.csv \
+          --pairs arc=member_1_arc
+
+    Args:
+        records: one or two CSV files
+        reference: of one record: compare each attack with this one; else the first
+        against_worst: of two records: compare the worst of all attacks only
+        pairs: of two records: attacks of the first with those of the second, A=B,C=D
+
+    Raises:
+        ValueError: options that exclude each other, or another number of records.
+    """
+
+    receives: ClassVar[Receives] = "records"
+    usage: ClassVar[str] = "RECORD [RECORD] [options]"
+
+    records: tuple[Path, ...] = ()
+    reference: str | None = None
+    against_worst: bool = False
+    pairs: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.records) not in (1, 2):
+            raise ValueError(f"compare takes one or two records, got {len(self.records)}")
+        if self.reference and len(self.records) == 2:
+            raise ValueError("--reference is for the attacks of one record, got two records")
+        if self.pairs and (len(self.records) == 1 or self.against_worst):
+            raise ValueError("--pairs is for two records, without --against_worst")
+        if any(len(pair) != 2 or not all(pair) for pair in self.named_pairs):
+            raise ValueError(
+                f"--pairs is NAME=NAME, several separated by commas, got {self.pairs!r}"
+            )
+
+    @property
+    def named_pairs(self) -> list[tuple[str, ...]]:
+        """Names of the first record with names of the second."""
+        pairs = self.pairs.split(",") if self.pairs else []
+        return [tuple(name.strip() for name in pair.split("=")) for pair in pairs]
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Turn the records of runs into one HTML page, complete in itself, and into Markdown.
+
+    A page shows the last evaluation of each run, its robust accuracy epoch by epoch, all
+    arguments of each attack, sweeps, matrices and pictures where a run has them, and the
+    recipe. Several runs are compared in one table.
+
+      lightning-rob report logs/version_0     logs/version_0/report.html and .md
+      lightning-rob report logs               all runs below logs, compared
+      lightning-rob report logs/version_0 logs/version_1 --out compared.html
+
+    Args:
+        runs: folders of runs, or folders above runs
+        out: the page, .html; else report.html in RUN, or here if there are several
+
+    Raises:
+        ValueError: no run.
+    """
+
+    receives: ClassVar[Receives] = "records"
+    usage: ClassVar[str] = "RUN [RUN ...] [options]"
+
+    runs: tuple[Path, ...] = ()
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ValueError("report takes at least one folder: lightning-rob report RUN")
+
+
+CommandConfig = (
+    TuneConfig
+    | AuditConfig
+    | SweepConfig
+    | MonitorConfig
+    | ExportConfig
+    | BpdaConfig
+    | CompareConfig
+    | ReportConfig
+)
 CONFIGS: dict[str, type[CommandConfig]] = {
+    "sweep": SweepConfig,
     "tune": TuneConfig,
     "bpda": BpdaConfig,
+    "monitor": MonitorConfig,
+    "compare": CompareConfig,
     "export": ExportConfig,
+    "audit": AuditConfig,
+    "report": ReportConfig,
 }

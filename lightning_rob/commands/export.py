@@ -15,7 +15,7 @@ from torch.export import save as save_program
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.configs import ExportConfig
 from lightning_rob.data import ImageData
-from lightning_rob.defenses import Defense, RandomTransforms, TransformEnsemble
+from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.records import versions
 from lightning_rob.files import atomic_write
 from lightning_rob.identity import fingerprint
@@ -38,6 +38,8 @@ def run(config: ExportConfig, run: Run) -> None:
         ValueError: the defense cannot be exported.
         OSError: the file cannot be written.
     """
+    if run.checkpoint is None:
+        raise ValueError("say whose weights: --ckpt_path CHECKPOINT")
     path = config.out or Path()  # which the config has checked
     images, keys = first_images(run.data, config.images)
     try:
@@ -195,7 +197,7 @@ def is_randomized(defense: Defense, images: Tensor) -> bool:
 
 def _transforms(defense: Defense) -> Iterator[tuple[str, Transform]]:
     for part in defense.modules():
-        if isinstance(part, RandomTransforms | TransformEnsemble):
+        if isinstance(part, Defense):
             yield from part.transforms.items()
 
 

@@ -1,10 +1,8 @@
 """RMC: a network that learns from the neighbours of the images it is about to classify."""
 
 import copy
-import hashlib
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,6 +29,7 @@ from lightning_rob.defenses.transductive import (
     shuffled,
     trainable,
 )
+from lightning_rob.identity import cache_key, check_describable, fingerprint
 from lightning_rob.randomness import (
     Generator,
     Streams,
@@ -503,13 +502,13 @@ class FeatureStore:
         """Return the name of the files in the cache.
 
         Raises:
-            ValueError: the repr of an attack or augmentation does not identify it.
+            ValueError: an attack or augmentation has no description.
         """
         some = torch.unique(torch.linspace(0, len(source) - 1, SAMPLED).long())
-        images = [(str(len(source)), part) for part in source.gather(some)]
-        settings = [identity(self.attack), *map(identity, self.augment)]
-        numbers = [FORMAT, BATCH, self.copies, self.layer, self.seed]
-        return _digest(f"{network} {numbers} {settings}", images)
+        made_by = [self.attack, *self.augment]
+        check_describable(made_by)
+        numbers = [FORMAT, BATCH, self.copies, self.layer, self.seed, len(source)]
+        return cache_key(net=network, made_by=made_by, numbers=numbers, images=source.gather(some))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return itself: copies of a defense share the files."""
@@ -548,32 +547,3 @@ def _rename(folder: Path, place: Path) -> None:
     except OSError:
         if not place.is_dir():  # else another process has built the same files meanwhile
             raise
-
-
-def fingerprint(net: nn.Module) -> str:
-    """Hash the layers, weights and buffers of a network."""
-    return _digest(repr(net), [*net.named_parameters(), *net.named_buffers()])
-
-
-def identity(setting: object) -> str:
-    """Return a setting with all its arguments as text; functions by name, not by address.
-
-    Raises:
-        ValueError: the text would not identify it.
-    """
-    text = re.sub(r"<function ([\w.]+) at 0x[0-9a-f]+>", r"\1", repr(setting))
-    if " at 0x" in text:
-        raise ValueError(
-            f"files in a cache are told apart by repr, and that of {text} does not tell what it "
-            "does: make it a frozen dataclass or a named function, or give no cache"
-        )
-    return text
-
-
-def _digest(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    digest = hashlib.sha256(text.encode())
-    for name, tensor in tensors:
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().flatten()
-        digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]

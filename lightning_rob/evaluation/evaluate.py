@@ -40,7 +40,7 @@ TRIED = 8  # images of each group that are predicted twice, to see whether predi
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """What the scores of an evaluation depend on, beside defense, attacks and images.
+    """Settings on which scores depend, beside defense, attacks and images.
 
     Args:
         seed: of all noise: random starts, the defense's draws, the choice of `max_images`.

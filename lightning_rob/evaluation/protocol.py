@@ -83,10 +83,10 @@ class AttackerDefenderSession:
         # Networks may draw noise from torch's global stream; adaptation is in full float32 too.
         with seeded_global_rng(own, x.device), in_float32():
             outcomes = [self._step_strategy(i, x, y, index, inferences) for i in turns]
-        likeliest = max(turns, key=lambda i: self.strategies[i][0])
+        most_probable = max(turns, key=lambda i: self.strategies[i][0])
         shares = [p for p, _ in self.strategies]
         expected = [p * found for p, (_, found) in zip(shares, outcomes, strict=True)]
-        return outcomes[likeliest][0], torch.stack(expected).sum(0)
+        return outcomes[most_probable][0], torch.stack(expected).sum(0)
 
     def _step_strategy(
         self, turn: int, x: Tensor, y: Tensor, index: Tensor, inferences: int

@@ -8,7 +8,8 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.nn.functional import kl_div
 
-from lightning_rob.attacks import PGD, Attack, attacking
+from lightning_rob.attacks import Attack, attacking
+from lightning_rob.attacks.pgd import is_pgd
 from lightning_rob.defenses import Defense, Single
 from lightning_rob.modules.base import RobustModule
 from lightning_rob.nets import load_weights
@@ -101,7 +102,7 @@ class AdversarialTraining(RobustModule):
 
     def _divergence_attack(self, x: Tensor) -> Attack:
         """Return the attack with the divergence from the predictions on clean images to climb."""
-        assert isinstance(self.attack, PGD)
+        assert is_pgd(self.attack)
         with attacking(self.defense), torch.no_grad():
             clean_probs = self.defense.logits(x)[0].softmax(-1)
         return replace(self.attack, objective=divergence_from(clean_probs))
@@ -115,7 +116,7 @@ class AdversarialTraining(RobustModule):
 
 def _can_attack_for_trades(attack: Attack | None) -> bool:
     """Return whether PGD starts off the image, where the divergence has no gradient."""
-    return isinstance(attack, PGD) and attack.random_start
+    return is_pgd(attack) and attack.random_start
 
 
 def divergence_from(clean: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -96,7 +96,8 @@ class SequentialTraining(RobustModule):
         """Return what `build` returns, built once for each stage and device."""
         key = build.__name__, self.stage, self.device
         if key not in self._defenses:
-            self._defenses[key] = build().to(self.device)
+            with torch.inference_mode(False):  # a test may ask first; attacks need gradients later
+                self._defenses[key] = build().to(self.device)
         return self._defenses[key]
 
     def _stage_at(self, epoch: int) -> int:

@@ -23,7 +23,7 @@ from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import linear
 from lightning_rob.threat import Threat
 from tests.attacks.test_cw import Affine, sizes, trained
-from tests.planted import Through, clamped
+from tests.audit.planted import Through, clamped
 from tests.tiny import TinyNet
 
 EDGES = {

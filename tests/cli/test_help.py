@@ -87,5 +87,7 @@ def test_every_option_of_the_short_page_exists(pages, capsys):
 
 @pytest.mark.parametrize("command", CONFIGS)
 def test_a_generated_page_lists_every_option_with_a_description(pages, command):
-    listed = dict(re.findall(r"^  (--\w+)\s+(\S.*)", pages[command][0], re.M))
-    assert list(listed) == [f"--{field.name}" for field in fields(CONFIGS[command])]
+    """Positional arguments come before the options."""
+    config = CONFIGS[command]
+    listed = re.findall(r"^  (?:--)?(\w+)\s{2,}(\S.*)", pages[command][0], re.M)
+    assert [name for name, _ in listed] == [field.name for field in fields(config)]

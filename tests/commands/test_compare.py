@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_rob.commands.record_configs import CompareConfig, parse
-from lightning_rob.evaluation.per_image import BatchOutcome, PerImageResults
+from lightning_rob.cli.options import parse_records
+from lightning_rob.evaluation.per_image import BatchOutcome, PerImageResults, write_result_file
 from tests.tiny import run
 
 
@@ -22,7 +22,8 @@ def record(path, scores, labels=None, brightness=0.0):
     results.add_batch(images, y, torch.arange(count), outcomes, [0.0] * (len(scores) - 1))
     attack = {"class_path": "lightning_rob.PGD", "init_args": {"steps": len(scores)}}
     card = {"attacks": {name: {"attack": attack} for name in list(scores)[1:]}}
-    results.write(path, 1, card, torch.stack(list(scores.values()), 1).amin(1))
+    worst = torch.stack(list(scores.values()), 1).amin(1)
+    write_result_file(path, results.names, results.rows(), 1, card, worst)
     return path
 
 
@@ -72,7 +73,7 @@ def test_an_ensemble_is_compared_with_its_first_member(tmp_path, capsys):
 )
 def test_what_cannot_be_compared(args, reason):
     with pytest.raises(ValueError, match=reason):
-        parse(CompareConfig, args)
+        parse_records("compare", args)
 
 
 def test_errors_are_one_line(tmp_path, capsys):

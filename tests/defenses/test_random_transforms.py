@@ -3,11 +3,9 @@ from collections import Counter
 
 import pytest
 import torch
-from lightning_rob.attacks.seen_as import SurrogateTransforms
-from lightning_rob.transforms.bpda_training import train_bpda
 from torch import nn
 
-from lightning_rob.attacks import PGD, attacking
+from lightning_rob.attacks import PGD, SurrogateTransforms, attacking
 from lightning_rob.defenses import Mixture, RandomTransforms, Single
 from lightning_rob.defenses.random_transforms import _schedule
 from lightning_rob.objectives import expected_ce
@@ -24,7 +22,7 @@ from lightning_rob.transforms import (
     VerticalFlip,
     catalogue,
 )
-from lightning_rob.transforms.bpda import save_approximation
+from lightning_rob.transforms.bpda import save_approximation, train_bpda
 from lightning_rob.transforms.nondifferentiable import HardPrecision
 
 

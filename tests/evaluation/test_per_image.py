@@ -20,6 +20,7 @@ from lightning_rob.evaluation.per_image import (
     PerImageResults,
     predicted_class,
     read_result_file,
+    write_result_file,
 )
 from lightning_rob.evaluation.resume_log import ResumeLog
 from tests.schema import checked
@@ -149,7 +150,7 @@ def test_a_test_that_was_killed_goes_on_and_ends_in_the_same_bytes(trained, tmp_
     assert not (tmp_path / CSV).exists()
     out, error = slow_test(tmp_path, trained).communicate()
     (found,) = tmp_path.glob("run/version_*/images/test-*.csv")
-    assert f"{2 * known} images are known already" in out, out + error
+    assert f"{2 * known} images are scored already" in out, out + error
     assert found.read_bytes() == through.path.read_bytes()
     assert not list(tmp_path.glob("unfinished/*"))
 
@@ -233,7 +234,8 @@ def test_a_row_by_hand(tmp_path):
     batch = torch.zeros(1, 1, 2, 2), torch.tensor([3]), torch.tensor([7])
     results.add_batch(*batch, outcomes, [1.0, 1.0])
     path, worst = tmp_path / "a.csv", torch.tensor([0.125])
-    results.write(path, 4, {"attacks": {"pgd": {}, "a,b": {}}}, worst)
+    card = {"attacks": {"pgd": {}, "a,b": {}}}
+    write_result_file(path, results.names, results.rows(), 4, card, worst)
     with path.open(newline="") as file:
         head, row = csv.reader(file)
     assert dict(zip(head, row, strict=True)) == {

@@ -43,3 +43,8 @@ def test_forward_returns_the_batch_and_keeps_the_epoch():
         batch = metric(part, labels)
         assert batch.item() == pytest.approx(robust_accuracy(part, labels).mean().item())
     assert metric.compute().item() == pytest.approx(robust_accuracy(p, y).mean().item())
+
+
+def test_a_non_finite_prediction_is_wrong():
+    predictions = torch.tensor([[torch.nan, 1.0], [0.25, 0.75], [torch.inf, 0.0]])
+    assert robust_accuracy(predictions, torch.tensor([0, 0, 0])).tolist() == [0, 0.25, 0]

@@ -6,13 +6,13 @@ from html import escape
 from importlib.metadata import version
 from pathlib import Path
 
-from lightning_rob.commands.record_configs import ReportConfig, parse
+from lightning_rob.commands.configs import ReportConfig
 from lightning_rob.commands.report.blocks import Block, Heading, Text
 from lightning_rob.commands.report.comparison import comparison
 from lightning_rob.commands.report.runs import Run, find_runs
 from lightning_rob.commands.report.sections import run_section
 
-__all__ = ["main", "report", "run"]
+__all__ = ["report", "run"]
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -32,19 +32,6 @@ PAGE = """<!DOCTYPE html>
 </body>
 </html>
 """
-
-
-def main(args: Sequence[str]) -> None:
-    """Run the command.
-
-    Args:
-        args: the command line without `report`.
-
-    Raises:
-        ValueError: wrong arguments, or nothing is recorded.
-        OSError: a file cannot be read or written.
-    """
-    run(parse(ReportConfig, args))
 
 
 def run(config: ReportConfig) -> None:

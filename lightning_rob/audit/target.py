@@ -1,0 +1,230 @@
+"""A defense under audit, and a batch of images with the attacks that were run on it."""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks import Attack, attacking, evaluating
+from lightning_rob.attacks.base import entered
+from lightning_rob.defenses import Defense, is_transform_ensemble
+from lightning_rob.evaluation import AttackerDefenderSession, NoAttack
+from lightning_rob.evaluation.suites import suite_for, surrogate_for
+from lightning_rob.metrics import robust_accuracy
+from lightning_rob.objectives import NonFiniteLogitsError, Objective, expected_ce, expected_margin
+from lightning_rob.randomness import Streams
+from lightning_rob.threat import Threat
+
+INFERENCES = 5  # predictions of each image; their mean is the score
+GRADIENT_FREE = ("clean", "noise", "square")
+
+
+class AuditTarget:
+    """A defense under audit.
+
+    Args:
+        defense: the defense; it is not changed.
+        threat: linf or l2.
+        steps: of the default PGD.
+        queries: of the Square Attack.
+        seed: of all noise.
+        other_attacks: name -> attack that the user runs beside the audit.
+        progress: called with the name of an attack and the number of images that it attacked.
+    """
+
+    def __init__(
+        self,
+        defense: Defense,
+        threat: Threat,
+        steps: int = 20,
+        queries: int = 1000,
+        seed: int = 0,
+        other_attacks: Mapping[str, Attack] | None = None,
+        progress: Callable[[str, int], object] | None = None,
+    ) -> None:
+        self.defense = defense
+        self.threat = threat
+        self.suite = suite_for(defense, threat, steps, queries)
+        self.attacks: dict[str, Attack] = {"clean": NoAttack(threat), **self.suite.attacks}
+        self.queries = queries
+        self.seed = seed
+        self.other_attacks = dict(other_attacks or {})
+        self.progress = progress
+        self.seconds = dict.fromkeys(self.attacks, 0.0)
+        self.sessions: dict[str, AttackerDefenderSession] = {}
+
+    @property
+    def transductive(self) -> bool:
+        """Whether the defense adapts to the test batch, so that a batch is a round."""
+        return self.suite.kind == "transductive"
+
+    @property
+    def exact(self) -> bool:
+        """Whether `forward` returns the exact expectation over the defense's randomness."""
+        return self.suite.kind in ("single", "ensemble", "randomized")
+
+    @property
+    def worst_over(self) -> list[str]:
+        """The columns over which the worst case is taken."""
+        return ["clean", *self.suite.within(self.threat)]
+
+    @property
+    def half_columns(self) -> list[str]:
+        """The columns that choose and score the worst case of a random defense."""
+        if self.transductive:
+            return []
+        return [f"{name}/{half}" for name in self.worst_over for half in ("first", "second")]
+
+    @property
+    def differentiable_part(self) -> Defense | None:
+        """The current defense; of a transformation ensemble the members that have a gradient."""
+        if not is_transform_ensemble(self.defense):
+            return self.defense.adapted_model
+        transforms = self.defense.transforms.values()
+        members = [i for i, transform in enumerate(transforms) if transform.differentiable]
+        return self.defense.part(members) if members else None
+
+    def session(self, attack: Attack, name: str) -> AttackerDefenderSession:
+        """Return the session of an attack; against a defense that adapts it continues."""
+        if not self.transductive or name not in self.sessions:
+            keys = (self.seed, *name.encode())
+            self.sessions[name] = AttackerDefenderSession(
+                attack, self.defense, *keys, private=(self.seed,)
+            )
+        return self.sessions[name]
+
+
+class AuditBatch:
+    """A batch of images, attacked and differentiated on demand.
+
+    Args:
+        target: the defense under audit.
+        x: [B, C, H, W] images.
+        y: [B] labels.
+        index: [B] the images' indices, by which noise is keyed; None for the positions.
+    """
+
+    def __init__(
+        self, target: AuditTarget, x: Tensor, y: Tensor, index: Tensor | None = None
+    ) -> None:
+        self.target = target
+        self.x, self.y = x, y
+        self.index = torch.arange(len(x), device=x.device) if index is None else index
+        self.scores: dict[str, Tensor] = {}  # [B, R] by inference
+        self.perturbed: dict[str, Tensor] = {}
+
+    def noise(self, key: str = "") -> Streams:
+        """Return the source of the defense's randomness, the same at every call with one key."""
+        return Streams.from_index(self.index, self.target.seed, *b"audit", *key.encode())
+
+    def unknown(self) -> Tensor:
+        """Return the column [B] of a value that could not be measured: NaN."""
+        return self.x.new_full((len(self.x),), torch.nan)
+
+    def score(self, name: str, half: str = "") -> Tensor:
+        """Return the probability [B] of a right prediction under an attack of the suite.
+
+        Args:
+            name: of the attack.
+            half: "first" or "second" for the mean over that half of the predictions alone.
+        """
+        if name not in self.scores:
+            began = time.perf_counter()
+            self.perturbed[name], self.scores[name] = self.run(name, self.target.attacks[name])
+            self.target.seconds[name] += time.perf_counter() - began
+            if self.target.progress and name != "clean":
+                self.target.progress(name, len(self.x))
+        first, second = self.scores[name].tensor_split(2, dim=1)
+        return {"first": first, "second": second}.get(half, self.scores[name]).mean(1)
+
+    def run(self, name: str, attack: Attack) -> tuple[Tensor, Tensor]:
+        """Attack the images and let the defense predict.
+
+        Args:
+            name: of the attack, by which its noise is keyed.
+            attack: the attack.
+
+        Returns:
+            The perturbed images [B, C, H, W] and the scores [B, R]; the clean images and NaN where
+            the attack needs a gradient and there is none.
+        """
+        if name not in GRADIENT_FREE and not self.differentiable:
+            return self.x, self.unknown()[:, None].expand(-1, INFERENCES)
+        return self._run(name, attack, torch.arange(len(self.x), device=self.x.device))
+
+    def _run(self, name: str, attack: Attack, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Attack some of the images; one with non-finite logits counts as wrong."""
+        x, y = self.x[rows], self.y[rows]
+        try:
+            session = self.target.session(attack, name)
+            x_adv, found = session.step(x, y, self.index[rows], INFERENCES)
+        except NonFiniteLogitsError as error:
+            x_adv, scores = x.clone(), x.new_zeros(len(x), INFERENCES)
+            for part in () if self.target.transductive else _parts_to_retry(error.images, len(x)):
+                if len(part):
+                    x_adv[part], scores[part] = self._run(name, attack, rows[part])
+            return x_adv, scores
+        return x_adv, torch.stack([robust_accuracy(one, y) for one in found], 1)
+
+    def logits_of(self, x: Tensor, key: str = "") -> Tensor:
+        """Return the current defense's logits [S, B, K] of images [B, C, H, W]."""
+        defense = self.target.defense.adapted_model
+        with evaluating(defense), torch.no_grad():
+            return defense.sample_logits(x, self.noise(key))[0].float()
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """The logits [S, B, K] of the clean images."""
+        return self.logits_of(self.x)
+
+    @cached_property
+    def nonfinite(self) -> Tensor:
+        """Images [B] with non-finite logits."""
+        return nonfinite(self.logits)
+
+    @cached_property
+    def differentiable(self) -> bool:
+        """Whether the logits depend on the images by operations that have a gradient."""
+        first = AuditBatch(self.target, self.x[:1], self.y[:1], self.index[:1])
+        return first.gradient(expected_ce) is not None
+
+    @cached_property
+    def gradients(self) -> tuple[Tensor, Tensor] | None:
+        """The gradients [B, D] of margin and loss; None without a gradient."""
+        margin, loss = self.gradient(expected_margin), self.gradient(expected_ce)
+        if margin is None or loss is None:
+            return None
+        return margin.flatten(1), loss.flatten(1)
+
+    def gradient(self, objective: Objective) -> Tensor | None:
+        """Return an objective's gradient [B, C, H, W] by the images; None if there is none."""
+        defense = self.target.differentiable_part
+        if defense is None:
+            return None
+        with attacking(defense), entered(surrogate_for(self.target.defense), defense):
+            x = self.x.detach().clone().requires_grad_()
+            logits, weights = defense.sample_logits(x, self.noise())
+            if not logits.requires_grad:
+                return None
+            value = objective(logits.float(), weights, self.y.clone()).sum()
+            return torch.autograd.grad(value, x, allow_unused=True)[0]
+
+
+def nonfinite(logits: Tensor) -> Tensor:
+    """Return the images [B] of which no draw of the logits [S, B, K] is finite throughout."""
+    return ~logits.amax(-1).isfinite().all(0)
+
+
+def _parts_to_retry(nonfinite: Tensor, count: int) -> list[Tensor]:
+    """Return the rows to attack again: the finite ones or, if they are unknown, each half.
+
+    Args:
+        nonfinite: mask of the images that the attack had left when it stopped.
+        count: number of images that it began with.
+    """
+    if len(nonfinite) == count:
+        return [(~nonfinite).nonzero()[:, 0]]
+    first, last = torch.arange(count, device=nonfinite.device).tensor_split(2)
+    return [first, last]

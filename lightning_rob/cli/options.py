@@ -1,0 +1,100 @@
+"""Parsers and help pages generated from the dataclasses of commands; imports no torch."""
+
+import re
+from argparse import Action, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import fields
+from inspect import cleandoc
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+import jsonargparse
+
+from lightning_rob.commands.configs import CONFIGS, CommandConfig
+from lightning_rob.commands.specs import short
+
+
+class Formatter(RawDescriptionHelpFormatter):
+    """Keeps the lines of the description; options show their default, but no metavar."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=19, width=86)
+
+    def _format_action_invocation(self, action: Action) -> str:
+        return next(iter(action.option_strings), action.dest)
+
+    def _get_help_string(self, action: Action) -> str:
+        default = "" if action.default in (None, False, "") else f" ({short(action.default)})"
+        return f"{action.help}{default}"
+
+
+def build_parser(command: str) -> jsonargparse.ArgumentParser:
+    """Build the parser of a command's own options."""
+    config = CONFIGS[command]
+    parser = jsonargparse.ArgumentParser(
+        usage=f"lightning-rob {command} {config.usage}",
+        description=cleandoc(config.__doc__ or "").partition("\n\nArgs:")[0],
+        formatter_class=Formatter,
+        exit_on_error=False,
+        add_help=False,
+    )
+    parser.add_class_arguments(config, as_group=False, skip=set(positional(config)))
+    for name in positional(config):
+        described = re.search(rf"^ +{name}: (.*)$", config.__doc__ or "", re.M)
+        parser.add_argument(name, nargs="*", type=Path, help=described[1] if described else "")
+    return parser
+
+
+def positional(config: type[CommandConfig]) -> list[str]:
+    """Return the name of the field that takes all arguments without a name, if there is one."""
+    return [fields(config)[0].name] if config.receives == "records" else []
+
+
+def command_help(command: str) -> str:
+    """Return the help page of a command."""
+    return str(build_parser(command).format_help()).rstrip()
+
+
+def parse_records(command: str, args: Sequence[str]) -> Any:
+    """Return the options of a command that reads records.
+
+    Raises:
+        ValueError: the command line has no meaning.
+    """
+    config = CONFIGS[command]
+    try:
+        parsed = build_parser(command).parse_args(spell_out(args, config))
+    except jsonargparse.ArgumentError as error:
+        raise ValueError(f"{error}; try --help") from error
+    options = {field.name: parsed[field.name] for field in fields(config)}
+    return config(**options | {name: tuple(options[name]) for name in positional(config)})
+
+
+def spell_out(args: Sequence[str], config: type[CommandConfig]) -> list[str]:
+    """Write a command's own options as jsonargparse needs them, and leave the others.
+
+    `--flag` becomes `--flag=true`, `--name VALUE` of a list becomes `--name+=VALUE`, and any
+    other `--name VALUE` becomes `--name=VALUE`, so that the value may begin with a minus sign.
+    """
+    kinds = get_type_hints(config)
+    own = {f"--{field.name}": kinds[field.name] for field in fields(config)}
+    spelled, rest = [], list(args)
+    while rest:
+        arg = rest.pop(0)
+        name, equals, value = arg.partition("=")
+        kind = own.get(name)
+        follows = bool(rest) and not rest[0].startswith("--")
+        if kind is None or not (equals or follows or kind is bool):
+            spelled.append(arg)
+            continue
+        if kind is bool and not equals:
+            value = rest.pop(0) if follows and rest[0] in ("true", "false") else "true"
+        elif not equals:
+            value = rest.pop(0)
+        spelled.append(f"{name}{'+' if _is_list(kind) else ''}={value}")
+    return spelled
+
+
+def _is_list(kind: Any) -> bool:
+    """Whether an option's type is a list, or a list or None."""
+    return any(get_origin(part) is list for part in (kind, *getattr(kind, "__args__", ())))

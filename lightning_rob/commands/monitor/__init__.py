@@ -1,0 +1,5 @@
+"""`lightning-rob monitor`: the attacks of `test` on each checkpoint of a run as it appears."""
+
+from lightning_rob.commands.monitor.watcher import run
+
+__all__ = ["run"]

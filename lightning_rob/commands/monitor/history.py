@@ -1,0 +1,186 @@
+"""The history of a monitored run: JSON lines that a kill cannot harm, and TensorBoard's curves."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any, Self
+
+from torch.utils.tensorboard import SummaryWriter
+
+from lightning_rob.commands.scores import ScoreFiles
+from lightning_rob.evaluation.records import with_schema
+
+Fields = dict[str, Any]
+Identity = tuple[str | None, str | None]  # SHA-256 of the weights and of the recipe's model
+RECORD, SCORES = "monitor.jsonl", "monitor_scores"
+
+
+def timestamp() -> str:
+    """Return the current date and time, for a line."""
+    return datetime.now().astimezone().isoformat(" ", "seconds")
+
+
+def tag(name: str) -> str:
+    """Return an accuracy's name in TensorBoard and in alarms, after those that `test` logs."""
+    return "monitor/acc" if name == "clean" else f"monitor/robust/{name}"
+
+
+def identity(line: Fields) -> Identity:
+    """Return what distinguishes a line's checkpoint from others: weights and recipe."""
+    return line.get("weights"), line.get("recipe")
+
+
+class History:
+    """The lines of `monitor.jsonl`, which only one process at a time appends to.
+
+    Lines that belong together are written at once, and the last of them has an `event`. A kill may
+    leave a part of such a group after the last event; opening the file cuts it off.
+
+    Args:
+        folder: of the file; created if necessary.
+
+    Raises:
+        ValueError: another monitor has it open.
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / RECORD
+        self.scores = ScoreFiles(folder, SCORES)
+        self.file: IO[bytes] = self.path.open("a+b", buffering=0)
+        try:
+            self._lock()
+            self.file.seek(0)
+            self.lines, end = _groups(self.file.read())
+            self.file.truncate(end)
+            self._flush()
+        except BaseException:
+            self.file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def append(self, *lines: Fields) -> None:
+        """Append lines, the last of which is an event, all of them or none.
+
+        Raises:
+            OSError: they cannot be written; the file is as before.
+        """
+        rest = "".join(json.dumps(as_record(line)) + "\n" for line in lines).encode()
+        end = self.file.seek(0, os.SEEK_END)
+        try:
+            while rest:
+                rest = rest[self.file.write(rest) :]
+            self._flush()
+        except OSError:
+            self.file.truncate(end)
+            raise
+        self.lines += lines
+
+    def events(self, *kinds: str) -> Iterator[Fields]:
+        """Yield the events of these kinds, the oldest first."""
+        return (line for line in self.lines if line.get("event") in kinds)
+
+    def groups(self) -> Iterator[list[Fields]]:
+        """Yield the lines that were written together, the last of each an event."""
+        group: list[Fields] = []
+        for line in self.lines:
+            group.append(line)
+            if "event" in line:
+                yield group
+                group = []
+
+    def unreported(self) -> list[str]:
+        """Return the alarms since a monitor last ended, with an exit code that reported them."""
+        alarms: list[str] = []
+        for line in self.events("evaluated", "broken", "ended"):
+            alarms = [] if line["event"] == "ended" else [*alarms, *line["alarm"]]
+        return alarms
+
+    def _flush(self) -> None:
+        os.fsync(self.file.fileno())
+
+    def _lock(self) -> None:
+        """Lock the file; the lock of a killed process ends with it, even if a child lives on."""
+        with suppress(ImportError):  # Windows has no such lock
+            import fcntl
+
+            try:
+                fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError) as error:
+                raise ValueError(
+                    f"another monitor writes to {self.path}: end it, or choose another --out"
+                ) from error
+
+
+def as_record(line: Fields) -> Fields:
+    """Return the line as a record of its kind."""
+    return with_schema({"kind": "monitor_event" if "event" in line else "accuracy"} | line)
+
+
+def _groups(content: bytes) -> tuple[list[Fields], int]:
+    """Return the lines up to the last event, and the position where that ends."""
+    kept: list[Fields] = []
+    group: list[Fields] = []
+    end = place = 0
+    for text in content.splitlines(keepends=True):
+        place += len(text)
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and text.endswith(b"\n"):
+            group.append(line)
+            if "event" in line:
+                kept, group, end = kept + group, [], place
+    return kept, end
+
+
+class TensorBoardHistory:
+    """The history as curves, in event files of its own.
+
+    They are written anew from the history when a monitor starts, so that a kill between the two
+    leaves no gap.
+
+    Args:
+        folder: of the event files.
+        history: written so far.
+    """
+
+    def __init__(self, folder: Path, history: History) -> None:
+        for old in folder.glob("events.out.tfevents.*"):
+            old.unlink()
+        self.writer = SummaryWriter(str(folder))
+        for group in history.groups():
+            self.add(group)
+
+    def add(self, lines: Sequence[Fields]) -> None:
+        """Add the points of some lines, the last of which is an event."""
+        event = lines[-1]
+        date, step = _seconds(event.get("date")), event.get("step")
+        for line in lines[:-1] if event["event"] == "evaluated" else ():
+            self.writer.add_scalar(tag(line["name"]), line["accuracy"], step, date)
+        if images := event.get("change"):
+            for key in ("newly_vulnerable", "won_back"):
+                self.writer.add_scalar(f"monitor/{key}", len(images[key]), step, date)
+        for alarm in event.get("alarm", ()):
+            self.writer.add_text("monitor/alarm", alarm, step, date)
+        self.writer.flush()
+
+    def close(self) -> None:
+        """Write what is left, and close the files."""
+        self.writer.close()
+
+
+def _seconds(date: Any) -> float | None:
+    with suppress(TypeError, ValueError):
+        return datetime.fromisoformat(date).timestamp()
+    return None

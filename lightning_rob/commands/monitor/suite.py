@@ -1,0 +1,146 @@
+"""The suite of attacks by which all checkpoints of a run are evaluated."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from lightning_rob.attacks import Attack
+from lightning_rob.callbacks import RobustEval
+from lightning_rob.callbacks.measurement import Measurement
+from lightning_rob.callbacks.robust_eval import full_defense
+from lightning_rob.commands.base import Run
+from lightning_rob.commands.scores import Scores
+from lightning_rob.evaluation.records import Result
+from lightning_rob.evaluation.results import CLEAN, WORST, worst_measurement, worst_over
+from lightning_rob.evaluation.suites import default_attacks
+from lightning_rob.identity import attack_spec, cache_key
+from lightning_rob.threat import Threat
+
+ADVICE = "name the attacks: --suite callbacks/rec_suite.yaml"
+
+
+class PeriodicAction:
+    """Calls a function, but at most once in a number of seconds.
+
+    Args:
+        action: the function.
+        every: seconds.
+    """
+
+    def __init__(self, action: Callable[[], None], every: float) -> None:
+        self.action = action
+        self.every = every
+        self.last = time.monotonic()
+
+    def __call__(self) -> None:
+        """Call the function if it is time."""
+        if time.monotonic() - self.last >= self.every:
+            self.action()
+            self.last = time.monotonic()
+
+
+class Suite:
+    """Evaluates the current weights of a module, without any output.
+
+    Args:
+        run: module, data and trainer of the first checkpoint.
+        evaluations: the attacks and their targets; empty for `default_attacks` in the ball of
+            the training.
+        others: other callbacks of the trainer.
+
+    Raises:
+        ValueError: no attack on the full defense, or several devices.
+    """
+
+    def __init__(
+        self, run: Run, evaluations: Sequence[RobustEval], others: Sequence[Callback]
+    ) -> None:
+        self.run, self.module = run, run.model
+        self.others = list(others)
+        trainer = run.trainer
+        if trainer.world_size > 1:
+            raise ValueError(f"monitor runs on one device, got {trainer.world_size}")
+        if not evaluations:
+            attacks = default_attacks(run.model.defense, trained_threat(run.model))
+            evaluations = [RobustEval(attacks, panel=0)]
+        trainer.callbacks = [*others, *evaluations]  # type: ignore[attr-defined]
+        for evaluation in evaluations:
+            evaluation.setup(trainer, run.model, "test")  # renames clashing attacks
+        self.evaluations = [Measurement(e.attacks, e.target, e.settings) for e in evaluations]
+        if not any(evaluation.target is full_defense for evaluation in evaluations):
+            raise ValueError(f"none of the attacks is on the whole defense; {ADVICE}")
+        described = [_describe(evaluation) for evaluation in evaluations]
+        self.key = cache_key(evaluations=described, **_settings(run))
+
+    def replace_module(self, module: Any) -> None:
+        """Evaluate another module from now on, by the same attacks on the same images.
+
+        Raises:
+            ValueError: these attacks are not for its defense.
+        """
+        before, after = (m.defense.transductive for m in (self.module, module))
+        if before != after:
+            raise ValueError(
+                "by its recipe its defense "
+                f"{'adapts to its attacker' if after else 'does not adapt'}, unlike that of the "
+                "first checkpoint: the same attacks cannot judge both; watch it in its own folder"
+            )
+        self.module = module
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the results."""
+        attacks = [name for evaluation in self.evaluations for name in evaluation.attacks]
+        return [CLEAN, *attacks, WORST]
+
+    def evaluate(self, after_batch: Callable[[], None]) -> list[tuple[Result, Scores]]:
+        """Evaluate the current module.
+
+        Args:
+            after_batch: called after every group of images.
+
+        Returns:
+            Each result with its scores [N, R].
+        """
+        for evaluation in self.evaluations:
+            evaluation.after_batch = after_batch
+        trainer = self.run.trainer
+        trainer.callbacks = [*self.others, *self.evaluations]  # type: ignore[attr-defined]
+        trainer.test(self.module, datamodule=self.run.data, verbose=False)
+        found: dict[str, tuple[Result, Scores]] = {}
+        full = [e.result for e in self.evaluations if e.target is full_defense and e.result]
+        # Clean images are those of the full defense, which therefore comes last.
+        for evaluation in sorted(self.evaluations, key=lambda e: e.target is full_defense):
+            result = evaluation.result
+            assert result is not None
+            for i, name in enumerate(result.names):
+                found[name] = result.measurement(name), (result.index, result.scores[:, i])
+        worst = worst_over(full)
+        found[WORST] = worst_measurement(full), (worst.index, worst.scores)
+        return [found[name] for name in self.names]
+
+
+def trained_threat(module: Any) -> Threat:
+    """Return the threat of a module's training; linf 8/255 where there is none."""
+    attack = getattr(module, "attack", None)
+    return attack.threat if isinstance(attack, Attack) else Threat("linf", 8 / 255)
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """Return what results depend on beside weights and attacks."""
+    settings = run.settings()
+    # Each line has the versions: others are no reason to begin anew, nor is another recipe in the
+    # checkpoint that happens to be the first, unless the command line changes recipes.
+    del settings["versions"]
+    overrides = [list(pair) for pair in run.overrides]
+    model = settings["model"] if overrides else None
+    return settings | {"model": [type(run.model).__name__, overrides, model]}
+
+
+def _describe(evaluation: RobustEval) -> dict[str, Any]:
+    """Return all that the results of an evaluation depend on."""
+    attacks = {name: attack_spec(attack) for name, attack in evaluation.attacks.items()}
+    described = {"attacks": attacks, "target": attack_spec(evaluation.target)}
+    return described | evaluation.settings.asdict()

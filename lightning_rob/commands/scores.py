@@ -1,0 +1,64 @@
+"""Per-image scores of recorded results, as `.npz` files beside the records that name them."""
+
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_rob.files import atomic_write
+
+Scores = tuple[Tensor, Tensor]  # indices [N], rising, and scores [N, R] by inference
+UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error)
+
+
+@dataclass(frozen=True)
+class ScoreFiles:
+    """A folder of files KEY.npz with arrays `index` [N], `scores` [N, R] and `key`.
+
+    Args:
+        folder: of the records.
+        name: of the folder in it.
+    """
+
+    folder: Path
+    name: str
+
+    def reference(self, key: str) -> dict[str, str]:
+        """Return the field `reuse` of a record: the result's key, and its file."""
+        return {"key": key, "scores": f"{self.name}/{key}.npz"}
+
+    def write(self, key: str, scores: Scores) -> None:
+        """Write the scores of a result; a kill leaves the whole file or none.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        index, table = (part.cpu().numpy() for part in scores)
+
+        def save(draft: Path) -> None:
+            with draft.open("wb") as file:  # given a name, numpy would add a suffix
+                np.savez_compressed(file, index=index, scores=table, key=np.array(key))
+
+        atomic_write(self.folder / self.name / f"{key}.npz", save)
+
+    def read(self, record: Mapping[str, Any]) -> Scores | None:
+        """Return the scores that a record names; None if its file is missing or another one.
+
+        Args:
+            record: with `reuse` and the number of images `n`.
+        """
+        try:
+            reuse, images = record["reuse"], int(record["n"])
+            with np.load(self.folder / reuse["scores"], allow_pickle=False) as content:
+                index, scores, key = (content[name] for name in ("index", "scores", "key"))
+        except UNREADABLE:
+            return None
+        fits = key == reuse["key"] and index.shape == (images,) and scores.shape[:1] == (images,)
+        numeric = index.dtype == np.int64 and scores.dtype.kind == "f" and scores.ndim == 2
+        return (torch.from_numpy(index), torch.from_numpy(scores)) if fits and numeric else None

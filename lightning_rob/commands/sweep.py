@@ -1,0 +1,350 @@
+"""`lightning-rob sweep`: evaluate a checkpoint once for each value of a variable."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from lightning_rob.attacks import Attack
+from lightning_rob.attacks.base import walk
+from lightning_rob.callbacks import RobustEval
+from lightning_rob.callbacks.measurement import Measurement
+from lightning_rob.callbacks.robust_eval import full_defense
+from lightning_rob.commands.base import Run, without_reporting
+from lightning_rob.commands.configs import SweepConfig
+from lightning_rob.commands.scores import ScoreFiles, Scores
+from lightning_rob.commands.sweep_table import Row, SweepTable
+from lightning_rob.commands.sweep_values import Value
+from lightning_rob.commands.sweep_variables import VARIABLES, Variable
+from lightning_rob.defenses import Defense
+from lightning_rob.evaluation import worst_case
+from lightning_rob.evaluation.records import Result, append_records, measured, versions
+from lightning_rob.evaluation.results import CLEAN, WORST
+from lightning_rob.identity import attack_spec, cache_key, fingerprint
+
+RECORD, SCORES = "sweep.jsonl", "sweep_scores"
+MEASURED = ("random", "private_draws", "interval_covers")  # details known after the evaluation
+
+
+def run(config: SweepConfig, run: Run) -> None:
+    """Sweep, print the table, and write record, table and figure.
+
+    Raises:
+        ValueError: the variable does not fit the attacks or the defense.
+    """
+    weights = fingerprint(run.model.defense)
+    name = Path(run.checkpoint).stem if run.checkpoint else type(run.model).__name__
+    folder = config.out or Path("sweeps") / f"{name}_{weights[:8]}_{config.over}"
+    facts = {
+        "command": run.command,
+        "date": datetime.now().astimezone().isoformat(" ", "minutes"),
+        "model": f"{type(run.model).__name__}, weights {weights}",
+        "checkpoint": run.checkpoint or "none",
+        "data": f"test images of {type(run.data).__name__}",
+        "versions": ", ".join(f"{package} {v}" for package, v in versions().items()),
+    }
+    with without_reporting(run.trainer) as (callbacks, others):
+        for callback in callbacks:
+            callback.setup(run.trainer, run.model, "test")  # renames clashing attacks
+        rows = measurement_plan(config, callbacks, run)
+        table = Sweep(config, run, others, ResultCache(folder)).measure(rows)
+    if run.trainer.is_global_zero:
+        SweepTable(config, table, facts).write(folder)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Function of a defense that sets the variable and returns the attacked part.
+
+    Args:
+        variable: the variable.
+        value: its value.
+        source: the callback whose target is attacked.
+    """
+
+    variable: Variable
+    value: float
+    source: RobustEval
+
+    def __call__(self, defense: Defense) -> Defense:
+        """Return the attacked part of the changed defense."""
+        return self.source.target(self.variable.defense(defense, self.value))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A result and its per-image scores."""
+
+    result: Result
+    scores: Scores
+
+    @property
+    def key(self) -> str:
+        """The key of all that the result depends on."""
+        return str(self.result.details["reuse"]["key"])
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Variable, value and key."""
+        details = self.result.details
+        return details["variable"], repr(float(details["value"])), self.key
+
+
+@dataclass(frozen=True)
+class Task:
+    """An attack on a defense, one cell of the table.
+
+    Args:
+        name: of the attack, or "clean".
+        attack: None for clean images.
+        target: the attacked defense.
+        details: for the record.
+        key: of all that the result depends on.
+    """
+
+    name: str
+    attack: Attack | None
+    target: Target
+    details: dict[str, Any]
+    key: str
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts in the worst case: an attack on the full defense."""
+        return self.attack is not None and self.target.source.target is full_defense
+
+    def point(self, source: Point, files: ScoreFiles) -> Point:
+        """Return the task's result from an equal measurement, recorded or new."""
+        result, (_, scores) = source.result, source.scores
+        own = {name: result.details[name] for name in MEASURED}
+        details = self.details | own | {"reuse": files.reference(self.key)}
+        draws = scores if own["private_draws"] > 1 else None
+        found = measured(self.name, scores.mean(1), result.seconds, details, draws)
+        return Point(found, source.scores)
+
+
+PlanRow = tuple[Value, list[Task]]
+
+
+def measurement_plan(
+    config: SweepConfig, callbacks: Sequence[RobustEval], run: Run
+) -> list[PlanRow]:
+    """Return the tasks of each value.
+
+    Args:
+        config: variable and values.
+        callbacks: the attacks and their targets.
+        run: the defense and its settings.
+
+    Raises:
+        ValueError: the variable does not fit the attacks or the defense.
+    """
+    variable = VARIABLES[str(config.over)]
+    attacks = [attack for callback in callbacks for attack in callback.attacks.values()]
+    if not attacks:
+        raise ValueError("no attacks to sweep: add --trainer.callbacks+=callbacks/apgd.yaml")
+    parts = [part for attack in attacks for part in walk(attack)]
+    if not any(hasattr(part, variable.field or "threat") for part in parts):
+        raise ValueError(f"no attack has {variable.field} to sweep over: add callbacks/arc.yaml")
+    settings, rows = run.settings(), []
+    for value in config.points:
+        targets = [Target(variable, value.number, callback) for callback in callbacks]
+        tasks = [t for target in targets for t in _tasks(config, target, run, settings)]
+        rows.append((value, tasks))
+    names = [*dict.fromkeys(task.name for task in rows[0][1])]
+    names += [WORST] * (sum(task.counts for task in rows[0][1]) > 1)
+    if config.best and config.best not in names:
+        raise ValueError(f"choose --best from {', '.join(names)}, got {config.best!r}")
+    return rows
+
+
+def _tasks(
+    config: SweepConfig, target: Target, run: Run, settings: dict[str, Any]
+) -> Iterator[Task]:
+    """Yield clean images, if the full defense is attacked, and every attack of a callback."""
+    source = target.source
+    shared = {
+        "target": getattr(source.target, "__name__", repr(source.target)),
+        **{name: value for name, value in source.settings.asdict().items() if value is not None},
+        "max_images": source.settings.max_images,
+    }
+    depends = shared | settings | {"defense": fingerprint(target(run.model.defense))}
+    attacks: dict[str, Attack | None] = {CLEAN: None} if source.target is full_defense else {}
+    for name, attack in source.attacks.items():
+        attacks[name] = target.variable.attack(attack, target.value)
+    for name, changed in attacks.items():
+        specs = {}
+        if changed:
+            specs = {"attack": attack_spec(changed), "threat": attack_spec(changed.threat)}
+        place = {"variable": config.over, "value": target.value, "stage": "test"}
+        key = cache_key(name=name, **specs, **depends)
+        details = place | specs | shared | {"versions": settings["versions"]}
+        yield Task(name, changed, target, details, key)
+
+
+class ResultCache:
+    """Recorded results by all that they depend on, so that none is measured twice.
+
+    The file has a line for each value and attack. Lines that a crash broke off, and results whose
+    scores are missing, are ignored.
+
+    Args:
+        folder: of the record.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / RECORD
+        self.files = ScoreFiles(folder, SCORES)
+        self.points: dict[str, Point] = {}
+        self.places: set[tuple[str, str, str]] = set()
+        for point in self._read():
+            self._keep(point)
+
+    def add(self, points: Sequence[Point], write: bool) -> None:
+        """Keep results, and write each that the file lacks for its value.
+
+        Args:
+            points: the results.
+            write: write files; False on all processes but one.
+        """
+        unique = {point.place: point for point in points}
+        new = [point for place, point in unique.items() if place not in self.places]
+        if write and new:
+            for point in new:
+                if point.key not in self.points:
+                    self.files.write(point.key, point.scores)
+            if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+                with self.path.open("a") as file:  # end the line that a crash broke off
+                    file.write("\n")
+            append_records(self.path, (point.result.record() for point in new))
+        for point in new:
+            self._keep(point)
+
+    def _keep(self, point: Point) -> None:
+        self.points.setdefault(point.key, point)
+        self.places.add(point.place)
+
+    def _read(self) -> Iterator[Point]:
+        lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() else ()
+        for line in lines:
+            try:
+                fields = json.loads(line)
+                scores = self.files.read(fields)
+                if scores is not None:
+                    point = Point(Result.from_record(fields), scores)
+                    _ = point.place  # raises an error for a record of another kind
+                    yield point
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Measures the results that the record lacks.
+
+    Args:
+        config: variable and values.
+        run: module, data and trainer.
+        others: callbacks of the trainer that do not report.
+        cache: the record.
+    """
+
+    config: SweepConfig
+    run: Run
+    others: Sequence[Callback]
+    cache: ResultCache
+
+    def measure(self, rows: Sequence[PlanRow]) -> dict[Value, Row]:
+        """Return each value's results by name, and print each value's accuracies."""
+        table: dict[Value, Row] = {}
+        writes = self.run.trainer.is_global_zero
+        for number, (value, tasks) in enumerate(rows, start=1):
+            began = time.perf_counter()
+            evaluations = self._evaluate(tasks)
+            points = self._collect(tasks, evaluations)
+            self.cache.add(points, writes)
+            worst = worst_point(tasks, self.cache, self.run.model.defense.transductive)
+            self.cache.add(worst, writes)
+            row = table.setdefault(value, {})
+            for point in (*points, *worst):
+                row.setdefault(point.result.name, point.result)
+            if writes:
+                took = f"{time.perf_counter() - began:.0f} s" if evaluations else "recorded"
+                accuracies = ", ".join(f"{r.name} {r.accuracy:.1%}" for r in row.values())
+                place = f"[{number}/{len(rows)}] {self.config.over} {value.label}"
+                print(f"{place}: {accuracies} ({took})")
+        return table
+
+    def _evaluate(self, tasks: Sequence[Task]) -> list[Measurement]:
+        """Measure the tasks that are not recorded, in one test for all callbacks."""
+        missing = {task.target for task in tasks if task.key not in self.cache.points}
+        evaluations = []
+        for target in dict.fromkeys(task.target for task in tasks if task.target in missing):
+            own = [task for task in tasks if task.target == target]
+            attacks = {
+                task.name: task.attack
+                for task in own
+                if task.attack is not None and task.key not in self.cache.points
+            }
+            if not attacks:  # only clean images are missing, but an evaluation needs an attack
+                attacks = {task.name: task.attack for task in own[:2] if task.attack is not None}
+            evaluations.append(Measurement(attacks, target, target.source.settings))
+        if evaluations:
+            trainer = self.run.trainer
+            trainer.callbacks = [*self.others, *evaluations]  # type: ignore[attr-defined]
+            trainer.test(self.run.model, datamodule=self.run.data, verbose=False)
+        return evaluations
+
+    def _collect(self, tasks: Sequence[Task], evaluations: Sequence[Measurement]) -> list[Point]:
+        """Return the value's results, new and recorded."""
+        new: dict[tuple[str, Any], Point] = {}
+        for evaluation in evaluations:
+            found = evaluation.result
+            if found is None:
+                raise ValueError(
+                    "no figures came back from processes that were spawned: use strategy ddp"
+                )
+            for i, name in enumerate(found.names):
+                scores = found.index.cpu(), found.scores[:, i].cpu()
+                new[name, evaluation.target] = Point(found.measurement(name), scores)
+        points = []
+        for task in tasks:
+            source = self.cache.points.get(task.key) or new.get((task.name, task.target))
+            if source is not None:
+                points.append(task.point(source, self.cache.files))
+        return points
+
+
+def worst_point(tasks: Sequence[Task], cache: ResultCache, joint: bool = False) -> list[Point]:
+    """Return the result under the strongest attack on the full defense; none of a single attack.
+
+    Like `RobustEval`'s it counts the clean image as well; see `worst_case`.
+
+    Args:
+        tasks: of one value.
+        cache: has their results.
+        joint: whether predictions depend on the whole batch (transductive defenses).
+    """
+    counted = [task for task in tasks if task.counts]
+    if len(counted) < 2:
+        return []
+    clean = [task for task in tasks if task.attack is None]
+    over = [cache.points[task.key] for task in (*clean, *counted)]
+    tables = [(index, scores[:, None]) for index, scores in (point.scores for point in over)]
+    random = any(point.result.details["random"] for point in over)
+    found = worst_case(tables, random, joint)
+    key = cache_key(name=WORST, over=[task.key for task in counted])
+    last = over[-1].result.details
+    details = counted[0].details | {name: last[name] for name in MEASURED}
+    details |= {"choice": found.choice, "over": [task.name for task in counted]}
+    details |= {"reuse": cache.files.reference(key)}
+    for name in ("attack", "threat"):
+        details.pop(name)
+    draws = found.scores if last["private_draws"] > 1 else None
+    result = measured(WORST, found.scores.mean(1), 0.0, details, draws)
+    return [Point(result, (found.index, found.scores))]

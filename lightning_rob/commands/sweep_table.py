@@ -1,0 +1,179 @@
+"""The outcome of a sweep: a table for the terminal, Markdown, a figure and the best value."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from lightning_rob.commands.configs import SweepConfig
+from lightning_rob.commands.sweep_values import Value
+from lightning_rob.commands.sweep_variables import VARIABLES
+from lightning_rob.evaluation.records import Result, append_records
+from lightning_rob.evaluation.results import CLEAN, WORST
+from lightning_rob.plots import Curve, curves, save
+
+MARKS = {
+    "defense": "* highest of its column",
+    "attack": "* lowest of its column: there the attack is strongest",
+}
+LABELS = {CLEAN: "clean images", WORST: "worst attack per image"}
+COLORS = {CLEAN: "0.45", WORST: "black"}
+CAPTION = "accuracy in % (95 % interval)"
+
+Row = dict[str, Result]
+
+
+@dataclass(frozen=True)
+class SweepTable:
+    """A finished sweep.
+
+    Args:
+        config: variable and values.
+        table: each value's results by name.
+        facts: name -> text, needed to repeat the sweep.
+    """
+
+    config: SweepConfig
+    table: dict[Value, Row]
+    facts: dict[str, str]
+
+    @property
+    def over(self) -> str:
+        """The variable's name."""
+        return str(self.config.over)
+
+    @property
+    def names(self) -> list[str]:
+        """The columns: clean images, the attacks, the worst of them."""
+        names = dict.fromkeys(name for row in self.table.values() for name in row)
+        return sorted(names, key=lambda name: (name == WORST) - (name == CLEAN))
+
+    def column(self, name: str) -> dict[Value, Result]:
+        """Return the results of one attack by value."""
+        return {value: row[name] for value, row in self.table.items() if name in row}
+
+    def best(self, name: str) -> list[Value]:
+        """Return the values best for the defense, or for the attack if that is what varies.
+
+        Empty where the value makes no difference, or the variable has no best.
+        """
+        found = {value: result.accuracy for value, result in self.column(name).items()}
+        optimum = VARIABLES[self.over].optimum
+        low, high = min(found.values()), max(found.values())
+        if optimum is None or low == high:
+            return []
+        return [value for value, a in found.items() if a == (high if optimum == "defense" else low)]
+
+    def sentence(self) -> str:
+        """Return the sentence that `--best` asks for; empty without that option."""
+        name = self.config.best
+        if name is None:
+            return ""
+        value = (self.best(name) or list(self.table))[0]
+        others = [n for n in self.names if n != name and n in self.table[value]]
+        there = ", ".join(f"{n} there: {_percent(self.table[value][n])}" for n in others)
+        adjective = "best" if VARIABLES[self.over].optimum == "defense" else "strongest"
+        accuracy = _percent(self.table[value][name])
+        found = f"{adjective} {self.over} under {name}: {value.label} ({accuracy})"
+        return f"{found}; {there}" if there else found
+
+    def rows(self) -> list[list[str]]:
+        """Return the table's cells, the value first; an asterisk marks the best of a column."""
+        best = {name: self.best(name) for name in self.names}
+        return [
+            [value.label, *(_cell(row.get(n), value in best[n]) for n in self.names)]
+            for value, row in self.table.items()
+        ]
+
+    def caption(self) -> str:
+        """Return the legend of the cells."""
+        mark = MARKS.get(VARIABLES[self.over].optimum or "")
+        return f"{CAPTION}; {mark}" if mark and any(map(self.best, self.names)) else CAPTION
+
+    def images(self) -> str:
+        """Return the number of evaluated images."""
+        counts = {name: next(iter(self.column(name).values())).n for name in self.names}
+        if len(set(counts.values())) == 1:
+            return str(next(iter(counts.values())))
+        return ", ".join(f"{n} ({name})" for name, n in counts.items())
+
+    def heading(self, name: str) -> str:
+        """Return the title of a column, with the target unless it is the full defense."""
+        target = next(iter(self.column(name).values())).details["target"]
+        return name if target == "full_defense" else f"{name} on {target}".replace("_", " ")
+
+    def markdown(self) -> str:
+        """Return the outcome as a page, with all that is needed to repeat it."""
+        head = ["| " + " | ".join([self.over, *map(self.heading, self.names)]) + " |"]
+        head += ["|" + " ---: |" * (1 + len(self.names))]
+        cells = ["| " + " | ".join(row) + " |" for row in self.rows()]
+        facts = [f"- {k}: {v}" for k, v in (self.facts | {"images": self.images()}).items()]
+        table = "\n".join([*head, *cells]).replace("*", "\\*")
+        best = [f"**{self.sentence()}**"] if self.config.best else []
+        caption = self.caption().replace("*", "\\*")
+        figure = f"![Accuracy by {self.over}](sweep.png)"
+        parts = [f"# Sweep over {self.over}", *best, table, caption, figure]
+        return "\n\n".join([*parts, "\n".join(facts)]) + "\n"
+
+    def figure(self) -> Figure:
+        """Draw one line per attack."""
+        of_255 = all(value.label.endswith("/255") for value in self.table)
+        lines = []
+        for name in self.names:
+            column = self.column(name)
+            x = [value.number * (255 if of_255 else 1) for value in column]
+            accuracy = [result.accuracy for result in column.values()]
+            intervals = [result.interval for result in column.values()]
+            label = LABELS.get(name, self.heading(name).replace("_", " "))
+            lines.append(Curve(label, x, accuracy, intervals, COLORS.get(name)))
+        unit = " in 1/255" if of_255 else " (images span 0 to 1)" * (self.over == "eps")
+        label = VARIABLES[self.over].axis + unit
+        return curves(lines, label, f"accuracy in %, {self.images()} images")
+
+    def show(self, console: Console) -> None:
+        """Print the table, intervals below the accuracies where the terminal is narrow."""
+        caption, names = self.caption(), [self.over, *map(self.heading, self.names)]
+        table = Table(title=f"Sweep over {self.over}", title_style="bold", caption=caption)
+        table.title_justify = table.caption_justify = "left"
+        for name in names:
+            table.add_column(name, justify="right", overflow="fold")
+        rows = self.rows()
+        widths = [max(map(len, cells)) for cells in zip(names, *rows, strict=True)]
+        if sum(widths) + 3 * len(widths) >= console.width:
+            rows = [[cell.replace(" (", "\n").rstrip(")") for cell in row] for row in rows]
+        for row in rows:
+            table.add_row(*(f"[bold]{cell}[/]" if "*" in cell else cell for cell in row))
+        console.print(table)
+
+    def study(self) -> dict[str, Any]:
+        """Return the record of the results in the table: `sweep.jsonl` may hold other studies'."""
+        points = [
+            [value.number, result.details["reuse"]["key"]]
+            for value, row in self.table.items()
+            for result in row.values()
+        ]
+        return {"kind": "sweep_study", "variable": self.over, "points": points}
+
+    def write(self, folder: Path) -> None:
+        """Print the table, and write it and the figure to the folder."""
+        self.show(Console())
+        append_records(folder / "sweep_studies.jsonl", [self.study()])
+        save(self.figure(), folder / "sweep.png")
+        (folder / "sweep.md").write_text(self.markdown())
+        if self.config.best:
+            print(self.sentence())
+        print(f"Wrote {folder}/sweep.jsonl, sweep.md and sweep.png")
+
+
+def _percent(result: Result) -> str:
+    return f"{100 * result.accuracy:.1f} %"
+
+
+def _cell(result: Result | None, best: bool) -> str:
+    if result is None:
+        return ""
+    low, high = (100 * bound for bound in result.interval)
+    return f"{100 * result.accuracy:.1f}{'*' * best} ({low:.1f}…{high:.1f})"

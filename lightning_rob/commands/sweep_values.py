@@ -1,0 +1,66 @@
+"""Values of a swept variable, read from the text of `--values`; imports nothing heavy."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+SWEPT = ("probability", "members", "eps", "steps", "neighbours")
+MAX_VALUES = 1000
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of the variable.
+
+    Args:
+        number: the value.
+        label: the value as a user would write it.
+    """
+
+    number: float
+    label: str
+
+
+def parse_values(over: str, text: str) -> tuple[Value, ...]:
+    """Return the values of a list such as "1/255,2/255" or "0.5:1:0.1", each once.
+
+    Raises:
+        ValueError: no value, not a number, or a number that the variable cannot have.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    numbers = [number for part in parts for number in _numbers(part)]
+    if not numbers:
+        raise ValueError(f"--values must name at least one value, such as 1,2,4, got {text!r}")
+    for number in numbers:
+        _check(over, number)
+    of_255 = all("/255" in part for part in parts)
+    return tuple(Value(float(n), _label(n, of_255)) for n in dict.fromkeys(numbers))
+
+
+def _numbers(part: str) -> list[Fraction]:
+    """Return a number, or those of a range start:stop:step, both ends included."""
+    try:
+        start, *more = [Fraction(number.strip()) for number in part.split(":")]
+        if not more:
+            return [start]
+        stop, step = more
+        count = (stop - start) // step
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(
+            f"--values takes numbers, fractions and start:stop:step, got {part!r}"
+        ) from None
+    if not 0 <= count < MAX_VALUES:
+        raise ValueError(f"--values {part!r} names {max(count + 1, 0)} values")
+    return [start + i * step for i in range(count + 1)]
+
+
+def _check(over: str, number: Fraction) -> None:
+    fits, allowed = {
+        "eps": (number > 0, "above 0"),
+        "probability": (0 <= number <= 1, "in [0, 1]"),
+    }.get(over, (number >= 1 and number.denominator == 1, "whole and at least 1"))
+    if not fits:
+        raise ValueError(f"--values: {over} must be {allowed}, got {float(number):g}")
+
+
+def _label(number: Fraction, of_255: bool) -> str:
+    return f"{float(number * 255):g}/255" if of_255 else f"{float(number):g}"

@@ -1,0 +1,52 @@
+"""Accuracies that must not fall below a value: "robust/worst=0.40,robust/arc=0.35"."""
+
+import math
+from collections.abc import Mapping
+
+
+def parse_thresholds(text: str) -> dict[str, float]:
+    """Return the minimum accuracy by metric name.
+
+    Args:
+        text: NAME=VALUE, several separated by commas; a value is in [0, 1] or like "40%".
+
+    Raises:
+        ValueError: another format.
+    """
+    minima = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        minimum = _fraction(value)
+        if not name or not 0 <= minimum <= 1:
+            raise ValueError(f"a threshold is NAME=VALUE, such as robust/worst=0.40, got {part!r}")
+        minima[name] = minimum
+    return minima
+
+
+def _fraction(value: str) -> float:
+    try:
+        return float(value[:-1]) / 100 if value.endswith("%") else float(value)
+    except ValueError:
+        return math.nan
+
+
+def violations(minima: Mapping[str, float], logged: Mapping[str, float], stage: str) -> list[str]:
+    """Describe each metric below its threshold in one line.
+
+    Args:
+        minima: minimum accuracy by metric name, with or without the stage in front.
+        logged: the logged metrics.
+        stage: "test" or "val".
+
+    Raises:
+        ValueError: a metric was not measured.
+    """
+    lines = []
+    for name, minimum in minima.items():
+        key = name if name.startswith(f"{stage}/") else f"{stage}/{name}"
+        if key not in logged:
+            known = sorted(k.removeprefix(f"{stage}/") for k in logged if k.startswith(stage))
+            raise ValueError(f"no figure {name} was measured, only {', '.join(known) or 'none'}")
+        if not logged[key] >= minimum:  # NaN violates a threshold, too
+            lines.append(f"{name} is {logged[key]:.4f}, below {minimum:g}")
+    return lines

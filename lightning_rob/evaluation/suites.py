@@ -1,0 +1,295 @@
+"""Which attacks each kind of defense calls for."""
+
+import copy
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks import (
+    GMSA,
+    PAA,
+    PGD,
+    TAA,
+    Attack,
+    AutoAttack,
+    OnDifferentiable,
+    SurrogateTransforms,
+    TransferFromStatic,
+    arc_suite,
+)
+from lightning_rob.defenses import Defense, random_transforms_in
+from lightning_rob.objectives import (
+    ce_of_mean_logits,
+    ce_of_rule,
+    expected_ce,
+    linear,
+    margin_of_rule,
+)
+from lightning_rob.randomness import Generator, Streams, uniform
+from lightning_rob.rules import random_member
+from lightning_rob.threat import Threat, scale
+
+SuiteKind = Literal["single", "ensemble", "randomized", "random", "transformed", "transductive"]
+DRAWS = 10  # over which a step of EoT averages
+DISSIMILARITY = 0.3  # the bound on PAA of Liao et al. (2020)
+AGGMO = (0.0, 0.9, 0.99, 0.999, 0.9999, 0.99999)  # momenta of Sitawarin et al. (2022)
+RECIPES: dict[SuiteKind, str] = {
+    "single": "callbacks/autoattack.yaml",
+    "ensemble": "callbacks/apgd_logits.yaml",
+    "randomized": "callbacks/arc_two_radii.yaml",
+    "random": "callbacks/rt_best.yaml",
+    "transformed": "callbacks/votes_adaptive.yaml",
+    "transductive": "callbacks/gmsa_avg.yaml",
+}
+
+
+def suite_kind(defense: Defense) -> SuiteKind:
+    """Return the kind of a defense, as far as it decides which attacks fit."""
+    if defense.transductive:
+        return "transductive"
+    if defense.kind == "transform_ensemble":
+        return "transformed"
+    try:
+        members = len(defense.classifiers)
+    except TypeError:
+        return "random"
+    if members == 1:
+        return "single"
+    return "randomized" if defense.rule is random_member else "ensemble"
+
+
+def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
+    """Return the attacks that score a defense where the user names none.
+
+    Adaptive PGD of 20 steps: on the expected loss, on the loss of the mean logits, and with five
+    restarts. ARC, as in the paper and with two local radii, for randomized ensembles.
+
+    Raises:
+        ValueError: the defense adapts: no attack is usual for all of those.
+    """
+    if defense.transductive:
+        raise ValueError(
+            f"a {type(defense).__name__} adapts to its attacker: name the attacks that rehearse "
+            "it, such as --suite callbacks/gmsa_avg.yaml"
+        )
+    steps, draws = 20, DRAWS if defense.kind == "random_transforms" else None
+    pgd = PGD(threat, steps, threat.eps / 4, draws=draws, random_start=False)
+    attacks: dict[str, Attack] = {
+        "apgd": pgd,
+        "apgd_logits": replace(pgd, objective=ce_of_mean_logits),
+        "apgd_restarts": replace(pgd, restarts=5, random_start=True),
+    }
+    if defense.kind == "ensemble" and not threat.relative:
+        attacks |= arc_suite(threat, steps)
+    return attacks
+
+
+@dataclass(frozen=True)
+class RandomCorners(Attack):
+    """The best of some random corners of the ball, without a search.
+
+    Args:
+        threat: linf or l2.
+        tries: number of corners.
+    """
+
+    threat: Threat
+    tries: int = 10
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        best, lowest = x, x.new_full((len(x),), torch.inf)
+        for _ in range(self.tries):
+            corner = self.threat.steepest(uniform(x, *x.shape[1:], generator=generator) - 0.5)
+            tried = self.threat.project(x + scale(corner, self.threat.eps * x.new_ones(len(x))), x)
+            with torch.no_grad():
+                score = defense(tried, generator).gather(1, y[:, None])[:, 0].to(lowest)
+            wins = score < lowest
+            best = torch.where(wins.view(-1, *[1] * (x.dim() - 1)), tried, best)
+            lowest = torch.where(wins, score, lowest)
+        return best
+
+
+@dataclass(frozen=True)
+class RandomStart(Attack):
+    """One random point of the ball, without a prediction of the defense.
+
+    Args:
+        threat: linf or l2.
+    """
+
+    threat: Threat
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]."""
+        return self.threat.start(x, generator if isinstance(generator, Streams) else None)
+
+
+@dataclass(frozen=True)
+class DoublePrecision(Attack):
+    """An attack that computes in double precision, on a copy of the defense.
+
+    Args:
+        attack: the attack.
+    """
+
+    attack: Attack
+
+    @property
+    def threat(self) -> Threat:  # type: ignore[override]
+        """The attack's own."""
+        return self.attack.threat
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        found = self.attack(copy.deepcopy(defense).double(), x.double(), y, generator)
+        return self.threat.project(found.to(x.dtype), x)
+
+
+@dataclass(frozen=True)
+class AttackSuite:
+    """The attacks on a kind of defense.
+
+    Args:
+        kind: of the defense.
+        default: name of the attack that is mostly reported for it.
+        adaptive: names of the attacks made for its kind.
+        attacks: all attacks by name; "clean" is not among them.
+        averaged: the default attack with steps that average over draws (EoT); None where PGD does
+            not apply directly.
+    """
+
+    kind: SuiteKind
+    default: str
+    adaptive: tuple[str, ...]
+    attacks: dict[str, Attack]
+    averaged: Attack | None = None
+
+    @property
+    def recipe(self) -> str:
+        """The plug-in that runs the adaptive attacks, for advice."""
+        return RECIPES[self.kind]
+
+    def within(self, threat: Threat) -> list[str]:
+        """Return the names of the attacks of this threat, over which the worst case is taken."""
+        return [name for name, attack in self.attacks.items() if attack.threat == threat]
+
+
+def suite_for(
+    defense: Defense, threat: Threat, steps: int = 20, queries: int = 1000
+) -> AttackSuite:
+    """Return the attacks that test a defense of this kind, within one threat.
+
+    Args:
+        defense: the defense.
+        threat: linf or l2, in pixel units.
+        steps: of the default PGD; others have a multiple of it.
+        queries: of the Square Attack, which is left out if its package is missing.
+
+    Raises:
+        ValueError: a threat that not all attacks support, or one without a radius.
+    """
+    if threat.p not in (2, float("inf")) or threat.relative or not threat.eps > 0:
+        raise ValueError(f"an audit needs linf or l2 and eps > 0 in pixel units, got {threat}")
+    kind = suite_kind(defense)
+    pgd = PGD(threat, steps, _step_size(threat.eps, steps, 4))
+    if kind == "transductive":
+        return _transductive_suite(replace(pgd, keep_best=True))
+    objective = ce_of_rule(defense.rule) if len(defense.weights) > 1 else expected_ce
+    pgd = replace(pgd, objective=objective, backward=surrogate_for(defense))
+    attacks: dict[str, Attack] = {"noise": RandomCorners(threat)}
+    attacks |= _gradient_attacks(defense, pgd)
+    if find_spec("pyautoattack") and threat.bounds == (0, 1):
+        attacks["square"] = AutoAttack(threat, "custom", ("square",), queries=queries)
+    adaptive = _adaptive_attacks(defense, kind, pgd)
+    averaged = None if kind == "transformed" else replace(pgd, draws=DRAWS)
+    return AttackSuite(kind, "pgd", tuple(adaptive), attacks | adaptive, averaged)
+
+
+def surrogate_for(defense: Defense) -> SurrogateTransforms | None:
+    """Return a backward pass for random transforms that have no gradient; None without any."""
+    parts = random_transforms_in(defense)
+    transforms = [transform for part in parts for transform in part.transforms.values()]
+    exact = any(part.gradients == "exact" for part in parts)
+    if not exact or all(transform.differentiable for transform in transforms):
+        return None
+    return SurrogateTransforms(shared_order=False, gradients="straight_through")
+
+
+def _step_size(eps: float, steps: int, fraction: int) -> float:
+    """Return a fraction of the radius, or more if the steps would not lead across the ball."""
+    return max(eps / fraction, 2.5 * eps / steps)
+
+
+def _on_differentiable(defense: Defense, attack: Attack) -> Attack:
+    """Return the attack on members that have a gradient; where none has, on each network (TAA)."""
+    if defense.kind != "transform_ensemble":
+        return attack
+    with_gradient = any(kind.differentiable for kind in defense.transforms.values())
+    return OnDifferentiable(attack) if with_gradient else TAA(attack)
+
+
+def _gradient_attacks(defense: Defense, pgd: PGD) -> dict[str, Attack]:
+    """Return the default PGD and its variants, each of which should be about as strong."""
+    eps, steps = pgd.threat.eps, 5 * pgd.steps
+    margin = margin_of_rule(defense.rule) if len(defense.weights) > 1 else linear
+    attacks = {
+        "fgsm": replace(pgd, steps=1, step_size=eps, random_start=False),
+        "pgd": pgd,
+        "longer": replace(pgd, steps=steps, step_size=_step_size(eps, steps, 10)),
+        "restarts": replace(pgd, restarts=5),
+        "margin": replace(pgd, objective=margin, keep_best=True),
+        "unbounded": _unbounded(pgd),
+    }
+    return {name: _on_differentiable(defense, attack) for name, attack in attacks.items()}
+
+
+def _unbounded(pgd: PGD) -> PGD:
+    """Return the attack in a ball that holds every image."""
+    low, high = pgd.threat.bounds
+    side, steps = high - low, 5 * pgd.steps
+    # An l2 ball of 1000 sides holds all images of up to a million values.
+    radius, stride = (1.0, 1.0) if pgd.threat.p == float("inf") else (1000.0, 20.0)
+    return replace(
+        pgd,
+        threat=replace(pgd.threat, eps=radius * side),
+        steps=steps,
+        step_size=stride * _step_size(side, steps, 10),
+        random_start=False,
+    )
+
+
+def _adaptive_attacks(defense: Defense, kind: SuiteKind, pgd: PGD) -> dict[str, Attack]:
+    """Return the attacks made for a kind of defense; none where PGD itself is adaptive."""
+    threat, steps = pgd.threat, pgd.steps
+    if kind == "randomized":
+        return arc_suite(threat, steps)
+    if kind == "random":
+        view = None
+        if random_transforms_in(defense):
+            view = replace(surrogate_for(defense) or SurrogateTransforms(), shared_order=True)
+        best = replace(pgd, draws=DRAWS, objective=linear, backward=view, momentum=AGGMO)
+        step_size = _step_size(threat.eps, 2 * steps, 10)
+        return {"linear_aggmo": replace(best, steps=2 * steps, step_size=step_size)}
+    if kind == "transformed":
+        inner = PGD(Threat("linf", 0.05, threat.bounds), steps, 0.01)
+        return {
+            "adaptive_pgd": _on_differentiable(defense, replace(pgd, steps=5 * steps, restarts=2)),
+            "taa": TAA(pgd),
+            "paa": PAA(inner, "AvgP", DISSIMILARITY, project_last=True),
+        }
+    return {}
+
+
+def _transductive_suite(pgd: PGD) -> AttackSuite:
+    """Return the attacks on a defense that adapts; most papers report a transfer attack."""
+    attacks: dict[str, Attack] = {
+        "noise": RandomStart(pgd.threat),
+        "transfer": TransferFromStatic(pgd),
+        "gmsa_avg": GMSA(pgd, rounds=5),
+        "unbounded": GMSA(_unbounded(pgd), rounds=2),
+    }
+    return AttackSuite("transductive", "transfer", ("gmsa_avg",), attacks)

@@ -1,1 +1,0 @@
-"""The command `lightning-rob monitor`: robustness of the checkpoints of a run as they appear."""

@@ -1,1 +1,0 @@
-"""The command `lightning-rob sweep`: attacks against a checkpoint, value by value of a variable."""

@@ -1,0 +1,88 @@
+"""The audit finds what is broken in planted defenses, and nothing in honest ones."""
+
+import pytest
+import torch
+
+from lightning_rob.audit.auditor import CHECKS, LazyMeasurements, audit
+from lightning_rob.audit.gradients import DIRECTIONS
+from lightning_rob.audit.strength import steps
+from lightning_rob.audit.target import AuditBatch, AuditTarget
+from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
+from lightning_rob.nets import SmallCNN
+from lightning_rob.rules import random_member
+from tests.audit.planted import IMAGES, LARGE, PLANTED, THREAT, Through, honest
+
+HONEST = ["standard", "adversarially_trained", "randomized_ensemble", "ensemble_of_means"]
+HONEST += ["random_transforms", "eight_bit_straight_through"]
+CHECK = {check.__name__: check for check in CHECKS}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_broken_defenses_are_flagged(name, nets, blobs, contrasty):
+    make, check = PLANTED[name]
+    images = contrasty if check == "bounds" else blobs
+    (found,) = audit(make(nets[0]), *images, LARGE, checks=[CHECK[check]]).findings
+    assert found.flagged and found.name == check
+    assert found.text and found.advice
+    if check == "slope":
+        assert found.severity == "severe" and "BPDA" in found.advice
+        assert max(found.values["near"], found.values["far"]) < 0.75
+        assert found.values["pairs"] == DIRECTIONS * IMAGES
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_defenses_pass(name, nets, blobs):
+    steps = 4 if name == "random_transforms" else 20
+    found = audit(honest(*nets)[name], *blobs, THREAT, steps=steps)
+    assert found.flags == []
+    assert len(found.findings) == len(CHECKS)
+    accuracy = {result.name: result.accuracy for result in found.results}
+    assert accuracy["clean"] > 0.9
+    assert accuracy["worst"] <= min(v for k, v in accuracy.items() if k != "unbounded")
+    assert accuracy["worst"] < accuracy["noise"]
+
+
+def test_the_network_the_images_and_the_random_stream_stay_as_they_were(nets, blobs):
+    net, (x, y) = nets[1].train(), blobs
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    torch.manual_seed(3)
+    state, copy = torch.get_rng_state(), x.clone()
+    audit(Ensemble(nets[1:]), x[:8], y[:8], THREAT, queries=10)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(x, copy)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert net.training
+    assert all(weight.grad is None or weight.requires_grad for weight in net.parameters())
+    net.eval()
+
+
+def test_the_same_audit_twice_finds_the_same(nets, blobs):
+    defense = Single(Through(nets[0], lambda x: x + 0.1 * torch.randn_like(x)))
+    one, other = (audit(defense, *blobs, THREAT, queries=10) for _ in range(2))
+    assert one.findings == other.findings
+    assert audit(defense, *blobs, THREAT, queries=10, seed=1).findings != one.findings
+
+
+def test_a_check_alone_runs_what_it_needs(nets, blobs):
+    target = AuditTarget(Single(nets[0]), THREAT)
+    columns = LazyMeasurements(AuditBatch(target, *blobs))
+    assert steps(target, columns).severity in ("fine", "note")
+    assert set(columns.columns) == {"fgsm", "pgd", "longer"}
+
+
+def test_a_transformation_ensemble_is_audited(nets, blobs):
+    x, y = (part[:8] for part in blobs)
+    members = TransformEnsemble(nets[:2], ["flip_horizontal", "rotate_180"], random_member)
+    found = audit(members, x, y, THREAT, steps=3, queries=10)
+    names = {result.name for result in found.results}
+    assert {"adaptive_pgd", "taa", "paa", "worst"} <= names
+
+
+def test_a_defense_that_adapts_is_audited_in_rounds(blobs):
+    x, y = (part[:8] for part in blobs)
+    found = audit(DENT(SmallCNN(4, 3, 4), steps=1), x, y, THREAT, steps=2)
+    assert [result.name for result in found.results] == [
+        *("clean", "noise", "transfer", "gmsa_avg", "unbounded", "worst")
+    ]
+    by_name = {finding.name: finding for finding in found.findings}
+    assert "adapts" in by_name["black_box"].text and by_name["black_box"].severity == "note"

@@ -1,0 +1,134 @@
+"""Checks of the attacks' strength, mostly on made-up scores."""
+
+import pytest
+import torch
+
+from lightning_rob.attacks import ARC, PGD, Strongest
+from lightning_rob.audit.auditor import MEASUREMENTS, audit
+from lightning_rob.audit.findings import many, significant
+from lightning_rob.audit.strength import adaptive, black_box
+from lightning_rob.audit.target import AuditTarget
+from lightning_rob.defenses import Ensemble, RandomTransforms, Single
+from lightning_rob.evaluation.suites import suite_for
+from lightning_rob.objectives import ce_of_mean_logits, ce_of_mean_probs, expected_ce
+from lightning_rob.rules import majority, mean_logits, mean_probs
+from lightning_rob.threat import Threat
+from tests.audit.planted import THREAT
+from tests.tiny import TinyNet
+
+
+def made_up(**given):
+    """Made-up columns of fifty images; those not given are zero."""
+    names = [*MEASUREMENTS, *suite_for(Single(TinyNet()), THREAT).attacks, "clean"]
+    return {name: torch.zeros(50) for name in names} | given
+
+
+def part(count, value=1.0):
+    return torch.cat([torch.full((count,), value), torch.zeros(50 - count)])
+
+
+@pytest.mark.parametrize(("lost", "flagged"), [(0, False), (1, False), (2, True), (50, True)])
+def test_how_many_images_are_enough(lost, flagged):
+    target = AuditTarget(Single(TinyNet()), THREAT)
+    assert many(part(lost)) == flagged
+    found = black_box(
+        target,
+        made_up(
+            clean=torch.ones(50),
+            **dict.fromkeys(("fgsm", "pgd", "longer", "restarts", "margin"), torch.ones(50)),
+            square=1 - part(lost),
+        ),
+    )
+    assert found.flagged == flagged
+    assert found.values["images"] == pytest.approx(lost / 50)
+
+
+def test_noisy_scores_need_more_than_two_images():
+    assert many(part(2)) and not significant(part(2))
+    assert significant(part(10))
+    assert not significant(part(10) - part(8).flip(0))
+    assert not many(torch.full((50,), torch.nan)) and not many(torch.zeros(0))
+    assert many(torch.ones(1))
+
+
+def test_black_box_is_not_silent_without_its_package(nets, blobs, monkeypatch):
+    monkeypatch.setattr("lightning_rob.evaluation.suites.find_spec", lambda _: None)
+    (found,) = audit(Single(nets[0]), *blobs, THREAT, checks=[black_box]).findings
+    assert found.severity == "note"
+    assert "Not checked" in found.text and 'pip install "lightning-rob[autoattack]"' in found.text
+
+
+def test_the_adaptive_attack_was_not_run(nets, blobs):
+    """The user's own evaluation runs PGD on a randomized ensemble, for which ARC was made."""
+    ensemble = Ensemble([nets[0], nets[1]], [0.5, 0.5])
+    pgd = PGD(THREAT, 3, 0.05)
+    arc = Strongest((ARC(THREAT, 5, 0.15),))
+    found = {}
+    for name, other_attacks in {
+        "pgd": {"mine": pgd},
+        "arc": {"mine": pgd, "arc": arc},
+        "none": {},
+    }.items():
+        (found[name],) = audit(
+            ensemble, *blobs, THREAT, checks=[adaptive], other_attacks=other_attacks
+        ).findings
+    assert found["pgd"].flagged and not found["arc"].flagged and not found["none"].flagged
+    assert "runs mine, but not ARC" in found["pgd"].text
+    assert "callbacks/arc_two_radii.yaml" in found["pgd"].advice
+    values = found["pgd"].values
+    assert values["gap"] == pytest.approx(values["default"] - values["adaptive"])
+
+
+@pytest.mark.parametrize(
+    ("attack", "words"),
+    [
+        (ARC(THREAT, 5, 0.15), ""),
+        (ARC(Threat("linf", 1e-4), 5, 0.15), "too weakly"),
+        (ARC(Threat("l2", 0.15), 5, 0.15), "too weakly"),
+        (ARC(THREAT, 1, 0.15), "too weakly"),
+        (ARC(THREAT, 5, 0.001), "too weakly"),
+        (PGD(THREAT, 20, 0.05), "not ARC"),
+    ],
+)
+def test_an_adaptive_attack_may_be_too_weak(attack, words):
+    target = AuditTarget(Ensemble([TinyNet(), TinyNet()]), THREAT, other_attacks={"mine": attack})
+    found = adaptive(target, {"pgd": part(31), "arc": part(31), "arc_two_radii": part(31)})
+    assert found.flagged == bool(words)
+    assert words in found.text
+
+
+@pytest.mark.parametrize(
+    ("rule", "loss"),
+    [(mean_probs, ce_of_mean_probs), (mean_logits, ce_of_mean_logits), (majority, expected_ce)],
+)
+def test_an_ensemble_with_one_prediction_needs_the_loss_of_its_rule(rule, loss):
+    defense = Ensemble([TinyNet(), TinyNet()], rule=rule)
+    for objective in (ce_of_mean_probs, ce_of_mean_logits, expected_ce):
+        attack = PGD(THREAT, 10, 0.05, objective)
+        found = adaptive(AuditTarget(defense, THREAT, other_attacks={"mine": attack}), {})
+        assert found.flagged == (objective is not loss)
+        assert found.severity != "warning" or loss.__name__ in found.advice
+    short = adaptive(
+        AuditTarget(defense, THREAT, other_attacks={"mine": PGD(THREAT, 10, 1e-4, loss)}), {}
+    )
+    assert short.severity == "warning" and "too weakly" in short.text
+    assert not adaptive(AuditTarget(defense, THREAT), {}).flagged
+
+
+def test_the_text_names_the_gap():
+    target = AuditTarget(Ensemble([TinyNet(), TinyNet()]), THREAT)
+    columns = {"pgd": part(31), "arc": part(31), "arc_two_radii": part(20)}
+    found = adaptive(target, columns)
+    assert "leaves 62 %, those for its kind 40 %" in found.text
+    target.other_attacks = {"apgd": target.attacks["pgd"]}
+    assert adaptive(target, columns).severity == "severe"
+    assert adaptive(target, columns | {"arc_two_radii": part(31)}).severity == "warning"
+
+
+def test_eot_with_one_velocity_is_not_what_random_transforms_need():
+    target = AuditTarget(RandomTransforms(TinyNet(), {"GaussianNoise": {}}, 1, 3), THREAT)
+    columns = {"pgd": part(31), "linear_aggmo": part(31)}
+    target.other_attacks = {"eot": PGD(THREAT, 3, 0.05, draws=3)}
+    assert adaptive(target, columns).flagged
+    target.other_attacks["best"] = target.attacks["linear_aggmo"]
+    assert not adaptive(target, columns).flagged

@@ -1,0 +1,280 @@
+"""The study of members: its matrix by hand, its figures, its independence of batch and process."""
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_rob.attacks import ARC, PGD
+from lightning_rob.callbacks import RobustEval, TransferMatrixEval
+from lightning_rob.defenses import Ensemble, Single, TransformEnsemble, first_member
+from lightning_rob.modules import AdversarialTraining
+from lightning_rob.threat import Threat
+from tests.schema import checked
+from tests.tiny import Blobs, TinyNet, arc, pgd, recipe, run, same_weights, shell, weights
+
+THREAT = Threat("linf", 24 / 255)
+PLAIN = PGD(THREAT, steps=4, step_size=8 / 255, random_start=False)
+RANDOM = PGD(THREAT, steps=2, step_size=16 / 255)
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+TWO = ["--trainer.strategy=ddp_find_unused_parameters_true", "--trainer.devices=2"]
+
+
+def trained_net(seed, width):
+    torch.manual_seed(seed)
+    net, data = TinyNet(width), Blobs()
+    data.setup("fit")
+    part = data.parts["train"]
+    x = torch.stack([part[i][0] for i in range(len(part))])
+    y = torch.tensor([part[i][1] for i in range(len(part))])
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    for _ in range(30):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    return net.eval()
+
+
+@pytest.fixture(scope="module")
+def ensemble():
+    nets = [trained_net(seed, width) for seed, width in ((0, 16), (1, 8), (2, 24))]
+    return Ensemble(nets, [0.5, 0.2, 0.3])
+
+
+def module_of(defense):
+    module = AdversarialTraining(TinyNet)
+    module.defense = defense
+    return module
+
+
+def images_of(data):
+    part = data.parts["test"]
+    x = torch.stack([part[i][0] for i in range(len(part))])
+    return x, torch.tensor([part[i][1] for i in range(len(part))])
+
+
+def study(defense, *callbacks, batch_size=33, **data):
+    """Test with the callbacks: what was logged, and the data."""
+    blobs = Blobs(eval_batch_size=batch_size, **data)
+    trainer = Trainer(callbacks=list(callbacks), **QUIET)
+    return trainer.test(module_of(defense), blobs, verbose=False)[0], blobs
+
+
+def matrix(callback, name):
+    return next(r["matrix"] for r in callback.results if r["name"] == name)
+
+
+def test_matrix_is_that_of_attacks_by_hand(ensemble):
+    cross = TransferMatrixEval({"pgd": PLAIN, "arc": ARC(THREAT, 3, 24 / 255)})
+    logged, data = study(ensemble, cross, test_size=50, batch_size=20)
+    x, y = images_of(data)
+    for name, attack in cross.attacks.items():
+        for j, attacked in enumerate(ensemble.classifiers):
+            x_adv = attack(Single(attacked), x, y)
+            for i, net in enumerate(ensemble.classifiers):
+                right = (net(x_adv).argmax(1) == y).double().mean().item()
+                assert matrix(cross, name)[i][j] == pytest.approx(right, abs=1e-9)
+        for i in range(3):
+            assert logged[f"test/member_{i + 1}/{name}"] == pytest.approx(matrix(cross, name)[i][i])
+    found = torch.tensor(matrix(cross, "pgd"))
+    assert (found.diagonal() < found.max(1).values).all()
+    for i, net in enumerate(ensemble.classifiers):
+        clean = (net(x).argmax(1) == y).double().mean().item()
+        assert cross.results[1]["clean"][i] == pytest.approx(clean)
+        assert logged[f"test/member_{i + 1}/acc"] == pytest.approx(clean)
+
+
+def test_first_member_gets_the_figure_that_robust_eval_gives_it(ensemble):
+    cross, alone = TransferMatrixEval({"a": RANDOM}), RobustEval({"a": RANDOM}, target=first_member)
+    logged, _ = study(ensemble, cross, alone, test_size=101)
+    assert logged["test/member_1/a"] == logged["test/robust/a"]
+    assert 0 < logged["test/member_1/a"] < 1
+
+
+def test_noise_is_keyed_by_image_and_seed(ensemble):
+    found = []
+    for size, seed in ((101, 0), (32, 0), (7, 0), (101, 1)):
+        cross = TransferMatrixEval({"a": RANDOM}, seed=seed)
+        study(ensemble, cross, test_size=101, batch_size=size)
+        found.append(matrix(cross, "a"))
+    assert found[0] == found[1] == found[2] != found[3]
+
+
+def test_single_network_is_an_ensemble_of_one(ensemble):
+    cross = TransferMatrixEval({"a": PLAIN})
+    study(Single(ensemble.classifiers[0]), cross)
+    assert torch.tensor(matrix(cross, "a")).shape == (1, 1)
+
+
+def test_table_of_members(ensemble, capsys):
+    cross = TransferMatrixEval({"first": PLAIN}, max_images=20)
+    study(ensemble, cross)
+    table = capsys.readouterr().out
+    assert "each member alone, 20 images" in table
+    for i, share in enumerate((0.5, 0.2, 0.3)):
+        row = next(line for line in table.splitlines() if line.startswith(f"│ {i + 1} "))
+        assert f" {share} " in row
+        assert f"{matrix(cross, 'first')[i][i]:.1%}" in row
+        assert f"{cross.results[1]['clean'][i]:.1%}" in row
+
+
+def cross_eval(attacks, **options):
+    init = {"attacks": attacks} | options
+    return {"class_path": "lightning_rob.callbacks.TransferMatrixEval", "init_args": init}
+
+
+def transfers(folder):
+    lines = (folder / "run/version_0/transfer.jsonl").read_text().splitlines()
+    return list(map(checked, lines))
+
+
+def test_run_leaves_records_pictures_and_curves_of_the_members_begun(tmp_path):
+    callbacks = [cross_eval({"pgd": pgd(), "arc": arc()}, every_n_epochs=2, max_images=12)]
+    plain = {"model__init_args__monitor": None, "trainer__callbacks+": callbacks}
+    run("fit", "--config", recipe(tmp_path, **plain))
+    found = transfers(tmp_path)
+    assert [(r["name"], r["epoch"], len(r["matrix"])) for r in found] == [
+        ("pgd", 1, 1),
+        ("arc", 1, 1),
+        ("pgd", 3, 2),
+        ("arc", 3, 2),
+    ]
+    assert all(r["n"] == 12 and r["stage"] == "val" for r in found)
+    assert found[-1]["probs"] == pytest.approx([0.9, 0.1])
+    assert found[0]["attack"]["class_path"] == "lightning_rob.PGD"
+    assert found[0]["attack"]["init_args"]["threat"]["init_args"]["norm"] == "linf"
+    low, high = found[-1]["intervals"][1][0]
+    assert low <= found[-1]["matrix"][1][0] <= high
+    events = EventAccumulator(str(tmp_path / "run/version_0"), {"images": 0, "scalars": 0}).Reload()
+    assert {"val/member_1/acc", "val/member_1/pgd", "val/member_2/arc"} <= set(
+        events.Tags()["scalars"]
+    )
+    assert len(events.Images("val/transfer/arc")) == 2
+    for name in ("pgd", "arc"):
+        with Image.open(tmp_path / f"run/version_0/transfer_{name}.png") as picture:
+            assert min(picture.size) > 200
+
+
+def test_training_is_the_same_with_and_without(tmp_path):
+    studies = [
+        cross_eval({"pgd": pgd(), "arc": arc(random_start=True)}),
+        {
+            "class_path": "lightning_rob.callbacks.Gallery",
+            "init_args": {"weak": pgd(steps=1), "strong": pgd()},
+        },
+    ]
+    found = []
+    for name, callbacks in (("with", studies), ("without", [])):
+        (tmp_path / name).mkdir()
+        plain = {"model__init_args__monitor": None, "trainer__callbacks+": callbacks}
+        run("fit", "--config", recipe(tmp_path / name, **plain))
+        found.append(weights(tmp_path / name / "run/version_0/checkpoints/epoch=3-step=16.ckpt"))
+    assert same_weights(*found)
+    assert len(transfers(tmp_path / "with")) == 8
+
+
+def test_two_processes_give_the_same_matrices_and_the_same_gallery(tmp_path):
+    plain = {"model__init_args__monitor": None, "trainer__callbacks+": []}
+    run("fit", "--config", recipe(tmp_path, **plain))
+    checkpoint = tmp_path / "run/version_0/checkpoints/epoch=3-step=16.ckpt"
+    weak, strong = pgd(steps=1, random_start=True), pgd(steps=10, random_start=False)
+    gallery = {"weak": weak, "strong": strong, "count": 5}
+    callbacks = [
+        cross_eval({"pgd": pgd(random_start=True), "arc": arc()}, max_images=60),
+        {"class_path": "lightning_rob.callbacks.Gallery", "init_args": gallery},
+    ]
+    data = {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 101}}
+    found = []
+    for name, args in (("one", ["--data.eval_batch_size=101"]), ("two", TWO)):
+        (tmp_path / name).mkdir()
+        file = recipe(tmp_path / name, data=data, **{"trainer__callbacks+": callbacks})
+        given = ["test", "--config", file, "--ckpt_path", checkpoint, *args]
+        if name == "one":
+            run(*given)
+        else:
+            done = shell(*given)
+            assert done.returncode == 0, done.stderr
+        folder = tmp_path / name / "run/version_0"
+        matrices = [(r["name"], r["n"], r["matrix"]) for r in transfers(tmp_path / name)]
+        counts = checked((folder / "gallery.jsonl").read_text())
+        with Image.open(folder / "gallery.png") as picture:
+            shown = picture.tobytes()
+        found.append((matrices, [counts[key] for key in ("n", "left", "fooled")], shown))
+    assert found[0] == found[1]
+    assert [n for _, n, _ in found[0][0]] == [60, 60]
+    assert found[0][1][0] == 101
+    assert found[0][1][2] > 0
+
+
+def test_what_is_there_twice_runs_once_and_equal_names_are_numbered(ensemble):
+    three = [
+        TransferMatrixEval({"a": PLAIN}),
+        TransferMatrixEval({"a": RANDOM}),
+        TransferMatrixEval({"a": PLAIN}),
+    ]
+    logged, _ = study(ensemble, *three)
+    assert [list(cross.attacks) for cross in three] == [["a"], ["a_2"], []]
+    assert {"test/member_3/a", "test/member_3/a_2"} <= set(logged)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attacks": {}}, "at least one attack"),
+        ({"attacks": {"acc": PLAIN}}, "no attack can be called 'acc'"),
+        ({"attacks": {"a": PLAIN}, "max_images": 0}, "max_images must be at least 1, got 0"),
+        ({"attacks": {"a": PLAIN}, "every_n_epochs": 0}, "every_n_epochs must be at least 1"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        TransferMatrixEval(**options)
+
+
+# the heat map
+
+
+def test_transferability_and_ranking_are_those_of_the_answers(ensemble, capsys):
+    cross = TransferMatrixEval({"pgd": PLAIN})
+    _, data = study(ensemble, cross, test_size=50)
+    x, y = images_of(data)
+    result = cross.results[1]
+    fooled = torch.empty(3, 3, 50, dtype=torch.bool)
+    for j, attacked in enumerate(ensemble.classifiers):
+        x_adv = PLAIN(Single(attacked), x, y)
+        fooled[:, j] = torch.stack([net(x_adv).argmax(1) != y for net in ensemble.classifiers])
+    for source in range(3):
+        assert result["successes"][source] == fooled[source, source].sum()
+        for target in range(3):
+            both = (fooled[source, source] & fooled[target, source]).sum()
+            share = (both / fooled[source, source].sum()).item()
+            assert result["transferability"][source][target] == pytest.approx(share)
+    others = [sum(result["matrix"][i][j] for i in range(3) if i != j) for j in range(3)]
+    assert result["ranking"] == sorted(range(3), key=lambda j: others[j])
+    names = ", ".join(str(j + 1) for j in result["ranking"])
+    assert f"pgd transfers best from: {names}" in capsys.readouterr().out
+
+
+def test_sub_models_are_attacked_in_their_own_space():
+    nets = [trained_net(seed, 16) for seed in range(2)]
+    turned = TransformEnsemble(nets, ["clean", "rotate_180"])
+    cross = TransferMatrixEval({"pgd": PLAIN})
+    _, data = study(turned, cross)
+    x, y = images_of(data)
+    x_adv = PLAIN(Single(nets[1]), x.rot90(2, (2, 3)), y).rot90(2, (2, 3))
+    right = [(votes.argmax(1) == y).double().mean().item() for votes in turned.logits(x_adv)]
+    assert [row[1] for row in matrix(cross, "pgd")] == pytest.approx(right)
+    assert cross.results[1]["names"] == ["clean", "rotate_180"]
+
+
+def test_sub_models_that_cannot_be_attacked_alone_are_refused_at_once():
+    pair = TransformEnsemble([TinyNet().eval() for _ in range(2)], ["clean", "quantize_4_colors"])
+    with pytest.raises(TypeError, match="quantize_4_colors can neither be undone"):
+        study(pair, TransferMatrixEval({"pgd": PLAIN}))

@@ -1,0 +1,163 @@
+"""The gallery: which images, how many, and what the figure says of them."""
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from PIL import Image
+
+from lightning_rob.attacks import PGD, RandomMember
+from lightning_rob.callbacks import Gallery
+from lightning_rob.plots import gallery
+from lightning_rob.threat import Threat
+from tests.callbacks.test_cross_eval import QUIET, ensemble, images_of, module_of
+from tests.schema import checked
+from tests.tiny import Blobs, pgd, recipe, run
+
+__all__ = ["ensemble"]
+
+THREAT = Threat("linf", 28 / 255)
+WEAK = PGD(THREAT, steps=2, step_size=14 / 255, random_start=False)
+STRONG = PGD(THREAT, steps=10, step_size=8 / 255, random_start=False)
+BELOW = PGD(Threat("linf", 0.01), steps=1, step_size=0.01, random_start=False)
+
+
+class Named(Blobs):
+    class_names = ("north", "east", "south", "west")
+
+
+def show(defense, *callbacks, batch_size=33, **data):
+    blobs = Named(eval_batch_size=batch_size, **data)
+    Trainer(callbacks=list(callbacks), **QUIET).test(module_of(defense), blobs, verbose=False)
+    return blobs
+
+
+def right(defense, x, y):
+    """[M, B]: which members are right."""
+    return torch.stack([net(x).argmax(1) == y for net in defense.classifiers])
+
+
+def test_counts_and_images_are_those_of_the_attacks_by_hand(ensemble, capsys):
+    callback = Gallery(WEAK, STRONG, ["PGD-1", "PGD-10"], count=5)
+    x, y = images_of(show(ensemble, callback, test_size=80, batch_size=30))
+    weak, strong = WEAK(ensemble, x, y), STRONG(ensemble, x, y)
+    after, end = right(ensemble, weak, y), right(ensemble, strong, y)
+    left, both = after.any(0), after.any(0) & ~end.any(0)
+    assert callback.counts == {"n": 80, "left": int(left.sum()), "fooled": int(both.sum())}
+    assert 5 < both.sum() < left.sum() < 80
+    expected = (ensemble.weights[:, None] * after).sum(0)
+    order = sorted(both.nonzero()[:, 0].tolist(), key=lambda i: (-round(float(expected[i]), 5), i))
+    assert [index for _, index, _ in callback.kept] == order[:5]
+    said = f"PGD-10 fools every member on {both.sum()} of the {left.sum()} images on which PGD-1"
+    assert said in capsys.readouterr().out
+    for _, i, case in callback.kept:
+        assert case.label == y[i]
+        assert torch.equal(case.clean, x[i])
+        torch.testing.assert_close(case.weak.image, weak[i])
+        torch.testing.assert_close(case.strong.image, strong[i])
+        probs = torch.stack([net(strong[i : i + 1])[0].softmax(-1) for net in ensemble.classifiers])
+        assert case.strong.classes.tolist() == probs.argmax(1).tolist()
+        torch.testing.assert_close(case.strong.confidence, probs.amax(1).detach())
+
+
+def test_batches_change_nothing(ensemble):
+    found = []
+    for size in (80, 7):
+        callback = Gallery(PGD(THREAT, 1, 8 / 255), PGD(THREAT, 9, 8 / 255), count=4)
+        show(ensemble, callback, test_size=80, batch_size=size)
+        found.append((callback.counts, [item[:2] for item in callback.kept]))
+    assert found[0] == found[1]
+    assert found[0][0]["fooled"] > 4
+
+
+def test_members_that_never_answer_are_not_asked(ensemble):
+    from lightning_rob.defenses import Ensemble
+
+    first = Ensemble(ensemble.classifiers, [1.0, 0.0, 0.0])
+    callback = Gallery(WEAK, STRONG)
+    x, y = images_of(show(first, callback, test_size=60))
+    after, end = (right(first, attack(first, x, y), y)[0] for attack in (WEAK, STRONG))
+    assert callback.counts["left"] == int(after.sum())
+    assert callback.counts["fooled"] == int((after & ~end).sum())
+
+
+def plain(folder, **init):
+    callback = {"class_path": "lightning_rob.callbacks.Gallery", "init_args": init}
+    return recipe(folder, **{"trainer__callbacks+": [callback], "model__init_args__monitor": None})
+
+
+def test_nothing_to_show_is_said_and_not_drawn(tmp_path, capsys):
+    file = plain(tmp_path, weak=pgd(random_start=False), strong=pgd(random_start=False))
+    run("test", "--config", file)
+    folder = tmp_path / "run/version_0"
+    record = checked((folder / "gallery.jsonl").read_text())
+    assert record["fooled"] == 0
+    assert record["n"] == 33
+    said = f"PGD fools every member on 0 of the {record['left']} images on which PGD leaves some"
+    assert said in capsys.readouterr().out
+    assert not (folder / "gallery.png").exists()
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_plug_in_counts_and_draws_at_test_only(norm, tmp_path):
+    """The weak attack is weakened, so that there is something to draw on so small a problem."""
+    file = recipe(tmp_path, **{"trainer__callbacks+": [], "model__init_args__monitor": None})
+    plug = "--trainer.callbacks+=gallery"
+    weaker = ["--trainer.callbacks.weak.steps=1", "--trainer.callbacks.count=3"]
+    if norm == "l2":
+        weaker += ["--trainer.callbacks.norm=l2", "--trainer.callbacks.eps=128/255"]
+    folder = tmp_path / "run/version_0"
+    run("fit", "--config", file, plug, *weaker)
+    assert not (folder / "gallery.jsonl").exists()
+    checkpoint = folder / "checkpoints/epoch=3-step=16.ckpt"
+    run("test", "--config", file, "--ckpt_path", checkpoint, plug, *weaker, "--data.test_size=300")
+    record = checked((folder / "gallery.jsonl").read_text())
+    assert record["n"] == 300
+    assert record["stage"] == "test"
+    strong = record["strong"]["init_args"]["attacks"]
+    assert {part["class_path"] for part in strong} == {"lightning_rob.ARC"}
+    assert 300 >= record["left"] >= record["fooled"] > 0
+    with Image.open(folder / "gallery.png") as picture:
+        assert min(picture.size) > 400
+
+
+def test_class_names_come_from_the_data(ensemble, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "lightning_rob.callbacks.gallery.gallery",
+        lambda *args: seen.append(args) or gallery(*args),
+    )
+    from lightning.pytorch.loggers import CSVLogger
+
+    options = QUIET | {"logger": CSVLogger(tmp_path)}
+    trainer = Trainer(callbacks=[Gallery(WEAK, STRONG, count=2)], **options)
+    trainer.test(module_of(ensemble), Named(test_size=80), verbose=False)
+    ((cases, attacks, names, title),) = seen
+    assert names == Named.class_names
+    assert attacks == ("PGD", "PGD")
+    assert len(cases) == 2
+    assert title.startswith("PGD fools every member on")
+    assert list(tmp_path.rglob("gallery.png"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 0}, "count must be at least 1, got 0"),
+        ({"max_images": 0}, "max_images must be at least 1, got 0"),
+        ({"names": ["one"]}, "names must be two"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        Gallery(WEAK, STRONG, **options)
+
+
+def test_two_galleries_need_two_names(ensemble):
+    with pytest.raises(ValueError, match="two galleries are called 'gallery'"):
+        show(ensemble, Gallery(WEAK, STRONG), Gallery(WEAK, BELOW))
+
+
+def test_a_drawn_strategy_is_refused(ensemble):
+    drawn = RandomMember(PGD(Threat("linf", 0.1), 1, 0.1))
+    with pytest.raises(ValueError, match="RandomMember draws one"):
+        show(ensemble, Gallery(drawn, PGD(Threat("linf", 0.1), 1, 0.1)))

@@ -1,0 +1,215 @@
+"""Nothing that is not finite gets into weights, checkpoints or figures; signals are heeded."""
+
+import os
+import signal
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_rob.callbacks import TerminateOnNonFinite
+from lightning_rob.errors import Fault
+from lightning_rob.modules import AdversarialTraining
+from lightning_rob.processes import handle_signals, stop
+from tests.tiny import Blobs, TinyNet, same_weights
+
+NAN = float("nan")
+
+
+class At(Callback):
+    """Does something to a module after a backward pass or after a step."""
+
+    def __init__(self, batch, do, hook="on_after_backward"):
+        self.batch, self.do, self.passed = batch, do, 0
+        setattr(self, hook, self.strike)
+
+    def strike(self, trainer, module, *_):
+        self.passed += 1
+        if self.passed == self.batch + 1:
+            self.do(module)
+
+
+class Spoiled(AdversarialTraining):
+    """Its loss is not finite in one batch."""
+
+    def __init__(self, batch, value=NAN):
+        super().__init__(TinyNet)
+        self.batch, self.value, self.passed = batch, value, 0
+
+    def loss(self, x, y):
+        self.passed += 1
+        loss = super().loss(x, y)
+        return loss * self.value if self.passed == self.batch + 1 else loss
+
+
+def grow(module):
+    """An infinite gradient, the loss being finite."""
+    next(module.parameters()).grad[0] = float("inf")
+
+
+def spoil(module):
+    with torch.no_grad():
+        next(module.parameters()).fill_(NAN)
+
+
+def trainer(folder, *callbacks, guard=True, **options):
+    torch.manual_seed(0)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    watching = [TerminateOnNonFinite()] if guard else []
+    kept = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    return Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        default_root_dir=folder,
+        callbacks=[*watching, *callbacks, kept],
+        **quiet | options,
+    )
+
+
+def fit(folder, *callbacks, module=None, **options):
+    """Eight steps of a tiny network."""
+    run = trainer(folder, *callbacks, **options)
+    torch.manual_seed(0)
+    module = module or AdversarialTraining(TinyNet)
+    run.fit(module, datamodule=Blobs())
+    return module
+
+
+def written(folder):
+    steps = {int(path.stem.split("=")[1]): path for path in folder.glob("step=*.ckpt")}
+    loaded = {s: torch.load(path, weights_only=True) for s, path in sorted(steps.items())}
+    for content in loaded.values():
+        assert all(t.isfinite().all() for t in content["state_dict"].values())
+    return list(loaded)
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf")])
+def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path, value):
+    with pytest.raises(Fault, match="the loss is not finite in epoch 0, batch 2: the optimizer"):
+        fit(tmp_path, module=Spoiled(2, value))
+    assert written(tmp_path) == [1, 2]
+
+
+def test_lightning_steps_by_it_and_goes_on(tmp_path):
+    module = fit(tmp_path, module=Spoiled(2), guard=False)
+    assert not next(module.parameters()).isfinite().all()
+
+
+def test_a_gradient_that_is_not_finite_is_named(tmp_path):
+    with pytest.raises(Fault, match=r"the gradient of .*first\.weight is not finite in epoch 1"):
+        fit(tmp_path, At(7, grow))
+    assert written(tmp_path)[-1] == 7
+
+
+def test_the_first_of_several_batches_of_a_step(tmp_path):
+    with pytest.raises(Fault, match="the loss is not finite in epoch 0, batch 3"):
+        fit(tmp_path, module=Spoiled(2), accumulate_grad_batches=2)
+    assert written(tmp_path) == [1]
+
+
+def test_no_checkpoint_of_weights_that_are_not_finite(tmp_path):
+    with pytest.raises(Fault, match=r"first\.weight is not finite: no checkpoint is written"):
+        fit(tmp_path, At(3, spoil, hook="on_train_batch_end"))
+    assert written(tmp_path) == [1, 2, 3]
+
+
+def test_what_an_exception_would_save_keeps_the_reason(tmp_path):
+    again = ModelCheckpoint(tmp_path, filename="late", save_on_exception=True)
+    with pytest.raises(Fault, match="the loss is not finite"):
+        fit(tmp_path, again, At(2, spoil), module=Spoiled(2))
+    assert written(tmp_path) == [1, 2]
+    assert not (tmp_path / "late.ckpt").exists()
+
+
+def test_no_figures_of_weights_that_are_not_finite(tmp_path):
+    module = AdversarialTraining(TinyNet)
+    spoil(module)
+    with pytest.raises(Fault, match=r"first\.weight is not finite: what it answers says nothing"):
+        trainer(tmp_path).test(module, datamodule=Blobs(), verbose=False)
+
+
+def test_a_scaler_may_overflow(tmp_path):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+    module = fit(tmp_path, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
+    assert scaler.get_scale() < 2.0**126  # it has left out steps
+    assert all(weight.isfinite().all() for weight in module.parameters())
+    assert written(tmp_path)[-1] == 8
+
+
+def test_training_is_the_same_with_and_without(tmp_path):
+    with_it, without = (fit(tmp_path / str(g), guard=g).state_dict() for g in (True, False))
+    assert same_weights(with_it, without)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the numbers that are taken off the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
+
+
+def test_looking_at_gradients_does_not_wait_for_the_device(tmp_path, monkeypatch):
+    """The notes are read once a step, when all processes have written theirs."""
+    looks, look = [], TerminateOnNonFinite._nonfinite_part
+
+    def counted(self, *args):
+        with Waits() as waits:
+            found = look(self, *args)
+        looks.append((waits.count, bool(found)))
+        with waits:
+            bool(found)
+        assert waits.count == looks[-1][0] + 1  # it counts
+        return found
+
+    monkeypatch.setattr(TerminateOnNonFinite, "_nonfinite_part", counted)
+    fit(tmp_path)
+    assert looks == [(0, False)] * 8
+
+
+def send(signum):
+    return lambda module: os.kill(os.getpid(), signum)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_in_training_waits_for_the_batch(tmp_path, signum, code):
+    before = signal.getsignal(signum)
+    kept = ModelCheckpoint(tmp_path, filename="{step}", save_on_exception=True)
+    sent = At(2, send(signum))
+    with pytest.raises(SystemExit) as exit_, handle_signals():
+        fit(tmp_path, sent, kept)
+    assert exit_.value.code == code
+    assert signal.getsignal(signum) is before
+    assert written(tmp_path) == [1, 2, 3]  # the third when leaving, after its whole step
+
+
+def test_a_second_signal_does_not_wait(tmp_path):
+    with pytest.raises(SystemExit) as exit_, handle_signals():
+        fit(tmp_path, At(2, send(signal.SIGTERM)), At(2, send(signal.SIGINT)))
+    assert exit_.value.code == 130
+    assert written(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("hook", ["on_test_batch_start", "on_sanity_check_start"])
+def test_a_signal_elsewhere_is_heeded_at_once(tmp_path, hook):
+    stayed = []
+    sent = At(0, lambda module: [os.kill(os.getpid(), signal.SIGTERM), stayed.append(module)], hook)
+    run = trainer(tmp_path, sent)
+    act = run.test if "test" in hook else run.fit
+    with pytest.raises(SystemExit) as exit_, handle_signals():
+        act(AdversarialTraining(TinyNet), datamodule=Blobs())
+    assert exit_.value.code == 143
+    assert not stayed
+
+
+def test_a_signal_that_comes_too_late_to_stop_anything_still_tells():
+    stop.defer = lambda: True
+    with pytest.raises(SystemExit) as exit_, handle_signals():
+        stop.defer = lambda: True
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert exit_.value.code == 143

@@ -1,0 +1,213 @@
+"""All rules from one count of votes, and ensembles that are parts of one another."""
+
+import json
+from io import StringIO
+
+import pytest
+import torch
+from rich.console import Console
+
+from lightning_rob.attacks import PGD
+from lightning_rob.callbacks import VotingRuleEval
+from lightning_rob.callbacks import votes as votes_module
+from lightning_rob.callbacks.votes import print_votes
+from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
+from lightning_rob.evaluation.records import with_schema
+from lightning_rob.rules import VOTING_RULES, majority, random_member
+from lightning_rob.threat import Threat
+from tests.callbacks.test_cross_eval import study as evaluated
+from tests.schema import checked
+from tests.tiny import Blobs, TinyNet
+
+NAMES = ["clean", "rotate_90", "flip_both"]
+THREAT = Threat("linf", 0.1)
+WEAK = PGD(THREAT, 1, 0.1, random_start=False)
+
+
+def nets(count):
+    torch.manual_seed(0)
+    return [TinyNet().eval() for _ in range(count)]
+
+
+def study(defense, *votes, **options):
+    """Test with the callbacks: what was logged, and the callbacks."""
+    return evaluated(defense, *votes, **options)[0], votes
+
+
+@pytest.fixture(scope="module")
+def ensemble():
+    return TransformEnsemble(nets(3), NAMES)
+
+
+def figures(votes):
+    return {(r["name"], r["ensemble"], r["rule"]): r["accuracy"] for r in votes.results}
+
+
+def test_each_rule_has_the_accuracy_of_the_ensemble_under_that_rule(ensemble):
+    logged, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}))
+    found = figures(votes)
+    assert set(found) == {(name, "all", rule) for name in ("clean", "pgd") for rule in VOTING_RULES}
+    x, y = images()
+    for name, seen in (("clean", x), ("pgd", WEAK(ensemble, x, y))):
+        for rule_name, rule in VOTING_RULES.items():
+            answers = rule(ensemble.logits(seen), ensemble.weights)
+            expected = answers.gather(1, y[:, None]).mean().item()
+            assert found[name, "all", rule_name] == pytest.approx(expected, abs=1e-6)
+            assert logged[f"test/votes/{name}/{rule_name}"] == pytest.approx(expected, abs=1e-6)
+
+
+def images():
+    x, y = zip(*Blobs().source(train=False), strict=True)
+    return torch.stack(x), torch.tensor(y)
+
+
+def test_members_vote_once_whatever_the_number_of_rules_and_ensembles(ensemble):
+    calls = []
+    handle = ensemble.members[0].register_forward_hook(lambda *_: calls.append(1))
+    try:
+        parts = {"one": ["clean"], "two": ["clean", "rotate_90"]}
+        study(ensemble, VotingRuleEval({"pgd": WEAK}, ensembles=parts))
+    finally:
+        handle.remove()
+    # one for test/acc, one for the clean images, the attack's step, one for the attacked images
+    assert len(calls) == 4
+
+
+def test_parts_are_counted_from_the_votes_of_the_whole(ensemble):
+    parts = {"two": ["clean", "flip_both"], "one": ["rotate_90"]}
+    _, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}, ensembles=parts))
+    _, (whole,) = study(ensemble.part([0, 2]), VotingRuleEval({"pgd": WEAK}))
+    clean = {k[2]: v for k, v in figures(votes).items() if k[:2] == ("clean", "two")}
+    expected = {k[2]: v for k, v in figures(whole).items() if k[0] == "clean"}
+    assert clean == pytest.approx(expected, abs=1e-6)
+    alone = {v for k, v in figures(votes).items() if k[:2] == ("clean", "one")}
+    assert len(alone) == 1  # with one member all rules agree
+
+
+def test_draws_are_averaged_and_have_an_interval():
+    names = [*NAMES[1:], "rotate_180", "shift_left"]
+    whole = TransformEnsemble(nets(72), "all")
+    _, (votes,) = study(
+        whole,
+        VotingRuleEval(
+            {"pgd": WEAK}, ensembles={"2i": "2i"}, draws=3, attacked=names, max_images=4
+        ),
+    )
+    for result in votes.results:
+        assert result["members"] == 2
+        assert len(result["draws"]) == 3
+        assert result["accuracy"] == pytest.approx(sum(result["draws"]) / 3)
+        low, high = result["interval"]
+        assert low <= result["accuracy"] <= high
+
+
+def test_the_attacker_knows_some_of_the_members_only(ensemble):
+    x, y = images()
+    _, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}, attacked=["rotate_90"]))
+    x_adv = WEAK(ensemble.part([1]), x, y)
+    answers = majority(ensemble.logits(x_adv), ensemble.weights)
+    expected = answers.gather(1, y[:, None]).mean().item()
+    assert figures(votes)["pgd", "all", "MV"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_original_is_attacked_and_does_not_vote(ensemble):
+    x, y = images()
+    words = {"14r": "reversible", "72": "all"}
+    _, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}, attacked="clean", ensembles=words))
+    x_adv = WEAK(Single(ensemble.members[0]), x, y)
+    answers = majority(ensemble.logits(x_adv)[1:], torch.full((2,), 0.5))
+    expected = answers.gather(1, y[:, None]).mean().item()
+    for name in words:
+        assert votes.parts[name] == [[1, 2]]
+        assert figures(votes)["pgd", name, "MV"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_each_target_in_turn(ensemble):
+    _, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}, each_target=True))
+    names = {result["name"] for result in votes.results}
+    assert names == {"clean", *(f"pgd_on_{name}" for name in NAMES)}
+
+
+def test_any_ensemble_can_vote():
+    plain = Ensemble(nets(2), [0.9, 0.1])
+    _, (votes,) = study(plain, VotingRuleEval({"pgd": WEAK}, rules={"RD": random_member}))
+    assert {result["rule"] for result in votes.results} == {"RD"}
+    with pytest.raises(TypeError, match="ensembles are parts of a TransformEnsemble"):
+        study(plain, VotingRuleEval({"pgd": WEAK}, ensembles={"one": ["clean"]}))
+
+
+def test_dissimilarity_is_that_of_the_perturbation(ensemble):
+    relative = PGD(Threat("l2", 0.2, relative=True), 5, 0.1, keep_best=False)
+    _, (votes,) = study(ensemble, VotingRuleEval({"pgd": relative}))
+    by_name = {result["name"]: result["dissimilarity"] for result in votes.results}
+    assert by_name["clean"] == 0
+    assert 0.1 < by_name["pgd"] <= 0.2 * (1 + 1e-5)
+
+
+def test_what_is_there_twice_runs_once_and_equal_names_are_numbered(ensemble):
+    other = PGD(THREAT, 2, 0.1)
+    three = [VotingRuleEval({"a": WEAK}), VotingRuleEval({"a": other}), VotingRuleEval({"a": WEAK})]
+    _, found = study(ensemble, *three)
+    assert [list(votes.attacks) for votes in found] == [["a"], ["a_2"], []]
+
+
+def test_the_interval_over_draws_is_wider_than_that_over_images():
+    low, high = votes_module._accuracy([0.5, 0.5, 0.5, 0.5, 0.55], 20)["interval"]
+    alone = votes_module._accuracy([0.51], 20)["interval"]
+    assert low < alone[0]
+    assert high > alone[1]
+    low, high = votes_module._accuracy([0.95, 1.0], 20)["interval"]
+    assert 0 <= low < high <= 1
+
+
+class Sick(TinyNet):
+    """Its answers are no numbers."""
+
+    def forward(self, x):
+        return super().forward(x) * torch.nan
+
+
+def test_answers_that_are_no_numbers_are_no_success_of_an_attack():
+    mixed = TransformEnsemble([*nets(1), Sick().eval()], ["clean", "rotate_90"])
+    with pytest.raises(ValueError, match="logits are not numbers on 33 of 33 images"):
+        study(mixed, VotingRuleEval({"pgd": WEAK}, attacked=["clean"]))
+
+
+def test_a_defense_that_adapts_is_refused():
+    net = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(192, 4))
+    with pytest.raises(TypeError, match="DENT adapts to the test batch"):
+        study(DENT(net), VotingRuleEval({"pgd": WEAK}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attacks": {}}, "at least one attack"),
+        ({"attacks": {"clean": WEAK}}, "no attack can be called 'clean'"),
+        ({"attacks": {"a": WEAK}, "draws": 0}, "draws must be at least 1, got 0"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        VotingRuleEval(**options)
+
+
+def test_the_table_has_a_column_for_each_rule(ensemble):
+    _, (votes,) = study(
+        ensemble, VotingRuleEval({"pgd": WEAK}, ensembles={"1": ["clean"], "3": NAMES})
+    )
+    console = Console(width=80, record=True, file=StringIO())
+    print_votes("X", votes.results, console)
+    text = console.export_text()
+    assert all(rule in text for rule in VOTING_RULES)
+    assert text.count("pgd") == 2
+    assert "…" not in text
+    for result in votes.results:
+        checked(json.dumps(with_schema(result)))
+
+
+def test_only_some_attacks_are_run():
+    attacks = {name: WEAK for name in ("fgsm_avg", "pgd_avg", "pgd_max")}
+    assert list(VotingRuleEval(attacks, only=["pgd*"]).attacks) == ["pgd_avg", "pgd_max"]
+    with pytest.raises(ValueError, match="no attack is called cw: fgsm_avg, pgd_avg, pgd_max"):
+        VotingRuleEval(attacks, only=["cw"])

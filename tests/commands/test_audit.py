@@ -1,0 +1,138 @@
+"""The audit as a callback and as a command."""
+
+import json
+
+import pytest
+import yaml
+
+from lightning_rob.commands.configs import AuditConfig
+from tests.schema import checked
+from tests.test_ddp import TWO
+from tests.tiny import ROOT, pgd, recipe, robust_eval, run, same_weights, shell, weights
+
+CKPT = "run/version_0/checkpoints/last.ckpt"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
+    options = {"trainer__callbacks+": [checkpoint], "model__init_args__monitor": None}
+    run("fit", "--config", recipe(folder, **options))
+    return folder / CKPT
+
+
+def audited(**options):
+    small = {"steps": 3, "queries": 20, "max_images": 20}
+    small["threat"] = {"norm": "linf", "eps": "40/255"}
+    return {"class_path": "RobustAudit", "init_args": small | options}
+
+
+def test_the_callback_writes_what_it_found(trained, tmp_path, capsys):
+    callbacks = [robust_eval({"apgd": pgd()}), audited()]
+    file = recipe(tmp_path, **{"trainer__callbacks+": callbacks})
+    run("test", "--config", file, "--ckpt_path", trained)
+    record = checked((tmp_path / "run/version_0/audit.json").read_text())
+    accuracy = {row["name"]: row["accuracy"] for row in record["attacks"]}
+    assert {"clean", "noise", "pgd", "arc", "arc_two_radii", "square", "worst"} <= accuracy.keys()
+    assert {row["n"] for row in record["attacks"]} == {20}
+    assert accuracy["worst"] <= accuracy["arc_two_radii"] <= accuracy["arc"]
+    findings = {finding["name"]: finding for finding in record["findings"]}
+    assert findings["adaptive"]["severity"] in ("warning", "severe")
+    assert "but not ARC" in findings["adaptive"]["text"]
+    shown = capsys.readouterr().out
+    assert "Audit · Ensemble · a randomized ensemble" in shown
+    assert "callbacks/arc_two_radii.yaml" in " ".join(shown.split())
+
+
+@pytest.mark.slow  # test_ddp holds for all evaluation callbacks that ranks share the groups
+def test_two_processes_find_the_same(trained, tmp_path):
+    """Except Square, whose noise depends on the batch."""
+    found = []
+    for name, args in {"one": [], "two": TWO}.items():
+        (tmp_path / name).mkdir()
+        data = {"class_path": "tests.tiny.Blobs", "init_args": {"test_size": 33}}
+        callbacks = {"trainer__callbacks+": [audited(queries=1, max_images=None)]}
+        file = recipe(tmp_path / name, data=data, **callbacks)
+        done = shell("test", "--config", file, "--ckpt_path", trained, *args)
+        assert done.returncode == 0, done.stderr
+        record = json.loads((tmp_path / name / "run/version_0/audit.json").read_text())
+        assert {r["n"] for r in record["attacks"]} == {33}
+        rows = {r["name"]: r["accuracy"] for r in record["attacks"] if r["name"] != "square"}
+        findings = {f["name"]: f for f in record["findings"] if f["name"] != "black_box"}
+        found.append((rows, findings))
+    assert found[0] == found[1]
+
+
+def test_it_runs_in_fit_and_training_stays_the_same(tmp_path):
+    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
+    states = []
+    for name, more in {"with": [audited(max_images=4)], "without": []}.items():
+        (tmp_path / name).mkdir()
+        options = {"trainer__callbacks+": [checkpoint, *more]}
+        options["model__init_args__monitor"] = None
+        run("fit", "--config", recipe(tmp_path / name, **options))
+        states.append(weights(tmp_path / name / CKPT))
+    assert same_weights(*states)
+    assert (tmp_path / "with/run/version_0/audit.json").exists()
+
+
+def test_the_command(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = ["--eps", "40/255", "--images", "10", "--steps", "2", "--queries", "5", "--strict"]
+    try:
+        run("audit", "--ckpt_path", trained, "--trainer.accelerator=cpu", *options)
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    (file,) = (tmp_path / "logs").rglob("audit.json")
+    record = json.loads(file.read_text())
+    severe = any(finding["severity"] == "severe" for finding in record["findings"])
+    assert code == int(severe)
+    config = yaml.safe_load((file.parent / "config.yaml").read_text())
+    assert "model" in config and not {"eps", "norm", "images", "strict"} & set(config)
+    assert {row["n"] for row in record["attacks"]} == {10}
+    assert "within" in capsys.readouterr().out
+
+
+def test_strict_ends_with_code_1_where_the_defense_is_broken(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    net = {"class_path": "tests.audit.planted.Rounding", "init_args": {"width": 16}}
+    file = recipe(tmp_path, **{"model__init_args__net": net, "trainer__callbacks+": []})
+    args = ["audit", "--config", file, "--ckpt_path", trained]
+    args += ["--images", "8", "--steps", "1", "--queries", "1"]
+    run(*args)
+    with pytest.raises(SystemExit) as end:
+        run(*args, "--strict")
+    assert end.value.code == 1
+    record = checked((tmp_path / "run/version_0/audit.json").read_text())
+    severe = {f["name"] for f in record["findings"] if f["severity"] == "severe"}
+    assert {"zero_gradients", "steps_inside"} <= severe
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eps": 0.0}, "--eps must be above 0, got 0"),
+        ({"eps": 8.0}, "--eps 8 holds every image, for images span .* did you mean 8/255"),
+        ({"norm": "l1"}, "--norm must be linf or l2, got l1"),
+        ({"images": 0}, "--images must be at least 1, got 0"),
+        ({"seed": -1}, "--seed must be at least 0, got -1"),
+    ],
+)
+def test_options_without_a_meaning(options, message):
+    with pytest.raises(ValueError, match=message):
+        AuditConfig(**options)
+
+
+def test_the_command_line_is_checked_before_anything_is_built(trained, capsys):
+    with pytest.raises(SystemExit) as end:
+        run("audit", "--ckpt_path", trained, "--eps", "wide")
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert "eps" in message and "wide" in message
+
+
+def test_the_plug_in_is_the_callback():
+    content = yaml.safe_load((ROOT / "callbacks/audit.yaml").read_text())
+    assert content["class_path"] == "RobustAudit"

@@ -1,0 +1,690 @@
+"""The command `monitor`: no checkpoint twice, none missed, the images by name, alarms."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from scipy.stats import binomtest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_rob.attacks import ARC, PGD
+from lightning_rob.cli.commands import model_overrides
+from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
+from lightning_rob.commands.configs import MonitorConfig
+from lightning_rob.commands.monitor import folder, watcher
+from lightning_rob.commands.monitor.comparison import CheckpointResults, alarms, drops
+from lightning_rob.commands.monitor.history import History, as_record
+from lightning_rob.commands.monitor.suite import Suite
+from lightning_rob.commands.report import report
+from lightning_rob.metrics import holm, robust_accuracy
+from lightning_rob.threat import Threat
+from tests.schema import checked
+from tests.tiny import arc, pgd, recipe, robust_eval, run
+
+THREAT = Threat("linf", 16 / 255)
+ATTACKS = (PGD(THREAT, 3, 8 / 255, random_start=False), ARC(THREAT, 3, 16 / 255))
+EPOCHS = [f"epoch={i}-step={4 * (i + 1)}.ckpt" for i in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    """A monitor gives way to others for the rest of its process; the tests after it need not."""
+    monkeypatch.setattr(os, "setpriority", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Four epochs, a checkpoint of each, and last.ckpt, which has the weights of the fourth."""
+    torch.set_num_threads(1)  # a forked process hangs in a pool of threads that it has not
+    top = tmp_path_factory.mktemp("trained")
+    kept = {"class_path": "ModelCheckpoint", "init_args": {"save_top_k": -1, "save_last": True}}
+    options = {"model__init_args__monitor": None, "trainer__callbacks+": [kept]}
+    run("fit", "--config", recipe(top, **options))
+    suite = [robust_eval({"apgd": pgd(random_start=False)}), robust_eval({"arc": arc()})]
+    for i, callback in enumerate(suite):
+        (top / f"suite{i}.yaml").write_text(yaml.safe_dump(callback))
+    return top
+
+
+@pytest.fixture
+def watched(trained, tmp_path):
+    """A run's folder without checkpoints."""
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def put(trained, watched):
+    """Puts a checkpoint of the fit into the watched folder, under its name or another."""
+
+    def one(name, under=None):
+        source = trained / "run/version_0/checkpoints" / name
+        shutil.copy(source, watched / "checkpoints" / (under or name))
+        shutil.copy(f"{source}.sha256", watched / "checkpoints" / f"{under or name}.sha256")
+
+    return one
+
+
+def monitor(trained, watched, *args) -> int:
+    """The exit code."""
+    suite = [arg for i in range(2) for arg in ("--suite", trained / f"suite{i}.yaml")]
+    try:
+        run("monitor", watched, *suite, "--trainer.accelerator=cpu", *args)
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def lines(watched) -> list[dict]:
+    return list(map(checked, (watched / "monitor.jsonl").read_text().splitlines()))
+
+
+def events(watched, kind) -> list[dict]:
+    return [line for line in lines(watched) if line.get("event") == kind]
+
+
+def evaluated(watched) -> list[str]:
+    return [Path(line["checkpoint"]).name for line in events(watched, "evaluated")]
+
+
+def changed(source: Path, target: Path, change, step=None) -> None:
+    """A copy of a checkpoint with other weights."""
+    content = torch.load(source, weights_only=True)
+    content["state_dict"] = {k: change(k, v) for k, v in content["state_dict"].items()}
+    content["global_step"] = step or content["global_step"]
+    torch.save(content, target)
+
+
+def swapped(key, value):
+    """Two classes exchanged: images of both are lost."""
+    return value[[1, 0, 2, 3]] if "last" in key else value
+
+
+def by_hand(trained, path) -> dict[str, torch.Tensor]:
+    """Each image's scores, by direct calls."""
+    file = str(trained / "recipe.yaml")
+    built = RobustCLI(["--config", file, "--trainer.logger=false"], run=False)
+    load_weights(built.model, read_checkpoint(str(path)))
+    built.datamodule.setup("test")
+    samples = [built.datamodule.parts["test"][i] for i in range(33)]
+    x, y = torch.stack([s[0] for s in samples]), torch.tensor([s[1] for s in samples])
+    defense = built.model.defense.eval()
+    perturbed = {"clean": x, "apgd": ATTACKS[0](defense, x, y), "arc": ATTACKS[1](defense, x, y)}
+    scores = {k: robust_accuracy(defense(v).detach(), y) for k, v in perturbed.items()}
+    return scores | {"worst": torch.stack([*scores.values()]).amin(0)}
+
+
+def test_figures_and_images_are_those_of_direct_calls(trained, watched, put, capsys):
+    for name in (EPOCHS[0], EPOCHS[3], "last.ckpt"):
+        put(name)
+    swap = watched / "checkpoints/swapped.ckpt"
+    changed(watched / "checkpoints" / EPOCHS[3], swap, swapped, step=20)
+    assert monitor(trained, watched, "--once", "--drop=significant") == 1
+    assert evaluated(watched) == [EPOCHS[0], EPOCHS[3], "swapped.ckpt"]
+    hands = [by_hand(trained, watched / "checkpoints" / name) for name in evaluated(watched)]
+    found = [line for line in lines(watched) if "event" not in line]
+    assert [line["name"] for line in found] == ["clean", "apgd", "arc", "worst"] * 3
+    for line, hand in zip(found, [hand for hand in hands for _ in range(4)], strict=True):
+        assert line["accuracy"] == pytest.approx(hand[line["name"]].mean().item(), abs=1e-6)
+        assert line["n"] == 33
+    robust = [hand["worst"] >= 0.5 for hand in hands]
+    for i, event in enumerate(events(watched, "evaluated")[1:], start=1):
+        before, after = robust[i - 1], robust[i]
+        lost, won = (
+            (a & ~b).nonzero()[:, 0].tolist() for a, b in ((before, after), (after, before))
+        )
+        assert event["change"]["since"] == f"checkpoints/{evaluated(watched)[i - 1]}"
+        assert event["change"]["newly_vulnerable"] == lost
+        assert event["change"]["won_back"] == won
+        p = binomtest(len(lost), len(lost) + len(won)).pvalue
+        assert event["change"]["p"] == pytest.approx(p)
+        assert event["change"]["test"] == "McNemar"
+    assert len(lost) > 5
+    first, second = events(watched, "evaluated")[1:]
+    assert [drop["to"] for drop in first["drops"]] == ["last"]
+    for drop in second["drops"]:
+        assert drop["p"] <= drop["p_adjusted"] <= 1
+    alarms = [event["alarm"] for event in events(watched, "evaluated")]
+    assert [len(alarm) for alarm in alarms] == [0, 0, 1]
+    assert alarms[2][0].startswith("robust/worst fell from ")
+    told = capsys.readouterr()
+    assert f"lightning-rob: alarm: {alarms[2][0]}" in told.err.splitlines()
+    assert f"newly vulnerable: {', '.join(map(str, lost[:12]))}" in told.out
+    row = next(line for line in told.out.splitlines() if line.startswith("swapped"))
+    assert row.split()[1:4] == ["3", "20", f"{100 * hands[2]['clean'].mean():.1f}"]
+    assert row.endswith("ALARM")
+
+
+def past(step, right, count=40):
+    scores = torch.zeros(count, dtype=torch.float64)
+    scores[right] = 1.0
+    return CheckpointResults(
+        f"{step}.ckpt", step, {"worst": float(scores.mean())}, (torch.arange(count), scores)
+    )
+
+
+def test_drops_are_judged_by_p_adjusted_over_the_last_and_the_best():
+    """Of images 0 to 39 the last has lost 6 and won none since the best, and 5 since the last."""
+    earlier = [past(1, range(30)), past(2, range(28)), past(3, range(29))]
+    now = past(4, range(24))
+    last, best = drops(now, earlier)
+    p = {"last": 2 / 2**5, "best": 2 / 2**6}
+    assert (last.to, last.since, last.p) == ("last", "3.ckpt", pytest.approx(p["last"]))
+    assert (best.to, best.since, best.p) == ("best", "1.ckpt", pytest.approx(p["best"]))
+    assert last.p_adjusted == pytest.approx(2 * p["last"])
+    assert best.p_adjusted == pytest.approx(2 * p["last"])  # of three: 3 / 32, and not below last's
+    assert {last.test, best.test} == {"McNemar, Holm over 2 comparisons"}
+    for level, count in ((0.07, 0), (0.2, 2)):  # p of last is 0.0625, and is no alarm at 0.07
+        told = alarms(MonitorConfig(Path(), drop=level), now, [last, best])
+        assert len(told) == count
+    assert told[0] == (
+        "robust/worst fell from 72.5% (last: 3.ckpt) to 60.0%, p = 0.12 "
+        "(McNemar, Holm over 2 comparisons)"
+    )
+    (only,) = drops(now, earlier[:1])
+    assert (only.to, only.p_adjusted, only.test) == ("last", pytest.approx(only.p), "McNemar")
+
+
+def test_started_again_it_evaluates_nothing_twice(trained, watched, put):
+    for name in EPOCHS[:2]:
+        put(name)
+    assert monitor(trained, watched, "--once") == 0
+    first = lines(watched)
+    put(EPOCHS[0], under="copied.ckpt")
+    assert monitor(trained, watched, "--once") == 0
+    assert [line for line in lines(watched)[len(first) :] if line.get("event") != "ended"] == []
+    put(EPOCHS[2])
+    monitor(trained, watched, "--once")
+    assert evaluated(watched) == EPOCHS[:3]
+
+
+def test_another_way_of_training_or_batch_size_is_no_reason_to_begin_anew(trained, watched, put):
+    put(EPOCHS[1])
+    assert monitor(trained, watched, "--once") == 0
+    first = watched / "checkpoints" / EPOCHS[0]
+    content = torch.load(trained / "run/version_0/checkpoints" / EPOCHS[0], weights_only=True)
+    recipe_text = content["lightning_rob_recipe"]
+    content["lightning_rob_recipe"] = recipe_text.replace("lr: 0.01", "lr: 0.02")
+    assert content["lightning_rob_recipe"] != recipe_text
+    torch.save(content, first)
+    assert monitor(trained, watched, "--once", "--data.eval_batch_size=5") == 0
+    assert evaluated(watched) == [EPOCHS[1], EPOCHS[0]]
+    assert monitor(trained, watched, "--once", "--model.probs=[0.5, 0.5]") == 0
+    assert evaluated(watched) == [EPOCHS[1], EPOCHS[0], EPOCHS[0], EPOCHS[1]]
+
+
+def rewritten(source: Path, target: Path, change) -> None:
+    """A copy of a checkpoint with the same weights and another recipe."""
+    content = torch.load(source, weights_only=True)
+    told = yaml.safe_load(content["lightning_rob_recipe"])
+    change(told["model"]["init_args"])
+    content["lightning_rob_recipe"] = yaml.safe_dump(told)
+    torch.save(content, target)
+
+
+def noisy(alpha):
+    """Puts uniform noise before the net of a recipe."""
+    transforms = {"UniformNoise": {"alpha": alpha}}
+    init = {"size": 1, "draws": 3, "transforms": transforms}
+    defense = "lightning_rob.defenses.RandomTransforms"
+
+    def change(model):
+        model["defense"] = {"class_path": defense, "init_args": init}
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def randomized(tmp_path_factory):
+    """A checkpoint whose defense is of random transforms."""
+    top = tmp_path_factory.mktemp("randomized")
+    net = {"class_path": "tests.tiny.TinyNet", "init_args": {"width": 16}}
+    init = {"net": net, "attack": pgd(random_start=False)}
+    noisy(0.01)(init)
+    module = {"class_path": "lightning_rob.modules.AdversarialTraining", "init_args": init}
+    kept = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
+    options = {"trainer__max_epochs": 2, "trainer__callbacks+": [kept]}
+    run("fit", "--config", recipe(top, model=module, **options))
+    return top / "run/version_0/checkpoints/last.ckpt"
+
+
+@pytest.fixture
+def of_test(trained, tmp_path, monkeypatch):
+    """What `test --ckpt_path` says of a checkpoint with the watched suite, by figure."""
+    monkeypatch.chdir(tmp_path)
+
+    def figures(path):
+        shutil.rmtree("logs", ignore_errors=True)
+        suite = [f"--trainer.callbacks+={trained}/suite0.yaml"]
+        run("test", "--ckpt_path", path, *suite, "--trainer.accelerator=cpu")
+        found = map(json.loads, Path("logs/version_0/robust.jsonl").read_text().splitlines())
+        return {line["name"]: line["accuracy"] for line in found}
+
+    return figures
+
+
+def watch(trained, watched, *args) -> int:
+    """The exit code with only the attack that any defense takes."""
+    try:
+        suite = ("--suite", trained / "suite0.yaml", "--trainer.accelerator=cpu", "--once")
+        run("monitor", watched, *suite, *args)
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def test_each_checkpoint_is_evaluated_by_the_model_of_its_own_recipe(
+    trained, watched, randomized, of_test
+):
+    place = watched / "checkpoints"
+    strengths = {"a.ckpt": 0.01, "b.ckpt": 1.0}
+    for step, (name, alpha) in enumerate(strengths.items()):
+        rewritten(randomized, place / name, noisy(alpha))
+        scale = 1 - step / 1000  # other weights, too
+        changed(place / name, place / name, lambda _, v, s=scale: v * s, step=20 + step)
+    assert watch(trained, watched) == 0
+    found = [line for line in lines(watched) if line.get("name") in ("clean", "apgd")]
+    for i, name in enumerate(strengths):
+        wanted = of_test(place / name)
+        told = {line["name"]: line["accuracy"] for line in found[2 * i : 2 * i + 2]}
+        assert told == pytest.approx({key: wanted[key] for key in told}, abs=1e-6)
+    assert found[0]["accuracy"] != found[2]["accuracy"]  # else nothing is told apart
+    # They are compared all the same: the attacks and the images are equal.
+    assert events(watched, "evaluated")[1]["change"]["since"] == "checkpoints/a.ckpt"
+
+
+def test_the_same_weights_with_another_recipe_are_another_checkpoint(trained, watched, randomized):
+    path = watched / "checkpoints/last.ckpt"
+    shutil.copy(randomized, path)
+    assert watch(trained, watched) == 0
+    (clean,) = (line["accuracy"] for line in lines(watched) if line.get("name") == "clean")
+    limit = f"--alarm=acc={clean - 1e-4}"
+    assert watch(trained, watched, limit) == 0
+    rewritten(randomized, path, noisy(1.0))
+    assert watch(trained, watched, limit) == 1
+    after = [line["accuracy"] for line in lines(watched) if line.get("name") == "clean"]
+    assert len(after) == 2
+    assert after[1] < clean
+    assert watch(trained, watched, limit) == 1  # judged by the later of two of the same step
+    assert len(events(watched, "evaluated")) == 2
+
+
+def test_a_recipe_that_cannot_be_built_or_attacked_is_broken(trained, watched, put, capsys):
+    put(EPOCHS[0])
+    source = trained / "run/version_0/checkpoints" / EPOCHS[1]
+    changes = {
+        "unknown.ckpt": lambda model: model["net"].update(class_path="tests.tiny.NoSuchNet"),
+        "wide.ckpt": lambda model: model["net"]["init_args"].update(width=17),
+    }
+    for name, change in changes.items():
+        rewritten(source, watched / "checkpoints" / name, change)
+    put(EPOCHS[2])
+    assert monitor(trained, watched, "--once") == 1
+    assert evaluated(watched) == [EPOCHS[0], EPOCHS[2]]
+    reasons = {Path(e["checkpoint"]).name: e["alarm"][0] for e in events(watched, "broken")}
+    assert set(reasons) == set(changes)
+    assert "NoSuchNet" in reasons["unknown.ckpt"]
+    assert "another architecture" in reasons["wide.ckpt"]
+    assert capsys.readouterr().err.count("lightning-rob: alarm:") == 2
+
+
+def test_a_file_of_options_counts_by_what_it_says(trained, watched, put, tmp_path):
+    put(EPOCHS[0])
+    options = tmp_path / "m.yaml"
+    seen = []
+    for probs in ([0.9, 0.1], [0.5, 0.5], [0.5, 0.5]):
+        options.write_text(yaml.safe_dump({"model": {"init_args": {"probs": probs}}}))
+        assert watch(trained, watched, "--config", options) == 0
+        seen.append(len(evaluated(watched)))
+    assert seen == [1, 2, 2]
+    options.rename(tmp_path / "renamed.yaml")
+    assert watch(trained, watched, f"--config={tmp_path / 'renamed.yaml'}") == 0
+    assert len(evaluated(watched)) == 2
+
+
+def test_a_limit_on_what_is_no_longer_there_is_not_kept(trained, watched, put, capsys):
+    put(EPOCHS[0])
+    assert watch(trained, watched, "--alarm=robust/worst=0.01") == 0
+    assert watch(trained, watched, "--alarm=robust/worst=0.999") == 1
+    shutil.rmtree(watched / "checkpoints")
+    for asked in ("--alarm=robust/worst=0.999", "--alarm=robust/worst=0.01", "--drop=0.01"):
+        capsys.readouterr()
+        assert watch(trained, watched, asked) == 1
+        told = "no checkpoint was evaluated: no figure for "
+        assert told + asked.removeprefix("--alarm=").partition("=")[0] in capsys.readouterr().err
+    assert watch(trained, watched) == 0
+
+
+def test_a_limit_on_what_was_only_seen_is_not_kept(trained, watched, put, capsys):
+    put(EPOCHS[0])
+    watch(trained, watched)
+    record = watched / "monitor.jsonl"
+    seen = [line for line in record.read_text().splitlines() if '"seen"' in line]
+    record.write_text("\n".join(seen) + "\n")
+    shutil.rmtree(watched / "checkpoints")
+    assert watch(trained, watched, "--alarm=robust/nosuch=0.99") == 1
+    told = capsys.readouterr().err
+    assert f"missed: checkpoints/{EPOCHS[0]}" in told
+    assert "no figure for robust/nosuch" in told
+
+
+@pytest.mark.parametrize(("images", "code"), [(9, 1), (10, 0)])
+def test_a_drop_on_few_images_is_not_judged(trained, watched, put, capsys, images, code):
+    for name in EPOCHS[:2]:
+        put(name)
+    few = f"--data.test_size={images}"
+    for _ in range(2):
+        assert watch(trained, watched, few, "--drop=1e-9") == code
+        told = capsys.readouterr().err
+        assert (f"needs at least 10 images, there are {images}" in told) == bool(code)
+    assert evaluated(watched) == EPOCHS[:2]
+
+
+def test_following_it_finds_what_comes_and_what_is_overwritten(trained, watched, put, monkeypatch):
+    """Between two looks something happens; at the end a file says that no more will come."""
+    last = watched / "checkpoints/last.ckpt"
+    end = watched / "done"
+
+    def same_weights_other_bytes():
+        (watched / "checkpoints/last.ckpt.sha256").unlink()
+        changed(trained / "run/version_0/checkpoints" / EPOCHS[1], last, lambda _, v: v, step=9)
+
+    def half():
+        whole = (trained / "run/version_0/checkpoints" / EPOCHS[3]).read_bytes()
+        (watched / "checkpoints" / EPOCHS[3]).write_bytes(whole[: len(whole) // 2])
+
+    happens = [
+        lambda: put(EPOCHS[0], under="last.ckpt"),
+        lambda: put(EPOCHS[0]),
+        lambda: put(EPOCHS[1], under="last.ckpt"),
+        same_weights_other_bytes,
+        half,
+        lambda: None,
+        lambda: put(EPOCHS[3]),
+        end.touch,
+    ]
+    monkeypatch.setattr(watcher.time, "sleep", lambda _: happens.pop(0)())
+    assert monitor(trained, watched, "--until", end) == 0
+    assert not happens
+    assert evaluated(watched) == ["last.ckpt", "last.ckpt", EPOCHS[3]]
+    assert [line["step"] for line in events(watched, "evaluated")] == [4, 8, 16]
+    assert not events(watched, "broken")
+    assert not events(watched, "missed")
+
+
+def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
+    trained, watched, put, monkeypatch, capsys
+):
+    monkeypatch.setattr(folder, "SETTLE", 0.0)
+    monkeypatch.setattr(watcher.time, "sleep", lambda _: None)
+    place = watched / "checkpoints"
+    for name in (EPOCHS[0], EPOCHS[1], EPOCHS[2]):
+        put(name)
+    whole = (place / EPOCHS[1]).read_bytes()
+    (place / EPOCHS[1]).write_bytes(whole[:900])
+    (place / "page.ckpt").write_text("<!DOCTYPE html>")
+    flipped = bytearray((place / EPOCHS[2]).read_bytes())
+    flipped[5000] ^= 4
+    (place / EPOCHS[2]).write_bytes(flipped)
+    start = trained / "run/version_0/checkpoints" / EPOCHS[3]
+    changed(start, place / "narrow.ckpt", lambda k, v: v[:2] if "last" in k else v, step=30)
+    changed(start, place / "nan.ckpt", lambda _, v: v * torch.nan if v.dim() else v, step=31)
+    put("last.ckpt")
+    assert monitor(trained, watched, "--once") == 1
+    assert evaluated(watched) == [EPOCHS[0], "last.ckpt"]
+    reasons = {Path(e["checkpoint"]).name: e["alarm"][0] for e in events(watched, "broken")}
+    assert set(reasons) == {EPOCHS[1], EPOCHS[2], "page.ckpt", "narrow.ckpt", "nan.ckpt"}
+    assert "HTML" in reasons["page.ckpt"]
+    assert "SHA-256" in reasons[EPOCHS[2]]
+    assert "another architecture" in reasons["narrow.ckpt"]
+    assert "not finite" in reasons["nan.ckpt"]
+    assert capsys.readouterr().err.count("lightning-rob: alarm:") == 5
+    before = lines(watched)
+    assert monitor(trained, watched, "--once") == 0
+    assert [line["event"] for line in lines(watched)[len(before) :]] == ["ended"]
+
+
+def test_one_that_goes_before_its_turn_is_named_as_missed(
+    trained, watched, put, monkeypatch, capsys
+):
+    for name in EPOCHS[:3]:
+        put(name)
+    evaluate = Suite.evaluate
+
+    def and_delete(suite, meanwhile):
+        for name in EPOCHS[:2]:  # the one that is being evaluated, and one that waits
+            (watched / "checkpoints" / name).unlink(missing_ok=True)
+        return evaluate(suite, meanwhile)
+
+    monkeypatch.setattr(Suite, "evaluate", and_delete)
+    assert monitor(trained, watched, "--once", "--every=0.001") == 0
+    assert evaluated(watched) == [EPOCHS[0], EPOCHS[2]]
+    assert [e["checkpoint"] for e in events(watched, "missed")] == [f"checkpoints/{EPOCHS[1]}"]
+    kinds = [line.get("event") for line in lines(watched)]
+    assert kinds.index("missed") < kinds.index("evaluated")
+    assert f"missed: checkpoints/{EPOCHS[1]}" in capsys.readouterr().err
+
+
+def test_alarms_and_exit_codes(trained, watched, put, capsys):
+    put(EPOCHS[0])
+    assert monitor(trained, watched, "--once", "--alarm", "robust/worst=0.999,acc=0") == 1
+    (event,) = events(watched, "evaluated")
+    (worst,) = (line["accuracy"] for line in lines(watched) if line.get("name") == "worst")
+    assert event["alarm"] == [f"robust/worst is {worst:.4f}, below 0.999"]
+    assert f"lightning-rob: alarm: {event['alarm'][0]}" in capsys.readouterr().err
+    board = EventAccumulator(str(watched / "monitor")).Reload()
+    assert "monitor/alarm/text_summary" in board.Tags()["tensors"]
+    (text,) = board.Tensors("monitor/alarm/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == event["alarm"][0]
+    # Nothing is new, and yet the last figures are judged by what is asked for today.
+    assert monitor(trained, watched, "--once") == 0
+    assert monitor(trained, watched, "--once", "--alarm=robust/arc=0.999") == 1
+    assert monitor(trained, watched, "--once", "--alarm=robust/arc=0.01") == 0
+    assert evaluated(watched) == [EPOCHS[0]]
+
+
+def test_stop_at_alarm_leaves_the_rest_for_later(trained, watched, put):
+    for name in EPOCHS:
+        put(name)
+    assert monitor(trained, watched, "--once", "--stop_at_alarm", "--alarm=acc=1.0") == 1
+    assert evaluated(watched) == EPOCHS[:1]
+    assert monitor(trained, watched, "--once") == 0
+    assert evaluated(watched) == EPOCHS
+
+
+def test_a_drop_is_judged_against_the_last_and_the_best(trained, watched, put):
+    for name in (EPOCHS[2], EPOCHS[3]):
+        put(name)
+    place = watched / "checkpoints"
+    for step, name in ((20, "a.ckpt"), (24, "b.ckpt")):  # as bad as each other, unequal
+        scale = 1 + step / 1000
+        changed(place / EPOCHS[3], place / name, lambda k, v, s=scale: swapped(k, v) * s, step)
+    assert monitor(trained, watched, "--once", "--drop=0.01") == 1
+    alarms = [event["alarm"] for event in events(watched, "evaluated")]
+    assert alarms[:2] == [[], []]
+    assert any("(last: " in alarm for alarm in alarms[2])
+    assert ["(best: " in alarm for alarm in alarms[3]] == [True]
+    shutil.rmtree(watched / "monitor")
+    (watched / "monitor.jsonl").unlink()
+    assert monitor(trained, watched, "--once") == 0
+
+
+def forked(work) -> int:
+    """A process of its own that needs no imports: its id."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # from Python 3.12 on, of threads that are elsewhere
+        child = os.fork()
+    if child:
+        return child
+    code = 70
+    with suppress(BaseException):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        code = work()
+    os._exit(code)
+
+
+def code_of(child) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_killed_at_any_write_it_evaluates_none_twice_and_misses_none(trained, watched, put):
+    for name in EPOCHS[:2]:
+        put(name)
+    append = History.append
+    kills = 0
+
+    def dying(at, part):
+        """Append, until the so-manieth time, when only a part gets to the disk."""
+        count = iter(range(at))
+
+        def killed(history, *group):
+            if next(count, None) is None:
+                text = "".join(json.dumps(as_record(line)) + "\n" for line in group).encode()
+                os.write(history.file.fileno(), text[: int(part * len(text))])
+                os.kill(os.getpid(), signal.SIGKILL)
+            append(history, *group)
+
+        return killed
+
+    for at, part in ((1, 0.5), (1, 0.9), (0, 1.0), (0, 0.4), (0, 0.7), (0, 1.0)):
+        History.append = dying(at, part)
+        try:
+            child = forked(lambda: monitor(trained, watched, "--once"))
+        finally:
+            History.append = append
+        kills += code_of(child) == -signal.SIGKILL
+    assert kills == 6
+    assert monitor(trained, watched, "--once") == 0
+    assert evaluated(watched) == EPOCHS[:2]
+    shutil.copytree(watched / "checkpoints", watched.parent / "whole/checkpoints")
+    assert monitor(trained, watched.parent / "whole", "--once") == 0
+    figures = [
+        [(line["weights"], line["name"], line["accuracy"]) for line in lines(f) if "name" in line]
+        for f in (watched, watched.parent / "whole")
+    ]
+    assert figures[0] == figures[1]
+    board = EventAccumulator(str(watched / "monitor")).Reload()
+    assert [e.step for e in board.Scalars("monitor/robust/worst")] == [4, 8]
+
+
+def test_ctrl_c_ends_it_with_130_and_a_second_monitor_is_refused(trained, watched, put, capsys):
+    put(EPOCHS[0])
+    child = forked(lambda: monitor(trained, watched, "--every", 60))
+    record = watched / "monitor.jsonl"
+    deadline = time.monotonic() + 60
+    while not (record.exists() and "evaluated" in record.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert monitor(trained, watched, "--once") == 2
+    assert "another monitor writes to" in capsys.readouterr().err
+    os.kill(child, signal.SIGINT)
+    assert code_of(child) == 130
+    assert monitor(trained, watched, "--once") == 0
+    assert evaluated(watched) == [EPOCHS[0]]
+
+
+def test_a_suite_of_its_own_where_none_is_given(trained, watched, put):
+    put(EPOCHS[3])
+    run("monitor", watched, "--once", "--trainer.accelerator=cpu", "--data.test_size=8")
+    found = {line["name"]: line for line in lines(watched) if "name" in line}
+    attacks = ["apgd", "apgd_logits", "apgd_restarts", "arc", "arc_two_radii"]
+    assert list(found) == ["clean", *attacks, "worst"]
+    assert found["arc"]["attack"]["class_path"] == "lightning_rob.ARC"
+    # The step is eps, as in the paper, and eps the radius of the training.
+    assert found["arc"]["attack"]["init_args"]["step_size"] == pytest.approx(16 / 255)
+    assert found["apgd"]["threat"]["init_args"]["eps"] == pytest.approx(16 / 255)
+    weaker = min(line["accuracy"] for line in found.values() if line["name"] != "worst")
+    assert found["worst"]["accuracy"] <= weaker + 1e-9
+
+
+def test_the_report_shows_the_curve(trained, watched, put):
+    for name in EPOCHS[:2]:
+        put(name)
+    changed(
+        trained / "run/version_0/checkpoints" / EPOCHS[3],
+        watched / "checkpoints/swapped.ckpt",
+        swapped,
+    )
+    monitor(trained, watched, "--once", "--drop=significant")
+    page, beside = report([watched], watched / "report.html")
+    html, text = page.read_text(), beside.read_text()
+    assert "Checkpoint by checkpoint" in html
+    worst = [line["accuracy"] for line in lines(watched) if line.get("name") == "worst"]
+    assert f"worst {worst[-1]:.1%}" in html[html.index("Accuracy on the test images by step") :]
+    assert ">step</text>" in html
+    for name, share in zip([*EPOCHS[:2], "swapped.ckpt"], worst, strict=True):
+        row = next(line for line in text.splitlines() if line.startswith("| ") and name in line)
+        assert f"{share:.1%}" in row
+    (event,) = [event for event in events(watched, "evaluated") if event["alarm"]]
+    lost = len(event["change"]["newly_vulnerable"])
+    assert re.search(rf"swapped.*\| \**{lost}\** \| \**0\** \|", text)
+    assert "**Caution:** checkpoints/swapped.ckpt: robust/worst fell from" in text
+    changes = [event["change"]["p"] for event in events(watched, "evaluated")[1:]]
+    assert "p: McNemar's exact test, Holm over 2 comparisons" in text
+    for p, adjusted in zip(changes, holm(changes), strict=True):
+        assert re.search(rf"\| \**{p:.3g}\** \| \**{adjusted:.3g}\** \|", text)
+    assert changes != holm(changes)
+
+
+BAD = {
+    "say first which run": ["--once"],
+    "no folder": ["nowhere", "--once"],
+    "no checkpoint in": [".", "--once"],
+    "leave out --ckpt_path": [".", "--ckpt_path=x.ckpt"],
+    "--every must be above 0": [".", "--every=0"],
+    "--drop takes": [".", "--drop=often"],
+    "the history cannot be written": [".", "--once", "--out=file/folder"],
+    "a threshold is": [".", "--alarm=robust/worst"],
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_bad_input_gets_one_line(reason, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as stop:
+        run("monitor", *BAD[reason])
+    assert stop.value.code == 2
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert reason in told
+
+
+def test_an_alarm_on_a_figure_that_is_not_measured(trained, watched, put, capsys):
+    put(EPOCHS[0])
+    assert monitor(trained, watched, "--once", "--alarm=robust/pgd=0.4") == 2
+    assert "no figure robust/pgd" in capsys.readouterr().err
+    assert MonitorConfig(watched, drop="significant").level == 0.05
+    assert MonitorConfig(watched / "checkpoints").folder == watched
+
+
+def test_options_that_change_the_model():
+    assert list(model_overrides([])) == []
+    assert list(model_overrides(["--model.draws=3", "--once"])) == [("--model.draws", "3")]
+
+
+def test_a_checkpoint_without_its_scores_is_evaluated_again(trained, watched, put, tmp_path):
+    """Later checkpoints are compared with it. Options of the command may come from a file."""
+    options = tmp_path / "monitor.yaml"
+    options.write_text(yaml.safe_dump({"suite": [str(trained / "suite0.yaml")], "once": True}))
+    put(EPOCHS[0])
+    asked = ("monitor", watched, "--config", options, "--trainer.accelerator=cpu")
+    run(*asked)
+    (worst,) = (line for line in lines(watched) if line.get("name") == "worst")
+    (watched / worst["reuse"]["scores"]).unlink()
+    run(*asked)
+    assert evaluated(watched) == [EPOCHS[0]] * 2
+    put(EPOCHS[1])
+    run(*asked)
+    assert evaluated(watched) == [EPOCHS[0], EPOCHS[0], EPOCHS[1]]
+    assert events(watched, "evaluated")[2]["change"]["since"] == f"checkpoints/{EPOCHS[0]}"

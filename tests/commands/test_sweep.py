@@ -1,0 +1,456 @@
+"""The command `sweep`: its accuracies, record and table, and the input that it refuses."""
+
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback
+
+from lightning_rob.attacks import ARC, CW, PGD, OnMember, RandomMember, Strongest
+from lightning_rob.attacks.base import walk
+from lightning_rob.callbacks.robust_eval import full_defense
+from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
+from lightning_rob.commands.configs import SweepConfig
+from lightning_rob.commands.sweep import ResultCache
+from lightning_rob.commands.sweep_table import SweepTable
+from lightning_rob.commands.sweep_values import parse_values
+from lightning_rob.commands.sweep_variables import with_count, with_members, with_probability
+from lightning_rob.defenses import Ensemble, first_member
+from lightning_rob.identity import fingerprint
+from lightning_rob.metrics import robust_accuracy
+from lightning_rob.threat import Threat
+from tests.schema import checked
+from tests.tiny import TinyNet, arc, pgd, recipe, robust_eval, run, shell
+
+CKPT = "run/version_0/checkpoints/last.ckpt"
+THREAT = Threat("linf", 16 / 255)
+APGD = PGD(THREAT, 3, 8 / 255, random_start=False)
+ATTACKS = {"apgd": (APGD, full_defense), "arc": (ARC(THREAT, 3, 16 / 255), full_defense)}
+ATTACKS["alone"] = (APGD, first_member)
+PLAIN = pgd(random_start=False)
+ALONE = robust_eval({"alone": PLAIN}, target="lightning_rob.defenses.first_member")
+CALLBACKS = [robust_eval({"apgd": PLAIN, "arc": arc()}), ALONE]
+
+
+class KillAtTest(Callback):
+    """Sends SIGKILL to its own process at the start of the test of this number."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def on_test_start(self, *_) -> None:
+        self.left -= 1
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Three members, the second of which is rarely drawn."""
+    folder = tmp_path_factory.mktemp("trained")
+    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
+    options = {"model__init_args__monitor": None, "trainer__callbacks+": [checkpoint]}
+    options |= {"model__init_args__members": 3, "model__init_args__probs": [0.6, 0.1, 0.3]}
+    run("fit", "--config", recipe(folder, trainer__max_epochs=6, **options))
+    return folder / CKPT
+
+
+def plugged(callbacks):
+    text = [yaml.safe_dump(c, default_flow_style=True, width=10**6) for c in callbacks]
+    return [f"--trainer.callbacks+={c}" for c in text]
+
+
+def sweep(trained, out, over, values, *args, callbacks=CALLBACKS):
+    where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", out]
+    run("sweep", *where, "--over", over, "--values", values, *plugged(callbacks), *args)
+    return lines(out)
+
+
+def lines(out):
+    studies = out / "sweep_studies.jsonl"
+    for line in studies.read_text().splitlines() if studies.exists() else ():
+        checked(line)
+    return list(map(checked, (out / "sweep.jsonl").read_text().splitlines()))
+
+
+def accuracies(records):
+    return {(r["name"], round(r["value"], 6)): r["accuracy"] for r in records}
+
+
+@pytest.fixture(scope="module")
+def loaded(trained):
+    """The defense and the test images, without the command."""
+    file = str(trained.parents[3] / "recipe.yaml")
+    built = RobustCLI(["--config", file, "--trainer.logger=false"], run=False)
+    load_weights(built.model, read_checkpoint(str(trained)))
+    built.datamodule.setup("test")
+    samples = [built.datamodule.parts["test"][i] for i in range(33)]
+    images, labels = torch.stack([s[0] for s in samples]), torch.tensor([s[1] for s in samples])
+    return built.model.defense.eval(), images, labels
+
+
+def by_hand(attack, defense, x, y):
+    """Each image's score by direct calls."""
+    defense.eval()
+    x_adv = attack(defense, x, y) if attack else x
+    return robust_accuracy(defense(x_adv).detach(), y)
+
+
+def same_attack(attack, value):
+    return attack
+
+
+def counted(name):
+    def change(attack, value):
+        return replace(attack, **{name: int(value)}) if hasattr(attack, name) else attack
+
+    return change
+
+
+def longer(attack, eps):
+    share = attack.step_size / attack.threat.eps
+    return replace(attack, threat=Threat("linf", eps), step_size=share * eps)
+
+
+def unchanged(defense, value):
+    return defense
+
+
+def first_is(defense, p):
+    return Ensemble(defense.classifiers, [p, (1 - p) * 0.25, (1 - p) * 0.75])
+
+
+def first_members(defense, count):
+    probs = torch.tensor([0.6, 0.1, 0.3])[: int(count)]
+    return Ensemble(defense.classifiers[: int(count)], probs / probs.sum())
+
+
+CASES = {
+    "probability": ("1,0.75:0.25:-0.25", [1, 0.75, 0.5, 0.25], same_attack, first_is),
+    "members": ("1:3:1", [1, 2, 3], same_attack, first_members),
+    "eps": ("8/255,24/255", [8 / 255, 24 / 255], longer, unchanged),
+    "steps": ("1,4", [1, 4], counted("steps"), unchanged),
+    "neighbours": ("1,3", [1, 3], counted("neighbours"), unchanged),
+}
+
+
+@pytest.mark.parametrize("over", CASES)
+def test_figures_are_those_of_direct_calls(over, trained, loaded, tmp_path, capsys):
+    text, values, of_attack, of_defense = CASES[over]
+    found = accuracies(sweep(trained, tmp_path, over, text))
+    assert len(found) == 5 * len(values)
+    for value in values:
+        scores = {}
+        for name, (attack, target) in {"clean": (None, full_defense), **ATTACKS}.items():
+            changed = attack and of_attack(attack, value)
+            score = by_hand(changed, target(of_defense(loaded[0], value)), *loaded[1:])
+            scores[name] = score
+            mine = found[name, round(value, 6)]
+            assert mine == pytest.approx(score.mean().item(), abs=1e-6), (name, value)
+        lowest = torch.minimum(scores["apgd"], scores["arc"]).mean().item()
+        assert found["worst", round(value, 6)] == pytest.approx(lowest, abs=1e-6)
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert len(shown) == len(values)
+    assert len({accuracy for (name, _), accuracy in found.items() if name != "clean"}) > 2
+
+
+def test_what_a_value_does_not_change_runs_once(trained, tmp_path, monkeypatch):
+    calls = []
+    run_pgd = PGD.perturb
+    monkeypatch.setattr(
+        PGD,
+        "perturb",
+        lambda self, d, *rest: calls.append(len(d.weights)) or run_pgd(self, d, *rest),
+    )
+    records = sweep(trained, tmp_path / "g", "neighbours", "1,2,3")
+    assert sorted(set(calls)) == [1, 3]
+    once = calls.count(3)
+    assert calls.count(1) == once
+    assert sum(r["name"] == "apgd" for r in records) == 3
+    calls.clear()
+    sweep(trained, tmp_path / "p", "probability", "1,0.8,0.6")
+    assert (calls.count(3), calls.count(1)) == (3 * once, once)
+    calls.clear()
+    sweep(trained, tmp_path / "p", "probability", "0.8,0.9,0.6")
+    assert (calls.count(3), calls.count(1)) == (once, 0)
+
+
+def test_killed_and_run_again_it_ends_with_the_same_table(trained, tmp_path, capsys):
+    asked = ["steps", "1,2,3"]
+    whole_record = sweep(trained, tmp_path / "whole", *asked)
+    kill = {"class_path": "tests.commands.test_sweep.KillAtTest", "init_args": {"number": 3}}
+    where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", tmp_path / "killed"]
+    arguments = [*where, "--over", "steps", "--values", "1,2,3", *plugged([*CALLBACKS, kill])]
+    assert shell("sweep", *arguments).returncode == -signal.SIGKILL
+    stub = lines(tmp_path / "killed")
+    assert {r["value"] for r in stub} == {1, 2}
+    with (tmp_path / "killed/sweep.jsonl").open("a") as file:
+        file.write('{"name": "apgd", "variable": "steps", "val')  # a crash while writing
+    capsys.readouterr()
+    sweep_again = [*where[:-1], tmp_path / "killed", "--over", "steps", "--values", "1,2,3"]
+    run("sweep", *sweep_again, *plugged(CALLBACKS))
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert ["(recorded)" in line for line in shown] == [True, True, False]
+    points = [point.result for point in ResultCache(tmp_path / "killed").points.values()]
+    again = {(r.name, r.details["value"]): r.accuracy for r in points}
+    assert again == {
+        (r["name"], r["value"]): r["accuracy"]
+        for r in whole_record
+        if (r["name"], r["value"]) in again
+    }
+    tables = [(tmp_path / name / "sweep.md").read_text() for name in ("whole", "killed")]
+    one, other = ([x for x in t.splitlines() if x.startswith("|")] for t in tables)
+    assert one == other
+    assert len(one) == 5
+
+
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        (["--data.test_size=20"], {}),
+        (["--model.probs=[0.5, 0.2, 0.3]"], {}),
+        ([], {"seed": 1}),
+        ([], {"attacks": {"apgd": pgd(random_start=False, step_size="4/255")}}),
+    ],
+)
+def test_other_circumstances_are_measured_anew(args, options, trained, tmp_path, capsys):
+    few = {"attacks": {"apgd": PLAIN}, "max_images": 12}
+    sweep(trained, tmp_path, "steps", "1", callbacks=[robust_eval(**few)])
+    capsys.readouterr()
+    sweep(trained, tmp_path, "steps", "1", *args, callbacks=[robust_eval(**few | options)])
+    assert "(recorded)" not in capsys.readouterr().out
+
+
+def test_scores_are_arrays_that_numpy_reads(trained, tmp_path):
+    records = sweep(trained, tmp_path, "steps", "1")
+    for record in records:
+        with np.load(tmp_path / record["reuse"]["scores"]) as content:
+            assert content["index"].tolist() == list(range(33))
+            assert content["scores"].mean() == pytest.approx(record["accuracy"], abs=1e-6)
+            assert content["key"] == record["reuse"]["key"]
+
+
+def test_results_without_their_scores_are_measured_anew(trained, tmp_path, capsys):
+    few = [robust_eval({"apgd": PLAIN}, max_images=12)]
+    records = sweep(trained, tmp_path, "steps", "1", callbacks=few)
+    clean, attacked = (tmp_path / record["reuse"]["scores"] for record in records)
+    for spoil in (
+        clean.unlink,
+        lambda: attacked.write_bytes(clean.read_bytes()),  # scores of another result
+        lambda: attacked.write_text("none"),
+    ):
+        spoil()
+        capsys.readouterr()
+        again = sweep(trained, tmp_path, "steps", "1", callbacks=few)
+        assert "(recorded)" not in capsys.readouterr().out
+        assert accuracies(again) == accuracies(records)
+    sweep(trained, tmp_path, "steps", "1", callbacks=few)
+    assert "(recorded)" in capsys.readouterr().out
+
+
+def test_options_may_come_from_a_file(trained, tmp_path, capsys):
+    options = tmp_path / "sweep.yaml"
+    options.write_text("over: steps\nvalues: '1,2'\n")
+    few = plugged([robust_eval({"apgd": PLAIN}, max_images=5)])
+    run("sweep", "--config", options, "--ckpt_path", trained, "--out", tmp_path, *few)
+    assert {record["value"] for record in lines(tmp_path)} == {1, 2}
+
+
+def test_batch_size_and_names_of_files_change_nothing(trained, tmp_path, capsys):
+    few = [robust_eval({"apgd": PLAIN}, max_images=12)]
+    sweep(trained, tmp_path, "steps", "1", callbacks=few)
+    copy = tmp_path / "renamed.ckpt"
+    copy.write_bytes(trained.read_bytes())
+    capsys.readouterr()
+    sweep(copy, tmp_path, "steps", "1", "--data.eval_batch_size=5", callbacks=few)
+    assert "(recorded)" in capsys.readouterr().out
+
+
+def test_another_checkpoint_has_another_folder_and_fingerprint(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = torch.load(trained, weights_only=True)
+    name = next(key for key in content["state_dict"] if key.endswith("last.bias"))
+    content["state_dict"][name] = content["state_dict"][name] + 1e-6
+    other = tmp_path / "last.ckpt"
+    torch.save(content, other)
+    few = plugged([robust_eval({"apgd": PLAIN}, max_images=5)])
+    for path in (trained, other):
+        run("sweep", "--ckpt_path", path, "--over=steps", "--values=1", *few)
+    folders = sorted((tmp_path / "sweeps").iterdir())
+    assert len(folders) == 2
+    assert all(f.name.startswith("last_") and f.name.endswith("_steps") for f in folders)
+
+
+def test_markdown_figure_and_the_best_value(trained, tmp_path, capsys):
+    records = sweep(trained, tmp_path, "probability", "0.9,0.5", "--best", "apgd")
+    found = accuracies(records)
+    best = max((0.9, 0.5), key=lambda p: found["apgd", p])
+    sentence = (
+        f"best probability under apgd: {best:g} ({100 * found['apgd', best]:.1f} %); "
+        f"clean there: {100 * found['clean', best]:.1f} %, "
+        f"arc there: {100 * found['arc', best]:.1f} %"
+    )
+    told = capsys.readouterr().out
+    page = (tmp_path / "sweep.md").read_text()
+    assert sentence in told
+    assert sentence in page
+    assert "| probability | clean | apgd | arc | alone on first member | worst |" in page
+    assert f"| {best:g} |" in page
+    assert f"{100 * found['apgd', best]:.1f}\\* (" in page
+    for part in ("lightning-rob sweep --ckpt_path", "images: 33", "Blobs", "torch 2", "20"):
+        assert part in page
+    assert (tmp_path / "sweep.png").stat().st_size > 10_000
+
+
+def outcome(over, values, folder):
+    config = SweepConfig(over, values)
+    table = {value: {} for value in config.points}
+    for point in ResultCache(folder).points.values():
+        for value, row in table.items():
+            if point.result.details["value"] == value.number:
+                row[point.result.name] = point.result
+    return SweepTable(config, table, {})
+
+
+def test_the_figure_draws_what_was_measured(trained, tmp_path):
+    found = accuracies(sweep(trained, tmp_path, "eps", "24/255,8/255"))
+    drawn = outcome("eps", "24/255,8/255", tmp_path).figure()
+    (axes,) = drawn.axes
+    assert axes.get_xlabel() == "radius eps in 1/255"
+    assert axes.get_ylabel() == "accuracy in %, 33 images"
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    arcs = lines["arc"]
+    assert arcs.get_xdata().tolist() == pytest.approx([8, 24])
+    expected = [100 * found["arc", round(e / 255, 6)] for e in (8, 24)]
+    assert arcs.get_ydata().tolist() == pytest.approx(expected)
+    (legend,) = drawn.legends
+    assert {text.get_text() for text in legend.get_texts()} == set(lines)
+    assert {"worst attack per image", "alone on first member"} <= set(lines)
+    looks = {(line.get_color(), line.get_marker()) for line in lines.values()}
+    assert len(looks) == len(lines)
+
+
+def test_nested_attacks_are_changed_throughout():
+    nested = RandomMember(Strongest((APGD, OnMember(ARC(THREAT, 3, 16 / 255), 1))))
+    changed = nested.rescaled(4 / 255)
+    sizes = [part.step_size for part in walk(changed) if hasattr(part, "step_size")]
+    assert sizes == pytest.approx([2 / 255, 4 / 255])
+    assert {part.threat.eps for part in walk(changed)} == {4 / 255}
+    assert nested.rescaled(16 / 255) == nested
+    more = with_count("steps")(nested, 7.0)
+    assert [p.steps for p in walk(more) if hasattr(p, "steps")] == [7, 7]
+    fewer = with_count("neighbours")(nested, 2)
+    assert [p.neighbours for p in walk(fewer) if hasattr(p, "neighbours")] == [2]
+    assert fewer.attack.attacks[0] == APGD
+    cw = CW(Threat("l2", 1.0), step_size=0.01)
+    assert cw.rescaled(2.0) == replace(cw, threat=Threat("l2", 2.0))
+
+
+def test_probabilities_and_members():
+    nets = [TinyNet(), TinyNet(), TinyNet()]
+    defense = Ensemble(nets, [0.6, 0.1, 0.3])
+    close = pytest.approx
+    assert with_probability(defense, 0.2).weights.tolist() == close([0.2, 0.2, 0.6])
+    assert with_probability(defense, 1).weights.tolist() == close([1, 0, 0])
+    alone = Ensemble(nets, [1.0, 0, 0])
+    assert with_probability(alone, 0.5).weights.tolist() == close([0.5, 0.25, 0.25])
+    two = with_members(defense, 2)
+    assert two.weights.tolist() == close([6 / 7, 1 / 7])
+    assert two.classifiers == nets[:2]
+    assert two.rule is defense.rule
+    assert fingerprint(with_probability(defense, 0.6)) == fingerprint(defense)
+    assert len({fingerprint(d) for d in (defense, two, alone, with_members(alone, 1))}) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "labels"),
+    [
+        ("1/255,2/255", ["1/255", "2/255"]),
+        ("0.5:1:0.25", ["0.5", "0.75", "1"]),
+        ("1:0.9:-0.05,0.9, 0.8", ["1", "0.95", "0.9", "0.8"]),
+        ("2/255:8/255:3/255", ["2/255", "5/255", "8/255"]),
+    ],
+)
+def test_lists_of_values(text, labels):
+    assert [value.label for value in parse_values("eps", text)] == labels
+    assert parse_values("eps", "8/255")[0].number == 8 / 255
+
+
+BAD_OPTIONS = {
+    "variable": (("epsilon", "1"), "--over must be one of probability"),
+    "none": (("eps", ""), "--values must name at least one value"),
+    "text": (("eps", "big"), "--values takes numbers, fractions"),
+    "range": (("eps", "1:2:0"), "--values takes numbers, fractions"),
+    "empty": (("eps", "2:1:0.5"), "names 0 values"),
+    "eps": (("eps", "1/255,0"), "eps must be above 0, got 0"),
+    "negative": (("eps", "-1/255"), "eps must be above 0"),
+    "p": (("probability", "0.5,1.5"), r"must be in \[0, 1\], got 1.5"),
+    "steps": (("steps", "2.5"), "steps must be whole and at least 1"),
+    "best eps": (("eps", "1", "apgd"), "no meaning over eps"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_options_without_meaning(case):
+    options, message = BAD_OPTIONS[case]
+    with pytest.raises(ValueError, match=message):
+        SweepConfig(*options)
+
+
+BAD = {
+    "negative": (["--over", "eps", "--values", "-1/255"], "eps must be above 0"),
+    "members": (["--over", "members", "--values", "2,4"], "members must be 1 … 3"),
+    "best": (
+        ["--over", "steps", "--values", "1", "--best", "apdg"],
+        "choose --best from clean, apgd, arc, alone, worst, got 'apdg'",
+    ),
+    "option": (["--over", "eps", "--values", "1", "--valuse=2"], "valuse"),
+    "checkpoint": (
+        ["--over", "eps", "--values", "1", "--ckpt_path", "nowhere.ckpt"],
+        "there is no checkpoint nowhere.ckpt",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_line_before_anything_runs(case, trained, tmp_path, capsys):
+    args, message = BAD[case]
+    line = refused(capsys, tmp_path, "--ckpt_path", trained, *args, callbacks=CALLBACKS)
+    assert message in line
+
+
+def refused(capsys, out, *args, callbacks):
+    with pytest.raises(SystemExit) as exit_:
+        run("sweep", "--out", out, *args, *plugged(callbacks))
+    assert exit_.value.code == 2
+    told = capsys.readouterr()
+    assert "[1/" not in told.out
+    assert not (out / "sweep.jsonl").exists()
+    (line,) = [line for line in told.err.splitlines() if "error:" in line]
+    assert len(line) < 400
+    return line
+
+
+def test_attacks_that_are_missing(trained, tmp_path, capsys):
+    where = ["--ckpt_path", trained, "--over", "neighbours", "--values", "1"]
+    assert "add --trainer.callbacks+=" in refused(capsys, tmp_path, *where, callbacks=[])
+    line = refused(capsys, tmp_path, *where, callbacks=[robust_eval({"apgd": PLAIN})])
+    assert "no attack has neighbours to sweep over: add callbacks/arc.yaml" in line
+    assert "say what to run" in refused(capsys, tmp_path, *where[2:], callbacks=CALLBACKS)
+
+
+@pytest.mark.slow  # test_ddp holds for all evaluation callbacks that ranks share the groups
+def test_two_processes_find_the_same(trained, tmp_path):
+    alone = sweep(trained, tmp_path / "one", "probability", "0.9,0.5")
+    where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", tmp_path / "two"]
+    two = ["--trainer.strategy=ddp", "--trainer.devices=2"]
+    asked = ["--over", "probability", "--values", "0.9,0.5", *plugged(CALLBACKS)]
+    done = shell("sweep", *where, *two, *asked)
+    assert done.returncode == 0, done.stderr
+    assert accuracies(lines(tmp_path / "two")) == accuracies(alone)
+    assert len(lines(tmp_path / "two")) == len(alone)

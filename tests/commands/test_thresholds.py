@@ -1,0 +1,24 @@
+"""Minimum accuracies, as `--fail-under` and `monitor --alarm` take them."""
+
+import math
+
+import pytest
+
+from lightning_rob.commands.thresholds import parse_thresholds, violations
+
+
+def test_thresholds():
+    assert parse_thresholds("robust/worst=0.4, acc=90%") == {"robust/worst": 0.4, "acc": 0.9}
+    figures = {"test/robust/worst": 0.41, "test/acc": 0.8, "val/acc": 1.0}
+    assert violations({"robust/worst": 0.41}, figures, "test") == []
+    assert violations({"acc": 0.9}, figures, "test") == ["acc is 0.8000, below 0.9"]
+    assert violations({"test/acc": 0.9}, figures, "test") != []
+    assert violations({"acc": 0.1}, {"test/acc": math.nan}, "test") != []
+    with pytest.raises(ValueError, match="no figure robust/arc was measured, only acc, robust/w"):
+        violations({"robust/arc": 0.1}, figures, "test")
+
+
+@pytest.mark.parametrize("text", ["worst", "=0.4", "worst=", "worst=2", "worst=nan", "worst=x%"])
+def test_what_is_no_threshold(text):
+    with pytest.raises(ValueError, match="a threshold is NAME=VALUE"):
+        parse_thresholds(text)

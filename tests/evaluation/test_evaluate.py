@@ -1,0 +1,224 @@
+"""`evaluate` from a script: the same scores as `RobustEval`, any batches, resumption, bad input."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_rob import PGD, Ensemble, RobustEval, Single, Strongest, Threat, evaluate
+from lightning_rob.attacks import Attack
+from lightning_rob.defenses import DENT
+from lightning_rob.evaluation import RoundProtocol
+from lightning_rob.evaluation.per_image import read_result_file
+from lightning_rob.metrics import paired, wilson
+from lightning_rob.modules import AdversarialTraining
+from lightning_rob.nets import SmallCNN
+from tests.tiny import Blobs, TinyNet
+
+THREAT = Threat("linf", 16 / 255)
+ATTACKS = {"weak": PGD(THREAT, 1, 4 / 255), "pgd": PGD(THREAT, 3, 8 / 255)}
+SCRIPT = """
+import sys, torch
+from lightning_rob import PGD, Threat, evaluate
+net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+x, y = torch.rand(20, 3, 2, 2), torch.randint(3, (20,))
+batches = [(x[:7], y[:7]), (x[7:], y[7:])]
+result = evaluate(net, {"pgd": PGD(Threat("linf", 0.1), 3, 0.05)}, batches, progress=False)
+assert result.accuracy("worst") <= result.accuracy("clean")
+print(result.table())
+assert not [name for name in sys.modules if name.partition(".")[0] == "lightning"]
+"""
+
+
+class Counting(Attack):
+    """Count the batches it is given; fail at one of them."""
+
+    def __init__(self, fail_at=None):
+        self.threat, self.sizes, self.fail_at = THREAT, [], fail_at
+
+    def perturb(self, defense, x, y, generator):
+        if len(self.sizes) == self.fail_at:
+            raise KeyboardInterrupt
+        self.sizes.append(len(x))
+        return x.clone()
+
+
+def data(count=50):
+    torch.manual_seed(1)
+    return TensorDataset(torch.rand(count, 3, 8, 8), torch.randint(4, (count,)))
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return TinyNet().eval()
+
+
+def test_a_script_needs_no_lightning():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "pgd" in done.stdout
+    assert "95 % interval" in done.stdout
+
+
+def test_scores_are_those_of_the_callback():
+    torch.manual_seed(0)
+    module, blobs = AdversarialTraining(TinyNet), Blobs(test_size=40)
+    callback = RobustEval(ATTACKS, group_size=16)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", enable_checkpointing=False, callbacks=[callback], **quiet)
+    logged = trainer.test(module, blobs, verbose=False)[0]
+    found = evaluate(module, ATTACKS, blobs.test_dataloader(), group_size=16, progress=False)
+    assert torch.equal(found.scores, callback.result.scores)
+    for name in ("weak", "pgd", "worst"):
+        assert logged[f"test/robust/{name}"] == pytest.approx(found.accuracy(name))
+
+
+def test_numbers_follow_from_the_scores():
+    found = evaluate(net(), ATTACKS, DataLoader(data(), batch_size=50), progress=False)
+    scores = found.scores[..., 0]
+    assert found.names == ["clean", "weak", "pgd"]
+    assert found.accuracy("pgd") == pytest.approx(scores[:, 2].mean().item())
+    assert found.accuracy("worst") == pytest.approx(scores.amin(1).mean().item())
+    assert found.interval("pgd") == pytest.approx(wilson(found.accuracy("pgd"), 50))
+    assert found.compare("clean", "pgd") == paired(scores[:, 0], scores[:, 2])
+    with pytest.raises(KeyError, match="no attack is called 'arc': choose from clean, weak, pgd"):
+        found.accuracy("arc")
+
+
+def test_batches_and_order_change_nothing():
+    images = data()
+    indexed = TensorDataset(*images.tensors, torch.arange(50))
+    expected = evaluate(net(), ATTACKS, DataLoader(images, 50), group_size=16, progress=False)
+    x, y = images.tensors
+    chunks = [(x[i : i + 9], y[i : i + 9]) for i in range(0, 50, 9)]
+    for batches in (
+        DataLoader(images, batch_size=7),
+        DataLoader(indexed, batch_size=7, shuffle=True),
+        chunks,
+        iter(chunks),
+    ):
+        found = evaluate(net(), ATTACKS, batches, group_size=16, progress=False)
+        assert torch.equal(found.index, expected.index)
+        assert torch.equal(found.scores, expected.scores)
+
+
+def test_a_part_of_the_images_is_chosen_by_the_seed():
+    loader = DataLoader(data(), batch_size=7)
+    first, again, other = (
+        evaluate(net(), ATTACKS, loader, max_images=10, seed=seed, progress=False).index.tolist()
+        for seed in (0, 0, 1)
+    )
+    assert len(first) == 10
+    assert first == again != other
+
+
+def test_several_inferences_of_a_random_defense_have_an_interval_of_their_own():
+    defense = Ensemble([net(0), net(1)])
+    exact = evaluate(defense, ATTACKS, DataLoader(data(), 50), progress=False)
+    assert exact.covers == "images"
+    noisy = Single(nn.Sequential(net(), nn.Dropout(0.0), Noise()))
+    found = evaluate(noisy, ATTACKS, DataLoader(data(), 50), inferences=4, progress=False)
+    assert found.scores.shape == (50, 3, 4)
+    assert found.random
+    assert found.covers == "images and inferences"
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + 0.5 * torch.randn_like(x)
+
+
+def test_an_adapting_defense_is_attacked_in_rounds():
+    torch.manual_seed(0)
+    defense, attack = DENT(SmallCNN(4, 3, 4)), Counting()
+    loader = DataLoader(data(), batch_size=20)
+    found = evaluate(defense, {"count": attack}, loader, progress=False)
+    assert attack.sizes == [20, 20, 10]
+    assert found.joint
+    attack = Counting()
+    rounds = RoundProtocol("by_label", images=15)
+    again = evaluate(defense, {"count": attack}, loader, protocol=rounds, progress=False)
+    assert attack.sizes == [15, 15, 15, 5]
+    assert torch.equal(again.index, torch.arange(50))
+
+
+def test_a_killed_evaluation_resumes(tmp_path):
+    batches, uninterrupted = DataLoader(data(), 50), Counting()
+    settings = {"group_size": 10, "progress": False, "resume": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(net(), {"a": Stopping(3)}, batches, **settings)
+    assert list(tmp_path.glob("*/*.jsonl"))
+    resumed = Stopping(99)
+    found = evaluate(net(), {"a": resumed}, batches, **settings)
+    assert len(resumed.sizes) == 2
+    expected = evaluate(net(), {"a": uninterrupted}, batches, group_size=10, progress=False)
+    assert torch.equal(found.scores, expected.scores)
+    assert not list(tmp_path.glob("*/*.jsonl"))
+
+
+class Stopping(Counting):
+    """Equal to others of its class for a cache, whatever batch it stops at."""
+
+    def __init__(self, fail_at):
+        super().__init__(fail_at)
+        self._fail_at, self.fail_at = fail_at, None
+        self._sizes, self.sizes = [], ()
+
+    def perturb(self, defense, x, y, generator):
+        if len(self._sizes) == self._fail_at:
+            raise KeyboardInterrupt
+        self._sizes.append(len(x))
+        return x.clone()
+
+    def __getattribute__(self, name):
+        return super().__getattribute__("_sizes" if name == "sizes" else name)
+
+
+def test_saved_scores_can_be_read(tmp_path):
+    found = evaluate(net(), ATTACKS, DataLoader(data(), 50), progress=False)
+    found.save(tmp_path / "run.csv")
+    read = read_result_file(tmp_path / "run.csv")
+    assert torch.equal(read.index, found.index)
+    for name in ("clean", "weak", "pgd", "worst"):
+        torch.testing.assert_close(read.scores[name], found.per_image(name), rtol=0, atol=1e-6)
+    assert read.card["attacks"]["pgd"]["attack"]["class_path"] == "lightning_rob.PGD"
+
+
+def test_nothing_is_left_behind():
+    model, batches = net().train(), DataLoader(data(), 50)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    before = torch.random.get_rng_state()
+    with torch.inference_mode():
+        evaluate(model, {"a": Strongest(tuple(ATTACKS.values()))}, batches, progress=False)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert model.training
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"attacks": {}}, ValueError, "at least one attack"),
+        ({"attacks": {"worst": ATTACKS["pgd"]}}, ValueError, "no attack can be called 'worst'"),
+        ({"model": lambda x: x}, TypeError, "must be an nn.Module or a Defense, got function"),
+        ({"repeats": 0}, ValueError, "repeats must be at least 1, got 0"),
+        ({"private_draws": 2}, ValueError, "private_draws is for defenses that adapt, Single"),
+        ({"batches": [torch.rand(5, 3, 8, 8)]}, TypeError, r"batches must be \(images, labels\)"),
+        ({"batches": [], "max_images": 3}, ValueError, "max_images needs a DataLoader"),
+    ],
+)
+def test_bad_input(change, error, message):
+    given = {"model": net(), "attacks": ATTACKS, "batches": DataLoader(data(5), 5)} | change
+    with pytest.raises(error, match=message):
+        evaluate(**given, progress=False)
+
+
+def test_images_of_equal_index_are_refused():
+    x, y = data(6).tensors
+    with pytest.raises(ValueError, match="6 images have 3 different indices"):
+        evaluate(net(), ATTACKS, [(x, y, torch.arange(6) % 3)], progress=False)

@@ -1,0 +1,373 @@
+"""Games with defenses that adapt: who sees what, which images are played together."""
+
+import copy
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer
+from torch import nn
+
+from lightning_rob.attacks import GMSA, PGD
+from lightning_rob.attacks.base import Attack
+from lightning_rob.callbacks import RobustEval
+from lightning_rob.data.base import labelled_images
+from lightning_rob.defenses import DENT, Defense
+from lightning_rob.defenses.transductive import Transductive, give_source
+from lightning_rob.evaluation import RoundProtocol
+from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack, check_rounds
+from lightning_rob.modules import AdversarialTraining
+from lightning_rob.nets import SmallCNN
+from lightning_rob.randomness import Streams
+from lightning_rob.rules import mean_probs
+from lightning_rob.threat import Threat
+from tests.tiny import Blobs, TinyNet, pgd, recipe, records, robust_eval, run, shell
+
+THREAT = Threat("linf", 0.1)
+WEAK = PGD(THREAT, 2, 0.05)
+TWO = ["--trainer.devices=2", "--trainer.strategy=ddp"]
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Diary(Defense):
+    """Its state is what it has seen and drawn; it answers at random, for nobody to mind."""
+
+    def __init__(self, pages=(), stateful=True, name="d"):
+        super().__init__(torch.ones(1), mean_probs)
+        self.pages, self.stateful, self.name = tuple(pages), stateful, name
+
+    def logits(self, x, generator=None):
+        return x.flatten(1)[None, :, :4]
+
+    def adapt(self, x, generator=None):
+        drawn = torch.rand(1, generator=generator).item()
+        page = (len(x), round(float(x.sum()), 3), drawn)
+        return Diary((*self.pages, page), self.stateful, self.name)
+
+    def after_batch(self, generator=None):
+        return Diary((*self.pages, torch.rand(1, generator=generator).item()), True, self.name)
+
+
+class Reader(Attack):
+    """Reads the diary, rehearses, and hands in the images as they are."""
+
+    def __init__(self, rehearsals=0):
+        self.threat, self.read, self.rehearsals = THREAT, [], rehearsals
+
+    def perturb(self, defense, x, y, generator):
+        self.read.append(defense.pages)
+        for _ in range(self.rehearsals):
+            defense = defense.adapt(x, torch.Generator().manual_seed(17))
+        return x
+
+
+def batches(count=3, size=4):
+    chance = torch.Generator().manual_seed(0)
+    for i in range(count):
+        index = torch.arange(i * size, (i + 1) * size)
+        yield torch.rand(size, 3, 8, 8, generator=chance), index % 4, index
+
+
+def match(attack, defense, attacker_sees_state=False):
+    game = AttackerDefenderSession(attack, defense, 5, attacker_sees_state=attacker_sees_state)
+    for x, y, index in batches():
+        game.step(x, y, index)
+    return game
+
+
+def test_a_stateful_defense_goes_on_with_what_it_has_become():
+    game = match(Reader(), Diary())
+    pages = game.defenders[0][0].pages
+    assert len(pages) == 6
+    seen = [(len(x), round(float(x.sum()), 3)) for x, _, _ in batches()]
+    assert [page[:2] for page in pages[::2]] == seen
+
+
+def test_a_stateless_defense_begins_anew_and_leaves_nothing():
+    first = Diary(stateful=False)
+    attack = Reader()
+    game = match(attack, first)
+    assert game.defenders == [[first]]
+    assert attack.read == [(), (), ()]
+
+
+def test_an_attacker_sees_the_state_only_if_it_leaks():
+    blind, sighted = Reader(), Reader()
+    hidden = match(blind, Diary()).defenders[0][0].pages
+    leaked = match(sighted, Diary(), attacker_sees_state=True).defenders[0][0].pages
+    assert hidden == leaked
+    assert sighted.read == [leaked[:0], leaked[:2], leaked[:4]]
+    # It rehearses what it cannot see: the same images, chance of its own.
+    assert [page[:2] for page in blind.read[2][::2]] == [page[:2] for page in leaked[:4:2]]
+    assert all(
+        one[2] != other[2] for one, other in zip(blind.read[2][::2], leaked[::2], strict=False)
+    )
+
+
+@pytest.mark.parametrize("attacker_sees_state", [False, True])
+def test_rehearsals_never_change_what_the_defender_draws(attacker_sees_state):
+    games = [match(Reader(count), Diary(), attacker_sees_state) for count in (0, 1, 7)]
+    assert games[0].defenders[0][0].pages == games[1].defenders[0][0].pages
+    assert games[0].defenders[0][0].pages == games[2].defenders[0][0].pages
+
+
+def test_each_round_has_chance_of_its_own():
+    pages = match(Reader(), Diary()).defenders[0][0].pages
+    drawn = [page[2] for page in pages[::2]] + list(pages[1::2])
+    assert len(set(drawn)) == 6
+
+
+class Notes(RobustEval):
+    """Notes the indices of each round."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.played = []
+
+    def attack_batch(self, trainer, pl_module, batch):
+        self.played.append(batch[2].tolist())
+        super().attack_batch(trainer, pl_module, batch)
+
+
+def evaluate(callback, data=None, **trainer):
+    torch.manual_seed(0)
+    module = AdversarialTraining(lambda: SmallCNN(4, 3, 4), defense=DENT)
+    run = Trainer(callbacks=[callback], **QUIET | trainer)
+    logged = run.test(module, data or Blobs(test_size=33, eval_batch_size=8), verbose=False)
+    return logged[0], module
+
+
+def test_the_worst_is_one_attack_for_all_images():
+    """Answers depend on the whole round: images of several attacks were never played together."""
+    attacks = {"weak": WEAK, "other": PGD(THREAT, 4, 0.05)}
+    logged, _ = evaluate(RobustEval(attacks))
+    both = [logged[f"test/robust/{name}"] for name in attacks]
+    assert logged["test/robust/worst"] == pytest.approx(min(both))
+
+
+def test_games_of_other_rules_are_games_of_their_own():
+    """The same attack in another game has another name; the worst is that of the last game."""
+    first = Notes({"pgd": WEAK}, max_images=5)
+    other = Notes({"pgd": WEAK}, protocol=RoundProtocol("by_label", images=4))
+    torch.manual_seed(0)
+    module = AdversarialTraining(lambda: SmallCNN(4, 3, 4), defense=DENT)
+    trainer = Trainer(callbacks=[first, other], **QUIET)
+    logged = trainer.test(module, Blobs(test_size=33, eval_batch_size=8), verbose=False)[0]
+    assert [len(part) for part in other.played] == [4] * 8 + [1]
+    assert sum(map(len, first.played)) == 5
+    (worst,) = [r for r in other.results if r.name == "worst"]
+    assert worst.n == 33
+    assert worst.details["over"] == ["pgd_2"]
+    assert worst.details["protocol"]["images"] == 4
+    assert logged["test/robust/worst"] == pytest.approx(worst.accuracy)
+    assert "test/robust/clean" in logged  # of what has adapted, which test/acc is not
+
+
+@pytest.mark.parametrize(
+    ("limits", "images", "played"),
+    [
+        ({"fast_dev_run": True}, 1, 1),
+        ({"limit_test_batches": 2}, 1, 16),
+        ({"limit_test_batches": 0.5}, 16, 16),
+        ({}, 16, 33),
+    ],
+)
+def test_limits_count_images(limits, images, played):
+    callback = Notes({"pgd": WEAK}, protocol=RoundProtocol(images=images))
+    evaluate(callback, **limits)
+    assert sum(map(len, callback.played)) == played
+
+
+def test_rounds_are_the_batches_in_order():
+    callback = Notes({"pgd": WEAK})
+    evaluate(callback)
+    assert callback.played == [list(range(i, min(i + 8, 33))) for i in range(0, 33, 8)]
+
+
+def test_some_images_are_played_in_full_rounds():
+    callback = Notes({"pgd": WEAK}, max_images=20, protocol=RoundProtocol(images=7))
+    evaluate(callback)
+    assert list(map(len, callback.played)) == [7, 7, 6]
+    played = [index for part in callback.played for index in part]
+    assert len(set(played)) == 20
+    assert played != sorted(played)
+
+
+def test_the_trainers_limit_on_batches_is_one_on_rounds():
+    callback = Notes({"pgd": WEAK})
+    evaluate(callback, limit_test_batches=2)
+    assert callback.played == [list(range(8)), list(range(8, 16))]
+
+
+def test_two_rounds_in_a_row_are_sorted_by_label():
+    callback, data = (
+        Notes({"pgd": WEAK}, protocol=RoundProtocol("by_label")),
+        Blobs(33 + 63, 33, 4, 8),
+    )
+    evaluate(callback, data)
+    labels = [data.parts["test"][i][1] for i in range(33)]
+    expected = []
+    for start in range(0, 33, 16):
+        window = sorted(range(start, min(start + 16, 33)), key=labels.__getitem__)
+        expected += [window[:8], window[8:]]
+    assert callback.played == [part for part in expected if part]
+
+
+def test_the_figure_is_that_of_the_game_by_hand():
+    attack = GMSA(PGD(THREAT, 3, 0.05), rounds=2)
+    data = Blobs(test_size=33, eval_batch_size=8)
+    logged, module = evaluate(RobustEval({"gmsa": attack}), data)
+    right = 0
+    for start in range(0, 33, 8):
+        items = [data.parts["test"][i] for i in range(start, min(start + 8, 33))]
+        x = torch.stack([item[0] for item in items])
+        y, index = (torch.tensor([item[i] for item in items]) for i in (1, 2))
+        keys = (0, 0, *b"gmsa")
+        x_adv = attack(module.defense, x, y, Streams.from_index(index, *keys, 0))
+        final = module.defense.adapt(x_adv).eval()
+        right += int((final(x_adv).argmax(1) == y).sum())
+    assert logged["test/robust/gmsa"] == pytest.approx(right / 33)
+
+
+def test_an_evaluation_says_which_game_was_played(tmp_path):
+    gmsa = {
+        "class_path": "lightning_rob.attacks.GMSA",
+        "init_args": {"inner": pgd(), "rounds": 1},
+    }
+    callback = robust_eval({"gmsa": gmsa}, protocol={"order": "by_label", "images": 16})
+    net = {
+        "class_path": "lightning_rob.nets.SmallCNN",
+        "init_args": {"classes": 4, "channels": 3, "width": 4},
+    }
+    model = {
+        "class_path": "AdversarialTraining",
+        "init_args": {"net": net, "defense": "lightning_rob.defenses.DENT"},
+    }
+    options = {"model": model, "trainer__callbacks+": [callback], "trainer__max_epochs": 1}
+    run("fit", "--config", recipe(tmp_path, **options))
+    (found,) = [r for r in records(tmp_path) if r["name"] == "gmsa"]
+    assert found["protocol"] == {"order": "by_label", "images": 16, "defender": "stateless"}
+    assert found["attack"]["class_path"] == "lightning_rob.GMSA"
+    assert found["attack"]["init_args"]["inner"]["class_path"] == "lightning_rob.PGD"
+
+
+def test_two_processes_play_the_rounds_of_one(tmp_path):
+    gmsa = {"class_path": "lightning_rob.attacks.GMSA", "init_args": {"inner": pgd(), "rounds": 2}}
+    net = {
+        "class_path": "lightning_rob.nets.SmallCNN",
+        "init_args": {"classes": 4, "channels": 3, "width": 4},
+    }
+    model = {
+        "class_path": "AdversarialTraining",
+        "init_args": {"net": net, "defense": "lightning_rob.defenses.DENT"},
+    }
+    attacks = {"gmsa": gmsa, "pgd": pgd()}
+    callback = robust_eval(attacks, protocol={"order": "by_label", "images": 8})
+    options = {"model": model, "trainer__callbacks+": [callback], "trainer__max_epochs": 1}
+    config = recipe(tmp_path, **options)
+    run("fit", "--config", config)
+    checkpoint = next((tmp_path / "run/version_0/checkpoints").iterdir())
+    content = yaml.safe_load(config.read_text())
+    del content["model"]
+    config.write_text(yaml.safe_dump(content))
+    log = tmp_path / "run/version_0/robust.jsonl"
+    found = []
+    for processes in (1, 2):
+        log.unlink()
+        extra = TWO if processes == 2 else []
+        start = shell if processes == 2 else run
+        start("test", "--config", config, "--ckpt_path", checkpoint, *extra)
+        lines = [r for r in records(tmp_path) if r["stage"] == "test"]
+        found.append({r["name"]: (r["accuracy"], r["n"]) for r in lines})
+    assert found[0] == found[1]
+    assert found[0]["gmsa"][1] == 33
+    one_round = ["--trainer.callbacks.protocol.images=33", *TWO]
+    refused = shell("test", "--config", config, "--ckpt_path", checkpoint, *one_round)
+    assert refused.returncode == 2
+    assert "all 33 images make one round" in refused.stderr
+
+
+class Pupil(Transductive):
+    """Adapts by looking at the first labelled image."""
+
+    def fit_to_batch(self, x, chance):
+        image, label = self.source.gather(torch.tensor([0]))
+        return self.copy_with(seen=(image, int(label)))
+
+
+def test_the_run_gives_its_training_images_unaugmented():
+    module = AdversarialTraining(TinyNet, defense=Pupil)
+    data = Blobs()
+    trainer = Trainer(callbacks=[RobustEval({"pgd": WEAK})], **QUIET)
+    trainer.test(module, data, verbose=False)
+    source = module.defense.source
+    assert len(source) == 96 - 32
+    x, y = source.gather(torch.tensor([3]))
+    expected = data.parts["train"].source[int(data.parts["train"].indices[3])]
+    assert torch.equal(x[0], expected[0])
+    assert int(y) == expected[1]
+
+
+def test_without_a_data_module_of_ours_the_source_must_be_given():
+    pupil = Pupil(TinyNet())
+    with pytest.raises(ValueError, match="Pupil learns from labelled images: give it source"):
+        pupil.adapt(torch.rand(2, 3, 8, 8))
+    with pytest.raises(ValueError, match="give it source"):
+        give_source(pupil, lambda: labelled_images(Trainer(**QUIET)))
+    given = Pupil(TinyNet(), source=(torch.rand(2, 3, 8, 8), torch.tensor([0, 3])))
+    give_source(given, lambda: labelled_images(Trainer(**QUIET)))
+    assert given.adapt(torch.rand(2, 3, 8, 8)).seen[1] == 0
+
+
+@pytest.mark.parametrize(
+    "source", [(torch.rand(2, 1), torch.zeros(3)), (torch.rand(0, 1), torch.zeros(0))]
+)
+def test_a_source_that_cannot_be(source):
+    with pytest.raises(ValueError, match="source must have"):
+        Pupil(TinyNet(), source=source)
+
+
+def test_adapted_defenses_share_what_nobody_writes_to():
+    pupil = Pupil(TinyNet(), source=(torch.rand(2, 3, 8, 8), torch.tensor([0, 3])))
+    other = pupil.copy_with(adapted=copy.deepcopy(pupil.net))
+    assert other.net is pupil.net
+    assert pupil.adapted is None
+    assert "adapted" not in dict(pupil.named_modules())
+    assert isinstance(other.adapted_model.net, TinyNet)
+    assert other.adapted_model.net is other.adapted
+    assert other.base_model.net is pupil.net
+    assert isinstance(other, nn.Module)
+
+
+def test_untouched_images_stay_as_they_are():
+    x = torch.rand(2, 3, 8, 8)
+    assert torch.equal(NoAttack(THREAT)(Pupil(TinyNet()), x, torch.zeros(2).long()), x)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"order": "sorted"}, "must be 'natural' or 'by_label'"), ({"images": 0}, "at least 1")],
+)
+def test_what_makes_no_game(options, message):
+    with pytest.raises(ValueError, match=message):
+        RoundProtocol(**options)
+
+
+@pytest.mark.parametrize(("rounds", "processes"), [(1, 1), (0, 2), (2, 8), (8, 8), (9, 2)])
+def test_games_that_processes_can_share(rounds, processes):
+    check_rounds(rounds, processes, 100)
+
+
+@pytest.mark.parametrize(("processes", "images"), [(2, 5000), (8, 1250), (3, 3334)])
+def test_one_round_is_for_one_process(processes, images):
+    """The advice leaves no process without a round."""
+    told = rf"all 10000 images make one round.* of {processes} processes.*--trainer\.devices=1"
+    with pytest.raises(ValueError, match=rf"{told}.*protocol\.images={images} or fewer"):
+        check_rounds(1, processes, 10_000)
+    check_rounds(-(-10_000 // images), processes, 10_000)

@@ -1,0 +1,36 @@
+"""Links of the pages lead somewhere, and the examples of README and of the evaluation page run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+
+
+def anchors(page):
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    page = PAGES[name]
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{name}: no {path}"
+        assert not anchor or anchor in anchors(target), f"{name}: no #{anchor} in {target.name}"
+
+
+@pytest.mark.parametrize("name", ["README.md", "evaluation.md"])
+def test_example_prints_what_the_page_shows(name, capsys):
+    text = PAGES[name].read_text()
+    script = re.search(r"```python\n(.*?evaluate.*?)```", text, re.S)[1]
+    exec(compile(script, name, "exec"), {})
+    rows = re.findall(r"│ (\w+) +│", capsys.readouterr().out)
+    assert rows == ["clean", "pgd", "arc", "worst"]
