@@ -36,7 +36,8 @@ def check_configs(args: Sequence[str]) -> None:
     if any(re.match(r"--trainer\.callbacks(=|$)", arg) for arg in args):
         raise InputError("write --trainer.callbacks+=…: without + it drops those before it")
     for path in config_files(args):
-        content = read_config(path) if find_recipe(path) else {}
+        inline = "\n" in path or not (find_recipe(path) or Path(path).exists())
+        content = {} if inline else read_config(path)
         if "callbacks" in content or "callbacks" in (content.get("trainer") or {}):
             raise InputError(
                 f"{path}: write `callbacks+:` under `trainer:`; "

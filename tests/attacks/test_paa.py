@@ -502,4 +502,7 @@ def test_is_made_of_its_inner_attack_and_tells_its_bound():
     mean = replace(attack, max_dissimilarity=1.0, mean_bound=0.3)
     assert mean.threat.eps == 1.0
     assert mean.rescaled(0.5) == replace(mean, max_dissimilarity=0.5, mean_bound=0.15)
+    assert mean.rescaled(0.5, "l2") == mean.rescaled(0.5)
+    with pytest.raises(ValueError, match="its norm cannot be 'linf'"):
+        mean.rescaled(0.5, "linf")
     assert hash(attack) == hash(PAA(FGSM, max_dissimilarity=0.25, ranking=("clean",)))

@@ -204,3 +204,10 @@ def test_the_table_has_a_column_for_each_rule(ensemble):
     assert "…" not in text
     for result in votes.results:
         checked(json.dumps(with_schema(result)))
+
+
+def test_only_some_attacks_are_run():
+    attacks = {name: WEAK for name in ("fgsm_avg", "pgd_avg", "pgd_max")}
+    assert list(VotingRuleEval(attacks, only=["pgd*"]).attacks) == ["pgd_avg", "pgd_max"]
+    with pytest.raises(ValueError, match="no attack is called cw: fgsm_avg, pgd_avg, pgd_max"):
+        VotingRuleEval(attacks, only=["cw"])
