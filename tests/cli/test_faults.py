@@ -45,6 +45,7 @@ def error_line(capsys, code, *args):
     return line
 
 
+@pytest.mark.slow  # test_bat holds it for a run without random transforms
 def test_sigkill_amid_random_transforms_then_resume_gives_the_same_weights(whole, tmp_path):
     file = plan(tmp_path)
     assert shell("fit", "--config", file, KILLER.format(10)).returncode == -signal.SIGKILL

@@ -106,6 +106,7 @@ def test_the_targets_images_change_the_weights_and_its_labels_do_not(
     assert same_weights(weights(uninterrupted / END), weights(tmp_path / END)) == same
 
 
+@pytest.mark.slow  # test_bat kills a run too
 def test_a_killed_run_of_given_steps_resumes_with_the_same_weights(uninterrupted, tmp_path):
     """With max_steps and a loader process, where Lightning counts epochs differently."""
     length = ["--trainer.max_steps=12", "--trainer.max_epochs=-1", "--data.source.workers=1"]
@@ -131,6 +132,7 @@ def two_processes(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow  # test_ddp fits on two processes
 def test_two_processes_fit_dann_under_attack(two_processes):
     found = records(two_processes)
     assert {r["n"] for r in found} == {32}
