@@ -8,7 +8,7 @@ from dataclasses import fields
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import jsonargparse
 import yaml
@@ -16,7 +16,7 @@ import yaml
 from lightning_rob.cli import plugins
 from lightning_rob.cli.configs import config_files, read_config
 from lightning_rob.cli.lightning_cli import USER_ERRORS, Parser, RobustCLI
-from lightning_rob.cli.options import spell_out
+from lightning_rob.cli.options import allows, spell_out
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.checkpoints import load_weights
 from lightning_rob.commands.configs import CONFIGS, CommandConfig
@@ -77,8 +77,11 @@ def parse_options(name: str, args: Sequence[str]) -> Any:
     for path in filter(os.path.isfile, config_files(args)):  # the run's parser refuses others
         part = {key: v for key, v in read_config(path).items() if f"--{key}" in own}
         kept += [f"--config={yaml.safe_dump(part)}"] if part else []
-    given = (arg for arg in args if arg.partition("=")[0].rstrip("+") in own)
-    kept += [parse_fraction_arg(arg) for arg in given]
+    kinds = get_type_hints(config)
+    texts = {f"--{field.name}" for field in fields(config) if allows(kinds[field.name], str)}
+    for arg in args:
+        if (option := arg.partition("=")[0].rstrip("+")) in own:
+            kept.append(arg if option in texts else parse_fraction_arg(arg))
     with plain_yaml():
         return _options(config, parser.parse_args(kept))
 

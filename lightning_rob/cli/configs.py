@@ -1,5 +1,6 @@
 """Configuration files of a command line, and the recipe stored in a checkpoint."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -36,7 +37,8 @@ def check_configs(args: Sequence[str]) -> None:
     if any(re.match(r"--trainer\.callbacks(=|$)", arg) for arg in args):
         raise InputError("write --trainer.callbacks+=…: without + it drops those before it")
     for path in config_files(args):
-        content = read_config(path) if find_recipe(path) else {}
+        is_file = find_recipe(path) is not None or os.path.isdir(path)  # a folder is refused
+        content = read_config(path) if is_file else {}
         if "callbacks" in content or "callbacks" in (content.get("trainer") or {}):
             raise InputError(
                 f"{path}: write `callbacks+:` under `trainer:`; "

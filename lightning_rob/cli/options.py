@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import jsonargparse
 
@@ -91,10 +91,10 @@ def spell_out(args: Sequence[str], config: type[CommandConfig]) -> list[str]:
             value = rest.pop(0) if follows and rest[0] in ("true", "false") else "true"
         elif not equals:
             value = rest.pop(0)
-        spelled.append(f"{name}{'+' if _is_list(kind) else ''}={value}")
+        spelled.append(f"{name}{'+' if allows(kind, list) else ''}={value}")
     return spelled
 
 
-def _is_list(kind: Any) -> bool:
-    """Whether an option's type is a list, or a list or None."""
-    return any(get_origin(part) is list for part in (kind, *getattr(kind, "__args__", ())))
+def allows(kind: Any, wanted: type) -> bool:
+    """Return whether an option's type is the wanted one, or a union with it."""
+    return any(wanted in (part, get_origin(part)) for part in (kind, *get_args(kind)))

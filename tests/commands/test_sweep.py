@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from lightning_rob.attacks import ARC, CW, PGD, OnMember, RandomMember, Strongest
 from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks.robust_eval import full_defense
+from lightning_rob.cli.commands import parse_options
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.commands.configs import SweepConfig
@@ -251,6 +252,11 @@ def test_results_without_their_scores_are_measured_anew(trained, tmp_path, capsy
         assert accuracies(again) == accuracies(records)
     sweep(trained, tmp_path, "steps", "1", callbacks=few)
     assert "(recorded)" in capsys.readouterr().out
+
+
+def test_a_fraction_keeps_its_label():
+    (value,) = parse_options("sweep", ["--over=eps", "--values=8/255"]).points
+    assert (value.number, value.label) == (8 / 255, "8/255")
 
 
 def test_options_may_come_from_a_file(trained, tmp_path, capsys):
