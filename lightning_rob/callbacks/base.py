@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from lightning_rob.callbacks.collector import Collector, collector_of
 from lightning_rob.callbacks.progress import AttackProgress
@@ -50,7 +51,7 @@ class EvaluationCallback(Callback, ABC):
         self.loader: Any = None
         self.protocol: RoundProtocol | None = None
         self.chosen: Tensor | None = None
-        self.seen = 0
+        self.seen = self.taken = 0
         self.expected: int | None = None
         self.processes = 1
         self.progress: AttackProgress | None = None
@@ -133,7 +134,8 @@ class EvaluationCallback(Callback, ABC):
         if not hasattr(loader, "dataset"):
             name = type(self).__name__
             raise ValueError(f"{name} evaluates one data loader at a time, got several")
-        self.loader, self.chosen, self.seen = loader, None, 0
+        self.loader, self.chosen = loader, None
+        self.seen = self.taken = 0
         self.processes, self.expected = trainer.world_size, None
         images = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
         if self.settings.max_images is not None:
@@ -150,6 +152,11 @@ class EvaluationCallback(Callback, ABC):
             self.progress = AttackProgress(trainer, "Attacking", total)
         with torch.inference_mode(False):  # whose tensors could not be added to outside of it
             self.protocol = self.begin(trainer, pl_module)
+        if self.protocol is not None and not self.grouped:
+            raise ValueError(
+                "a defense that adapts is attacked in rounds of images that the loader serves once "
+                "each: give a part of them as torch.utils.data.Subset, not by a sampler"
+            )
         if self.protocol is not None and not trainer.sanity_checking:
             order = self._positions(trainer, self.protocol.size(loader))
             self.protocol.check(loader, len(order), trainer.world_size)
@@ -169,6 +176,7 @@ class EvaluationCallback(Callback, ABC):
             part = part[torch.isin(place, self.chosen)]
         if not len(part):
             return
+        self.taken += len(part)
         device = batch[0].device
         with torch.autocast(device.type, enabled=False), torch.inference_mode(False):
             rows = [each[part.to(device)].clone() for each in with_index(batch, place.to(device))]
@@ -207,6 +215,9 @@ class EvaluationCallback(Callback, ABC):
                 with reporting_adaptation(pl_module.defense, show):
                     for batch in self._batches(trainer):
                         self.attack_batch(trainer, pl_module, batch)
+        stream = isinstance(self.loader.dataset, IterableDataset)
+        if stream and trainer.world_size == 1:  # a sampler or another process may repeat an image
+            self.expected = self.taken
         if self.progress:
             self.progress.close()
             self.progress = None

@@ -25,6 +25,7 @@ class Collector:
         self.delivered: dict[Hashable, list[EvaluationResult]] = {}
         self.rows: list[Any] = []
         self.cache: dict[Hashable, Any] = {}
+        self.when: Hashable = None
 
     def register(self, callback: Callback, attacks: Mapping[str, Kind]) -> dict[str, Kind]:
         """Return the attacks that no earlier callback runs, by names of their own.
@@ -38,10 +39,16 @@ class Collector:
             self.registered[callback] = deduplicate_names(attacks, earlier)
         return self.registered[callback]
 
-    def announce(self, callback: Callback, group: Hashable) -> None:
-        """Expect a result of the callback, among those of a group, e.g. on the same target."""
-        if callback in self.announced.get(group, ()):  # the next epoch, or after a sanity check
-            self.announced[group], self.delivered[group] = [], []
+    def announce(self, callback: Callback, group: Hashable, when: Hashable) -> None:
+        """Expect a result of the callback, among those of a group, e.g. on the same target.
+
+        Args:
+            callback: the callback that will deliver it.
+            group: results of one group are compared with each other.
+            when: identifies the evaluation, such as the epoch; callbacks may leave out epochs.
+        """
+        if when != self.when or callback in self.announced.get(group, ()):  # a new evaluation
+            self.when, self.announced, self.delivered = when, {}, {}
             self.cache.clear()
         self.announced.setdefault(group, []).append(callback)
         self.delivered.setdefault(group, [])

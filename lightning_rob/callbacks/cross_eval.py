@@ -77,7 +77,8 @@ class TransferMatrixEval(EvaluationCallback):
             )
         settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
         super().__init__(settings, every_n_epochs)
-        self.attacks = with_threat(attacks, eps, norm)
+        self.given = with_threat(attacks, eps, norm)
+        self.attacks = dict(self.given)  # those that no earlier callback of the run runs
         self.record = record
         self.matrices: dict[str, TransferMatrix] = {}
         self.transfers: dict[str, Transferability] = {}
@@ -87,7 +88,7 @@ class TransferMatrixEval(EvaluationCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop attacks that an earlier callback runs; number names that it uses for another."""
-        self.attacks = self.collector(trainer).register(self, self.attacks)
+        self.attacks = self.collector(trainer).register(self, self.given)
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this callback evaluates in the current epoch."""

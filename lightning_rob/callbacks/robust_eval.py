@@ -118,7 +118,8 @@ class RobustEval(EvaluationCallback):
             seed, repeats, inferences, private_draws, max_images, group_size, protocol
         )
         super().__init__(settings, every_n_epochs)
-        self.attacks = with_threat(attacks, eps, norm)
+        self.given = with_threat(attacks, eps, norm)
+        self.attacks = dict(self.given)  # those that no earlier callback of the run runs
         self.target = target
         self.panel = panel
         self.record = record
@@ -137,8 +138,8 @@ class RobustEval(EvaluationCallback):
         """
         for part in (part for attack in self.attacks.values() for part in walk(attack)):
             part.require_package()
-        how = (self.target, self.settings)
-        asked = {name: (attack, *how) for name, attack in self.attacks.items()}
+        how = (self.target, self.settings, self.every_n_epochs)
+        asked = {name: (attack, *how) for name, attack in self.given.items()}
         kept = self.collector(trainer).register(self, asked)
         self.attacks = {name: attack for name, (attack, *_) in kept.items()}
 
@@ -153,7 +154,8 @@ class RobustEval(EvaluationCallback):
     def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
         """Forget the last evaluation; continue one that was stopped."""
         defense = self.target(pl_module.defense)
-        self.collector(trainer).announce(self, self.target)
+        when = (str(trainer.state.stage), trainer.current_epoch, trainer.global_step)
+        self.collector(trainer).announce(self, self.target, when)
         protocol = self.settings.protocol_for(defense)
         if protocol is not None and not trainer.sanity_checking:
             give_source(defense, lambda: labelled_images(trainer))
@@ -215,6 +217,7 @@ class RobustEval(EvaluationCallback):
             "group_size": self.settings.group_size if self.grouped else batches,
             "protocol": details.get("protocol"),
             "save_images": self.save_images,
+            "names": list(self.attacks),  # the order of the columns
             "attacks": {name: threat_model_card(attack) for name, attack in self.attacks.items()},
             "versions": versions(),
         } | {

@@ -89,7 +89,8 @@ class VotingRuleEval(EvaluationCallback):
         settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
         super().__init__(settings, every_n_epochs)
         at_least_one(draws=draws)
-        self.attacks = with_threat(_matching(attacks, only), eps, norm)
+        self.given = with_threat(_matching(attacks, only), eps, norm)
+        self.attacks = dict(self.given)  # those that no earlier callback of the run runs
         self.rules = rules or dict(VOTING_RULES)
         self.ensembles = ensembles
         self.draws = draws
@@ -105,7 +106,7 @@ class VotingRuleEval(EvaluationCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop attacks that an earlier callback runs; number names that it uses for another."""
         how = (self.rules, self.ensembles, self.draws, self.attacked, self.each_target)
-        asked = {name: (attack, *how) for name, attack in self.attacks.items()}
+        asked = {name: (attack, *how) for name, attack in self.given.items()}
         kept = self.collector(trainer).register(self, asked)
         self.attacks = {name: attack for name, (attack, *_) in kept.items()}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
 from lightning_rob.attacks import Attack
@@ -27,7 +28,7 @@ from lightning_rob.evaluation.protocol import (
     RoundProtocol,
     predictions,
 )
-from lightning_rob.evaluation.records import threat_model_card
+from lightning_rob.evaluation.records import threat_model_card, versions
 from lightning_rob.evaluation.results import CLEAN, WORST, EvaluationResult
 from lightning_rob.evaluation.worst import is_random
 from lightning_rob.identity import cache_key, fingerprint
@@ -35,6 +36,7 @@ from lightning_rob.metrics import robust_accuracy
 from lightning_rob.precision import float32_precision, in_float32
 from lightning_rob.randomness import Streams
 
+RESERVED = {CLEAN, WORST, "index", "label", "broken_by", "draws", "checksum"}  # columns
 TRIED = 8  # images of each group that are predicted twice, to see whether predictions vary
 
 
@@ -97,9 +99,11 @@ def at_least_one(**counts: int | None) -> None:
 
 def check_names(attacks: Mapping[str, Attack]) -> None:
     """Raise ValueError for no attacks at all, or one with a name that has another meaning."""
+    if not isinstance(attacks, Mapping):
+        raise TypeError(f"attacks must be a dict, name -> attack, got {type(attacks).__name__}")
     if not attacks:
         raise ValueError("attacks must name at least one attack, got an empty dict")
-    if taken := {CLEAN, WORST} & set(attacks):
+    if taken := RESERVED & set(attacks):
         raise ValueError(f"no attack can be called {taken.pop()!r}: that row has another meaning")
 
 
@@ -316,8 +320,13 @@ def evaluate(
     place = None
     if resume is not None:
         cards = {name: threat_model_card(attack) for name, attack in attacks.items()}
+        protocol = settings.protocol_for(defense)
+        if protocol is not None and defense.stateful:
+            raise ValueError("resume is not for a defense that keeps its state: run it in one go")
         known = {"weights": fingerprint(defense), "attack_code": dict(attacks), "attacks": cards}
-        place = Path(resume) / cache_key(**known, **details)
+        size = None if protocol is None else protocol.size(batches)
+        order = {"names": list(attacks), "round": size, "versions": versions()}
+        place = Path(resume) / cache_key(**known, **order, **details)
     columns = inferences * private_draws
     store = PerImageResults((CLEAN, *attacks), columns, device_of(defense), place)
     with tqdm(desc="Attacking", unit="image", disable=None if progress else True) as bar:
@@ -333,6 +342,8 @@ def evaluate(
                 x, y, index = (part.to(device) for part in batch)
                 evaluator.score(x.float(), y, index)
                 count += len(x)
+    if not count:
+        raise ValueError("there are no images to evaluate: the batches are empty")
     found = evaluator.result()
     check_indices(found, count)
     store.delete()
@@ -381,6 +392,7 @@ def with_index(batch: Any, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Raises:
         TypeError: the batch is something else.
+        ValueError: it has another number of images.
     """
     if not isinstance(batch, list | tuple) or len(batch) not in (2, 3):
         raise TypeError(
@@ -388,7 +400,9 @@ def with_index(batch: Any, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             f"{type(batch).__name__}"
         )
     x, y = batch[:2]
-    return x, y, batch[2] if len(batch) == 3 else positions.to(y.device)
+    if len(x) != len(positions):
+        raise ValueError(f"{len(positions)} images were fetched, but their batch has {len(x)}")
+    return x, y, (batch[2] if len(batch) == 3 else positions.to(y.device)).long()
 
 
 def counted(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -420,6 +434,9 @@ def _batches(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Canonical groups or rounds, with indices."""
     size = settings.group_size if protocol is None else protocol.size(batches)
+    sampler = getattr(batches, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise ValueError("evaluate gives each process all images: leave out DistributedSampler")
     if not serves_once(batches):
         if settings.max_images is not None:
             raise ValueError("max_images needs a DataLoader that knows its images: leave it out")

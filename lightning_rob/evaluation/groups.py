@@ -108,7 +108,7 @@ def regrouped(
     """
     held: list[tuple[Tensor, ...]] = []
     for batch in batches:
-        held.append(batch)
+        held.append(tuple(part.clone() for part in batch))  # a loader may reuse its buffers
         while sum(len(part[1]) for part in held) >= size:
             x, y, index = (torch.cat(parts) for parts in zip(*held, strict=True))
             yield x[:size], y[:size], index[:size]

@@ -83,7 +83,9 @@ class EvaluationResult:
         if name == WORST:
             return self.worst.scores.mean(1)
         if name not in self.names:
-            raise KeyError(f"no attack is called {name!r}: choose from {', '.join(self.names)}")
+            raise KeyError(
+                f"no attack is called {name!r}: choose from {', '.join([*self.names, WORST])}"
+            )
         return self.scores[:, self.names.index(name)].mean(1)
 
     def accuracy(self, name: str) -> float:
