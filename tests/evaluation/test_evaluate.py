@@ -222,3 +222,48 @@ def test_images_of_equal_index_are_refused():
     x, y = data(6).tensors
     with pytest.raises(ValueError, match="6 images have 3 different indices"):
         evaluate(net(), ATTACKS, [(x, y, torch.arange(6) % 3)], progress=False)
+
+
+def test_a_loader_may_reuse_its_buffers():
+    x, y = data().tensors
+
+    def batches():
+        buffer = torch.empty(10, 3, 8, 8)
+        for i in range(0, 50, 10):
+            yield buffer.copy_(x[i : i + 10]), y[i : i + 10]
+
+    found = evaluate(net(), ATTACKS, batches(), progress=False)
+    expected = evaluate(net(), ATTACKS, DataLoader(data(), 50), progress=False)
+    assert torch.equal(found.scores, expected.scores)
+
+
+def test_attacks_in_another_order_do_not_resume(tmp_path):
+    batches = DataLoader(data(), 50)
+    settings = {"group_size": 10, "progress": False, "resume": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(net(), {**ATTACKS, "a": Stopping(3)}, batches, **settings)
+    attacks = {"pgd": ATTACKS["pgd"], "weak": ATTACKS["weak"], "a": Stopping(99)}
+    found = evaluate(net(), attacks, batches, **settings)
+    expected = evaluate(net(), ATTACKS, batches, group_size=10, progress=False)
+    assert torch.equal(found.per_image("pgd"), expected.per_image("pgd"))
+
+
+def test_worst_is_over_all_callbacks_that_evaluate_in_an_epoch():
+    """Also where they leave out epochs, and in a test after the fit."""
+    weak = RobustEval({"weak": ATTACKS["weak"]}, every_n_epochs=2)
+    strong = RobustEval({"pgd": ATTACKS["pgd"]})
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    callbacks = [weak, strong]
+    trainer = Trainer(
+        max_epochs=3, accelerator="cpu", enable_checkpointing=False, callbacks=callbacks, **quiet
+    )
+    module, blobs = AdversarialTraining(TinyNet), Blobs(test_size=40)
+    trainer.fit(module, blobs)
+    for _ in range(2):
+        logged = trainer.test(module, blobs, verbose=False)[0]
+        (worst,) = [r for c in callbacks for r in c.results if r.name == "worst"]
+        assert worst.details["over"] == ["weak", "pgd"]
+        assert logged["test/robust/worst"] <= logged["test/robust/pgd"]
+    alone = Trainer(accelerator="cpu", enable_checkpointing=False, callbacks=[strong], **quiet)
+    alone.test(module, blobs, verbose=False)
+    assert [r.name for r in strong.results] == ["clean", "pgd", "worst"]
