@@ -132,4 +132,4 @@ def _other_attacks(trainer: Trainer) -> dict[str, Attack]:
     """Return the attacks of the run on the full defense, by name."""
     registered = collector_of(trainer, RobustEval).registered.values()
     attacks = [item for of_callback in registered for item in of_callback.items()]
-    return {name: attack for name, (attack, target, _) in attacks if target is full_defense}
+    return {name: attack for name, (attack, target, *_) in attacks if target is full_defense}
