@@ -49,6 +49,7 @@ class Collector:
         """
         if when != self.when or callback in self.announced.get(group, ()):  # a new evaluation
             self.when, self.announced, self.delivered = when, {}, {}
+            self.rows = []  # of a test that was broken off
             self.cache.clear()
         self.announced.setdefault(group, []).append(callback)
         self.delivered.setdefault(group, [])

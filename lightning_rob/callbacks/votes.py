@@ -17,7 +17,7 @@ from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense, is_transform_ensemble
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
-from lightning_rob.evaluation.evaluate import at_least_one
+from lightning_rob.evaluation.evaluator import at_least_one
 from lightning_rob.evaluation.protocol import NoAttack, check_within
 from lightning_rob.evaluation.records import append_records
 from lightning_rob.identity import attack_spec
