@@ -198,4 +198,4 @@ def table_text(title: str, results: Iterable[Row], width: int = 120) -> str:
     """Return the table of accuracies as text."""
     file = io.StringIO()
     print_table(title, results, Console(file=file, width=width))
-    return file.getvalue().rstrip("\n")
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))

@@ -24,10 +24,8 @@ from lightning_rob.objectives import check_logits
 from lightning_rob.plots import heat_map, pixels, save
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import random_member
-from lightning_rob.tables import print_members
+from lightning_rob.tables import CLEAN, print_members
 from lightning_rob.threat import Norm
-
-CLEAN = "clean"  # the matrix of no attack: all its columns are the members' clean accuracies
 
 
 class TransferMatrixEval(EvaluationCallback):

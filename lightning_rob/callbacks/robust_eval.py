@@ -35,9 +35,9 @@ from lightning_rob.evaluation.records import (
     threat_model_card,
     versions,
 )
-from lightning_rob.evaluation.results import CLEAN, EvaluationResult, worst_measurement
+from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
 from lightning_rob.identity import attack_spec, cache_key, code_digest, fingerprint
-from lightning_rob.tables import print_table
+from lightning_rob.tables import CLEAN, print_table
 from lightning_rob.threat import Norm, pixels
 
 LONGEST_NAME = 80  # of a file, in letters, before it says how many more attacks there are

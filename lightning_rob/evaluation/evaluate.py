@@ -34,8 +34,9 @@ from lightning_rob.evaluation.groups import (
 from lightning_rob.evaluation.per_image import PerImageResults
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import threat_model_card, versions
-from lightning_rob.evaluation.results import CLEAN, EvaluationResult
+from lightning_rob.evaluation.results import EvaluationResult
 from lightning_rob.identity import cache_key, code_digest, fingerprint
+from lightning_rob.tables import CLEAN
 
 
 def evaluate(

@@ -1,5 +1,6 @@
 """Scores of one defense, batch by batch, clean and under every attack."""
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import check_images, check_label_type, walk
+from lightning_rob.attacks.base import check_images, walk
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.groups import GROUP_SIZE
 from lightning_rob.evaluation.per_image import BatchOutcome, PerImageResults, predicted_class
@@ -19,14 +20,15 @@ from lightning_rob.evaluation.protocol import (
     RoundProtocol,
     predictions,
 )
-from lightning_rob.evaluation.results import CLEAN, WORST, EvaluationResult
+from lightning_rob.evaluation.results import WORST, EvaluationResult
 from lightning_rob.evaluation.worst import is_random
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.objectives import check_labels
 from lightning_rob.precision import float32_precision, in_float32
 from lightning_rob.randomness import Streams
+from lightning_rob.tables import CLEAN
 
-RESERVED = {CLEAN, WORST, "index", "label", "broken_by", "draws", "checksum"}  # columns
+RESERVED = (CLEAN, WORST, "index", "label", "broken_by", "draws", "checksum")  # columns
 TRIED = 8  # images of each group that are predicted twice, to see whether predictions vary
 
 
@@ -99,13 +101,15 @@ def at_least_one(**counts: int | None) -> None:
 
 
 def check_names(attacks: Mapping[str, Attack]) -> None:
-    """Raise ValueError for no attacks at all, or one with a name that has another meaning."""
+    """Raise ValueError for no attacks at all, or a name that a record uses for something else."""
     if not isinstance(attacks, Mapping):
         raise TypeError(f"attacks must be a dict, name -> attack, got {type(attacks).__name__}")
     if not attacks:
         raise ValueError("attacks must name at least one attack, got an empty dict")
-    if taken := RESERVED & set(attacks):
-        raise ValueError(f"no attack can be called {taken.pop()!r}: that row has another meaning")
+    columns = "|".join(re.escape(name) for name in (CLEAN, *attacks))
+    taken = re.compile(rf"{'|'.join(RESERVED)}|({columns})_(prediction|size|inference_\d+)")
+    for name in filter(taken.fullmatch, attacks):
+        raise ValueError(f"no attack can be called {name!r}: that column has another meaning")
 
 
 def require_packages(attacks: Iterable[Attack]) -> None:
@@ -194,7 +198,6 @@ class Evaluator:
             ValueError: images or labels out of range, or a network that changes its input.
         """
         check_images(x, self.bounds)
-        check_label_type(y, len(x))
         given = x.clone()
         if not self.joint:
             self.random = self.random or is_random(self.defense, x[:TRIED], index[:TRIED])

@@ -19,6 +19,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_rob.attacks.base import check_label_type
+
 GROUP_SIZE = 128
 
 
@@ -127,7 +129,7 @@ def with_index(batch: Any, positions: Tensor | None = None) -> tuple[Tensor, Ten
 
     Raises:
         TypeError: the batch is something else.
-        ValueError: it has another number of images.
+        ValueError: it has another number of images, or no label for each.
     """
     if not isinstance(batch, list | tuple) or len(batch) not in (2, 3):
         raise TypeError(
@@ -143,7 +145,8 @@ def with_index(batch: Any, positions: Tensor | None = None) -> tuple[Tensor, Ten
         positions = torch.arange(len(x) if x.dim() else 0)
     if x.dim() < 2 or len(x) != len(positions):
         raise ValueError(f"expected {len(positions)} images, got a batch {list(x.shape)}")
-    return x, y, (rest[0] if rest else positions.to(y.device)).long()
+    check_label_type(y, len(x))
+    return x, y.long(), (rest[0] if rest else positions.to(y.device)).long()
 
 
 def counted(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
