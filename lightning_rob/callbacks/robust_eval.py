@@ -130,9 +130,7 @@ class RobustEval(Measurement):
         """
         require_packages(self.attacks.values())
         how = (self.target, self.settings, self.every_n_epochs)
-        asked = {name: (attack, *how) for name, attack in self.given.items()}
-        kept = self.collector(trainer).register(self, asked)
-        self.attacks = {name: attack for name, (attack, *_) in kept.items()}
+        self.attacks = self.collector(trainer).register(self, self.given, *how)
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this callback evaluates in the current epoch."""

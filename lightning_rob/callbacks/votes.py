@@ -106,9 +106,7 @@ class VotingRuleEval(EvaluationCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop attacks that an earlier callback runs; number names that it uses for another."""
         how = (self.rules, self.ensembles, self.draws, self.attacked, self.each_target)
-        asked = {name: (attack, *how) for name, attack in self.given.items()}
-        kept = self.collector(trainer).register(self, asked)
-        self.attacks = {name: attack for name, (attack, *_) in kept.items()}
+        self.attacks = self.collector(trainer).register(self, self.given, *how)
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this callback evaluates in the current epoch: once all members are trained."""
