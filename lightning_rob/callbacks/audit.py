@@ -1,15 +1,17 @@
 """Audit of a defense at validation and test, beside or instead of other attacks."""
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
 
 from lightning_rob.attacks import Attack
 from lightning_rob.audit.auditor import build_report, column_names, measure
 from lightning_rob.audit.findings import Report
 from lightning_rob.audit.target import AuditTarget
-from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
+from lightning_rob.callbacks.base import EvaluationCallback, writing_folder
 from lightning_rob.callbacks.collector import collector_of
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
@@ -17,6 +19,7 @@ from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.evaluator import at_least_one
+from lightning_rob.evaluation.groups import Batch, Unpack
 from lightning_rob.files import atomic_write_text
 from lightning_rob.metrics import PerImage
 from lightning_rob.threat import Threat
@@ -42,6 +45,11 @@ class RobustAudit(EvaluationCallback):
         protocol: the rounds in which a defense that adapts is attacked; None is `RoundProtocol()`.
         record: file in the run's folder.
         group_size: images that are attacked together; other sizes may round otherwise.
+        unpack: function of a batch that returns (images, labels) or (images, labels, indices),
+            images in [0, 1]; None takes batches that are so already.
+        preprocess: what is applied to images before a plain network, such as a normalization;
+            attacks go through its gradient.
+        dataloader_idx: which of several data loaders is evaluated; None refuses several.
 
     Raises:
         ValueError: a count below 1, or a threat that not all attacks support.
@@ -58,11 +66,14 @@ class RobustAudit(EvaluationCallback):
         protocol: RoundProtocol | None = None,
         record: str = "audit.json",
         group_size: int = GROUP_SIZE,
+        unpack: Unpack | None = None,
+        preprocess: Callable[[Tensor], Tensor] | None = None,
+        dataloader_idx: int | None = None,
     ) -> None:
         settings = EvaluationSettings(
             seed, max_images=max_images, group_size=group_size, protocol=protocol
         )
-        super().__init__(settings, every_n_epochs)
+        super().__init__(settings, every_n_epochs, unpack, preprocess, dataloader_idx)
         at_least_one(steps=steps, queries=queries)
         self.threat = threat or Threat()
         self.steps = steps
@@ -109,7 +120,7 @@ class RobustAudit(EvaluationCallback):
         self.found = found = build_report(target, columns)
         values = {r.name: r.accuracy for r in found.results} | {"flags": float(len(found.flags))}
         for name, value in values.items():
-            pl_module.log(f"{stage}/audit/{name}", value, sync_dist=True)
+            self.log_value(pl_module, f"{stage}/audit/{name}", value)
         folder = writing_folder(trainer)
         if folder is None:
             return
@@ -125,7 +136,9 @@ class RobustAudit(EvaluationCallback):
 
     def _target(self, pl_module: Any) -> AuditTarget:
         settings = self.settings
-        return AuditTarget(pl_module.defense, self.threat, self.steps, self.queries, settings.seed)
+        return AuditTarget(
+            self.defense_of(pl_module), self.threat, self.steps, self.queries, settings.seed
+        )
 
 
 def _other_attacks(trainer: Trainer) -> dict[str, Attack]:

@@ -1,34 +1,41 @@
 """Base class of the callbacks that attack the module at validation and test: hooks to batches."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset
 
 from lightning_rob.callbacks.collector import Collector, collector_of
 from lightning_rob.callbacks.progress import AttackProgress
+from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import reporting_adaptation
+from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.evaluator import (
     EvaluationSettings,
     at_least_one,
     evaluation_precision,
 )
 from lightning_rob.evaluation.groups import (
+    Batch,
+    Unpack,
     canonical_groups,
     choose,
     group_loader,
     serves_once,
+    unpacked,
     with_index,
 )
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import SESSION, versions
 
-Batch = tuple[Tensor, Tensor, Tensor]
+SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
 
 
 class EvaluationCallback(Callback, ABC):
@@ -43,15 +50,30 @@ class EvaluationCallback(Callback, ABC):
     Args:
         settings: seed, number of images, size of groups.
         every_n_epochs: evaluate in every n-th epoch of `fit`.
+        unpack: function of a batch that returns (images, labels) or (images, labels, indices),
+            images in [0, 1]; None takes batches that are so already.
+        preprocess: what is applied to images before a plain network, such as a normalization;
+            attacks go through its gradient.
+        dataloader_idx: which of several data loaders is evaluated; None refuses several.
 
     Raises:
         ValueError: a count below 1.
     """
 
-    def __init__(self, settings: EvaluationSettings, every_n_epochs: int = 1) -> None:
+    def __init__(
+        self,
+        settings: EvaluationSettings,
+        every_n_epochs: int = 1,
+        unpack: Unpack | None = None,
+        preprocess: Callable[[Tensor], Tensor] | None = None,
+        dataloader_idx: int | None = None,
+    ) -> None:
         at_least_one(every_n_epochs=every_n_epochs)
         self.settings = settings
         self.every_n_epochs = every_n_epochs
+        self.unpack = unpack
+        self.preprocess = preprocess
+        self.dataloader_idx = dataloader_idx
         self.loader: Any = None
         self.protocol: RoundProtocol | None = None
         self.chosen: Tensor | None = None
@@ -77,6 +99,11 @@ class EvaluationCallback(Callback, ABC):
         """Log the results; called on every process."""
 
     @property
+    def suffix(self) -> str:
+        """What Lightning adds to logged names where there are several data loaders."""
+        return "" if self.dataloader_idx is None else f"/dataloader_idx_{self.dataloader_idx}"
+
+    @property
     def grouped(self) -> bool:
         """Whether images are attacked in canonical groups, not as the loader batches them."""
         return serves_once(self.loader, self.processes)
@@ -96,16 +123,30 @@ class EvaluationCallback(Callback, ABC):
         self._start(trainer, pl_module, trainer.test_dataloaders)
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
+        self,
+        trainer: Trainer,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Attack the batch, if images cannot be grouped."""
-        self._take(trainer, pl_module, batch)
+        if dataloader_idx == (self.dataloader_idx or 0):
+            self._take(trainer, pl_module, batch)
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
+        self,
+        trainer: Trainer,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Attack the batch, if images cannot be grouped."""
-        self._take(trainer, pl_module, batch)
+        if dataloader_idx == (self.dataloader_idx or 0):
+            self._take(trainer, pl_module, batch)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attack all groups, and log the results."""
@@ -117,15 +158,40 @@ class EvaluationCallback(Callback, ABC):
 
     def run_metadata(self, trainer: Trainer, stage: str) -> dict[str, Any]:
         """Return what is needed to repeat the evaluation."""
+        several = {} if self.dataloader_idx is None else {"dataloader_idx": self.dataloader_idx}
         return {
             "stage": stage,
             **checkpoint_position(trainer),
+            **several,
             "seed": self.settings.seed,
             "group_size": self.settings.group_size if self.grouped else None,
             "precision": evaluation_precision(),
             "session": SESSION,
             "versions": versions(),
         }
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse strategies under which a process has no whole network.
+
+        Raises:
+            MisconfigurationException: FSDP, DeepSpeed or tensor parallelism.
+        """
+        if isinstance(trainer.strategy, SHARDED):
+            raise MisconfigurationException(
+                f"{type(self).__name__} attacks whole networks, {type(trainer.strategy).__name__} "
+                "shards them: train with strategy ddp, or leave the callback out and call "
+                "lightning_rob.evaluate on the saved network afterwards"
+            )
+
+    def log_value(self, pl_module: Any, name: str, value: Any, prog_bar: bool = False) -> None:
+        """Log a value, by a name that holds the data loader if there are several."""
+        # Lightning would add the loader of the batch that came last.
+        options = {"sync_dist": True, "add_dataloader_idx": False, "prog_bar": prog_bar}
+        pl_module.log(name + self.suffix, value, **options)
+
+    def defense_of(self, pl_module: Any) -> Defense:
+        """Return the module's `defense`, or the module itself as a network, in `Single`."""
+        return as_defense(pl_module, self.preprocess)
 
     def collector(self, trainer: Trainer) -> Collector:
         """Return what the callbacks of this kind in the run have found together."""
@@ -134,18 +200,16 @@ class EvaluationCallback(Callback, ABC):
     def _start(self, trainer: Trainer, pl_module: LightningModule, loaders: Any) -> None:
         if not self.due(trainer):
             return
-        loader = loaders[0] if isinstance(loaders, list) and len(loaders) == 1 else loaders
-        if not hasattr(loader, "dataset"):
-            name = type(self).__name__
-            raise ValueError(f"{name} evaluates one data loader at a time, got several")
-        self.loader, self.chosen = loader, None
+        self.loader = loader = self._select(loaders)
+        self.chosen = None
         self.seen = self.taken = 0
         self.processes, self.expected = trainer.world_size, None
         images = self._served()
         if self.settings.max_images is not None:
             if images is None:
                 raise ValueError("max_images needs a data set that knows its length: leave it out")
-            within = images_within_limits(trainer, loader, loader.batch_size)
+            place = self.dataloader_idx or 0
+            within = images_within_limits(trainer, loader, loader.batch_size, place)
             if not self.grouped:  # its batches are not those of the data set
                 within = images
             if self.settings.max_images < images:
@@ -166,6 +230,19 @@ class EvaluationCallback(Callback, ABC):
             order = self._positions(trainer, self.protocol.size(loader))
             self.protocol.check(loader, len(order), trainer.world_size)
 
+    def _select(self, loaders: Any) -> Any:
+        """Return the data loader to evaluate."""
+        if hasattr(loaders, "dataset"):
+            return loaders
+        several = list(loaders.values() if isinstance(loaders, Mapping) else loaders)
+        place = 0 if len(several) == 1 else self.dataloader_idx
+        if place is None or not 0 <= place < len(several):
+            raise ValueError(
+                f"{type(self).__name__} evaluates one of {len(several)} data loaders: say which by "
+                f"dataloader_idx, 0 to {len(several) - 1}, got {place}"
+            )
+        return several[place]
+
     def _served(self) -> int | None:
         """Return how many images the loader serves on all processes; None if it cannot be known."""
         if not hasattr(self.loader.dataset, "__len__"):
@@ -178,7 +255,8 @@ class EvaluationCallback(Callback, ABC):
         """Attack a batch of the sanity check, or of a loader that cannot be regrouped."""
         if not self.due(trainer) or (self.grouped and not trainer.sanity_checking):
             return
-        count = len(batch[0])
+        x, y, index = unpacked(batch, self.unpack)
+        count = len(x)
         place = (self.seen + torch.arange(count)) * trainer.world_size + trainer.global_rank
         self.seen += count
         part = torch.arange(count)
@@ -189,29 +267,30 @@ class EvaluationCallback(Callback, ABC):
         if not len(part):
             return
         self.taken += len(part)
-        device = batch[0].device
-        with torch.autocast(device.type, enabled=False), torch.inference_mode(False):
-            rows = [each[part.to(device)].clone() for each in with_index(batch, place.to(device))]
-            self.attack_batch(trainer, pl_module, (rows[0].float(), rows[1], rows[2]))
+        index = place.to(x.device) if index is None else index
+        with torch.autocast(x.device.type, enabled=False), torch.inference_mode(False):
+            rows = [each[part.to(x.device)].clone() for each in (x.float(), y, index)]
+            self.attack_batch(trainer, pl_module, (rows[0], rows[1], rows[2]))
 
     def _batches(self, trainer: Trainer) -> Iterator[Batch]:
         """This process's canonical groups or rounds."""
         share = trainer.global_rank, trainer.world_size
         if self.protocol is not None:
             order = self._positions(trainer, self.protocol.size(self.loader))
-            found = self.protocol.rounds(self.loader, order, *share)
+            found = self.protocol.rounds(self.loader, order, *share, self.unpack)
         else:
             order = self._positions(trainer, self.loader.batch_size)
             groups = canonical_groups(order, self.settings.group_size, *share)
             found = zip(groups, group_loader(self.loader, groups), strict=True)
         self.expected = len(order)
         for positions, batch in found:
-            x, y, index = trainer.strategy.batch_to_device(with_index(batch, positions))
+            batch = with_index(batch, positions, self.unpack)
+            x, y, index = trainer.strategy.batch_to_device(batch)
             yield x.float(), y, index
 
     def _positions(self, trainer: Trainer, size: int) -> Tensor:
         """The images to evaluate, within the trainer's limits on batches of this size."""
-        count = images_within_limits(trainer, self.loader, size)
+        count = images_within_limits(trainer, self.loader, size, self.dataloader_idx or 0)
         if self.chosen is None:
             return torch.arange(count)
         if self.protocol is not None:  # whole rounds
@@ -224,7 +303,7 @@ class EvaluationCallback(Callback, ABC):
         with torch.autocast(pl_module.device.type, enabled=False), torch.inference_mode(False):
             if self.grouped:
                 show = self.progress.show if self.progress and self.progress.rich else None
-                with reporting_adaptation(pl_module.defense, show):
+                with reporting_adaptation(self.defense_of(pl_module), show):
                     for batch in self._batches(trainer):
                         self.attack_batch(trainer, pl_module, batch)
         stream = isinstance(self.loader.dataset, IterableDataset)
@@ -236,21 +315,22 @@ class EvaluationCallback(Callback, ABC):
         self.report(trainer, pl_module, stage)
 
 
-def images_within_limits(trainer: Trainer, loader: Any, size: int) -> int:
+def images_within_limits(trainer: Trainer, loader: Any, size: int, place: int = 0) -> int:
     """Return how many images `limit_val_batches` and the like leave; a trial run has one round.
 
     Args:
         trainer: its limits hold.
         loader: its data set is evaluated.
         size: images of a round.
+        place: of the loader among several.
     """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return min(int(size * trainer.world_size), len(loader.dataset))
     testing = trainer.state.fn == "test"
     limits: Any = trainer.num_test_batches if testing else trainer.num_val_batches
-    if not limits or limits[0] >= len(loader):
+    if len(limits) <= place or limits[place] >= len(loader):
         return len(loader.dataset)
-    return min(int(limits[0] * loader.batch_size * trainer.world_size), len(loader.dataset))
+    return min(int(limits[place] * loader.batch_size * trainer.world_size), len(loader.dataset))
 
 
 def checkpoint_position(trainer: Trainer) -> dict[str, Any]:

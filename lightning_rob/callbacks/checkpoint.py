@@ -17,9 +17,11 @@ PREFIX = "val/robust/"
 def measurers(trainer: Trainer, monitor: str) -> list[RobustEval]:
     """Return the callbacks that log a robust accuracy in some epoch."""
     evaluations = [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
-    if monitor == f"{PREFIX}worst":
-        return [e for e in evaluations if e.target is full_defense and e.attacks]
-    return [e for e in evaluations if monitor.removeprefix(PREFIX) in e.attacks]
+    name = monitor.removeprefix(PREFIX)
+    whole = [e for e in evaluations if e.target is full_defense and name == f"worst{e.suffix}"]
+    return [e for e in whole if e.attacks] or [
+        e for e in evaluations if name in {f"{attack}{e.suffix}" for attack in e.attacks}
+    ]
 
 
 def measured(trainer: Trainer, monitor: str) -> bool:
@@ -39,7 +41,7 @@ def check_measured(trainer: Trainer, monitor: str) -> None:
         return
     found = measurers(trainer, monitor)
     if not found:
-        name = monitor.removeprefix(PREFIX)
+        name = monitor.removeprefix(PREFIX).partition("/")[0]
         of = "on the whole defense" if name == "worst" else f"with an attack named {name!r}"
         raise MisconfigurationException(
             f"no RobustEval measures {monitor!r}: add one {of}, such as callbacks/pgd.yaml, or "
@@ -56,7 +58,7 @@ def check_measured(trainer: Trainer, monitor: str) -> None:
 
 def _known(trainer: Trainer) -> list[str]:
     evaluations = [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
-    return [f"{PREFIX}{name}" for e in evaluations for name in e.attacks]
+    return [f"{PREFIX}{name}{e.suffix}" for e in evaluations for name in e.attacks]
 
 
 class RobustCheckpoint(ModelCheckpoint):

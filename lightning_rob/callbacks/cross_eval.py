@@ -1,6 +1,7 @@
 """Transfer matrix of an ensemble: each member is attacked alone, and all members predict."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torchmetrics import SumMetric
 
 from lightning_rob.attacks import TAA, Attack, evaluating
 from lightning_rob.attacks.transform_ensemble import attackable
-from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
+from lightning_rob.callbacks.base import EvaluationCallback, writing_folder
 from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense, Single, is_transform_ensemble
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
+from lightning_rob.evaluation.groups import Batch, Unpack
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.evaluation.records import append_records
 from lightning_rob.identity import attack_spec
@@ -51,6 +53,11 @@ class TransferMatrixEval(EvaluationCallback):
         eps: radius of all attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
         group_size: images that are attacked together; other sizes may round otherwise.
+        unpack: function of a batch that returns (images, labels) or (images, labels, indices),
+            images in [0, 1]; None takes batches that are so already.
+        preprocess: what is applied to images before a plain network, such as a normalization;
+            attacks go through its gradient.
+        dataloader_idx: which of several data loaders is evaluated; None refuses several.
 
     Raises:
         ValueError: no attacks, one called "clean" or "acc", or a count below 1.
@@ -66,6 +73,9 @@ class TransferMatrixEval(EvaluationCallback):
         eps: float | None = None,
         norm: Norm | None = None,
         group_size: int = GROUP_SIZE,
+        unpack: Unpack | None = None,
+        preprocess: Callable[[Tensor], Tensor] | None = None,
+        dataloader_idx: int | None = None,
     ) -> None:
         if not attacks:
             raise ValueError("attacks must name at least one attack, got an empty dict")
@@ -74,7 +84,7 @@ class TransferMatrixEval(EvaluationCallback):
                 f"no attack can be called {taken.pop()!r}: that column has another meaning"
             )
         settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
-        super().__init__(settings, every_n_epochs)
+        super().__init__(settings, every_n_epochs, unpack, preprocess, dataloader_idx)
         self.given = with_threat(attacks, eps, norm)
         self.attacks = dict(self.given)  # those that no earlier callback of the run runs
         self.record = record
@@ -86,7 +96,10 @@ class TransferMatrixEval(EvaluationCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop attacks that an earlier callback runs; number names that it uses for another."""
-        self.attacks = self.collector(trainer).register(self, self.given, self.settings)
+        super().setup(trainer, pl_module, stage)
+        self.attacks = self.collector(trainer).register(
+            self, self.given, self.settings, self.suffix
+        )
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this callback evaluates in the current epoch."""
@@ -94,12 +107,12 @@ class TransferMatrixEval(EvaluationCallback):
 
     def attack_count(self, pl_module: Any) -> int:
         """Return the number of attacks on all members."""
-        return len(self.attacks) * len(pl_module.defense.weights)
+        return len(self.attacks) * len(self.defense_of(pl_module).weights)
 
     def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
         """Empty the matrices, which have a row for each current member."""
-        members = len(pl_module.defense.weights)
-        _check_attackable(pl_module.defense)
+        members = len(self.defense_of(pl_module).weights)
+        _check_attackable(self.defense_of(pl_module))
         names = (CLEAN, *self.attacks)
         device = pl_module.device
         self.matrices = {name: TransferMatrix(members).to(device) for name in names}
@@ -111,7 +124,7 @@ class TransferMatrixEval(EvaluationCallback):
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
         """Attack the batch once for every member and attack."""
         x, y, index = batch
-        defense, members = pl_module.defense, len(pl_module.defense.weights)
+        defense, members = self.defense_of(pl_module), len(self.defense_of(pl_module).weights)
         self.images.update(len(x))
         clean = self._predict(defense, x, y, index)
         self.matrices[CLEAN].update(torch.stack([clean] * members, 1), y)
@@ -140,11 +153,11 @@ class TransferMatrixEval(EvaluationCallback):
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log the members' accuracies, record and draw the matrices."""
-        self.results = self._results(trainer, pl_module.defense, stage)
+        self.results = self._results(trainer, self.defense_of(pl_module), stage)
         for result in self.results:
             name = "acc" if result["name"] == CLEAN else result["name"]
             for i, row in enumerate(result["matrix"]):
-                pl_module.log(f"{stage}/member_{i + 1}/{name}", row[i], sync_dist=True)
+                self.log_value(pl_module, f"{stage}/member_{i + 1}/{name}", row[i])
         if stage == "test":
             self.collector(trainer).rows.append(self.results)
         folder = writing_folder(trainer)

@@ -9,11 +9,12 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
-from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
+from lightning_rob.callbacks.base import EvaluationCallback, writing_folder
 from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.evaluator import at_least_one
+from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.evaluation.records import append_records
 from lightning_rob.identity import attack_spec
@@ -78,6 +79,7 @@ class Gallery(EvaluationCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse to write to another gallery's files."""
+        super().setup(trainer, pl_module, stage)
         if self.name not in self.collector(trainer).register(self, {self.name: self}):
             raise ValueError(f"two galleries are called {self.name!r}: rename one of them")
 
@@ -96,7 +98,7 @@ class Gallery(EvaluationCallback):
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
         """Attack the batch, and what is left of it by the weak attack again by the strong one."""
-        defense, (x, y, index) = pl_module.defense, batch
+        defense, (x, y, index) = self.defense_of(pl_module), batch
         for attack in (self.weak, self.strong):
             if len(attack.strategies(defense)) > 1:
                 name = type(attack).__name__

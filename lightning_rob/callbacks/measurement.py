@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_rob.attacks import Attack
-from lightning_rob.callbacks.base import Batch, EvaluationCallback
+from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import give_source
@@ -17,6 +17,7 @@ from lightning_rob.evaluation.evaluator import (
     Evaluator,
     check_indices,
 )
+from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.per_image import PerImageResults
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.results import EvaluationResult
@@ -31,6 +32,7 @@ class Measurement(EvaluationCallback):
         settings: seed, number of images and the like.
         every_n_epochs: evaluate in every n-th epoch of `fit`.
         after_batch: called after every group of images.
+        inputs: `unpack`, `preprocess` and `dataloader_idx` of `EvaluationCallback`.
     """
 
     def __init__(
@@ -40,8 +42,9 @@ class Measurement(EvaluationCallback):
         settings: EvaluationSettings,
         every_n_epochs: int = 1,
         after_batch: Callable[[], None] | None = None,
+        **inputs: Any,
     ) -> None:
-        super().__init__(settings, every_n_epochs)
+        super().__init__(settings, every_n_epochs, **inputs)
         self.attacks = dict(attacks)
         self.target = target
         self.after_batch = after_batch
@@ -54,7 +57,7 @@ class Measurement(EvaluationCallback):
 
     def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
         """Start a new evaluation."""
-        defense = self.target(pl_module.defense)
+        defense = self.target(self.defense_of(pl_module))
         self.result = None
         protocol = self.settings.protocol_for(defense)
         if protocol is not None and not trainer.sanity_checking:

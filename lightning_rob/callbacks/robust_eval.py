@@ -25,7 +25,7 @@ from lightning_rob.evaluation.evaluator import (
     check_names,
     require_packages,
 )
-from lightning_rob.evaluation.groups import GROUP_SIZE
+from lightning_rob.evaluation.groups import GROUP_SIZE, Unpack
 from lightning_rob.evaluation.images import save_images
 from lightning_rob.evaluation.per_image import PerImageResults
 from lightning_rob.evaluation.protocol import RoundProtocol
@@ -84,6 +84,11 @@ class RobustEval(Measurement):
         private_draws: fresh defenders, each with private randomness of its own, that adapt to the
             same perturbed batch; with more than one the intervals hold that randomness too.
         group_size: images that are attacked together; other sizes may round otherwise.
+        unpack: function of a batch that returns (images, labels) or (images, labels, indices),
+            images in [0, 1]; None takes batches that are so already.
+        preprocess: what is applied to images before a plain network, such as a normalization;
+            attacks go through its gradient.
+        dataloader_idx: which of several data loaders is evaluated; None refuses several.
 
     Raises:
         ValueError: no attacks, or a count below 1; when run, several private draws of a defense
@@ -107,6 +112,9 @@ class RobustEval(Measurement):
         save_images: bool = False,
         private_draws: int = 1,
         group_size: int = GROUP_SIZE,
+        unpack: Unpack | None = None,
+        preprocess: Callable[[Tensor], Tensor] | None = None,
+        dataloader_idx: int | None = None,
     ) -> None:
         check_names(attacks)
         settings = EvaluationSettings(
@@ -114,7 +122,15 @@ class RobustEval(Measurement):
         )
         self.given = with_threat(attacks, eps, norm)
         # Of these `attacks` keeps those that no earlier callback of the run runs.
-        super().__init__(self.given, target, settings, every_n_epochs)
+        super().__init__(
+            self.given,
+            target,
+            settings,
+            every_n_epochs,
+            unpack=unpack,
+            preprocess=preprocess,
+            dataloader_idx=dataloader_idx,
+        )
         self.panel = panel
         self.record = record
         self.save_images = save_images
@@ -128,8 +144,9 @@ class RobustEval(Measurement):
         Raises:
             ModuleNotFoundError: an attack needs a package that is not installed.
         """
+        super().setup(trainer, pl_module, stage)
         require_packages(self.attacks.values())
-        how = (self.target, self.settings, self.every_n_epochs)
+        how = (self.target, self.settings, self.every_n_epochs, self.suffix)
         self.attacks = self.collector(trainer).register(self, self.given, *how)
 
     def due(self, trainer: Trainer) -> bool:
@@ -139,7 +156,7 @@ class RobustEval(Measurement):
     def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
         """Forget the last evaluation; continue one that was stopped."""
         when = (str(trainer.state.stage), trainer.current_epoch, trainer.global_step)
-        self.collector(trainer).announce(self, self.target, when)
+        self.collector(trainer).announce(self, (self.target, self.suffix), when)
         self.panels, self.image_folder = {}, None
         return super().begin(trainer, pl_module)
 
@@ -222,21 +239,21 @@ class RobustEval(Measurement):
         super().report(trainer, pl_module, stage)
         found = self.result
         assert found is not None
-        done, complete = self.collector(trainer).deliver(self.target, found)
+        done, complete = self.collector(trainer).deliver((self.target, self.suffix), found)
         self.results = found.measurements(done[0])
         if complete and self.target is full_defense:
             same = [
                 one for one in done if one.details.get("protocol") == found.details.get("protocol")
             ]
             self.results.append(worst_measurement(same))
-        # The clean accuracy of a defense that adapts is nowhere else in the log.
-        logged = found.joint and self.target is full_defense
+        # Modules of this package log the clean accuracy of a defense that does not adapt.
+        logged = self.target is full_defense and (found.joint or not hasattr(pl_module, "defense"))
         hidden = set() if logged else {CLEAN}
         values = {
             f"{stage}/robust/{r.name}": r.accuracy for r in self.results if r.name not in hidden
         }
         for key, value in values.items():
-            pl_module.log(key, value, sync_dist=True, prog_bar=key.endswith("/worst"))
+            self.log_value(pl_module, key, value, prog_bar=key.endswith("/worst"))
         if hook := getattr(pl_module, "on_robust_evaluation", None):
             hook(values)
         self._save(trainer, pl_module, stage, found)
@@ -274,17 +291,22 @@ class RobustEval(Measurement):
         epoch = [f"epoch{trainer.current_epoch:04d}"] if trainer.state.fn == "fit" else []
         if epoch and trainer.val_check_interval != 1:  # several validations in an epoch
             epoch.append(f"step{trainer.global_step:06d}")
+        loader = [self.suffix.strip("/")] if self.suffix else []
         target = [self._target_name] if self.target is not full_defense else []
         joined = "+".join(names)
         joined = joined if len(joined) <= LONGEST_NAME else f"{names[0]}+{len(names) - 1}_more"
-        return "-".join(["test" if trainer.testing else "val", *epoch, *target, joined])
+        return "-".join(["test" if trainer.testing else "val", *epoch, *loader, *target, joined])
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Print the table of all callbacks of the run, once."""
         rows = self.collector(trainer).take_rows()
         if rows and trainer.is_global_zero:
             title = [type(pl_module).__name__]
-            title += [type(pl_module.defense).__name__] if pl_module.defense.transductive else []
+            title += (
+                [type(self.defense_of(pl_module)).__name__]
+                if self.defense_of(pl_module).transductive
+                else []
+            )
             print_table(" · ".join(title), rows, console_of(trainer))
 
 

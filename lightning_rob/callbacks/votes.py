@@ -12,12 +12,13 @@ from torch import Tensor
 
 from lightning_rob.attacks import TAA, Attack, evaluating
 from lightning_rob.attacks.transform_ensemble import attackable
-from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_folder
+from lightning_rob.callbacks.base import EvaluationCallback, writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense, is_transform_ensemble
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.evaluator import at_least_one
+from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import NoAttack, check_within
 from lightning_rob.evaluation.records import append_records
 from lightning_rob.identity import attack_spec
@@ -105,6 +106,7 @@ class VotingRuleEval(EvaluationCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop attacks that an earlier callback runs; number names that it uses for another."""
+        super().setup(trainer, pl_module, stage)
         how = (self.rules, self.ensembles, self.draws, self.attacked, self.each_target)
         self.attacks = self.collector(trainer).register(self, self.given, *how)
 
@@ -116,16 +118,16 @@ class VotingRuleEval(EvaluationCallback):
 
     def attack_count(self, pl_module: Any) -> int:
         """Return the number of attacks."""
-        return len(self._made(pl_module.defense))
+        return len(self._made(self.defense_of(pl_module)))
 
     def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
         """Forget the last evaluation, and draw the ensembles from the current members."""
-        if pl_module.defense.transductive:
-            kind = type(pl_module.defense).__name__
+        if self.defense_of(pl_module).transductive:
+            kind = type(self.defense_of(pl_module)).__name__
             raise TypeError(f"{kind} adapts to the test batch: play games against it by RobustEval")
-        self.parts = self._parts(pl_module.defense)
+        self.parts = self._parts(self.defense_of(pl_module))
         votes = sum(map(len, self.parts.values())) * len(self.rules)
-        self.made = self._made(pl_module.defense)
+        self.made = self._made(self.defense_of(pl_module))
         names = (CLEAN, *self.made)
         self.tables = {name: PerImage(1 + votes).to(pl_module.device) for name in names}
         self.seconds = dict.fromkeys(self.made, 0.0)
@@ -161,7 +163,7 @@ class VotingRuleEval(EvaluationCallback):
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
         """Let the members vote on the batch, untouched and under every attack."""
-        defense, (x, y, index) = pl_module.defense, batch
+        defense, (x, y, index) = self.defense_of(pl_module), batch
         target = self._target(defense)
         nothing = NoAttack(next(iter(self.attacks.values())).threat)
         for name, attack in {CLEAN: nothing, **self.made}.items():
@@ -197,7 +199,7 @@ class VotingRuleEval(EvaluationCallback):
         for result in self.results:
             middle = "" if self.ensembles is None else f"{result['ensemble']}/"
             key = f"{stage}/votes/{result['name']}/{middle}{result['rule']}"
-            pl_module.log(key, result["accuracy"], sync_dist=True)
+            self.log_value(pl_module, key, result["accuracy"])
         if stage == "test":
             self.collector(trainer).rows.append(self.results)
         folder = writing_folder(trainer)

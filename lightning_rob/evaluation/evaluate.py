@@ -1,6 +1,6 @@
 """Score a defense under attacks, image by image, without Lightning."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from lightning_rob.evaluation.evaluator import (
 )
 from lightning_rob.evaluation.groups import (
     GROUP_SIZE,
+    Batch,
+    Unpack,
     canonical_groups,
     choose,
     counted,
@@ -51,6 +53,8 @@ def evaluate(
     max_images: int | None = None,
     group_size: int = GROUP_SIZE,
     protocol: RoundProtocol | None = None,
+    unpack: Unpack | None = None,
+    preprocess: Callable[[Tensor], Tensor] | None = None,
     resume: Path | str | None = None,
     progress: bool = True,
 ) -> EvaluationResult:
@@ -74,6 +78,9 @@ def evaluate(
         max_images: attack this many images, a random choice by the seed; None attacks all.
         group_size: images that are attacked together; other sizes may round otherwise.
         protocol: the rounds in which a defense that adapts is attacked; None is `RoundProtocol()`.
+        unpack: function of a batch that returns one of the above; None takes batches as they are.
+        preprocess: what is applied to images before a plain network, such as a normalization;
+            attacks go through its gradient.
         resume: a folder; an evaluation that was killed continues from the images it has there.
         progress: show a progress bar.
 
@@ -86,7 +93,7 @@ def evaluate(
     """
     check_names(attacks)
     require_packages(attacks.values())
-    defense = as_defense(model)
+    defense = as_defense(model, preprocess)
     settings = EvaluationSettings(
         seed, repeats, inferences, private_draws, max_images, group_size, protocol
     )
@@ -110,7 +117,7 @@ def evaluate(
 
         evaluator = Evaluator(defense, attacks, settings, store, attacked, details)
         with torch.autocast(device.type, enabled=False), torch.inference_mode(False):
-            for batch in _batches(batches, settings, rounds):
+            for batch in _batches(batches, settings, rounds, unpack):
                 x, y, index = (part.to(device) for part in batch)
                 evaluator.score(x.float(), y, index)
                 count += len(x)
@@ -122,19 +129,51 @@ def evaluate(
     return found
 
 
-def as_defense(model: nn.Module) -> Defense:
+class Preprocessed(nn.Module):
+    """A network behind a function of its images.
+
+    Args:
+        preprocess: differentiable function of images [B, C, H, W].
+        net: the network.
+    """
+
+    def __init__(self, preprocess: Callable[[Tensor], Tensor], net: nn.Module) -> None:
+        super().__init__()
+        self.preprocess = preprocess
+        self.net = net
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the network's logits of the preprocessed images."""
+        return self.net(self.preprocess(x))
+
+
+def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None = None) -> Defense:
     """Return a model as a defense: itself, its `defense`, or the network in `Single`.
+
+    Args:
+        model: a `Defense`, a module with a `defense`, or a network.
+        preprocess: what is applied to images before a network.
 
     Raises:
         TypeError: the model is no module.
+        ValueError: `preprocess` for a defense, whose networks normalize inside themselves.
     """
     own = getattr(model, "defense", None)
     for candidate in (model, own):
         if isinstance(candidate, Defense):
+            if preprocess is not None:
+                raise ValueError(
+                    f"preprocess is for plain networks, got {type(candidate).__name__}: put the "
+                    "preprocessing into its networks"
+                )
             return candidate
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module or a Defense, got {type(model).__name__}")
-    return Single(model)
+    if preprocess is None:
+        return Single(model)
+    if isinstance(preprocess, nn.Module):
+        preprocess.to(device_of(model))
+    return Single(Preprocessed(preprocess, model))
 
 
 def _resume_key(
@@ -166,8 +205,11 @@ def _count(batches: Any, max_images: int | None) -> int | None:
 
 
 def _batches(
-    batches: Any, settings: EvaluationSettings, protocol: RoundProtocol | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    batches: Any,
+    settings: EvaluationSettings,
+    protocol: RoundProtocol | None,
+    unpack: Unpack | None,
+) -> Iterator[Batch]:
     """Canonical groups or rounds, with indices."""
     if isinstance(batches, Dataset):
         name = type(batches).__name__
@@ -181,13 +223,13 @@ def _batches(
             raise ValueError("max_images needs a DataLoader that knows its images: leave it out")
         if protocol is not None and protocol.order != "natural":
             raise ValueError(f"order {protocol.order!r} needs a DataLoader that knows its images")
-        yield from regrouped(counted(batches), size)
+        yield from regrouped(counted(batches, unpack), size)
         return
     positions = choose(len(batches.dataset), settings.max_images, settings.seed)
     if protocol is not None:
-        for places, batch in protocol.rounds(batches, positions):
-            yield with_index(batch, places)
+        for places, batch in protocol.rounds(batches, positions, unpack=unpack):
+            yield with_index(batch, places, unpack)
         return
     groups = canonical_groups(positions, size)
     for group, batch in zip(groups, group_loader(batches, groups), strict=True):
-        yield with_index(batch, group)
+        yield with_index(batch, group, unpack)

@@ -5,7 +5,7 @@ batch may get other logits in the last bit, and another adversarial image. An ev
 cuts the data set into groups by position and deals groups, not images, to the processes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from torch.utils.data import (
 from lightning_rob.attacks.base import check_label_type
 
 GROUP_SIZE = 128
+Batch = tuple[Tensor, Tensor, Tensor]
+Unpack = Callable[[Any], Any]
 
 
 def canonical_groups(
@@ -99,9 +101,7 @@ def group_loader(loader: DataLoader[Any], groups: list[Tensor]) -> DataLoader[An
     )
 
 
-def regrouped(
-    batches: Iterable[tuple[Tensor, Tensor, Tensor]], size: int = GROUP_SIZE
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def regrouped(batches: Iterable[Batch], size: int = GROUP_SIZE) -> Iterator[Batch]:
     """Yield the same images in the same order, in batches of another size.
 
     Args:
@@ -120,44 +120,59 @@ def regrouped(
         yield x, y, index
 
 
-def with_index(batch: Any, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a batch (x, y) or (x, y, index) with its indices; without any, the positions.
+def unpacked(batch: Any, unpack: Unpack | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return images, labels and, if the batch has them, indices.
 
     Args:
-        batch: tensors or arrays.
-        positions: [B] of its images; None counts from 0.
+        batch: (x, y) or (x, y, index), tensors or arrays, or what `unpack` makes into it.
+        unpack: a function of the batch; None takes it as it is.
+
+    Raises:
+        TypeError: the batch is something else.
+        ValueError: there is not one label for each image.
+    """
+    parts = unpack(batch) if unpack else batch
+    if not isinstance(parts, list | tuple) or len(parts) not in (2, 3):
+        raise TypeError(
+            "batches must be (images, labels) or (images, labels, indices), got "
+            f"{type(parts).__name__}: give unpack, such as lambda b: (b['image'], b['label'])"
+        )
+    try:
+        x, y, *index = (torch.as_tensor(part) for part in parts)
+    except (TypeError, ValueError) as error:
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise TypeError(f"batches must be of tensors or arrays, got ({kinds})") from error
+    if x.dim() < 2:
+        raise ValueError(f"images must be a batch [B, …], got shape {list(x.shape)}")
+    check_label_type(y, len(x))
+    return x, y.long(), index[0].long() if index else None
+
+
+def with_index(batch: Any, positions: Tensor, unpack: Unpack | None = None) -> Batch:
+    """Return images, labels and indices; where a batch has no indices, the positions.
+
+    Args:
+        batch: see `unpacked`.
+        positions: [B] of its images in the data set.
+        unpack: see `unpacked`.
 
     Raises:
         TypeError: the batch is something else.
         ValueError: it has another number of images, or no label for each.
     """
-    if not isinstance(batch, list | tuple) or len(batch) not in (2, 3):
-        raise TypeError(
-            "batches must be (images, labels) or (images, labels, indices), got "
-            f"{type(batch).__name__}: convert them by the loader's collate_fn"
-        )
-    try:
-        x, y, *rest = (torch.as_tensor(part) for part in batch)
-    except (TypeError, ValueError) as error:
-        kinds = ", ".join(type(part).__name__ for part in batch)
-        raise TypeError(f"batches must be of tensors or arrays, got ({kinds})") from error
-    if positions is None:
-        positions = torch.arange(len(x) if x.dim() else 0)
-    if x.dim() < 2 or len(x) != len(positions):
-        raise ValueError(f"expected {len(positions)} images, got a batch {list(x.shape)}")
-    check_label_type(y, len(x))
-    return x, y.long(), (rest[0] if rest else positions.to(y.device)).long()
+    x, y, index = unpacked(batch, unpack)
+    if len(x) != len(positions):
+        raise ValueError(f"{len(positions)} images were fetched, but their batch has {len(x)}")
+    return x, y, positions.to(y.device) if index is None else index
 
 
-def counted(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield batches with indices; without any, each image's position."""
+def counted(batches: Iterable[Any], unpack: Unpack | None = None) -> Iterator[Batch]:
+    """Yield images, labels and indices; where batches have no indices, each image's position."""
     seen = 0
     for batch in batches:
-        x, y, index = with_index(batch)
-        if len(batch) == 2:
-            index = index + seen
+        x, y, index = unpacked(batch, unpack)
+        yield x, y, torch.arange(seen, seen + len(x)) if index is None else index
         seen += len(x)
-        yield x, y, index
 
 
 def choose(images: int, number: int | None, seed: int, within: int | None = None) -> Tensor:

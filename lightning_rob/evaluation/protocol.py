@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
 from lightning_rob.defenses import Defense
+from lightning_rob.evaluation.groups import Unpack, unpacked
 from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator, Streams, derive_seed, seeded_global_rng
 from lightning_rob.threat import Threat
@@ -217,7 +218,12 @@ class RoundProtocol:
         return int(size)
 
     def rounds(
-        self, loader: Any, order: Tensor, rank: int = 0, world_size: int = 1
+        self,
+        loader: Any,
+        order: Tensor,
+        rank: int = 0,
+        world_size: int = 1,
+        unpack: Unpack | None = None,
     ) -> Iterator[tuple[Tensor, Any]]:
         """Yield the rounds of one process: positions, and the batch as the loader would collate it.
 
@@ -228,19 +234,23 @@ class RoundProtocol:
             order: [N] positions in the data set.
             rank: number of this process.
             world_size: number of processes that share the rounds.
+            unpack: see `lightning_rob.evaluation.groups.unpacked`.
         """
         size = self.size(loader)
         for number in range(rank, -(-len(order) // size), world_size):
-            positions = self._round(loader, order, number, size)
+            positions = self._round(loader, order, number, size, unpack)
             yield positions, fetch(loader, positions)
 
-    def _round(self, loader: Any, order: Tensor, number: int, size: int) -> Tensor:
+    def _round(
+        self, loader: Any, order: Tensor, number: int, size: int, unpack: Unpack | None
+    ) -> Tensor:
         """The positions of a round."""
         if self.order == "natural":
             return order[number * size : (number + 1) * size]
         start = number // 2 * 2 * size
         window = order[start : start + 2 * size]
-        window = window[fetch(loader, window)[1].argsort(stable=True)]
+        labels = unpacked(fetch(loader, window), unpack)[1]
+        window = window[labels.argsort(stable=True)]
         return window[:size] if number % 2 == 0 else window[size:]
 
     def check(self, loader: Any, images: int, processes: int) -> None:

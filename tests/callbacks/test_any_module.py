@@ -1,0 +1,177 @@
+"""Callbacks on modules and batches that are not of this package, and plain loops."""
+
+import json
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import FSDPStrategy
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lightning_rob import PGD, Ensemble, RobustEval, Single, Threat, evaluate
+from lightning_rob.callbacks import RobustAudit, RobustCheckpoint, TransferMatrixEval
+from tests.tiny import TinyNet
+
+THREAT = Threat("linf", 16 / 255)
+ATTACKS = {"weak": PGD(THREAT, 1, 4 / 255), "pgd": PGD(THREAT, 3, 8 / 255)}
+torch.manual_seed(0)
+DATA = TensorDataset(torch.rand(40, 3, 8, 8), torch.arange(40) % 4)
+
+
+class Classifier(LightningModule):
+    """A module as people write them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = TinyNet()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return cross_entropy(self(x), y)
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        pass
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Dictionaries(Dataset):
+    """The same images, normalized, in dictionaries."""
+
+    def __len__(self):
+        return len(DATA)
+
+    def __getitem__(self, i):
+        x, y = DATA[i]
+        return {"image": (x - 0.5) / 0.25, "label": y}
+
+
+def trainer(*callbacks, **options):
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    given = {"enable_checkpointing": False} | quiet | options
+    return Trainer(accelerator="cpu", callbacks=list(callbacks), **given)
+
+
+def evaluated(callback, module=None, loaders=None):
+    loaders = DataLoader(DATA, 7) if loaders is None else loaders
+    return trainer(callback).test(module or Classifier(), loaders, verbose=False)
+
+
+def expected():
+    net = Single(Classifier().net)
+    return evaluate(net, ATTACKS, DataLoader(DATA, 40), progress=False)
+
+
+def test_a_module_that_knows_nothing_of_defenses():
+    callback = RobustEval(ATTACKS)
+    (logged,) = evaluated(callback)
+    found = expected()
+    assert torch.equal(callback.result.scores, found.scores)
+    for name in ("clean", "weak", "pgd", "worst"):
+        assert logged[f"test/robust/{name}"] == pytest.approx(found.accuracy(name))
+
+
+def test_it_trains_as_without_the_callback(tmp_path):
+    weights = []
+    for callbacks in ((), (RobustEval(ATTACKS), RobustCheckpoint(dirpath=tmp_path))):
+        torch.manual_seed(1)
+        module = Classifier()
+        run = trainer(*callbacks, max_epochs=2, enable_checkpointing=bool(callbacks))
+        run.fit(module, DataLoader(DATA, 10, shuffle=True), DataLoader(DATA, 10))
+        weights.append(module.net.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert len(list(tmp_path.glob("*.ckpt"))) == 1
+
+
+def unnormalized(batch):
+    return 0.5 + 0.25 * batch["image"], batch["label"]
+
+
+def normalized(x):
+    return (x - 0.5) / 0.25
+
+
+def test_dictionaries_of_normalized_images():
+    class Behind(Classifier):
+        """Expects normalized images."""
+
+        def forward(self, x):
+            return self.net(0.5 + 0.25 * x)
+
+    callback = RobustEval(ATTACKS, unpack=unnormalized, preprocess=normalized)
+    loader = DataLoader(Dictionaries(), 7)
+    evaluated(callback, Behind(), loader)
+    assert torch.allclose(callback.result.scores, expected().scores)
+    inputs = {"unpack": unnormalized, "preprocess": normalized, "progress": False}
+    again = evaluate(Behind(), ATTACKS, loader, **inputs)
+    assert torch.equal(again.scores, callback.result.scores)
+
+
+def test_several_data_loaders(capsys):
+    loaders = [DataLoader(DATA, 7), DataLoader(TensorDataset(*DATA[:20]), 7)]
+    callbacks = [RobustEval(ATTACKS, dataloader_idx=i) for i in (0, 1)]
+    run = trainer(*callbacks)
+    run.test(Classifier(), loaders, verbose=False)
+    assert [len(c.result.index) for c in callbacks] == [40, 20]
+    names = {f"test/robust/{n}/dataloader_idx_{i}" for n in ("pgd", "worst") for i in (0, 1)}
+    assert names <= set(run.callback_metrics)
+    assert "loader 1" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="one of 2 data loaders: say which by dataloader_idx"):
+        evaluated(RobustEval(ATTACKS), loaders=loaders)
+
+
+def test_a_module_with_an_ensemble_as_its_defense():
+    class Ours(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.defense = Ensemble([self.net, TinyNet()])
+
+    matrix, audit = TransferMatrixEval(ATTACKS), RobustAudit(THREAT, 2, 10, max_images=8)
+    (logged,) = trainer(matrix, audit).test(Ours(), DataLoader(DATA, 7), verbose=False)
+    assert {"test/member_2/pgd", "test/audit/worst", "test/audit/flags"} <= set(logged)
+
+
+def test_sharded_weights_are_refused():
+    callback = RobustEval(ATTACKS)
+    run = trainer(callback)
+    run.strategy.__class__ = type("Sharded", (FSDPStrategy,), {})
+    with pytest.raises(MisconfigurationException, match="Sharded shards them: train with"):
+        callback.setup(run, Classifier(), "fit")
+
+
+def test_bad_inputs():
+    loader = DataLoader(Dictionaries(), 7)
+    with pytest.raises(TypeError, match="got dict: give unpack"):
+        evaluated(RobustEval(ATTACKS), loaders=loader)
+    with pytest.raises(ValueError, match=r"images must lie in \[0.0, 1.0\]"):
+        evaluated(RobustEval(ATTACKS, unpack=lambda b: (b["image"], b["label"])), loaders=loader)
+    with pytest.raises(ValueError, match="preprocess is for plain networks, got Ensemble"):
+        evaluate(Ensemble([TinyNet()]), ATTACKS, [DATA[:4]], preprocess=normalized)
+
+
+def test_fabric():
+    fabric = Fabric(accelerator="cpu")
+    model = fabric.setup(Classifier().net)
+    loader = fabric.setup_dataloaders(DataLoader(DATA, 40))
+    found = evaluate(model, ATTACKS, loader, progress=False)
+    assert torch.equal(found.scores, expected().scores)
+
+
+def test_records_of_a_foreign_module(tmp_path):
+    run = trainer(RobustEval(ATTACKS), logger=CSVLogger(tmp_path))
+    run.test(Classifier(), DataLoader(DATA, 7), verbose=False)
+    (file,) = tmp_path.rglob("robust.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [record["name"] for record in records] == ["clean", "weak", "pgd", "worst"]
