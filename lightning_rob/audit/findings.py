@@ -29,19 +29,19 @@ class Finding:
     """The outcome of one check.
 
     Args:
-        name: of the check.
         severity: "severe", an accuracy measured here cannot be trusted; "warning", look at it;
             "note", of interest, or not checked; "fine".
         text: the finding in plain words.
         advice: the remedy; empty where there is nothing to do.
         values: the measurements behind it.
+        name: of the check; set by the audit.
     """
 
-    name: str
     severity: Severity
     text: str
     advice: str = ""
     values: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
 
     @property
     def flagged(self) -> bool:
@@ -52,9 +52,24 @@ class Finding:
 Check = Callable[[AuditTarget, Columns], Finding]
 
 
-def not_checked(name: str, reason: str) -> Finding:
+def not_checked(reason: str) -> Finding:
     """Return the note that a check could not be made; no check is silent."""
-    return Finding(name, "note", f"Not checked: {reason}.", values={"run": False})
+    return Finding("note", f"Not checked: {reason}.", values={"run": False})
+
+
+def images_finding(found: Tensor, fine: str, text: str, advice: str) -> Finding:
+    """Return the severe finding that a condition holds for `many` images [N], or that it is fine.
+
+    Args:
+        found: [N] 1 where it holds.
+        fine: the text where it does not hold.
+        text: the text where it holds.
+        advice: the remedy.
+    """
+    values = means(images=found)
+    if not many(found):
+        return Finding("fine", fine, values=values)
+    return Finding("severe", text, advice, values)
 
 
 def known(column: Tensor) -> Tensor:
@@ -65,6 +80,11 @@ def known(column: Tensor) -> Tensor:
 def mean(column: Tensor) -> float:
     """Return the mean of the measured part of a column [N]; NaN without any."""
     return float(known(column).mean()) if len(known(column)) else float("nan")
+
+
+def means(**columns: Tensor) -> dict[str, Any]:
+    """Return the mean of each column by its name, for the values of a finding."""
+    return {name: mean(column) for name, column in columns.items()}
 
 
 def many(column: Tensor) -> bool:
@@ -165,6 +185,6 @@ class Report:
             **metadata,
             "title": self.title,
             "attacks": [result.record() for result in self.results],
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [{"name": f.name, **asdict(f)} for f in self.findings],
         }
         return json.dumps(with_schema(content), indent=2, ensure_ascii=False) + "\n"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_rob.cli import main
-from lightning_rob.commands.report.blocks import Cell, Table
+from lightning_rob.commands.report.blocks import Cell, table
 from lightning_rob.commands.report.formatting import NONE
 from lightning_rob.commands.report.runs import Evaluations, attack_result, find_runs, read_run
 from lightning_rob.commands.report.sections import run_section, votes
@@ -437,7 +437,7 @@ def test_arguments_of_attacks_as_text():
 
 def test_a_table_of_unequal_rows_is_an_error():
     with pytest.raises(ValueError):
-        Table("x", ["a", "b"], [["1", "2", Cell("3")]]).html()
+        table("x", ["a", "b"], [["1", "2", Cell("3")]])
 
 
 def test_what_an_earlier_process_tested_is_not_shown(tmp_path):
@@ -492,14 +492,14 @@ def test_votes_are_a_table_by_rule_and_no_evaluations(tmp_path):
     (tmp_path / "votes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = read_run(tmp_path)
     assert not run.evaluations.by_stage
-    *_, table = votes(run, 2)
-    assert [str(column) for column in table.columns[-2:]] == ["RD>", "MV>"]
-    assert [row[:4] for row in table.rows] == [
-        ["clean", "two", "2", ""],
-        ["pgd", "two", "2", "0.300"],
+    *_, shown = votes(run.votes, 2)
+    assert "Accuracy on 50 test images" in shown.markdown
+    assert rows(shown.markdown) == [
+        ["attack", "ensemble", "members", "dissimilarity", "RD", "MV"],
+        ["---", "---", "--:", "--:", "--:", "--:"],
+        ["clean", "two", "2", "", *(f"{share} (10.0% … 90.0%)" for share in ("25.0%", "50.0%"))],
+        ["pgd", "two", "2", "0.300", *(f"{share} (10.0% … 90.0%)" for share in ("25.0%", "50.0%"))],
     ]
-    assert [cell.text for cell in table.rows[1][4:]] == ["25.0%", "50.0%"]
-    assert "Accuracy on 50 test images" in table.caption
 
 
 def test_an_audit_begins_with_its_warnings(tmp_path):
@@ -515,9 +515,10 @@ def test_an_audit_begins_with_its_warnings(tmp_path):
     }
     (tmp_path / "audit.json").write_text(json.dumps(audit, indent=1))
     (run,) = find_runs([tmp_path])
-    page = "".join(block.html() for block in run_section(run, "run", 1))
+    page = "".join(block.html for block in run_section(run, "run", 1, tmp_path))
     assert page.index("Zero. Use BPDA.") < page.index("75.0%") < page.index("All are numbers.")
     assert "Nothing suspicious" not in page
     (tmp_path / "audit.json").write_text(json.dumps(audit | {"findings": [fine]}))
     (run,) = find_runs([tmp_path])
-    assert "Nothing suspicious" in "".join(block.html() for block in run_section(run, "run", 1))
+    page = "".join(block.html for block in run_section(run, "run", 1, tmp_path))
+    assert "Nothing suspicious" in page

@@ -1,17 +1,16 @@
 """Several runs side by side, and what keeps their accuracies from being compared."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from lightning_rob.commands.report.blocks import Block, Cell, Table, Text
+from lightning_rob.commands.report.blocks import Block, Cell, table, warning
 from lightning_rob.commands.report.evaluation import threats
 from lightning_rob.commands.report.formatting import (
-    NONE,
     WHOLE,
-    between,
+    accuracy_cell,
     extent,
     line_name,
     listed,
-    percent,
     split_of,
 )
 from lightning_rob.commands.report.runs import AttackResult, Run
@@ -34,23 +33,27 @@ def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
     rows = [row for row in rows if row[2]]
     if not rows:
         return
-    columns = list(dict.fromkeys(column for _, _, found in rows for column in found))
     by_label = {run.label: found for run, _, found in rows}
+    columns = list(dict.fromkeys(column for found in by_label.values() for column in found))
     apart = {column: differences(by_label, column) for column in columns}
     heads = [
         Cell(f"{line_name(column[:2])}{f' {MARK}' if apart[column] else ''}>", small=column[2])
         for column in columns
     ]
-    cells: list[list[Cell | str]] = [
+    cells = [
         [Cell(run.label, link=name), run.title, *_images(found), *_row(found, columns)]
         for run, name, found in rows
     ]
     caption = "The last evaluation of each run, with 95 % intervals"
-    yield Table(caption, ["run", "what", "split", "images>", *heads], cells, kind="runs")
-    for line in filter(None, apart.values()):
-        yield Text(f"{MARK} {line}", "warning")
-    for line in _overall([run for run, _, _ in rows], [found for _, _, found in rows]):
-        yield Text(line, "warning")
+    yield table(caption, ["run", "what", "split", "images>", *heads], cells, kind="runs")
+    yield from (warning(f"{MARK} {line}") for line in apart.values() if line)
+    data = sorted({run.data for run, _, _ in rows if run.data})
+    if len(data) > 1:
+        different = f"the runs are of different data ({listed(data)})"
+        yield warning(f"{different}: do not compare their accuracies.")
+    splits = sorted({split_of(r.stage) for found in by_label.values() for r in found.values()})
+    if len(splits) > 1:
+        yield warning(f"some accuracies are of {listed(splits)} images: do not compare them.")
 
 
 def results_of(run: Run) -> Results:
@@ -91,21 +94,11 @@ def _definition(result: AttackResult) -> dict[str, str]:
 def _row(found: Results, columns: Sequence[Column]) -> list[Cell]:
     results = [found.get(column) for column in columns]
     return [
-        Cell(percent(r.accuracy), small=between(r.interval)) if r else Cell(NONE) for r in results
+        accuracy_cell(r.accuracy, r.interval) if r else accuracy_cell(math.nan) for r in results
     ]
 
 
 def _images(found: Results) -> list[str]:
     """Return the split and the number of images."""
-    stages = list(dict.fromkeys(split_of(r.stage) for r in found.values()))
-    return [listed(stages), extent([r.n for r in found.values()])]
-
-
-def _overall(runs: Sequence[Run], found: Sequence[Results]) -> Iterator[str]:
-    """Yield differences that concern all columns."""
-    data = sorted({run.data for run in runs if run.data})
-    if len(data) > 1:
-        yield f"the runs are of different data ({listed(data)}): do not compare their accuracies."
-    stages = sorted({split_of(r.stage) for results in found for r in results.values()})
-    if len(stages) > 1:
-        yield f"some accuracies are of {listed(stages)} images: do not compare them."
+    splits = list(dict.fromkeys(split_of(r.stage) for r in found.values()))
+    return [listed(splits), extent([r.n for r in found.values()])]

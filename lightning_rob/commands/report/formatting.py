@@ -3,8 +3,12 @@
 import math
 from collections.abc import Sequence
 
+from lightning_rob.commands.report.blocks import Cell
+
 NONE = "\N{EN DASH}"
 WHOLE = "full_defense"  # the target that is the complete defense
+WORST = ("worst", WHOLE)
+Interval = tuple[float, float] | None  # None where it is not known
 
 
 def percent(share: float) -> str:
@@ -12,9 +16,15 @@ def percent(share: float) -> str:
     return f"{share:.1%}" if math.isfinite(share) else NONE
 
 
-def between(interval: tuple[float, float] | None) -> str:
+def between(interval: Interval) -> str:
     """Return an interval; an empty text where it is unknown."""
     return f"{interval[0]:.1%} … {interval[1]:.1%}" if interval else ""
+
+
+def accuracy_cell(share: float, interval: Interval = None, shaded: bool = False) -> Cell:
+    """Return an accuracy above its interval, shaded by it where it is known."""
+    shade = share if shaded and math.isfinite(share) else None
+    return Cell(percent(share), between(interval), shade=shade)
 
 
 def images(n: int) -> str:
