@@ -57,7 +57,9 @@ def not_checked(reason: str) -> Finding:
     return Finding("note", f"Not checked: {reason}.", values={"run": False})
 
 
-def images_finding(found: Tensor, fine: str, text: str, advice: str) -> Finding:
+def images_finding(
+    found: Tensor, fine: str, text: str, advice: str, few: Severity = "fine"
+) -> Finding:
     """Return the severe finding that a condition holds for `many` images [N], or that it is fine.
 
     Args:
@@ -65,11 +67,12 @@ def images_finding(found: Tensor, fine: str, text: str, advice: str) -> Finding:
         fine: the text where it does not hold.
         text: the text where it holds.
         advice: the remedy.
+        few: the severity where it holds for some images, but not for many.
     """
-    values = means(images=found)
-    if not many(found):
-        return Finding("fine", fine, values=values)
-    return Finding("severe", text, advice, values)
+    severity = "severe" if many(found) else few if (found > 0).any() else "fine"
+    if severity == "fine":
+        return Finding("fine", fine, values=means(images=found))
+    return Finding(severity, text, advice, means(images=found))
 
 
 def known(column: Tensor) -> Tensor:

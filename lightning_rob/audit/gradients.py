@@ -4,7 +4,7 @@ All are of the margin, the largest wrong logit minus the label's, unless cross-e
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -156,7 +156,10 @@ def _agreement(batch: AuditBatch, width: float, defense: Defense, x: Tensor) -> 
     inside = x.detach().clamp(low + FAR * side, high - FAR * side)  # room on both sides
     gradient = _margin_gradient(batch, defense, inside)
     slopes, differences = [], []
-    for corner in _corners(batch, inside):
+    streams = batch.noise("slope")  # each image's corners are from its own stream
+    for _ in range(DIRECTIONS):
+        draws = uniform(inside, *inside.shape[1:], generator=streams)
+        corner = torch.where(draws < 0.5, -1.0, 1.0).to(inside)
         step = width * side * corner
         up, down = (_margin(batch, defense, end) for end in (inside + step, inside - step))
         slopes.append((gradient * corner).flatten(1).sum(1))
@@ -164,13 +167,6 @@ def _agreement(batch: AuditBatch, width: float, defense: Defense, x: Tensor) -> 
     return _cosine(torch.stack(slopes, 1), torch.stack(differences, 1)).masked_fill(
         batch.nonfinite | (gradient == 0).flatten(1).all(1), torch.nan
     )
-
-
-def _corners(batch: AuditBatch, x: Tensor) -> Iterator[Tensor]:
-    """Yield random signs [B, C, H, W], each image's from its own stream."""
-    streams = batch.noise("slope")
-    for _ in range(DIRECTIONS):
-        yield torch.where(uniform(x, *x.shape[1:], generator=streams) < 0.5, -1.0, 1.0).to(x)
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
@@ -273,15 +269,14 @@ def infinite_gradients(target: AuditTarget, columns: Columns) -> Finding:
     found = columns["infinite_gradient"]
     if found.isnan().all():
         return not_checked(NO_PATH)
-    values = means(images=found)
-    if not (found > 0).any():
-        return Finding("fine", "Gradients are finite.", values=values)
-    return Finding(
-        "severe" if many(found) else "warning",
-        f"The gradient is not finite for {images_of(found)}, though the logits are: attacks can "
-        "only take it for zero.",
-        "Look for sqrt, log, norm or a division at 0 and give it a floor; then attack again.",
-        values,
+    return images_finding(
+        found,
+        fine="Gradients are finite.",
+        text=f"The gradient is not finite for {images_of(found)}, though the logits are: attacks "
+        "can only take it for zero.",
+        advice="Look for sqrt, log, norm or a division at 0 and give it a floor; then attack "
+        "again.",
+        few="warning",
     )
 
 

@@ -12,7 +12,13 @@ import torch
 from lightning_rob.cli import main
 from lightning_rob.commands.report.blocks import Cell, table
 from lightning_rob.commands.report.formatting import NONE
-from lightning_rob.commands.report.runs import Evaluations, attack_result, find_runs, read_run
+from lightning_rob.commands.report.runs import (
+    Evaluations,
+    attack_result,
+    find_runs,
+    read_run,
+    readable,
+)
 from lightning_rob.commands.report.sections import run_section, votes
 from lightning_rob.commands.specs import flat, inner_attacks, other_arguments, short, threat_text
 from lightning_rob.plots import heat_map, save
@@ -211,7 +217,7 @@ def test_fields_of_another_kind_are_left_out_not_believed(tmp_path):
     odd = line("apgd", 0.5, interval=[None, 1], n="many", epoch=None, versions=3, seconds="long")
     _, text, _ = made(folder(tmp_path / "run", [odd | {"over": "x", "seed": None}]))
     assert "50.0%" in text
-    assert attack_result({"name": "x", "stage": "test", "accuracy": True}) is None
+    assert attack_result(readable({"name": "x", "stage": "test", "accuracy": True})) is None
 
 
 def test_nan_is_said_to_be_no_number(tmp_path):

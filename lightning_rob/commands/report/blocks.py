@@ -117,7 +117,7 @@ class Cell(NamedTuple):
     small: str = ""
     link: str = ""
     shade: float | None = None
-    span: tuple[float, float] | None = None
+    span: Sequence[float] | None = None
 
     def html(self, strong: bool = False) -> str:
         """Return the content of <td>."""

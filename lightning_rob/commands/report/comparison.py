@@ -1,6 +1,5 @@
 """Several runs side by side, and what keeps their accuracies from being compared."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_rob.commands.report.blocks import Block, Cell, table, warning
@@ -93,9 +92,7 @@ def _definition(result: AttackResult) -> dict[str, str]:
 
 def _row(found: Results, columns: Sequence[Column]) -> list[Cell]:
     results = [found.get(column) for column in columns]
-    return [
-        accuracy_cell(r.accuracy, r.interval) if r else accuracy_cell(math.nan) for r in results
-    ]
+    return [accuracy_cell(r.accuracy, r.interval) if r else accuracy_cell(None) for r in results]
 
 
 def _images(found: Results) -> list[str]:

@@ -28,13 +28,8 @@ def best(series: Series) -> AttackResult | None:
     return max(known, key=lambda record: record.accuracy, default=None)
 
 
-def lines_of(series: Series) -> Series:
-    """Return the lines of the figure: all attacks, and the whole defense on clean images."""
-    return {k: records for k, records in series.items() if k[1] == WHOLE or k[0] != "clean"}
-
-
 def curve(series: Series, prefix: str, by: str = "epoch", of: str = "validation") -> str:
-    """Return the figure with its legend as HTML.
+    """Return the figure with its legend as HTML; of clean images the whole defense alone is shown.
 
     Args:
         series: (attack, target) -> results by epoch.
@@ -42,7 +37,8 @@ def curve(series: Series, prefix: str, by: str = "epoch", of: str = "validation"
         by: the unit of `AttackResult.epoch` here.
         of: the split of the images.
     """
-    lines, peak = lines_of(series), best(series)
+    lines = {k: records for k, records in series.items() if k[1] == WHOLE or k[0] != "clean"}
+    peak = best(series)
     values = [f"{line_name(key)} {percent(records[-1].accuracy)}" for key, records in lines.items()]
     alt = f"Accuracy on the {of} images by {by}, at the last {by}: {', '.join(values)}."
     if peak:

@@ -8,12 +8,12 @@ from lightning_rob.commands.report.blocks import Cell
 NONE = "\N{EN DASH}"
 WHOLE = "full_defense"  # the target that is the complete defense
 WORST = ("worst", WHOLE)
-Interval = tuple[float, float] | None  # None where it is not known
+Interval = Sequence[float] | None  # two shares; None where they are not known
 
 
-def percent(share: float) -> str:
-    """Return a share with one digit after the point."""
-    return f"{share:.1%}" if math.isfinite(share) else NONE
+def percent(share: float | None) -> str:
+    """Return a share with one digit after the point; a dash where it is not known."""
+    return NONE if share is None or not math.isfinite(share) else f"{share:.1%}"
 
 
 def between(interval: Interval) -> str:
@@ -21,10 +21,10 @@ def between(interval: Interval) -> str:
     return f"{interval[0]:.1%} … {interval[1]:.1%}" if interval else ""
 
 
-def accuracy_cell(share: float, interval: Interval = None, shaded: bool = False) -> Cell:
+def accuracy_cell(share: float | None, interval: Interval = None, shaded: bool = False) -> Cell:
     """Return an accuracy above its interval, shaded by it where it is known."""
-    shade = share if shaded and math.isfinite(share) else None
-    return Cell(percent(share), between(interval), shade=shade)
+    known = share is not None and math.isfinite(share)
+    return Cell(percent(share), between(interval), shade=share if shaded and known else None)
 
 
 def images(n: int) -> str:

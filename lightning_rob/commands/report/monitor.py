@@ -7,14 +7,7 @@ from lightning_rob.commands.report.blocks import Block, details, heading, table,
 from lightning_rob.commands.report.curve import curve
 from lightning_rob.commands.report.evaluation import attack_table
 from lightning_rob.commands.report.formatting import NONE, line_name, percent
-from lightning_rob.commands.report.runs import (
-    AttackResult,
-    Fields,
-    Key,
-    attack_result,
-    by_line,
-    typed,
-)
+from lightning_rob.commands.report.runs import AttackResult, Fields, Key, attack_result, by_line
 from lightning_rob.comparisons import holm
 
 Checkpoint = tuple[Fields, dict[Key, AttackResult]]  # the record that ends it; `epoch` is the step
@@ -28,7 +21,7 @@ def monitor(records: Sequence[Fields], name: str, level: int) -> Iterator[Block]
         name: of the figure.
         level: of the heading.
     """
-    found = sorted(_evaluated(records), key=lambda checkpoint: int(checkpoint[0]["step"]))
+    found = sorted(_evaluated(records), key=lambda checkpoint: checkpoint[0]["step"])
     alarms = list(_alarms(records))
     if found or alarms:
         yield heading(level, "Checkpoint by checkpoint")
@@ -51,20 +44,19 @@ def _evaluated(records: Sequence[Fields]) -> Iterator[Checkpoint]:
             continue
         if _ends(fields) and fields.get("suite") == ended[-1].get("suite"):
             known = filter(None, map(attack_result, results))
-            yield fields, {r.key: replace(r, epoch=int(fields["step"])) for r in known}
+            yield fields, {r.key: replace(r, epoch=fields["step"]) for r in known}
         results = []
 
 
 def _ends(fields: Fields) -> bool:
     """Return whether a record ends the evaluation of a checkpoint."""
-    placed = isinstance(fields.get("step"), int) and isinstance(fields.get("checkpoint"), str)
-    return placed and fields.get("event") == "evaluated"
+    return fields.get("event") == "evaluated" and {"step", "checkpoint"} <= fields.keys()
 
 
 def _alarms(records: Sequence[Fields]) -> Iterator[str]:
     """Yield alarms by checkpoint, and checkpoints that were deleted too soon."""
     for fields in records:
-        for alarm in typed(fields, "alarm", list):
+        for alarm in fields.get("alarm", []):
             yield f"{fields.get('checkpoint')}: {alarm}" if "step" in fields else str(alarm)
         if fields.get("event") == "missed":
             yield f"{fields.get('checkpoint')} went before it could be evaluated"
@@ -95,12 +87,12 @@ def _numbers(found: Sequence[Checkpoint], keys: Sequence[Key]) -> Block:
 
 def _change(event: Fields) -> list[str]:
     """Return the images won and lost since the checkpoint before, and the p of the change."""
-    change, p = typed(event, "change", dict), _p(event)
+    change, p = event.get("change", {}), _p(event)
     images = [change.get(key) for key in ("newly_vulnerable", "won_back")]
     counts = [str(len(of)) if isinstance(of, list) else NONE for of in images]
     return [*counts, NONE if p is None else f"{p:.3g}"]
 
 
 def _p(event: Fields) -> float | None:
-    p = typed(event, "change", dict).get("p")
+    p = event.get("change", {}).get("p")
     return p if isinstance(p, float) and 0 <= p <= 1 else None

@@ -4,21 +4,73 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any
 
 import yaml
 
-from lightning_rob.commands.report.formatting import WHOLE
+from lightning_rob.commands.report.formatting import WHOLE, Interval
 from lightning_rob.commands.specs import Spec, class_name, is_spec
 
 SCHEMA = 1  # the version of the records that a report reads
 MONITOR, AUDIT = "monitor.jsonl", "audit.json"
 Fields = dict[str, Any]
 Key = tuple[str, str]  # attack and target
-T = TypeVar("T", list[Any], dict[Any, Any])
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def is_matrix(value: Any) -> bool:
+    """Return whether a value is a list of rows of numbers, all of one length."""
+    if not (isinstance(value, list) and value and all(isinstance(row, list) for row in value)):
+        return False
+    numbers = all(isinstance(x, int | float) for row in value for x in row)
+    return numbers and len({len(row) for row in value}) == 1 and bool(value[0])
+
+
+def is_interval(value: Any) -> bool:
+    """Return whether a value is a list of two finite numbers."""
+    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
+
+
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is kind
+
+
+VALID: dict[str, Callable[[Any], bool]] = {  # the values that a report reads
+    **dict.fromkeys(("name", "stage", "target", "checkpoint"), _is(str)),
+    **dict.fromkeys(("epoch", "step", "n"), _is(int)),
+    **dict.fromkeys(("attack", "threat"), is_spec),
+    **dict.fromkeys(("alarm", "intervals"), _is(list)),
+    **dict.fromkeys(("versions", "change"), _is(dict)),
+    "accuracy": lambda value: value is None or type(value) in (int, float),
+    "seconds": is_number,
+    "interval": is_interval,
+    "matrix": is_matrix,
+    "over": lambda value: isinstance(value, list) and all(map(_is(str), value)),
+}
+
+
+def readable(fields: Fields) -> Fields:
+    """Return a record without the fields that hold another kind of value than they should."""
+    return {key: value for key, value in fields.items() if key not in VALID or VALID[key](value)}
+
+
+def records_in(path: Path) -> Iterator[Fields]:
+    """Yield the records of a file; half-written and foreign lines are passed over."""
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(fields, dict) and fields.get("schema") == SCHEMA:
+            yield readable(fields)
 
 
 @dataclass(frozen=True)
@@ -28,9 +80,9 @@ class AttackResult:
     Args:
         name: of the attack, or "clean" or "worst".
         stage: "test" or "val".
+        accuracy: in [0, 1]; NaN where no image was attacked.
         epoch: counted from 0.
         target: the attacked part of the defense.
-        accuracy: in [0, 1]; NaN where no image was attacked.
         interval: of 95 %; None where it is not known.
         n: number of images.
         seconds: spent attacking.
@@ -44,18 +96,18 @@ class AttackResult:
 
     name: str
     stage: str
-    epoch: int
-    target: str
     accuracy: float
-    interval: tuple[float, float] | None
-    n: int
-    seconds: float
-    attack: Spec
-    threat: Spec
-    over: tuple[str, ...]
-    seed: str
-    repeats: str
-    versions: tuple[str, ...]
+    epoch: int = 0
+    target: str = WHOLE
+    interval: Interval = None
+    n: int = 0
+    seconds: float = 0.0
+    attack: Spec = field(default_factory=dict)
+    threat: Spec = field(default_factory=dict)
+    over: Sequence[str] = ()
+    seed: int | None = None
+    repeats: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> Key:
@@ -68,73 +120,14 @@ class AttackResult:
         return self.name not in ("clean", "worst")
 
 
-def records_in(path: Path) -> Iterator[Fields]:
-    """Yield the records of a file; half-written and foreign lines are passed over."""
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            fields = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(fields, dict) and fields.get("schema") == SCHEMA:
-            yield fields
-
-
-def attack_result(fields: Fields) -> AttackResult | None:
+def attack_result(record: Fields) -> AttackResult | None:
     """Return an accuracy record as a result; None for any other record."""
-    name, stage, accuracy = (fields.get(key) for key in ("name", "stage", "accuracy"))
-    measured = _is_number(accuracy)  # JSON has no NaN: it is null
-    known = measured or ("accuracy" in fields and accuracy is None)
-    if not (isinstance(name, str) and isinstance(stage, str) and known):
+    if not {"name", "stage", "accuracy"} <= record.keys():
         return None
-    return AttackResult(
-        name=name,
-        stage=stage,
-        epoch=int(_number(fields, "epoch")),
-        target=_text(fields, "target") or WHOLE,
-        accuracy=math.nan if accuracy is None else float(accuracy),
-        interval=read_interval(fields.get("interval")) if measured else None,
-        n=int(_number(fields, "n")),
-        seconds=_number(fields, "seconds"),
-        attack=_spec(fields, "attack"),
-        threat=_spec(fields, "threat"),
-        over=tuple(map(str, typed(fields, "over", list))),
-        seed=_text(fields, "seed"),
-        repeats=_text(fields, "repeats"),
-        versions=tuple(f"{k} {v}" for k, v in typed(fields, "versions", dict).items()),
-    )
-
-
-def typed(fields: Fields, key: str, kind: type[T]) -> T:
-    """Return a field, an empty one where it is of another kind."""
-    value = fields.get(key)
-    return value if isinstance(value, kind) else kind()
-
-
-def read_interval(value: Any) -> tuple[float, float] | None:
-    """Return two finite numbers, or None."""
-    if isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)):
-        low, high = map(float, value)
-        return (low, high) if math.isfinite(low) and math.isfinite(high) else None
-    return None
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _number(fields: Fields, key: str) -> float:
-    value = fields.get(key)
-    return float(value) if _is_number(value) and math.isfinite(value) else 0.0
-
-
-def _text(fields: Fields, key: str) -> str:
-    value = fields.get(key)
-    return "" if value is None else str(value)
-
-
-def _spec(fields: Fields, key: str) -> Spec:
-    value: Any = fields.get(key)
-    return value if is_spec(value) else {}
+    if record["accuracy"] is None:  # JSON has no NaN
+        record = record | {"accuracy": math.nan, "interval": None}
+    names = [of.name for of in dataclass_fields(AttackResult) if of.name in record]
+    return AttackResult(**{name: record[name] for name in names})
 
 
 def by_line(evaluations: Iterable[Mapping[Key, AttackResult]]) -> dict[Key, list[AttackResult]]:
@@ -259,7 +252,7 @@ def read_run(folder: Path) -> Run:
     files = [path for path in sorted(folder.glob("*.jsonl")) if path.name != MONITOR]
     found = [(path.stem, fields) for path in files for fields in _of_last_test(records_in(path))]
     records = [fields for _, fields in found if "variable" not in fields]
-    matrices = [f for f in _of_kind(records, "transfer_matrix") if is_matrix(f.get("matrix"))]
+    matrices = [fields for fields in _of_kind(records, "transfer_matrix") if "matrix" in fields]
     recipe, monitor = folder / "config.yaml", folder / MONITOR
     text = recipe.read_text(errors="replace") if recipe.is_file() else ""
     return Run(
@@ -289,8 +282,9 @@ def _audit(path: Path) -> Fields:
     except (OSError, ValueError):
         return {}
     is_audit = isinstance(found, dict) and found.get("schema") == SCHEMA
-    is_audit = is_audit and found.get("kind") == "audit" and isinstance(found.get("findings"), list)
-    return found if is_audit else {}
+    if is_audit and found.get("kind") == "audit" and isinstance(found.get("findings"), list):
+        return {**found, "attacks": list(map(readable, found.get("attacks", [])))}
+    return {}
 
 
 def _of_last_test(records: Iterable[Fields]) -> list[Fields]:
@@ -304,14 +298,6 @@ def _last(records: Iterable[Fields], *names: str) -> list[Fields]:
     """Return the last record by stage and these fields; those of the test if there was one."""
     last = {tuple(str(fields.get(key)) for key in ("stage", *names)): fields for fields in records}
     return [f for f in last.values() if f.get("stage") == "test"] or list(last.values())
-
-
-def is_matrix(value: Any) -> bool:
-    """Whether it is a list of rows of numbers, all of one length."""
-    if not (isinstance(value, list) and value and all(isinstance(row, list) for row in value)):
-        return False
-    numbers = all(isinstance(x, int | float) for row in value for x in row)
-    return numbers and len({len(row) for row in value}) == 1 and bool(value[0])
 
 
 def _parsed(text: str) -> Fields:

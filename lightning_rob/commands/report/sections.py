@@ -1,6 +1,5 @@
 """The section of a run: evaluation, history, studies, pictures, recipe."""
 
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from lightning_rob.commands.report.runs import (
     Fields,
     Run,
     attack_result,
-    read_interval,
+    is_interval,
     setting,
 )
 from lightning_rob.commands.specs import class_name, short, threat_text
@@ -136,8 +135,7 @@ def _audit(audit: Fields, level: int) -> Iterator[Block]:
 
 def _shaded(fields: Fields) -> Cell:
     """Return the accuracy of a record; it is null where no image was attacked."""
-    share = math.nan if fields["accuracy"] is None else fields["accuracy"]
-    return accuracy_cell(share, read_interval(fields["interval"]), shaded=True)
+    return accuracy_cell(fields["accuracy"], fields.get("interval"), shaded=True)
 
 
 def _sweeps(records: Sequence[Fields], level: int) -> Iterator[Block]:
@@ -215,16 +213,17 @@ def _matrix_caption(fields: Fields) -> str:
     of = f"{images(n)} {split_of(str(stage))}" if isinstance(n, int) else split_of(str(stage))
     threat = threat_text(fields.get("threat"))
     within = f" ({threat})" if threat else ""
-    epoch = "" if stage == "test" else f" at epoch {fields.get('epoch')}"
+    epoch = f" at epoch {fields['epoch']}" if stage != "test" and "epoch" in fields else ""
     return f"{attack}{within}: accuracy on {of} images{epoch}"
 
 
 def _matrix_cell(fields: Fields, i: int, j: int) -> Cell:
     try:
-        interval = read_interval(fields["intervals"][i][j])
+        interval = fields["intervals"][i][j]
     except (KeyError, IndexError, TypeError):
         interval = None
-    return accuracy_cell(float(fields["matrix"][i][j]), interval, shaded=True)
+    interval = interval if is_interval(interval) else None
+    return accuracy_cell(fields["matrix"][i][j], interval, shaded=True)
 
 
 def votes(records: Sequence[Fields], level: int) -> Iterator[Block]:
@@ -262,31 +261,28 @@ def _gallery(run: Run, level: int, folder: Path) -> Iterator[Block]:
         yield heading(level, "Pictures")
     for path in rest:
         fields = run.others.get(path.stem, {})
-        texts = {key: _caption_text(v) for key, v in fields.items() if key not in HIDDEN}
-        facts = ", ".join(f"{key} {text}" for key, text in texts.items() if text)
+        facts = ", ".join(
+            f"{key} {short(value)}"
+            for key, value in fields.items()
+            if key not in HIDDEN and _in_caption(value)
+        )
         caption = ": ".join(filter(None, [path.stem.replace("_", " "), facts]))
         yield picture(path, caption, folder)
 
 
-def _caption_text(value: Any) -> str:
-    """Return a field as text; empty where it is too long for a caption."""
-    is_text = isinstance(value, bool | int | float | str)
-    return short(value) if is_text and len(str(value)) <= LONG else ""
+def _in_caption(value: Any) -> bool:
+    return isinstance(value, int | float | str) and 0 < len(str(value)) <= LONG
 
 
 def _provenance(run: Run, final: Sequence[AttackResult]) -> Iterator[Block]:
     """Yield what is needed to repeat the evaluation."""
     facts = {
         "training seed": [str(setting(run.config, "seed_everything"))] if run.config else [],
-        "evaluation seed": [r.seed for r in final],
-        "repeats": [r.repeats for r in final],
-        "versions": [part for r in final for part in r.versions],
+        "evaluation seed": [str(r.seed) for r in final if r.seed is not None],
+        "repeats": [str(r.repeats) for r in final if r.repeats is not None],
+        "versions": [" ".join(part) for r in final for part in r.versions.items()],
     }
-    known = [
-        f"{fact} {', '.join(dict.fromkeys(filter(None, values)))}"
-        for fact, values in facts.items()
-        if any(values)
-    ]
+    known = [f"{name} {', '.join(dict.fromkeys(found))}" for name, found in facts.items() if found]
     if known:
         yield paragraph("; ".join(known) + ".", "note")
     if run.recipe:
