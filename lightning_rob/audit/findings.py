@@ -62,12 +62,7 @@ def images_finding(
 ) -> Finding:
     """Return the severe finding that a condition holds for `many` images [N], or that it is fine.
 
-    Args:
-        found: [N] 1 where it holds.
-        fine: the text where it does not hold.
-        text: the text where it holds.
-        advice: the remedy.
-        few: the severity where it holds for some images, but not for many.
+    `few` is the severity where it holds for some images, but not for many.
     """
     severity = "severe" if many(found) else few if (found > 0).any() else "fine"
     if severity == "fine":
@@ -148,12 +143,12 @@ class Report:
 
     def summary(self) -> str:
         """Return the verdict in one line."""
-        if not self.flags:
-            return "Nothing suspicious was found."
-        if self.severe:
-            severe = sum(finding.severity == "severe" for finding in self.flags)
-            return f"Do not trust the accuracies: {severe} of {len(self.flags)} flags are severe."
-        return f"Look at the warnings before you trust the accuracies: {len(self.flags)}."
+        flags, severe = len(self.flags), sum(flag.severity == "severe" for flag in self.flags)
+        if severe:
+            return f"Do not trust the accuracies: {severe} of {flags} flags are severe."
+        if flags:
+            return f"Look at the warnings before you trust the accuracies: {flags}."
+        return "Nothing suspicious was found."
 
     def show(self, console: Console | None = None) -> None:
         """Print the accuracies as a table, then the findings with their remedies."""
@@ -161,15 +156,14 @@ class Report:
         print_table(f"Audit · {self.title}", self.results, console)
         console.print(self.summary(), style="bold")
         fine = [finding.name for finding in self.findings if finding.severity == "fine"]
-        for finding in self.findings:
-            if finding.severity == "fine":
-                continue
+        lines = []
+        for finding in (f for f in self.findings if f.severity != "fine"):
             severity = f"[{STYLES[finding.severity]}]{finding.severity:7}[/]"
-            console.print(f"{severity} {finding.name}: {escape(finding.text)}", highlight=False)
-            if finding.advice:
-                console.print(f"        → {escape(finding.advice)}", highlight=False)
-        if fine:
-            console.print(f"fine    {', '.join(fine)}", highlight=False)
+            lines.append(f"{severity} {finding.name}: {escape(finding.text)}")
+            lines += [f"        → {escape(finding.advice)}"] if finding.advice else []
+        lines += [f"fine    {', '.join(fine)}"] if fine else []
+        for line in lines:
+            console.print(line, highlight=False)
 
     def markdown(self) -> str:
         """Return the report as Markdown, for loggers that show text."""

@@ -3,15 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_rob.commands.report.blocks import Block, Cell, table, warning
-from lightning_rob.commands.report.evaluation import threats
-from lightning_rob.commands.report.formatting import (
-    WHOLE,
-    accuracy_cell,
-    extent,
-    line_name,
-    listed,
-    split_of,
-)
+from lightning_rob.commands.report.evaluation import result_cell, threats
+from lightning_rob.commands.report.formatting import WHOLE, extent, line_name, listed, split_of
 from lightning_rob.commands.report.runs import AttackResult, Run
 from lightning_rob.commands.specs import flat
 
@@ -24,9 +17,7 @@ UNKNOWN = "not recorded"
 def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
     """Yield a table with a row per run and a column per attack within one threat, and warnings.
 
-    Args:
-        runs: at least two.
-        names: the `id` of each run's section.
+    Each row links to the section of its run by that section's `id`, one of `names`.
     """
     rows = [(run, name, results_of(run)) for run, name in zip(runs, names, strict=True)]
     rows = [row for row in rows if row[2]]
@@ -40,7 +31,12 @@ def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
         for column in columns
     ]
     cells = [
-        [Cell(run.label, link=name), run.title, *_images(found), *_row(found, columns)]
+        [
+            Cell(run.label, link=name),
+            run.title,
+            *_images(found),
+            *(result_cell(found.get(column)) for column in columns),
+        ]
         for run, name, found in rows
     ]
     caption = "The last evaluation of each run, with 95 % intervals"
@@ -88,11 +84,6 @@ def differences(by_label: Mapping[str, Results], column: Column) -> str:
 def _definition(result: AttackResult) -> dict[str, str]:
     """Return an attack's arguments, or the attacks that "worst" is over."""
     return flat(result.attack) if result.is_attack else {"over": f"({', '.join(result.over)})"}
-
-
-def _row(found: Results, columns: Sequence[Column]) -> list[Cell]:
-    results = [found.get(column) for column in columns]
-    return [accuracy_cell(r.accuracy, r.interval) if r else accuracy_cell(None) for r in results]
 
 
 def _images(found: Results) -> list[str]:

@@ -8,6 +8,7 @@ from lightning_rob.commands.report.formatting import (
     NONE,
     WHOLE,
     WORST,
+    accuracy_cell,
     between,
     images,
     line_name,
@@ -122,6 +123,11 @@ def accuracy_table(final: Sequence[AttackResult]) -> Block:
     epoch = "" if stage == "test" else f" at epoch {final[0].epoch}"
     caption, cells = f"Accuracy on the {stage} images{epoch}", [list(row.values()) for row in rows]
     return table(caption, list(rows[0]), cells, strong, "results")
+
+
+def result_cell(result: AttackResult | None) -> Cell:
+    """Return an accuracy above its interval; a dash without a result."""
+    return accuracy_cell(result.accuracy, result.interval) if result else Cell(NONE)
 
 
 def attack_table(

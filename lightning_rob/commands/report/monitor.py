@@ -14,13 +14,7 @@ Checkpoint = tuple[Fields, dict[Key, AttackResult]]  # the record that ends it; 
 
 
 def monitor(records: Sequence[Fields], name: str, level: int) -> Iterator[Block]:
-    """Yield alarms, the curve of the last suite, and its numbers.
-
-    Args:
-        records: of the history.
-        name: of the figure.
-        level: of the heading.
-    """
+    """Yield alarms, the curve of the last suite with this name as its `id`, and its numbers."""
     found = sorted(_evaluated(records), key=lambda checkpoint: checkpoint[0]["step"])
     alarms = list(_alarms(records))
     if found or alarms:

@@ -16,7 +16,12 @@ from lightning_rob.commands.report.blocks import (
     warning,
 )
 from lightning_rob.commands.report.curve import best, curve
-from lightning_rob.commands.report.evaluation import attack_table, evaluation, few_images
+from lightning_rob.commands.report.evaluation import (
+    attack_table,
+    evaluation,
+    few_images,
+    result_cell,
+)
 from lightning_rob.commands.report.formatting import (
     NONE,
     accuracy_cell,
@@ -45,14 +50,7 @@ Point = tuple[str, AttackResult]  # the value as a text, and the result there
 
 
 def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block]:
-    """Yield the section of a run.
-
-    Args:
-        run: one folder.
-        name: the `id` of its heading.
-        level: of the heading.
-        folder: of the report.
-    """
+    """Yield the section of a run, its heading with the `id` name, for a report in `folder`."""
     final, below = run.evaluations.last(), level + 1
     title, *about = dict.fromkeys(
         [*((run.label, run.title) if level > 1 else (run.title, run.label)), *_setup(run)]
@@ -96,22 +94,21 @@ def _setup(run: Run) -> list[str]:
 
 def _history(run: Run, name: str, level: int) -> Iterator[Block]:
     """Yield the curve over the epochs, and its numbers."""
-    series, evaluated = run.evaluations.series(), run.evaluations.by_stage.get("val", {})
+    series = run.evaluations.series()
+    evaluated = sorted(run.evaluations.by_stage.get("val", {}).items(), reverse=True)
     if not evaluated:
         return
     yield heading(level, "Epoch by epoch")
     yield Block(curve(series, name), "")
-    epochs = sorted(evaluated, reverse=True)
     rows = [
         [epoch, *(percent(at[key].accuracy) if key in at else NONE for key in series)]
-        for epoch in epochs
-        for at in (evaluated[epoch],)
+        for epoch, at in evaluated
     ]
     peak = best(series)
     caption = "Accuracy on the validation images by epoch, the latest first"
     if peak:
         caption += f"; {peak.name} was best at epoch {peak.epoch}"
-    strong = [i for i, epoch in enumerate(epochs) if peak and peak.epoch == epoch]
+    strong = [i for i, (epoch, _) in enumerate(evaluated) if peak and peak.epoch == epoch]
     columns = ["epoch", *(f"{line_name(key)}>" for key in series)]
     yield details("The numbers of every epoch", table(caption, columns, rows, strong))
 
@@ -135,7 +132,7 @@ def _audit(audit: Fields, level: int) -> Iterator[Block]:
 
 def _shaded(fields: Fields) -> Cell:
     """Return the accuracy of a record; it is null where no image was attacked."""
-    return accuracy_cell(fields["accuracy"], fields.get("interval"), shaded=True)
+    return accuracy_cell(fields.get("accuracy"), fields.get("interval"), shaded=True)
 
 
 def _sweeps(records: Sequence[Fields], level: int) -> Iterator[Block]:
@@ -178,7 +175,7 @@ def _order(fields: Fields) -> tuple[bool, float]:
 
 def _sweep_table(variable: str, points: Sequence[Point]) -> Block:
     """Return a row per value and a column per attack; of repeated results the last counts."""
-    at = {(value, r.key): accuracy_cell(r.accuracy, r.interval) for value, r in points}
+    at = {(value, r.key): r for value, r in points}
     last = {r.key: r for _, r in points}
     keys = sorted(last, key=lambda key: {"clean": 0, "worst": 2}.get(key[0], 1))
     heads = [
@@ -186,7 +183,7 @@ def _sweep_table(variable: str, points: Sequence[Point]) -> Block:
         for key in keys
     ]
     rows = [
-        [value, *(at.get((value, key), Cell(NONE)) for key in keys)]
+        [value, *(result_cell(at.get((value, key))) for key in keys)]
         for value in dict.fromkeys(value for value, _ in points)
     ]
     n = extent([r.n for _, r in points])
@@ -237,9 +234,8 @@ def votes(records: Sequence[Fields], level: int) -> Iterator[Block]:
         cells.setdefault(row, {})[str(fields["rule"])] = _shaded(fields)
     rules = list(dict.fromkeys(str(fields["rule"]) for fields in records))
     rows = [
-        [name, ensemble, members, f"{distance:.3f}" if distance else ""]
-        + [by_rule.get(rule, "") for rule in rules]
-        for (name, ensemble, members, distance), by_rule in cells.items()
+        [*names, f"{distance:.3f}" if distance else "", *(by_rule.get(rule, "") for rule in rules)]
+        for (*names, distance), by_rule in cells.items()
     ]
     columns = ["attack", "ensemble", "members>", "dissimilarity>", *(f"{rule}>" for rule in rules)]
     caption = f"Accuracy on {images(records[0]['n'])} {split_of(str(records[0]['stage']))} images"
