@@ -36,6 +36,10 @@ from lightning_rob.objectives import expected_margin
 from lightning_rob.randomness import uniform
 
 NO_PATH = "nothing leads from the outputs back to the image"
+UNCLAMP = (
+    "Attack with PGD(backward=InsideBounds()), any other attack as WithBackward(attack, "
+    "InsideBounds()); or take the clamp off the network: images lie within the bounds anyway."
+)
 MARGIN = ObjectiveGradient(expected_margin)
 DIRECTIONS = 4  # random corners, of each image
 NEAR, FAR = 1e-3, 4 / 255  # rounding to grey levels has a slope over the second width only
@@ -370,12 +374,8 @@ def bounds(target: AuditTarget, columns: Columns) -> Finding:
         text += (
             f" PGD leaves {percent(default)}, with gradients from just inside {percent(inside)}."
         )
-    advice = (
-        "Attack with PGD(backward=InsideBounds()), any other attack as WithBackward(attack, "
-        "InsideBounds()); or take the clamp off the network: images lie within the bounds anyway."
-    )
     gain = is_gain(default - inside, target.exact)
-    return Finding("severe" if gain else "warning", text, advice, values)
+    return Finding("severe" if gain else "warning", text, UNCLAMP, values)
 
 
 CHECKS = (gradient, zero_gradients, infinite_gradients, saturation, slope, bounds)

@@ -1,6 +1,6 @@
 """Several runs side by side, and what keeps their accuracies from being compared."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from lightning_rob.commands.report.blocks import Block, Cell, table, warning
 from lightning_rob.commands.report.evaluation import result_cell, threats
@@ -42,13 +42,8 @@ def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
     caption = "The last evaluation of each run, with 95 % intervals"
     yield table(caption, ["run", "what", "split", "images>", *heads], cells, kind="runs")
     yield from (warning(f"{MARK} {line}") for line in apart.values() if line)
-    data = sorted({run.data for run, _, _ in rows if run.data})
-    if len(data) > 1:
-        different = f"the runs are of different data ({listed(data)})"
-        yield warning(f"{different}: do not compare their accuracies.")
-    splits = sorted({split_of(r.stage) for found in by_label.values() for r in found.values()})
-    if len(splits) > 1:
-        yield warning(f"some accuracies are of {listed(splits)} images: do not compare them.")
+    data = {run.data for run, _, _ in rows if run.data}
+    yield from map(warning, _overall(data, by_label.values()))
 
 
 def results_of(run: Run) -> Results:
@@ -84,6 +79,16 @@ def differences(by_label: Mapping[str, Results], column: Column) -> str:
 def _definition(result: AttackResult) -> dict[str, str]:
     """Return an attack's arguments, or the attacks that "worst" is over."""
     return flat(result.attack) if result.is_attack else {"over": f"({', '.join(result.over)})"}
+
+
+def _overall(data: Collection[str], results: Iterable[Results]) -> Iterator[str]:
+    """Yield differences that concern all columns."""
+    if len(data) > 1:
+        names = listed(sorted(data))
+        yield f"the runs are of different data ({names}): do not compare their accuracies."
+    splits = {split_of(r.stage) for found in results for r in found.values()}
+    if len(splits) > 1:
+        yield f"some accuracies are of {listed(sorted(splits))} images: do not compare them."
 
 
 def _images(found: Results) -> list[str]:

@@ -41,7 +41,7 @@ def evaluation(final: Sequence[AttackResult]) -> Iterator[Block]:
         clean = [percent(r.accuracy) for r in final if r.key == ("clean", WHOLE)]
         beside = [(accuracy, "without an attack.") for accuracy in clean]
         yield headline([(percent(cite.accuracy), _meaning(cite, final)), *beside])
-    yield from map(warning, limits(final))
+    yield from map(warning, cautions(final))
     yield accuracy_table(final)
 
 
@@ -70,7 +70,7 @@ def _meaning(cite: AttackResult, final: Sequence[AttackResult]) -> str:
     return f"of {of}, {by}{within}{span}. This is the accuracy to cite."
 
 
-def limits(final: Sequence[AttackResult]) -> Iterator[str]:
+def cautions(final: Sequence[AttackResult]) -> Iterator[str]:
     """Yield what a reader should know before trusting the table."""
     attacks = [r for r in final if r.is_attack and r.target == WHOLE]
     if final[0].stage != "test":

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from lightning_rob.commands.report.blocks import Block, details, heading, table, warning
 from lightning_rob.commands.report.curve import curve
@@ -10,12 +11,17 @@ from lightning_rob.commands.report.formatting import NONE, line_name, percent
 from lightning_rob.commands.report.runs import AttackResult, Fields, Key, attack_result, by_line
 from lightning_rob.comparisons import holm
 
-Checkpoint = tuple[Fields, dict[Key, AttackResult]]  # the record that ends it; `epoch` is the step
+
+class Checkpoint(NamedTuple):
+    """The evaluation of one checkpoint: the record that ends it, and results by step."""
+
+    event: Fields
+    results: dict[Key, AttackResult]
 
 
 def monitor(records: Sequence[Fields], name: str, level: int) -> Iterator[Block]:
     """Yield alarms, the curve of the last suite with this name as its `id`, and its numbers."""
-    found = sorted(_evaluated(records), key=lambda checkpoint: checkpoint[0]["step"])
+    found = sorted(_evaluated(records), key=lambda checkpoint: checkpoint.event["step"])
     alarms = list(_alarms(records))
     if found or alarms:
         yield heading(level, "Checkpoint by checkpoint")
@@ -23,7 +29,7 @@ def monitor(records: Sequence[Fields], name: str, level: int) -> Iterator[Block]
     if found:
         series = by_line(results for _, results in found)
         yield Block(curve(series, name, "step", "test"), "")
-        attacks = attack_table(list(found[-1][1].values()))
+        attacks = attack_table(list(found[-1].results.values()))
         numbers = _numbers(found[::-1], list(series))
         yield details("The numbers of every checkpoint", numbers, attacks)
 
@@ -38,7 +44,8 @@ def _evaluated(records: Sequence[Fields]) -> Iterator[Checkpoint]:
             continue
         if _ends(fields) and fields.get("suite") == ended[-1].get("suite"):
             known = filter(None, map(attack_result, results))
-            yield fields, {r.key: replace(r, epoch=fields["step"]) for r in known}
+            found = {r.key: replace(r, epoch=fields["step"]) for r in known}
+            yield Checkpoint(fields, found)
         results = []
 
 
