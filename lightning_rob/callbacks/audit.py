@@ -91,7 +91,7 @@ class RobustAudit(EvaluationCallback):
     def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
         """Forget the last audit."""
         self.target = target = self._target(pl_module)
-        target.other_attacks = _other_attacks(trainer)
+        target.other_attacks = _other_attacks(trainer, self.dataloader_idx)
         if target.transductive and not trainer.sanity_checking:
             give_source(target.defense, lambda: labelled_images(trainer))
         self.table = PerImage(len(column_names(target))).to(pl_module.device)
@@ -141,8 +141,8 @@ class RobustAudit(EvaluationCallback):
         )
 
 
-def _other_attacks(trainer: Trainer) -> dict[str, Attack]:
+def _other_attacks(trainer: Trainer, loader: int | None) -> dict[str, Attack]:
     """Return the attacks of the run on the full defense, by name."""
-    registered = collector_of(trainer, RobustEval).registered.values()
+    registered = collector_of(trainer, RobustEval, loader).registered.values()
     attacks = [item for of_callback in registered for item in of_callback.items()]
     return {name: attack for name, (attack, target, *_) in attacks if target is full_defense}

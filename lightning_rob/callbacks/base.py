@@ -195,7 +195,7 @@ class EvaluationCallback(Callback, ABC):
 
     def collector(self, trainer: Trainer) -> Collector:
         """Return what the callbacks of this kind in the run have found together."""
-        return collector_of(trainer, type(self))
+        return collector_of(trainer, type(self), self.dataloader_idx)
 
     def _start(self, trainer: Trainer, pl_module: LightningModule, loaders: Any) -> None:
         if not self.due(trainer):

@@ -78,12 +78,12 @@ class Collector:
         return rows
 
 
-_COLLECTORS: WeakKeyDictionary[Trainer, dict[type, Collector]] = WeakKeyDictionary()
+_COLLECTORS: WeakKeyDictionary[Trainer, dict[Hashable, Collector]] = WeakKeyDictionary()
 
 
-def collector_of(trainer: Trainer, kind: type) -> Collector:
-    """Return the collector of a kind of callbacks in a run."""
-    return _COLLECTORS.setdefault(trainer, {}).setdefault(kind, Collector())
+def collector_of(trainer: Trainer, kind: type, loader: int | None = None) -> Collector:
+    """Return the collector of a kind of callbacks in a run, on one of its data loaders."""
+    return _COLLECTORS.setdefault(trainer, {}).setdefault((kind, loader), Collector())
 
 
 def deduplicate_names(mine: Mapping[str, Kind], others: Mapping[str, Kind]) -> dict[str, Kind]:

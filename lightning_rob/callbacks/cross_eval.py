@@ -97,9 +97,7 @@ class TransferMatrixEval(EvaluationCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop attacks that an earlier callback runs; number names that it uses for another."""
         super().setup(trainer, pl_module, stage)
-        self.attacks = self.collector(trainer).register(
-            self, self.given, self.settings, self.suffix
-        )
+        self.attacks = self.collector(trainer).register(self, self.given, self.settings)
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this callback evaluates in the current epoch."""

@@ -146,7 +146,7 @@ class RobustEval(Measurement):
         """
         super().setup(trainer, pl_module, stage)
         require_packages(self.attacks.values())
-        how = (self.target, self.settings, self.every_n_epochs, self.suffix)
+        how = (self.target, self.settings, self.every_n_epochs)
         self.attacks = self.collector(trainer).register(self, self.given, *how)
 
     def due(self, trainer: Trainer) -> bool:
@@ -156,7 +156,7 @@ class RobustEval(Measurement):
     def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
         """Forget the last evaluation; continue one that was stopped."""
         when = (str(trainer.state.stage), trainer.current_epoch, trainer.global_step)
-        self.collector(trainer).announce(self, (self.target, self.suffix), when)
+        self.collector(trainer).announce(self, self.target, when)
         self.panels, self.image_folder = {}, None
         return super().begin(trainer, pl_module)
 
@@ -239,7 +239,7 @@ class RobustEval(Measurement):
         super().report(trainer, pl_module, stage)
         found = self.result
         assert found is not None
-        done, complete = self.collector(trainer).deliver((self.target, self.suffix), found)
+        done, complete = self.collector(trainer).deliver(self.target, found)
         self.results = found.measurements(done[0])
         if complete and self.target is full_defense:
             same = [
@@ -301,12 +301,10 @@ class RobustEval(Measurement):
         """Print the table of all callbacks of the run, once."""
         rows = self.collector(trainer).take_rows()
         if rows and trainer.is_global_zero:
+            defense = self.defense_of(pl_module)
             title = [type(pl_module).__name__]
-            title += (
-                [type(self.defense_of(pl_module)).__name__]
-                if self.defense_of(pl_module).transductive
-                else []
-            )
+            title += [type(defense).__name__] if defense.transductive else []
+            title += [f"data loader {self.dataloader_idx}"] if self.suffix else []
             print_table(" · ".join(title), rows, console_of(trainer))
 
 

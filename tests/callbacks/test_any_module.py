@@ -127,7 +127,7 @@ def test_several_data_loaders(capsys):
     assert [len(c.result.index) for c in callbacks] == [40, 20]
     names = {f"test/robust/{n}/dataloader_idx_{i}" for n in ("pgd", "worst") for i in (0, 1)}
     assert names <= set(run.callback_metrics)
-    assert "loader 1" in capsys.readouterr().out
+    assert "data loader 1" in capsys.readouterr().out
     with pytest.raises(ValueError, match="one of 2 data loaders: say which by dataloader_idx"):
         evaluated(RobustEval(ATTACKS), loaders=loaders)
 
