@@ -4,15 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
 from lightning_rob.audit.auditor import build_report, column_names, measure
 from lightning_rob.audit.findings import Report
 from lightning_rob.audit.target import AuditTarget
-from lightning_rob.callbacks.base import EvaluationCallback, writing_folder
+from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.callbacks.collector import collector_of
+from lightning_rob.callbacks.loggers import log_text, writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
 from lightning_rob.data.base import labelled_images
@@ -125,9 +125,7 @@ class RobustAudit(EvaluationCallback):
         if folder is None:
             return
         atomic_write_text(folder / self.record, found.json(self.run_metadata(trainer, stage)))
-        if isinstance(trainer.logger, TensorBoardLogger):
-            text = found.markdown()
-            trainer.logger.experiment.add_text(f"{stage}/audit", text, trainer.global_step)
+        log_text(trainer, f"{stage}/audit{self.suffix}", found.markdown())
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the accuracies and the findings."""

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -340,20 +339,3 @@ def checkpoint_position(trainer: Trainer) -> dict[str, Any]:
         return now
     loaded = getattr(trainer.strategy.checkpoint_io, "loaded", None) or {}
     return now | loaded | {"checkpoint": str(trainer.ckpt_path)}
-
-
-def run_folder(trainer: Trainer) -> Path | None:
-    """Return the run's folder, None on a trial run and without a logger.
-
-    Every process has to call it, for Lightning makes a collective of it.
-    """
-    folder = trainer.log_dir
-    if trainer.fast_dev_run or not trainer.logger:  # type: ignore[attr-defined]
-        return None
-    return Path(folder) if folder else None
-
-
-def writing_folder(trainer: Trainer) -> Path | None:
-    """Return `run_folder` on the process that writes to it, None elsewhere."""
-    folder = run_folder(trainer)
-    return folder if trainer.is_global_zero else None

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics import SumMetric
 
 from lightning_rob.attacks import TAA, Attack, evaluating
 from lightning_rob.attacks.transform_ensemble import attackable
-from lightning_rob.callbacks.base import EvaluationCallback, writing_folder
+from lightning_rob.callbacks.base import EvaluationCallback
+from lightning_rob.callbacks.loggers import log_picture, writing_folder
 from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense, Single, is_transform_ensemble
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
@@ -165,9 +165,8 @@ class TransferMatrixEval(EvaluationCallback):
         for result in self.results[1:]:
             for kind, figure in (("transfer", draw(result)), ("transferability", spread(result))):
                 save(figure, folder / f"{kind}_{result['name']}.png")
-                if isinstance(trainer.logger, TensorBoardLogger):
-                    tag = f"{stage}/{kind}/{result['name']}"
-                    trainer.logger.experiment.add_image(tag, pixels(figure), trainer.global_step)
+                tag = f"{stage}/{kind}/{result['name']}{self.suffix}"
+                log_picture(trainer, tag, pixels(figure))
 
     def _results(self, trainer: Trainer, defense: Defense, stage: str) -> list[dict[str, Any]]:
         """Return one record per matrix, that of clean images first."""

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
-from lightning_rob.callbacks.base import EvaluationCallback, writing_folder
+from lightning_rob.callbacks.base import EvaluationCallback
+from lightning_rob.callbacks.loggers import log_picture, writing_folder
 from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
@@ -160,9 +160,7 @@ class Gallery(EvaluationCallback):
         cases = [case for _, _, case in self.kept]
         figure = gallery(cases, (self.names[0], self.names[1]), names, self.line)
         save(figure, folder / f"{self.name}.png")
-        if isinstance(trainer.logger, TensorBoardLogger):
-            tag = f"{stage}/{self.name}"
-            trainer.logger.experiment.add_image(tag, pixels(figure), trainer.global_step)
+        log_picture(trainer, f"{stage}/{self.name}", pixels(figure))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the counts."""

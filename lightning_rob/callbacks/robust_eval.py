@@ -6,16 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
-from lightning_rob.callbacks.base import (
-    checkpoint_position,
-    run_folder,
-    writing_folder,
-)
+from lightning_rob.callbacks.base import checkpoint_position
 from lightning_rob.callbacks.image_grid import image_grid
+from lightning_rob.callbacks.loggers import log_picture, run_folder, writing_folder
 from lightning_rob.callbacks.measurement import Measurement
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.defenses import Defense
@@ -280,10 +276,8 @@ class RobustEval(Measurement):
         if folder is None:
             return
         append_records(folder / self.record, (result.record() for result in self.results))
-        if isinstance(trainer.logger, TensorBoardLogger):
-            for name, picture in self.panels.items():
-                tag = f"{stage}/adversarial/{name}"
-                trainer.logger.experiment.add_image(tag, picture, trainer.global_step)
+        for name, picture in self.panels.items():
+            log_picture(trainer, f"{stage}/adversarial/{name}{self.suffix}", picture)
 
     def _stem(self, trainer: Trainer, names: Sequence[str] = ()) -> str:
         """The name of a file of this evaluation, without suffix."""

@@ -18,6 +18,7 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rob.callbacks.guard import TerminateOnNonFinite
+from lightning_rob.callbacks.loggers import run_folder
 from lightning_rob.cli.checkpoints import SafeCheckpointIO
 from lightning_rob.cli.configs import NAMED, check_configs, inject_checkpoint_config
 from lightning_rob.cli.errors import (
@@ -77,10 +78,10 @@ class SaveRecipe(SaveConfigCallback):
         """Write `config.yaml` once, in a form that `--config` takes beside other files."""
         if self.already_saved:
             return
-        folder = trainer.log_dir  # a collective: every rank has to ask
+        folder = run_folder(trainer)  # a collective: every rank has to ask
         if trainer.is_global_zero:
             header = "".join(f"{x}\n" for x in self.recipe.splitlines() if x.startswith("#"))
-            path = Path(folder or ".") / self.config_filename
+            path = (folder or Path(trainer.default_root_dir)) / self.config_filename
             write_config(yaml.safe_load(self.recipe), path, header)
         self.already_saved = True
 
@@ -178,7 +179,7 @@ class RobustCLI(LightningCLI):
     def predict(self, **options: Any) -> None:
         """Write the class probabilities of each image to `predictions.csv` in the run's folder."""
         batches: Any = self.trainer.predict(**options)
-        folder = Path(self.trainer.log_dir or ".")
+        folder = run_folder(self.trainer) or Path(self.trainer.default_root_dir)
         rank = f"-{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
         print(f"Writing {folder}/predictions{rank}.csv")
         rows = [["index", "answer", *(f"p{k}" for k in range(batches[0][1].shape[1]))]]

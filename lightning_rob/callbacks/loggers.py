@@ -1,0 +1,63 @@
+"""The run's folder under any logger, and pictures and texts for all loggers that take them."""
+
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CometLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from torch import Tensor
+
+
+def run_folder(trainer: Trainer) -> Path | None:
+    """Return the folder of this run alone: the one in which its `checkpoints` are.
+
+    It is `save_dir/name/version` of the first logger, as `ModelCheckpoint` has it; without a
+    local `save_dir`, as of a remote server, it lies in the trainer's `default_root_dir`. It is
+    None on a trial run and without a logger. Every process has to call it: the first one decides.
+    """
+    if trainer.fast_dev_run or not trainer.loggers:  # type: ignore[attr-defined]
+        return None
+    logger = trainer.loggers[0]
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    parent = logger.save_dir
+    if parent is None or "://" in str(parent):
+        parent = trainer.default_root_dir
+    folder: Path = trainer.strategy.broadcast(Path(parent) / str(logger.name) / version)
+    return folder
+
+
+def writing_folder(trainer: Trainer) -> Path | None:
+    """Return `run_folder` on the process that writes to it, None elsewhere."""
+    folder = run_folder(trainer)
+    return folder if trainer.is_global_zero else None
+
+
+def log_picture(trainer: Trainer, name: str, picture: Tensor) -> None:
+    """Log a picture [C, H, W] in [0, 1] with TensorBoard, W&B, MLflow and Comet."""
+    step = trainer.global_step
+    for logger in trainer.loggers:
+        pixels = (255 * picture.clamp(0, 1)).round().byte().movedim(0, -1).cpu().numpy()
+        match logger:
+            case TensorBoardLogger():
+                logger.experiment.add_image(name, picture, step)
+            case WandbLogger():
+                logger.log_image(name, [pixels], step)
+            case MLFlowLogger():
+                file = f"{name}/step_{step:06d}.png"
+                logger.experiment.log_image(logger.run_id, pixels, file)
+            case CometLogger():
+                logger.experiment.log_image(pixels, name, step=step)
+
+
+def log_text(trainer: Trainer, name: str, text: str) -> None:
+    """Log Markdown with TensorBoard, W&B, MLflow and Comet."""
+    step = trainer.global_step
+    for logger in trainer.loggers:
+        match logger:
+            case TensorBoardLogger():
+                logger.experiment.add_text(name, text, step)
+            case WandbLogger():
+                logger.log_text(name, columns=["text"], data=[[text]], step=step)
+            case MLFlowLogger():
+                logger.experiment.log_text(logger.run_id, text, f"{name}/step_{step:06d}.md")
+            case CometLogger():
+                logger.experiment.log_text(text, step=step, metadata={"name": name})

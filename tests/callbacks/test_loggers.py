@@ -1,0 +1,94 @@
+"""A run folder of its own and pictures under every logger, with the real packages."""
+
+import json
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from torch.utils.data import DataLoader
+
+from lightning_rob import RobustEval
+from lightning_rob.callbacks import RobustAudit
+from tests.callbacks.test_any_module import ATTACKS, DATA, THREAT, Classifier, trainer
+
+
+def tensorboard(folder):
+    return TensorBoardLogger(folder)
+
+
+def csv(folder):
+    return CSVLogger(folder)
+
+
+def wandb(folder):
+    pytest.importorskip("wandb")
+    return WandbLogger(save_dir=folder, offline=True)
+
+
+def mlflow(folder):
+    pytest.importorskip("mlflow")
+    return MLFlowLogger(tracking_uri=f"file:{folder}")
+
+
+def mlflow_server(folder):
+    """No folder of its own: the tracking server is a data base."""
+    pytest.importorskip("mlflow")
+    return MLFlowLogger(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+
+
+def several(folder):
+    return [CSVLogger(folder), TensorBoardLogger(folder / "board")]
+
+
+MADE = (tensorboard, csv, wandb, mlflow, mlflow_server, several)
+
+
+def run_with(folder, make):
+    callbacks = RobustEval(ATTACKS), RobustAudit(THREAT, 2, 10, max_images=8)
+    logger = make(folder)
+    run = trainer(*callbacks, logger=logger, default_root_dir=folder, max_epochs=1)
+    loader = DataLoader(DATA, 20)
+    run.fit(Classifier(), loader, loader)
+    run.test(run.lightning_module, loader, verbose=False)
+    return run
+
+
+@pytest.mark.parametrize("make", MADE, ids=lambda make: make.__name__)
+def test_two_runs_have_a_folder_each(make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for _ in range(2):
+        run = run_with(tmp_path, make)
+        if make is wandb:
+            run.logger.experiment.finish()
+    files = sorted(tmp_path.rglob("robust.jsonl"))
+    assert len(files) == 2
+    for file in files:
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [r["stage"] for r in records] == ["val"] * 4 + ["test"] * 4
+        assert len(list((file.parent / "images").glob("*.csv"))) == 2
+        assert (file.parent / "audit.json").exists()
+
+
+def pictures(folder, make):
+    """Number of the pictures that the logger has stored."""
+    if make in (mlflow, mlflow_server):
+        return len(list(folder.rglob("artifacts/test/adversarial/*/*.png")))
+    if make is wandb:
+        return len(list(folder.rglob("media/images/test/adversarial/*.png")))
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    tags = []
+    for file in folder.rglob("events.out*"):
+        tags += event_accumulator.EventAccumulator(str(file)).Reload().Tags()["images"]
+    return len([tag for tag in tags if tag.startswith("test/adv")])
+
+
+@pytest.mark.parametrize("make", [tensorboard, wandb, mlflow, several], ids=lambda m: m.__name__)
+def test_pictures_reach_the_logger(make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run = run_with(tmp_path, make)
+    if make is wandb:
+        run.logger.experiment.finish()
+    assert pictures(tmp_path, make) == 2
