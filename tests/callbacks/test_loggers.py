@@ -32,6 +32,7 @@ def mlflow(folder):
 def mlflow_server(folder):
     """No folder of its own: the tracking server is a data base."""
     pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
     return MLFlowLogger(tracking_uri=f"sqlite:///{folder}/mlflow.db")
 
 
@@ -52,6 +53,7 @@ def run_with(folder, make):
     return run
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow", "ignore:The ``noload``")
 @pytest.mark.parametrize("make", MADE, ids=lambda make: make.__name__)
 def test_two_runs_have_a_folder_each(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
