@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import jsonargparse
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import (
     LightningArgumentParser,
     LightningCLI,
@@ -111,8 +111,8 @@ class RobustCLI(LightningCLI):
                     parse_fraction_arg(arg.replace("--fail-under", "--fail_under")) for arg in args
                 ]
                 super().__init__(
-                    RobustModule,
-                    ImageData,
+                    LightningModule,
+                    LightningDataModule,
                     save_config_callback=SaveRecipe,
                     parser_class=Parser,
                     subclass_mode_model=True,
