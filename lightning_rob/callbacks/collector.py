@@ -39,6 +39,10 @@ class Collector:
             self.registered[callback] = deduplicate_names(attacks, earlier)
         return self.registered[callback]
 
+    def holder(self, name: str) -> Any:
+        """Return what the first callback that registered this name runs by it."""
+        return next(own[name] for own in self.registered.values() if name in own)
+
     def announce(self, callback: Callback, group: Hashable, when: Hashable) -> None:
         """Expect a result of the callback, among those of a group, e.g. on the same target.
 

@@ -1,9 +1,9 @@
 """Scores without log, table or record, for commands that evaluate the same attacks many times."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
 from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.base import Batch, EvaluationCallback
@@ -83,3 +83,23 @@ class Measurement(EvaluationCallback):
     def _advance(self, batch: AttackedBatch) -> None:
         if self.progress:
             self.progress.advance(batch.name, len(batch.index))
+
+
+def measure(
+    trainer: Trainer,
+    module: Any,
+    data: Any,
+    others: Sequence[Callback],
+    measurements: Sequence[Measurement],
+) -> list[EvaluationResult]:
+    """Return the results of measurements in one test, beside other callbacks.
+
+    Raises:
+        ValueError: none came back.
+    """
+    trainer.callbacks = [*others, *measurements]  # type: ignore[attr-defined]
+    trainer.test(module, datamodule=data, verbose=False)
+    results = [one.result for one in measurements if one.result is not None]
+    if len(results) < len(measurements):
+        raise ValueError("no figures came back from processes that were spawned: use strategy ddp")
+    return results

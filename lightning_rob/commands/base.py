@@ -50,14 +50,11 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """Return what scores depend on beside weights and attacks."""
-        trainer = {
-            name: self.recipe["trainer"][name] for name in ("limit_test_batches", "precision")
-        }
+        trainer = {n: self.recipe["trainer"][n] for n in ("limit_test_batches", "precision")}
         data = dict(self.recipe["data"])
         if self.trainer.limit_test_batches == 1.0:
             options = data.get("init_args") or {}
-            kept = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
-            data["init_args"] = kept
+            data["init_args"] = {k: v for k, v in options.items() if k not in WITHOUT_EFFECT}
         else:
             trainer["world_size"] = self.trainer.world_size
         found = {"model": self.recipe["model"], "data": data, "trainer": trainer}

@@ -1,7 +1,6 @@
 """`lightning-rob export`: a whole defense as one file that needs torch alone."""
 
 import json
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -138,11 +137,7 @@ class KeyedDefense(nn.Module):
 
 
 class KeyedTransform(nn.Module):
-    """A single transform, to find out which of several cannot be exported.
-
-    Args:
-        transform: the transform.
-    """
+    """A single transform, to find out which of several cannot be exported."""
 
     def __init__(self, transform: Transform) -> None:
         super().__init__()
@@ -169,7 +164,9 @@ def trace(net: KeyedDefense, inputs: Inputs, batch: int | None) -> tuple[Exporte
             inputs = inputs[:1]
         return _graph(net, inputs, batch), inputs
     except Exception as error:  # tracing may raise any kind
-        culprits = [n for n, part in _transforms(net.defense) if not _is_exportable(part, inputs)]
+        defenses = [part for part in net.defense.modules() if isinstance(part, Defense)]
+        transforms = [pair for defense in defenses for pair in defense.transforms.items()]
+        culprits = [name for name, one in transforms if not _is_exportable(one, inputs)]
         reason = f"because of {', '.join(culprits)} " if culprits else ""
         raise ValueError(
             f"{type(net.defense).__name__} cannot be exported {reason}"
@@ -193,12 +190,6 @@ def is_randomized(defense: Defense, images: Tensor) -> bool:
     with torch.no_grad():
         defense(images[:1], generator)
     return not torch.equal(before, generator.get_state())
-
-
-def _transforms(defense: Defense) -> Iterator[tuple[str, Transform]]:
-    for part in defense.modules():
-        if isinstance(part, Defense):
-            yield from part.transforms.items()
 
 
 def _is_exportable(transform: Transform, inputs: Inputs) -> bool:
