@@ -109,9 +109,9 @@ class CommandCLI(RobustCLI):
         self.name = name
         self.args = args
         self.failed = False
-        printing = any(arg.startswith("--print_config") for arg in args)
-        # Checked before anything is read or built; a configuration in the making may lack some.
-        self.options = None if printing else parse_options(name, args)
+        asks = any(re.match(r"--(print_config|([\w.]+\.)?help)\b", arg) for arg in args)
+        # Checked before anything is read or built; who asks for a page may lack some.
+        self.options = None if asks else parse_options(name, args)
         super().__init__(["test", *args] if run else args, run)
 
     def add_arguments_to_parser(self, parser: Any) -> None:
