@@ -127,9 +127,16 @@ def _public_attributes(value: Any) -> dict[str, Any]:
 
 def _code(code: Any) -> str:
     """Return a digest of a function's code and of the functions defined inside it."""
-    constants = [_code(c) if inspect.iscode(c) else repr(c) for c in code.co_consts]
+    constants = [_constant(c) for c in code.co_consts]
     text = f"{code.co_code.hex()} {code.co_names} {constants}"
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+def _constant(value: Any) -> str:
+    if inspect.iscode(value):
+        return _code(value)
+    # The order of a set differs from process to process.
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
 def _tensor_digest(tensor: Tensor) -> str:
@@ -154,6 +161,24 @@ def fingerprint(module: nn.Module) -> str:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         digest.update(f"{name} {_tensor_digest(tensor)}".encode())
     return digest.hexdigest()[:DIGITS]
+
+
+def code_digest(*values: Any) -> str:
+    """Return a digest of the methods of modules, their layers and other objects.
+
+    Args:
+        *values: modules or objects such as attacks; classes of torch are left out.
+    """
+    modules = (part for value in values if isinstance(value, nn.Module) for part in value.modules())
+    kinds = {kind for value in (*values, *modules) for kind in type(value).__mro__}
+    own = [kind for kind in kinds if not kind.__module__.startswith(("torch.", "builtins"))]
+    methods = [
+        [import_path(kind), name, _code(function.__code__)]
+        for kind in own
+        for name, function in vars(kind).items()
+        if inspect.isfunction(function)
+    ]
+    return hashlib.sha256(json.dumps(sorted(methods)).encode()).hexdigest()[:DIGITS]
 
 
 def cache_key(**circumstances: Any) -> str:

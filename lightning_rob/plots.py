@@ -1,7 +1,7 @@
 """Figures: accuracy curves, heat maps, the gallery of images, the convergence of a search."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle
 from pathlib import Path
@@ -293,7 +293,8 @@ def gallery(
     """
     if not rows:
         raise ValueError("a gallery needs at least one case, got none")
-    longest = max(len(_class_name(k, names)) for row in rows for k in _classes(row))
+    name = str if names is None else names.__getitem__
+    longest = max(len(name(k)) for row in rows for k in _classes(row))
     size = max(IMAGE, LINE * len(rows[0].weak.classes))
     text = LETTER * max(15, longest + 11)
     width = 5 * size + 2 * text + LETTER * longest + 0.8
@@ -302,7 +303,7 @@ def gallery(
     grid = figure.subplots(len(rows), 7, squeeze=False, width_ratios=ratios)
     factor = amplification(rows)
     for axes, row in zip(grid, rows, strict=True):
-        _draw_row(axes, row, factor, names, size / text)
+        _draw_row(axes, row, factor, name, size / text)
     grid[0][0].set_title("clean", fontsize=8)
     for column, attack in ((1, attacks[0]), (4, attacks[1])):
         grid[0][column].set_title(f"change \N{MULTIPLICATION SIGN} {factor:g}", fontsize=8)
@@ -326,20 +327,16 @@ def _classes(row: GalleryRow) -> list[int]:
     return [row.label, *row.weak.classes.tolist(), *row.strong.classes.tolist()]
 
 
-def _class_name(k: int, names: Sequence[str] | None) -> str:
-    return str(k) if names is None else names[k]
-
-
 def _draw_row(
-    axes: Sequence[Axes], row: GalleryRow, factor: float, names: Sequence[str] | None, aspect: float
+    axes: Sequence[Axes], row: GalleryRow, factor: float, name: Callable[[int], str], aspect: float
 ) -> None:
     _draw_image(axes[0], row.clean)
-    label = _class_name(row.label, names)
-    axes[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=8, weight="bold")
+    place: Any = {"rotation": 0, "ha": "right", "va": "center"}
+    axes[0].set_ylabel(name(row.label), fontsize=8, weight="bold", **place)
     for column, attacked in ((1, row.weak), (4, row.strong)):
         _draw_image(axes[column], 0.5 + factor * (attacked.image - row.clean))
         _draw_image(axes[column + 1], attacked.image)
-        _write_predictions(axes[column + 2], attacked, row.label, names)
+        _write_predictions(axes[column + 2], attacked, row.label, name)
         axes[column + 2].set_box_aspect(aspect)
 
 
@@ -354,7 +351,7 @@ def _draw_image(axes: Axes, image: Tensor) -> None:
 
 
 def _write_predictions(
-    axes: Axes, attacked: MemberPredictions, label: int, names: Sequence[str] | None
+    axes: Axes, attacked: MemberPredictions, label: int, name: Callable[[int], str]
 ) -> None:
     """Write a line for each member, ticked where it is right."""
     axes.set_axis_off()
@@ -362,6 +359,6 @@ def _write_predictions(
     predictions = zip(attacked.classes.tolist(), attacked.confidence.tolist(), strict=True)
     for i, (k, share) in enumerate(predictions):
         mark, color = ("✓", RIGHT) if k == label else ("✗", WRONG)
-        text = f"{mark} {i + 1}: {_class_name(k, names)}, {share:.0%}"
+        text = f"{mark} {i + 1}: {name(k)}, {share:.0%}"
         height = 0.5 + (0.5 * (members - 1) - i) * min(0.16, 1 / members)
         axes.text(0.02, height, text, color=color, fontsize=7.5, va="center")

@@ -137,9 +137,8 @@ def print_votes(
     table = Table(
         title=f"{title}: accuracy by voting rule, {n} images\nbelow, half the 95 % interval; "
         "M: members, dis.: mean l2 of the perturbation over that of the image",
-        title_justify="left",
-        title_style="bold",
         show_lines=True,
+        **STYLE,
     )
     table.add_column("attack", overflow="fold")
     if several:
@@ -169,7 +168,7 @@ def print_members(title: str, results: Sequence[Mapping[str, Any]]) -> None:
     """
     n, probs = results[0]["n"], results[0]["probs"]
     title = f"{title}: each member alone, {n} images; below, the 95 % interval"
-    table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
+    table = Table(title=title, show_lines=True, **STYLE)
     table.add_column("member", no_wrap=True)
     unequal = len({round(share, 6) for share in probs}) > 1
     if unequal:
@@ -177,9 +176,8 @@ def print_members(title: str, results: Sequence[Mapping[str, Any]]) -> None:
     for result in results:
         table.add_column(result["name"], justify="right")
     for i, share in enumerate(probs):
-        cells = [
-            _interval_cell(result["matrix"][i][i], *result["intervals"][i][i]) for result in results
-        ]
+        own = [(result["matrix"][i][i], *result["intervals"][i][i]) for result in results]
+        cells = [f"{acc:.1%}\n{100 * low:.1f} … {100 * high:.1f}" for acc, low, high in own]
         shares = [f"{share:.3g}"] if unequal else []
         table.add_row(results[0]["names"][i], *shares, *cells)
     console = Console()
@@ -190,12 +188,8 @@ def print_members(title: str, results: Sequence[Mapping[str, Any]]) -> None:
             console.print(f"{result['name']} transfers best from: {', '.join(names)}")
 
 
-def _interval_cell(accuracy: float, low: float, high: float) -> str:
-    return f"{accuracy:.1%}\n{100 * low:.1f} … {100 * high:.1f}"
-
-
 def table_text(title: str, results: Iterable[Row], width: int = 120) -> str:
     """Return the table of accuracies as text."""
     file = io.StringIO()
     print_table(title, results, Console(file=file, width=width))
-    return file.getvalue().rstrip("\n")
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))

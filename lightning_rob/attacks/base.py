@@ -1,7 +1,7 @@
 """The base class of attacks, and the contexts in which they run and leave no trace."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, ClassVar
@@ -93,6 +93,14 @@ def check_images(x: Tensor, bounds: tuple[float, float]) -> None:
         )
 
 
+def check_label_type(y: Tensor, images: int) -> None:
+    """Raise ValueError unless y is one whole number for each image."""
+    if y.shape != (images,):
+        raise ValueError(f"{images} images need labels [{images}], got {list(y.shape)}")
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise ValueError(f"labels must be whole numbers, got {y.dtype}")
+
+
 class Backward(ABC):
     """Another backward pass for a defense while an attack runs; its predictions stay the same."""
 
@@ -164,8 +172,7 @@ class Attack(ABC):
             kind = type(defense).__name__
             raise TypeError(f"attacks are on a Defense, got {kind}: wrap a network, Single(net)")
         check_images(x, self.threat.bounds)
-        if y.shape != x.shape[:1]:
-            raise ValueError(f"{len(x)} images need labels [{len(x)}], got {list(y.shape)}")
+        check_label_type(y, len(x))
         with attacking(defense):
             x, y = x.detach().clone(), y.clone()
             if not len(x):
@@ -258,13 +265,18 @@ def init_fields(attack: Attack) -> dict[str, Any]:
 
 
 def inner_attacks(attack: Attack) -> Iterator[Attack]:
-    """Yield the attacks among its arguments and in tuples there, one level deep."""
+    """Yield the attacks among its arguments, and in lists and mappings there."""
     if not is_dataclass(attack):
         return
-    for value in init_fields(attack).values():
-        for inner in value if isinstance(value, tuple) else (value,):
-            if isinstance(inner, Attack):
-                yield inner
+    yield from _attacks_in(list(init_fields(attack).values()))
+
+
+def _attacks_in(value: Any) -> Iterator[Attack]:
+    if isinstance(value, Attack):
+        yield value
+    elif isinstance(value, list | tuple | Mapping):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _attacks_in(part)
 
 
 def walk(attack: Attack) -> Iterator[Attack]:
@@ -286,11 +298,15 @@ def map_attacks(attack: Attack, change: Callable[[Attack], dict[str, Any]]) -> A
 
 
 def _map_inner(attack: Attack, change: Callable[[Attack], Attack]) -> dict[str, Any]:
-    """Return the attack's arguments with `change` applied to attacks and to tuples of them."""
+    """Return its arguments with `change` applied to attacks, also in lists and mappings."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(changed(item) for item in value)
+            return tuple(map(changed, value))
+        if isinstance(value, list):
+            return list(map(changed, value))
+        if isinstance(value, Mapping):
+            return {key: changed(item) for key, item in value.items()}
         return change(value) if isinstance(value, Attack) else value
 
     return {name: changed(value) for name, value in init_fields(attack).items()}

@@ -1,30 +1,14 @@
 """The audit of a defense: attacks by its kind, measurements of each image, and all checks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_rob.audit import gradients, predictions
+from lightning_rob.audit import gradients, predictions, strength
 from lightning_rob.audit.findings import STYLES, Check, Columns, Report, known
-from lightning_rob.audit.gradients import (
-    bounds,
-    gradient,
-    infinite_gradients,
-    saturation,
-    slope,
-    zero_gradients,
-)
-from lightning_rob.audit.predictions import (
-    batches,
-    modes,
-    numbers,
-    outputs,
-    randomness,
-    steps_inside,
-)
-from lightning_rob.audit.strength import adaptive, black_box, noise, radius, restarts, steps
 from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import worst_case
@@ -37,26 +21,7 @@ from lightning_rob.threat import Threat
 MEASUREMENTS: dict[str, Callable[[AuditBatch], Tensor]] = {
     measure.__name__: measure for measure in (*predictions.MEASUREMENTS, *gradients.MEASUREMENTS)
 }
-CHECKS: tuple[Check, ...] = (
-    numbers,
-    outputs,
-    steps_inside,
-    modes,
-    batches,
-    randomness,
-    gradient,
-    zero_gradients,
-    infinite_gradients,
-    saturation,
-    slope,
-    bounds,
-    steps,
-    radius,
-    noise,
-    restarts,
-    black_box,
-    adaptive,
-)
+CHECKS: tuple[Check, ...] = (*predictions.CHECKS, *gradients.CHECKS, *strength.CHECKS)
 KINDS: dict[SuiteKind, str] = {
     "single": "one network",
     "ensemble": "an ensemble with one prediction",
@@ -135,7 +100,7 @@ def measure(target: AuditTarget, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
 
 def build_report(target: AuditTarget, columns: Columns, checks: Sequence[Check] = CHECKS) -> Report:
     """Judge the columns [N] of all images together."""
-    findings = [check(target, columns) for check in checks]
+    findings = [replace(check(target, columns), name=check.__name__) for check in checks]
     findings.sort(key=lambda finding: list(STYLES).index(finding.severity))
     title = f"{type(target.defense).__name__} · {KINDS[target.suite.kind]}"
     results = _results(target, columns) if tuple(checks) == CHECKS else []

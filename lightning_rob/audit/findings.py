@@ -29,19 +29,19 @@ class Finding:
     """The outcome of one check.
 
     Args:
-        name: of the check.
         severity: "severe", an accuracy measured here cannot be trusted; "warning", look at it;
             "note", of interest, or not checked; "fine".
         text: the finding in plain words.
         advice: the remedy; empty where there is nothing to do.
         values: the measurements behind it.
+        name: of the check; set by the audit.
     """
 
-    name: str
     severity: Severity
     text: str
     advice: str = ""
     values: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
 
     @property
     def flagged(self) -> bool:
@@ -52,9 +52,22 @@ class Finding:
 Check = Callable[[AuditTarget, Columns], Finding]
 
 
-def not_checked(name: str, reason: str) -> Finding:
+def not_checked(reason: str) -> Finding:
     """Return the note that a check could not be made; no check is silent."""
-    return Finding(name, "note", f"Not checked: {reason}.", values={"run": False})
+    return Finding("note", f"Not checked: {reason}.", values={"run": False})
+
+
+def images_finding(
+    found: Tensor, fine: str, text: str, advice: str, few: Severity = "fine"
+) -> Finding:
+    """Return the severe finding that a condition holds for `many` images [N], or that it is fine.
+
+    `few` is the severity where it holds for some images, but not for many.
+    """
+    severity = "severe" if many(found) else few if (found > 0).any() else "fine"
+    if severity == "fine":
+        return Finding("fine", fine, values=means(images=found))
+    return Finding(severity, text, advice, means(images=found))
 
 
 def known(column: Tensor) -> Tensor:
@@ -65,6 +78,11 @@ def known(column: Tensor) -> Tensor:
 def mean(column: Tensor) -> float:
     """Return the mean of the measured part of a column [N]; NaN without any."""
     return float(known(column).mean()) if len(known(column)) else float("nan")
+
+
+def means(**columns: Tensor) -> dict[str, Any]:
+    """Return the mean of each column by its name, for the values of a finding."""
+    return {name: mean(column) for name, column in columns.items()}
 
 
 def many(column: Tensor) -> bool:
@@ -125,12 +143,12 @@ class Report:
 
     def summary(self) -> str:
         """Return the verdict in one line."""
-        if not self.flags:
-            return "Nothing suspicious was found."
-        if self.severe:
-            severe = sum(finding.severity == "severe" for finding in self.flags)
-            return f"Do not trust the accuracies: {severe} of {len(self.flags)} flags are severe."
-        return f"Look at the warnings before you trust the accuracies: {len(self.flags)}."
+        flags, severe = len(self.flags), sum(flag.severity == "severe" for flag in self.flags)
+        if severe:
+            return f"Do not trust the accuracies: {severe} of {flags} flags are severe."
+        if flags:
+            return f"Look at the warnings before you trust the accuracies: {flags}."
+        return "Nothing suspicious was found."
 
     def show(self, console: Console | None = None) -> None:
         """Print the accuracies as a table, then the findings with their remedies."""
@@ -138,15 +156,14 @@ class Report:
         print_table(f"Audit · {self.title}", self.results, console)
         console.print(self.summary(), style="bold")
         fine = [finding.name for finding in self.findings if finding.severity == "fine"]
-        for finding in self.findings:
-            if finding.severity == "fine":
-                continue
+        lines = []
+        for finding in (f for f in self.findings if f.severity != "fine"):
             severity = f"[{STYLES[finding.severity]}]{finding.severity:7}[/]"
-            console.print(f"{severity} {finding.name}: {escape(finding.text)}", highlight=False)
-            if finding.advice:
-                console.print(f"        → {escape(finding.advice)}", highlight=False)
-        if fine:
-            console.print(f"fine    {', '.join(fine)}", highlight=False)
+            lines.append(f"{severity} {finding.name}: {escape(finding.text)}")
+            lines += [f"        → {escape(finding.advice)}"] if finding.advice else []
+        lines += [f"fine    {', '.join(fine)}"] if fine else []
+        for line in lines:
+            console.print(line, highlight=False)
 
     def markdown(self) -> str:
         """Return the report as Markdown, for loggers that show text."""
@@ -165,6 +182,6 @@ class Report:
             **metadata,
             "title": self.title,
             "attacks": [result.record() for result in self.results],
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [{"name": f.name, **asdict(f)} for f in self.findings],
         }
         return json.dumps(with_schema(content), indent=2, ensure_ascii=False) + "\n"

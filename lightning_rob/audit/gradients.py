@@ -4,7 +4,7 @@ All are of the margin, the largest wrong logit minus the label's, unless cross-e
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,11 +18,13 @@ from lightning_rob.audit.findings import (
     Columns,
     Finding,
     Severity,
+    images_finding,
     images_of,
     is_gain,
     known,
     many,
     mean,
+    means,
     not_checked,
     percent,
     significant,
@@ -34,6 +36,10 @@ from lightning_rob.objectives import expected_margin
 from lightning_rob.randomness import uniform
 
 NO_PATH = "nothing leads from the outputs back to the image"
+UNCLAMP = (
+    "Attack with PGD(backward=InsideBounds()), any other attack as WithBackward(attack, "
+    "InsideBounds()); or take the clamp off the network: images lie within the bounds anyway."
+)
 MARGIN = ObjectiveGradient(expected_margin)
 DIRECTIONS = 4  # random corners, of each image
 NEAR, FAR = 1e-3, 4 / 255  # rounding to grey levels has a slope over the second width only
@@ -154,7 +160,10 @@ def _agreement(batch: AuditBatch, width: float, defense: Defense, x: Tensor) -> 
     inside = x.detach().clamp(low + FAR * side, high - FAR * side)  # room on both sides
     gradient = _margin_gradient(batch, defense, inside)
     slopes, differences = [], []
-    for corner in _corners(batch, inside):
+    streams = batch.noise("slope")  # each image's corners are from its own stream
+    for _ in range(DIRECTIONS):
+        draws = uniform(inside, *inside.shape[1:], generator=streams)
+        corner = torch.where(draws < 0.5, -1.0, 1.0).to(inside)
         step = width * side * corner
         up, down = (_margin(batch, defense, end) for end in (inside + step, inside - step))
         slopes.append((gradient * corner).flatten(1).sum(1))
@@ -162,13 +171,6 @@ def _agreement(batch: AuditBatch, width: float, defense: Defense, x: Tensor) -> 
     return _cosine(torch.stack(slopes, 1), torch.stack(differences, 1)).masked_fill(
         batch.nonfinite | (gradient == 0).flatten(1).all(1), torch.nan
     )
-
-
-def _corners(batch: AuditBatch, x: Tensor) -> Iterator[Tensor]:
-    """Yield random signs [B, C, H, W], each image's from its own stream."""
-    streams = batch.noise("slope")
-    for _ in range(DIRECTIONS):
-        yield torch.where(uniform(x, *x.shape[1:], generator=streams) < 0.5, -1.0, 1.0).to(x)
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
@@ -240,55 +242,46 @@ MEASUREMENTS = (
 def gradient(target: AuditTarget, columns: Columns) -> Finding:
     """Find a graph that is cut: no gradient attack can run."""
     found = columns["no_gradient"]
-    values = {"images": mean(found)}
-    if not many(found):
-        text = "Gradients lead from the outputs back to the image."
-        return Finding("gradient", "fine", text, values=values)
-    text = (
-        f"For {images_of(found)} {NO_PATH} (detach, numpy, argmax, no_grad): no gradient attack "
-        "can run."
+    return images_finding(
+        found,
+        fine="Gradients lead from the outputs back to the image.",
+        text=f"For {images_of(found)} {NO_PATH} (detach, numpy, argmax, no_grad): no gradient "
+        "attack can run.",
+        advice="Give the defense a gradient: its own, one that passes straight through, or that "
+        "of a network in its place (BPDA). The accuracy under black-box attacks is an upper bound "
+        "only.",
     )
-    advice = (
-        "Give the defense a gradient: its own, one that passes straight through, or that of a "
-        "network in its place (BPDA). The accuracy under black-box attacks is an upper bound only."
-    )
-    return Finding("gradient", "severe", text, advice, values)
 
 
 def zero_gradients(target: AuditTarget, columns: Columns) -> Finding:
     """Find gradients of exactly zero: attacks do not move."""
     found = columns["zero_gradient"]
     if found.isnan().all():
-        return not_checked("zero_gradients", NO_PATH)
-    values = {"images": mean(found)}
-    if not many(found):
-        return Finding("zero_gradients", "fine", "Gradients are not zero.", values=values)
-    text = (
-        f"The gradient is exactly zero for {images_of(found)}: gradient attacks stay where they "
-        "start, and the accuracy that they leave is no robustness."
+        return not_checked(NO_PATH)
+    return images_finding(
+        found,
+        fine="Gradients are not zero.",
+        text=f"The gradient is exactly zero for {images_of(found)}: gradient attacks stay where "
+        "they start, and the accuracy that they leave is no robustness.",
+        advice="Look for sign, round, argmax or clamp inside; attack with a gradient that passes "
+        "straight through them (BPDA), and without gradients.",
     )
-    advice = (
-        "Look for sign, round, argmax or clamp inside; attack with a gradient that passes straight "
-        "through them (BPDA), and without gradients."
-    )
-    return Finding("zero_gradients", "severe", text, advice, values)
 
 
 def infinite_gradients(target: AuditTarget, columns: Columns) -> Finding:
     """Find non-finite gradients: attacks take them for zero."""
     found = columns["infinite_gradient"]
     if found.isnan().all():
-        return not_checked("infinite_gradients", NO_PATH)
-    values = {"images": mean(found)}
-    if not (found > 0).any():
-        return Finding("infinite_gradients", "fine", "Gradients are finite.", values=values)
-    text = (
-        f"The gradient is not finite for {images_of(found)}, though the logits are: attacks can "
-        "only take it for zero."
+        return not_checked(NO_PATH)
+    return images_finding(
+        found,
+        fine="Gradients are finite.",
+        text=f"The gradient is not finite for {images_of(found)}, though the logits are: attacks "
+        "can only take it for zero.",
+        advice="Look for sqrt, log, norm or a division at 0 and give it a floor; then attack "
+        "again.",
+        few="warning",
     )
-    advice = "Look for sqrt, log, norm or a division at 0 and give it a floor; then attack again."
-    severity: Severity = "severe" if many(found) else "warning"
-    return Finding("infinite_gradients", severity, text, advice, values)
 
 
 def saturation(target: AuditTarget, columns: Columns) -> Finding:
@@ -296,20 +289,17 @@ def saturation(target: AuditTarget, columns: Columns) -> Finding:
     flat, default = columns["loss_saturated"], columns[target.suite.default]
     in_doubles = columns["double"]
     if flat.isnan().all():
-        return not_checked("saturation", NO_PATH)
-    values = {
-        "loss_saturated": mean(flat),
-        "default": mean(default),
-        "double": mean(in_doubles),
-        "largest_logit": float(columns["largest_logit"].max()),
-    }
+        return not_checked(NO_PATH)
+    largest = float(columns["largest_logit"].max())
+    values = means(loss_saturated=flat, default=default, double=in_doubles)
+    values["largest_logit"] = largest
     weaker = significant(default - in_doubles) and not columns["is_nondeterministic"].any()
     if not (many(flat) or weaker):
         text = "Double precision makes the attack no stronger, and the loss has a slope."
         if in_doubles.isnan().all():
             text = "The loss has a slope. The attack was not run again in double precision."
-        return Finding("saturation", "fine", text, values=values)
-    text = f"The logits are as large as {values['largest_logit']:.3g}."
+        return Finding("fine", text, values=values)
+    text = f"The logits are as large as {largest:.3g}."
     if many(flat):
         text += f" For {images_of(flat)} cross-entropy is so flat that its gradient is zero."
     if weaker:
@@ -318,7 +308,7 @@ def saturation(target: AuditTarget, columns: Columns) -> Finding:
         "Divide the logits by a constant, which changes no prediction, or attack the margin "
         "(objective lightning_rob.objectives.linear)."
     )
-    return Finding("saturation", "severe", text, advice, values)
+    return Finding("severe", text, advice, values)
 
 
 def _why_no_slope(target: AuditTarget, columns: Columns) -> str:
@@ -331,56 +321,49 @@ def _why_no_slope(target: AuditTarget, columns: Columns) -> str:
 def slope(target: AuditTarget, columns: Columns) -> Finding:
     """Find a gradient that is not the slope of the margin: attacks climb something else."""
     if reason := _why_no_slope(target, columns):
-        return not_checked("slope", reason)
+        return not_checked(reason)
     near, far = columns["slope_near"], columns["slope_far"]
     pairs = DIRECTIONS * min(len(known(near)), len(known(far)))
     if pairs < FEWEST_PAIRS:
         reason = f"{pairs} pairs of a slope and a difference, at least {FEWEST_PAIRS} are needed"
-        return not_checked("slope", reason)
+        return not_checked(reason)
     best = max(mean(near), mean(far))
-    values = {"near": mean(near), "far": mean(far), "pairs": pairs}
+    values = means(near=near, far=far) | {"pairs": pairs}
     explains = f"explains {100 * max(best, 0.0) ** 2:.3g} % of how the predictions really change"
     if best >= LEAST_CORRELATION:
-        return Finding("slope", "fine", f"The gradient {explains}.", values=values)
-    text = (
-        f"The gradient only {explains} when all pixels move a little (correlation {best:.2f}): a "
-        "part of it is cut off, or it is that of something else. Attacks by gradient are blind to "
-        "the rest."
-    )
-    advice = (
-        "Look for detach, and for a backward pass that is not the forward's; attack the network "
-        "without what wraps it, or with a gradient in its place (BPDA), and by a score-based "
-        "attack with more queries."
-    )
+        return Finding("fine", f"The gradient {explains}.", values=values)
     severity: Severity = "warning" if many(columns["is_constant"]) else "severe"  # rounding
     if mean(columns["slope_networks"]) >= LEAST_CORRELATION:
         severity = "note"  # the gradients of transforms may be estimates
-    return Finding("slope", severity, text, advice, values)
+    return Finding(
+        severity,
+        f"The gradient only {explains} when all pixels move a little (correlation {best:.2f}): a "
+        "part of it is cut off, or it is that of something else. Attacks by gradient are blind to "
+        "the rest.",
+        "Look for detach, and for a backward pass that is not the forward's; attack the network "
+        "without what wraps it, or with a gradient in its place (BPDA), and by a score-based "
+        "attack with more queries.",
+        values,
+    )
 
 
 def bounds(target: AuditTarget, columns: Columns) -> Finding:
     """Find pixels at a bound that have no gradient, though the predictions depend on them."""
     if reason := _why_no_slope(target, columns):
-        return not_checked("bounds", reason)
+        return not_checked(reason)
     shares = known(columns["hidden_pixels"])
     low, high = (f"{bound:g}" for bound in target.threat.bounds)
     if len(shares) < FEWEST:
-        reason = (
+        return not_checked(
             f"{len(shares)} images have {FEWEST_PIXELS} pixels that are exactly {low} or exactly "
             f"{high} and have a slope just inside, at least {FEWEST} are needed"
         )
-        return not_checked("bounds", reason)
     found = (shares > MOST).float()
     default, inside = columns[target.suite.default], columns["inside_bounds"]
-    values = {
-        "images": mean(found),
-        "pixels": mean(shares),
-        "default": mean(default),
-        "inside": mean(inside),
-    }
+    values = means(images=found, pixels=shares, default=default, inside=inside)
     if not many(found):
         text = f"Pixels that are exactly {low} or {high} have a gradient, as those just inside."
-        return Finding("bounds", "fine", text, values=values)
+        return Finding("fine", text, values=values)
     text = (
         f"For {images_of(found)} the gradient of pixels that are exactly {low} or {high} is "
         f"exactly zero ({percent(shares)} of those that have one {HAIR:g} further inside), though "
@@ -391,9 +374,8 @@ def bounds(target: AuditTarget, columns: Columns) -> Finding:
         text += (
             f" PGD leaves {percent(default)}, with gradients from just inside {percent(inside)}."
         )
-    advice = (
-        "Attack with PGD(backward=InsideBounds()), any other attack as WithBackward(attack, "
-        "InsideBounds()); or take the clamp off the network: images lie within the bounds anyway."
-    )
-    severity: Severity = "severe" if is_gain(default - inside, target.exact) else "warning"
-    return Finding("bounds", severity, text, advice, values)
+    gain = is_gain(default - inside, target.exact)
+    return Finding("severe" if gain else "warning", text, UNCLAMP, values)
+
+
+CHECKS = (gradient, zero_gradients, infinite_gradients, saturation, slope, bounds)

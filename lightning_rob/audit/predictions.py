@@ -11,10 +11,10 @@ from lightning_rob.attacks import evaluating
 from lightning_rob.audit.findings import (
     Columns,
     Finding,
-    Severity,
+    images_finding,
     images_of,
     many,
-    mean,
+    means,
     not_checked,
     percent,
     significant,
@@ -114,72 +114,67 @@ MEASUREMENTS = (
 def numbers(target: AuditTarget, columns: Columns) -> Finding:
     """Find non-finite predictions: they count as wrong, never as class 0."""
     clean, attacked = columns["nonfinite_clean"], columns["nonfinite_attacked"]
-    values = {"clean": mean(clean), "attacked": mean(attacked)}
+    values = means(clean=clean, attacked=attacked)
     if not (clean.any() or attacked.any()):
-        return Finding("numbers", "fine", "All predictions are finite.", values=values)
-    text = (
+        return Finding("fine", "All predictions are finite.", values=values)
+    return Finding(
+        "severe" if many(clean) or many(attacked) else "warning",
         f"The logits are not finite for {images_of(clean)}, and for {images_of(attacked)} after "
-        "noise or an attack. They count as wrong."
+        "noise or an attack. They count as wrong.",
+        "Find what overflows or divides by zero; until then no attack can follow its gradient.",
+        values,
     )
-    advice = "Find what overflows or divides by zero; until then no attack can follow its gradient."
-    severity: Severity = "severe" if many(clean) or many(attacked) else "warning"
-    return Finding("numbers", severity, text, advice, values)
 
 
 def outputs(target: AuditTarget, columns: Columns) -> Finding:
     """Find probabilities in place of logits: the loss flattens where the network is confident."""
     found = columns["is_probability"]
-    values = {"images": mean(found)}
-    if not many(found):
-        text = "The outputs are logits, not probabilities."
-        return Finding("outputs", "fine", text, values=values)
-    text = (
-        f"The outputs for {images_of(found)} lie in [0, 1] and sum to one: the network ends in a "
-        "softmax. Cross-entropy applies another one, so that its gradient is tiny."
+    return images_finding(
+        found,
+        fine="The outputs are logits, not probabilities.",
+        text=f"The outputs for {images_of(found)} lie in [0, 1] and sum to one: the network ends "
+        "in a softmax. Cross-entropy applies another one, so that its gradient is tiny.",
+        advice="Take the softmax off the network, or its logarithm, and run the attacks again.",
     )
-    advice = "Take the softmax off the network, or its logarithm, and run the attacks again."
-    return Finding("outputs", "severe", text, advice, values)
 
 
 def steps_inside(target: AuditTarget, columns: Columns) -> Finding:
     """Find piecewise constant logits, as those of quantized images are."""
     found = columns["is_constant"]
-    values = {"images": mean(found)}
-    if not many(found):
-        text = "The logits change with the smallest change of the image."
-        return Finding("steps_inside", "fine", text, values=values)
-    text = (
-        f"The logits for {images_of(found)} stay the same to the last bit when every pixel "
+    blind = many(columns["zero_gradient"]) or many(columns["no_gradient"])
+    finding = images_finding(
+        found,
+        fine="The logits change with the smallest change of the image.",
+        text=f"The logits for {images_of(found)} stay the same to the last bit when every pixel "
         "changes by 1e-5: the input is quantized, something inside is rounded or thresholded, or "
-        "the logits are saturated."
+        "the logits are saturated.",
+        advice="Attack with a gradient that passes straight through the rounding (BPDA), and "
+        "without gradients; the accuracies under gradient attacks say nothing here.",
     )
-    if many(columns["zero_gradient"]) or many(columns["no_gradient"]):
-        advice = (
-            "Attack with a gradient that passes straight through the rounding (BPDA), and without "
-            "gradients; the accuracies under gradient attacks say nothing here."
-        )
-        return Finding("steps_inside", "severe", text, advice, values)
-    text += " There is a gradient all the same: attacks pass straight through it."
-    return Finding("steps_inside", "note", text, values=values)
+    if blind or not finding.flagged:
+        return finding
+    text = f"{finding.text} There is a gradient all the same: attacks pass straight through it."
+    return Finding("note", text, values=finding.values)
 
 
 def modes(target: AuditTarget, columns: Columns) -> Finding:
     """Find layers that act as in training when the defense predicts."""
-    found = [f"{name} ({kind})" for name, kind in _training_layers(target.defense)]
+    found = list(_training_layers(target.defense))
     values = {"layers": found}
     if not found:
         text = "BatchNorm and dropout are in eval mode when the defense predicts."
-        return Finding("modes", "fine", text, values=values)
+        return Finding("fine", text, values=values)
     shown = ", ".join(found[:3]) + (" …" if len(found) > 3 else "")
-    text = (
+    return Finding(
+        "severe",
         f"{len(found)} layers act as in training when the defense predicts: {shown}. Dropout "
-        "draws, and BatchNorm looks at the other images of the batch."
+        "draws, and BatchNorm looks at the other images of the batch.",
+        "Let eval() reach them, and keep running statistics; then evaluate again.",
+        values,
     )
-    advice = "Let eval() reach them, and keep running statistics; then evaluate again."
-    return Finding("modes", "severe", text, advice, values)
 
 
-def _training_layers(defense: Defense) -> Iterator[tuple[str, str]]:
+def _training_layers(defense: Defense) -> Iterator[str]:
     """Yield name and class of each layer that eval mode does not reach."""
     with evaluating(defense):
         for name, module in defense.named_modules():
@@ -187,40 +182,33 @@ def _training_layers(defense: Defense) -> Iterator[tuple[str, str]]:
             idle = isinstance(module, _DropoutNd) and module.p == 0
             trains = isinstance(module, _BatchNorm | _DropoutNd) and (module.training or batch_only)
             if trains and not idle:
-                yield name, type(module).__name__
+                yield f"{name} ({type(module).__name__})"
 
 
 def batches(target: AuditTarget, columns: Columns) -> Finding:
     """Find predictions that depend on the other images of the batch."""
     if target.transductive:
-        return not_checked("batches", "this defense adapts to the batch")
+        return not_checked("this defense adapts to the batch")
     if columns["is_nondeterministic"].any():
-        return not_checked("batches", "predictions are nondeterministic, whatever the seed")
+        return not_checked("predictions are nondeterministic, whatever the seed")
     found = columns["depends_on_batch"]
-    values = {"images": mean(found)}
-    if not many(found):
-        text = "An image alone is predicted as in a batch."
-        return Finding("batches", "fine", text, values=values)
-    text = f"{images_of(found)} are predicted differently alone and in a batch with others."
-    advice = (
-        "If it is meant to adapt to the test batch, give it as a defense with `adapt`, so that it "
-        "is attacked in rounds; else find the layer that looks at the batch."
+    return images_finding(
+        found,
+        fine="An image alone is predicted as in a batch.",
+        text=f"{images_of(found)} are predicted differently alone and in a batch with others.",
+        advice="If it is meant to adapt to the test batch, give it as a defense with `adapt`, so "
+        "that it is attacked in rounds; else find the layer that looks at the batch.",
     )
-    return Finding("batches", "severe", text, advice, values)
 
 
 def randomness(target: AuditTarget, columns: Columns) -> Finding:
     """Find random predictions over which attacks do not average."""
     nondeterministic, varies = columns["is_nondeterministic"], columns["prediction_varies"]
     if not (columns["is_random"].any() or nondeterministic.any()):
-        return Finding("randomness", "fine", "The prediction of an image is always the same.")
+        return Finding("fine", "The prediction of an image is always the same.")
     default, eot = columns[target.suite.default], columns["averaged"]
-    values = {
-        "prediction_varies": mean(varies),
-        "nondeterministic": mean(nondeterministic),
-        "default": mean(default),
-        "averaged": mean(eot),
-    }
+    values = means(prediction_varies=varies, nondeterministic=nondeterministic)
+    values |= means(default=default, averaged=eot)
     text = f"A second prediction differs from the first on {percent(varies)} of images."
     gain = significant(default - eot)
     if gain:
@@ -234,10 +222,12 @@ def randomness(target: AuditTarget, columns: Columns) -> Finding:
     if many(nondeterministic):
         text += " The randomness is not the generator's: no accuracy of it can be reproduced."
         advice += " Draw from the generator that `logits` is given."
-        return Finding("randomness", "severe", text, advice, values)
+        return Finding("severe", text, advice, values)
     if target.exact:
         text += f" Yet a {type(target.defense).__name__} stands for a defense without randomness."
-        severity: Severity = "severe" if gain else "warning"
-        return Finding("randomness", severity, text, advice, values)
+        return Finding("severe" if gain else "warning", text, advice, values)
     text += " The audit's own attack averages over draws."
-    return Finding("randomness", "note", text, advice if gain else "", values)
+    return Finding("note", text, advice if gain else "", values)
+
+
+CHECKS = (numbers, outputs, steps_inside, modes, batches, randomness)

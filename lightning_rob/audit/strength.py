@@ -10,11 +10,11 @@ from lightning_rob.attacks.base import walk
 from lightning_rob.audit.findings import (
     Columns,
     Finding,
-    Severity,
     images_of,
     is_gain,
     many,
     mean,
+    means,
     not_checked,
     percent,
     significant,
@@ -26,7 +26,6 @@ from lightning_rob.objectives import ce_of_rule
 RUGGED = 0.1  # of images that five starts break and as many steps from one start do not
 FEWEST_STEPS = 5
 ADAPTS = "the rounds against a defense that adapts have no such attack"
-NO_ATTACK = "no gradient attack could run"
 MASKED = (
     "Gradients mislead. Attack the margin and with restarts, without gradients, and look for "
     "what is not smooth inside (docs/audit.md)."
@@ -40,93 +39,89 @@ MADE_FOR = {  # each kind of defense
 }
 
 
+def _why_not(columns: Columns, attack: str) -> str:
+    """Return why there are no scores under an attack; empty if there are."""
+    if attack not in columns:
+        return ADAPTS
+    return "no gradient attack could run" if columns[attack].isnan().all() else ""
+
+
 def steps(target: AuditTarget, columns: Columns) -> Finding:
     """Find attacks that grow weaker with more steps."""
-    if target.transductive:
-        return not_checked("steps", ADAPTS)
+    if reason := _why_not(columns, "pgd"):
+        return not_checked(reason)
     once, default, longer = columns["fgsm"], columns["pgd"], columns["longer"]
-    if default.isnan().all():
-        return not_checked("steps", NO_ATTACK)
-    values = {"one": mean(once), "default": mean(default), "longer": mean(longer)}
+    values = means(one=once, default=default, longer=longer)
     text = f"One step leaves {percent(once)}, PGD {percent(default)}, more steps {percent(longer)}"
     # Which images the last step leaves is random even on a deterministic network.
     if significant(default - once) or significant(longer - default):
-        return Finding("steps", "severe", f"{text}: more steps are weaker.", MASKED, values)
+        return Finding("severe", f"{text}: more steps are weaker.", MASKED, values)
     if significant(default - longer):
         advice = "Report an attack of more steps: this one had not converged."
-        return Finding("steps", "note", f"{text}.", advice, values)
-    return Finding("steps", "fine", f"{text}.", values=values)
+        return Finding("note", f"{text}.", advice, values)
+    return Finding("fine", f"{text}.", values=values)
 
 
 def radius(target: AuditTarget, columns: Columns) -> Finding:
     """Find images that stand an attack in a ball that holds every image."""
+    if reason := _why_not(columns, "unbounded"):
+        return not_checked(reason)
     left = columns["unbounded"]
-    if left.isnan().all():
-        return not_checked("radius", NO_ATTACK)
-    values = {"left": mean(left)}
+    values = means(left=left)
     text = f"In a ball that holds every image the attack leaves {percent(left)}."
     if not many(left):
-        return Finding("radius", "fine", text, values=values)
+        return Finding("fine", text, values=values)
     text += " It could replace each image by that of another class, and leave nothing."
-    return Finding("radius", "severe", text, MASKED, values)
+    return Finding("severe", text, MASKED, values)
 
 
 def noise(target: AuditTarget, columns: Columns) -> Finding:
     """Find random noise that is as strong as the default attack."""
+    if reason := _why_not(columns, target.suite.default):
+        return not_checked(reason)
     clean, random, default = columns["clean"], columns["noise"], columns[target.suite.default]
-    if default.isnan().all():
-        return not_checked("noise", NO_ATTACK)
-    values = {"noise": mean(random), "default": mean(default)}
+    values = means(noise=random, default=default)
     text = f"Random noise leaves {percent(random)}, the default attack {percent(default)}."
     breaks = is_gain(clean - random, target.exact)
     if breaks and many(default) and not many(random - default):
-        return Finding("noise", "severe", f"{text} The attack is no better.", MASKED, values)
-    return Finding("noise", "fine", text, values=values)
+        return Finding("severe", f"{text} The attack is no better.", MASKED, values)
+    return Finding("fine", text, values=values)
 
 
 def restarts(target: AuditTarget, columns: Columns) -> Finding:
     """Find a rugged loss: the attack's start decides its success."""
-    if target.transductive:
-        return not_checked("restarts", ADAPTS)
+    if reason := _why_not(columns, "pgd"):
+        return not_checked(reason)
     default, longer, again = columns["pgd"], columns["longer"], columns["restarts"]
-    if default.isnan().all():
-        return not_checked("restarts", NO_ATTACK)
-    values = {"default": mean(default), "longer": mean(longer), "restarts": mean(again)}
+    values = means(default=default, longer=longer, restarts=again)
     text = f"Five starts leave {percent(again)}, as many steps from one start {percent(longer)}."
     difference = torch.minimum(default, longer) - again
     if is_gain(difference, target.exact) and mean(difference) > RUGGED:
         text += " Its start decides: the loss is rugged."
         advice = "Report restarts=10 or more, and look for what makes the loss rugged."
-        return Finding("restarts", "warning", text, advice, values)
-    return Finding("restarts", "fine", text, values=values)
+        return Finding("warning", text, advice, values)
+    return Finding("fine", text, values=values)
 
 
 def black_box(target: AuditTarget, columns: Columns) -> Finding:
     """Find images that an attack without gradients breaks and no attack with gradients does."""
     if target.transductive:
-        return not_checked("black_box", ADAPTS)
+        return not_checked(ADAPTS)
     if "square" not in columns:
-        return not_checked(
-            "black_box",
-            'the Square Attack needs pyautoattack: pip install "lightning-rob[autoattack]"',
-        )
+        pip = 'pip install "lightning-rob[autoattack]"'
+        return not_checked(f"the Square Attack needs pyautoattack: {pip}")
     square, white = columns["square"], _white_box(target, columns)
     lost = (white - square).clamp_min(0) if target.exact else white - square
-    values = {
-        "white_box": mean(white),
-        "square": mean(square),
-        "images": mean(lost),
-        "queries": target.queries,
-    }
+    values = means(white_box=white, square=square, images=lost) | {"queries": target.queries}
     text = (
         f"Square ({target.queries} queries, no gradients) leaves {percent(square)}, all attacks "
         f"with gradients together {percent(white)}."
     )
     if not is_gain(lost, target.exact):
-        return Finding("black_box", "fine", text, values=values)
+        return Finding("fine", text, values=values)
     found = images_of(lost) if target.exact else percent(lost)
     text += f" {found} stand attacks that see everything and fall to one that sees nothing."
-    return Finding("black_box", "severe", text, MASKED, values)
+    return Finding("severe", text, MASKED, values)
 
 
 def _white_box(target: AuditTarget, columns: Columns) -> Tensor:
@@ -143,33 +138,29 @@ def adaptive(target: AuditTarget, columns: Columns) -> Finding:
         return _pgd_is_adaptive(target, lacking)
     default, best = columns[suite.default], _strongest_adaptive(target, columns)
     gain = is_gain(default - best, target.exact)
-    values = {
-        "default": mean(default),
-        "adaptive": mean(best),
-        "gap": mean(default) - mean(best),
-        "attacks": {name: mean(columns[name]) for name in suite.adaptive},
-    }
+    values = means(default=default, adaptive=best)
+    values["gap"] = values["default"] - values["adaptive"]
+    values["attacks"] = means(**{name: columns[name] for name in suite.adaptive})
     text = f"The default attack leaves {percent(default)}, those for its kind {percent(best)}."
-    if not lacking:
-        severity: Severity = "note" if gain else "fine"
-        advice = f"Report the lower accuracy: --trainer.callbacks+={suite.recipe}." if gain else ""
-        return Finding("adaptive", severity, text, advice, values)
-    advice = f"Add --trainer.callbacks+={suite.recipe}, and report what it leaves."
-    severity = "severe" if gain else "warning"
-    return Finding("adaptive", severity, f"{lacking} {text}", advice, values)
+    recipe = f"--trainer.callbacks+={suite.recipe}"
+    if lacking:
+        advice = f"Add {recipe}, and report what it leaves."
+        return Finding("severe" if gain else "warning", f"{lacking} {text}", advice, values)
+    if gain:
+        return Finding("note", text, f"Report the lower accuracy: {recipe}.", values)
+    return Finding("fine", text, values=values)
 
 
 def _pgd_is_adaptive(target: AuditTarget, lacking: str) -> Finding:
     """Return the finding where PGD is adaptive: on an ensemble if it climbs the rule's loss."""
     if target.suite.kind != "ensemble":
-        text = "PGD is adaptive here: there is one network and no randomness."
-        return Finding("adaptive", "fine", text)
+        return Finding("fine", "PGD is adaptive here: there is one network and no randomness.")
     if not lacking:
         text = "PGD on the loss of its rule is adaptive here: its prediction has a gradient."
-        return Finding("adaptive", "fine", text)
+        return Finding("fine", text)
     loss = ce_of_rule(target.defense.rule).__name__
     advice = f"Run PGD with objective lightning_rob.objectives.{loss} within {target.threat}."
-    return Finding("adaptive", "warning", lacking, advice)
+    return Finding("warning", lacking, advice)
 
 
 def _strongest_adaptive(target: AuditTarget, columns: Columns) -> Tensor:
@@ -221,3 +212,6 @@ def _crosses_ball(attack: Attack) -> bool:
         and part.steps * (part.step_size or part.threat.eps / 4) >= part.threat.eps
         for part in searches
     )
+
+
+CHECKS = (steps, radius, noise, restarts, black_box, adaptive)

@@ -140,15 +140,10 @@ class AuditBatch:
         return {"first": first, "second": second}.get(half, self.scores[name]).mean(1)
 
     def run(self, name: str, attack: Attack) -> tuple[Tensor, Tensor]:
-        """Attack the images and let the defense predict.
+        """Return the images [B, C, H, W] under an attack and their scores [B, R].
 
-        Args:
-            name: of the attack, by which its noise is keyed.
-            attack: the attack.
-
-        Returns:
-            The perturbed images [B, C, H, W] and the scores [B, R]; the clean images and NaN where
-            the attack needs a gradient and there is none.
+        The name keys the attack's noise. Without a gradient that the attack needs these are the
+        clean images and NaN.
         """
         if name not in GRADIENT_FREE and not self.differentiable:
             return self.x, self.unknown()[:, None].expand(-1, INFERENCES)
@@ -218,13 +213,7 @@ def nonfinite(logits: Tensor) -> Tensor:
 
 
 def _parts_to_retry(nonfinite: Tensor, count: int) -> list[Tensor]:
-    """Return the rows to attack again: the finite ones or, if they are unknown, each half.
-
-    Args:
-        nonfinite: mask of the images that the attack had left when it stopped.
-        count: number of images that it began with.
-    """
-    if len(nonfinite) == count:
+    """Return the rows to attack again: the finite ones or, if they are unknown, each half."""
+    if len(nonfinite) == count:  # no image had left when the attack stopped
         return [(~nonfinite).nonzero()[:, 0]]
-    first, last = torch.arange(count, device=nonfinite.device).tensor_split(2)
-    return [first, last]
+    return list(torch.arange(count, device=nonfinite.device).tensor_split(2))

@@ -16,7 +16,7 @@ from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
-from lightning_rob.evaluation.evaluate import at_least_one
+from lightning_rob.evaluation.evaluator import at_least_one
 from lightning_rob.files import atomic_write_text
 from lightning_rob.metrics import PerImage
 from lightning_rob.threat import Threat

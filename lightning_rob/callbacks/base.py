@@ -8,19 +8,23 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 from lightning_rob.callbacks.collector import Collector, collector_of
 from lightning_rob.callbacks.progress import AttackProgress
 from lightning_rob.defenses.transductive import reporting_adaptation
-from lightning_rob.evaluation.evaluate import (
+from lightning_rob.evaluation.evaluator import (
     EvaluationSettings,
     at_least_one,
-    choose,
     evaluation_precision,
+)
+from lightning_rob.evaluation.groups import (
+    canonical_groups,
+    choose,
+    group_loader,
+    serves_once,
     with_index,
 )
-from lightning_rob.evaluation.groups import canonical_groups, group_loader, serves_once
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import SESSION, versions
 
@@ -137,7 +141,7 @@ class EvaluationCallback(Callback, ABC):
         self.loader, self.chosen = loader, None
         self.seen = self.taken = 0
         self.processes, self.expected = trainer.world_size, None
-        images = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+        images = self._served()
         if self.settings.max_images is not None:
             if images is None:
                 raise ValueError("max_images needs a data set that knows its length: leave it out")
@@ -145,7 +149,8 @@ class EvaluationCallback(Callback, ABC):
             if not self.grouped:  # its batches are not those of the data set
                 within = images
             if self.settings.max_images < images:
-                self.chosen = choose(images, self.settings, within)
+                number, seed = self.settings.max_images, self.settings.seed
+                self.chosen = choose(images, number, seed, within)
                 images = len(self.chosen)
         if not trainer.sanity_checking:
             total = images and -(-images // trainer.world_size) * self.attack_count(pl_module)
@@ -161,10 +166,17 @@ class EvaluationCallback(Callback, ABC):
             order = self._positions(trainer, self.protocol.size(loader))
             self.protocol.check(loader, len(order), trainer.world_size)
 
+    def _served(self) -> int | None:
+        """Return how many images the loader serves on all processes; None if it cannot be known."""
+        if not hasattr(self.loader.dataset, "__len__"):
+            return None
+        if self.grouped or type(self.loader.batch_sampler) is not BatchSampler:
+            return len(self.loader.dataset)
+        return len(self.loader.sampler) * self.processes
+
     def _take(self, trainer: Trainer, pl_module: Any, batch: Any) -> None:
         """Attack a batch of the sanity check, or of a loader that cannot be regrouped."""
-        fetched = self.grouped or self.protocol is not None
-        if not self.due(trainer) or (fetched and not trainer.sanity_checking):
+        if not self.due(trainer) or (self.grouped and not trainer.sanity_checking):
             return
         count = len(batch[0])
         place = (self.seen + torch.arange(count)) * trainer.world_size + trainer.global_rank
@@ -210,7 +222,7 @@ class EvaluationCallback(Callback, ABC):
         if not self.due(trainer) or trainer.sanity_checking:
             return
         with torch.autocast(pl_module.device.type, enabled=False), torch.inference_mode(False):
-            if self.grouped or self.protocol is not None:
+            if self.grouped:
                 show = self.progress.show if self.progress and self.progress.rich else None
                 with reporting_adaptation(pl_module.defense, show):
                     for batch in self._batches(trainer):

@@ -27,21 +27,25 @@ class Collector:
         self.cache: dict[Hashable, Any] = {}
         self.when: Hashable = None
 
-    def register(self, callback: Callback, attacks: Mapping[str, Kind]) -> dict[str, Kind]:
+    def register(
+        self, callback: Callback, attacks: Mapping[str, Kind], *settings: Any
+    ) -> dict[str, Kind]:
         """Return the attacks that no earlier callback runs, by names of their own.
 
         Args:
             callback: the callback that runs them; registering again returns the same.
-            attacks: name -> all that distinguishes an attack from others of that name.
+            attacks: name -> attack.
+            *settings: with others the same attack is another evaluation.
         """
         if callback not in self.registered:
             earlier = {name: a for own in self.registered.values() for name, a in own.items()}
-            self.registered[callback] = deduplicate_names(attacks, earlier)
-        return self.registered[callback]
+            asked = {name: (attack, *settings) for name, attack in attacks.items()}
+            self.registered[callback] = deduplicate_names(asked, earlier)
+        return {name: attack for name, (attack, *_) in self.registered[callback].items()}
 
     def holder(self, name: str) -> Any:
-        """Return what the first callback that registered this name runs by it."""
-        return next(own[name] for own in self.registered.values() if name in own)
+        """Return the attack that the first callback runs by this name."""
+        return next(own[name][0] for own in self.registered.values() if name in own)
 
     def announce(self, callback: Callback, group: Hashable, when: Hashable) -> None:
         """Expect a result of the callback, among those of a group, e.g. on the same target.
@@ -53,6 +57,7 @@ class Collector:
         """
         if when != self.when or callback in self.announced.get(group, ()):  # a new evaluation
             self.when, self.announced, self.delivered = when, {}, {}
+            self.rows = []  # of a test that was broken off
             self.cache.clear()
         self.announced.setdefault(group, []).append(callback)
         self.delivered.setdefault(group, [])

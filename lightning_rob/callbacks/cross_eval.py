@@ -24,10 +24,8 @@ from lightning_rob.objectives import check_logits
 from lightning_rob.plots import heat_map, pixels, save
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import random_member
-from lightning_rob.tables import print_members
+from lightning_rob.tables import CLEAN, print_members
 from lightning_rob.threat import Norm
-
-CLEAN = "clean"  # the matrix of no attack: all its columns are the members' clean accuracies
 
 
 class TransferMatrixEval(EvaluationCallback):
@@ -88,7 +86,7 @@ class TransferMatrixEval(EvaluationCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop attacks that an earlier callback runs; number names that it uses for another."""
-        self.attacks = self.collector(trainer).register(self, self.given)
+        self.attacks = self.collector(trainer).register(self, self.given, self.settings)
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this callback evaluates in the current epoch."""

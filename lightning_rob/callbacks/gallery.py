@@ -13,7 +13,7 @@ from lightning_rob.callbacks.base import Batch, EvaluationCallback, writing_fold
 from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
-from lightning_rob.evaluation.evaluate import at_least_one
+from lightning_rob.evaluation.evaluator import at_least_one
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.evaluation.records import append_records
 from lightning_rob.identity import attack_spec

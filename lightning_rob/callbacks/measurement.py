@@ -1,6 +1,7 @@
-"""Scores without log, table or record, for commands that evaluate the same attacks many times."""
+"""Scores of the module's defense under attacks, without log, table or record."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -10,13 +11,15 @@ from lightning_rob.callbacks.base import Batch, EvaluationCallback
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import give_source
-from lightning_rob.evaluation import (
-    EvaluationResult,
+from lightning_rob.evaluation.evaluator import (
+    AttackedBatch,
     EvaluationSettings,
     Evaluator,
-    RoundProtocol,
+    check_indices,
 )
-from lightning_rob.evaluation.evaluate import AttackedBatch, check_indices
+from lightning_rob.evaluation.per_image import PerImageResults
+from lightning_rob.evaluation.protocol import RoundProtocol
+from lightning_rob.evaluation.results import EvaluationResult
 
 
 class Measurement(EvaluationCallback):
@@ -26,6 +29,7 @@ class Measurement(EvaluationCallback):
         attacks: name -> attack.
         target: function of the module's defense that returns the attacked one.
         settings: seed, number of images and the like.
+        every_n_epochs: evaluate in every n-th epoch of `fit`.
         after_batch: called after every group of images.
     """
 
@@ -34,9 +38,10 @@ class Measurement(EvaluationCallback):
         attacks: Mapping[str, Attack],
         target: Callable[[Defense], Defense],
         settings: EvaluationSettings,
+        every_n_epochs: int = 1,
         after_batch: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(settings)
+        super().__init__(settings, every_n_epochs)
         self.attacks = dict(attacks)
         self.target = target
         self.after_batch = after_batch
@@ -52,24 +57,42 @@ class Measurement(EvaluationCallback):
         defense = self.target(pl_module.defense)
         self.result = None
         protocol = self.settings.protocol_for(defense)
-        if protocol is not None:
+        if protocol is not None and not trainer.sanity_checking:
             give_source(defense, lambda: labelled_images(trainer))
-        details = self.run_metadata(trainer, "test")
-        counts = ("repeats", "inferences", "private_draws")
-        details |= {name: getattr(self.settings, name) for name in counts}
-        if protocol is not None:
-            size = protocol.size(self.loader)
-            described = protocol.describe(defense, size, trainer.world_size)
-            details |= {"protocol": described, "group_size": size}
-        self.evaluator = Evaluator(
-            defense, self.attacks, self.settings, attacked=self._advance, details=details
-        )
+        details = self.details(trainer, defense, protocol)
+        store = self.store(trainer, pl_module, defense, details)
+        attacked = partial(self.attacked, trainer)
+        self.evaluator = Evaluator(defense, self.attacks, self.settings, store, attacked, details)
         return protocol
 
+    def details(
+        self, trainer: Trainer, defense: Defense, protocol: RoundProtocol | None
+    ) -> dict[str, Any]:
+        """Return the fields that every record of this evaluation has."""
+        stage = "test" if trainer.testing else "val"
+        details = self.run_metadata(trainer, stage) | self.settings.repetitions
+        if protocol is not None:
+            size = protocol.size(self.loader)
+            details["protocol"] = protocol.describe(defense, size, trainer.world_size)
+            details["group_size"] = size
+        return details
+
+    def store(
+        self, trainer: Trainer, pl_module: Any, defense: Defense, details: dict[str, Any]
+    ) -> PerImageResults | None:
+        """Return where the scores are kept; None keeps them in memory."""
+        return None
+
+    def attacked(self, trainer: Trainer, batch: AttackedBatch) -> None:
+        """Advance the progress bar after an attack on a batch."""
+        if self.progress:
+            self.progress.advance(batch.name, len(batch.index))
+
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
-        """Score the batch under every attack."""
+        """Score the batch under every attack; a sanity check tries no rounds."""
         assert self.evaluator is not None
-        self.evaluator.score(*batch)
+        if not (trainer.sanity_checking and self.evaluator.joint):
+            self.evaluator.score(*batch, keep=not trainer.sanity_checking)
         if self.after_batch:
             self.after_batch()
 
@@ -79,10 +102,6 @@ class Measurement(EvaluationCallback):
         self.result = self.evaluator.result()
         if self.expected is not None:
             check_indices(self.result, self.expected)
-
-    def _advance(self, batch: AttackedBatch) -> None:
-        if self.progress:
-            self.progress.advance(batch.name, len(batch.index))
 
 
 def measure(

@@ -10,25 +10,20 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks.base import (
-    Batch,
-    EvaluationCallback,
     checkpoint_position,
     run_folder,
     writing_folder,
 )
 from lightning_rob.callbacks.image_grid import image_grid
+from lightning_rob.callbacks.measurement import Measurement
 from lightning_rob.callbacks.progress import console_of
-from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.transductive import give_source
-from lightning_rob.evaluation.evaluate import (
+from lightning_rob.evaluation.evaluator import (
     AttackedBatch,
     EvaluationSettings,
-    Evaluator,
-    check_indices,
     check_names,
+    require_packages,
 )
 from lightning_rob.evaluation.groups import GROUP_SIZE
 from lightning_rob.evaluation.images import save_images
@@ -40,9 +35,9 @@ from lightning_rob.evaluation.records import (
     threat_model_card,
     versions,
 )
-from lightning_rob.evaluation.results import CLEAN, EvaluationResult, worst_measurement
-from lightning_rob.identity import attack_spec, cache_key, fingerprint
-from lightning_rob.tables import print_table
+from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
+from lightning_rob.identity import attack_spec, cache_key, code_digest, fingerprint
+from lightning_rob.tables import CLEAN, print_table
 from lightning_rob.threat import Norm, pixels
 
 LONGEST_NAME = 80  # of a file, in letters, before it says how many more attacks there are
@@ -53,7 +48,7 @@ def full_defense(defense: Defense) -> Defense:
     return defense
 
 
-class RobustEval(EvaluationCallback):
+class RobustEval(Measurement):
     """Attack the module's `defense` and log its accuracy under each attack.
 
     Logs `{stage}/robust/{attack}` and, over all attacks on the full defense in all callbacks of
@@ -117,17 +112,14 @@ class RobustEval(EvaluationCallback):
         settings = EvaluationSettings(
             seed, repeats, inferences, private_draws, max_images, group_size, protocol
         )
-        super().__init__(settings, every_n_epochs)
         self.given = with_threat(attacks, eps, norm)
-        self.attacks = dict(self.given)  # those that no earlier callback of the run runs
-        self.target = target
+        # Of these `attacks` keeps those that no earlier callback of the run runs.
+        super().__init__(self.given, target, settings, every_n_epochs)
         self.panel = panel
         self.record = record
         self.save_images = save_images
-        self.evaluator: Evaluator | None = None
         self.image_folder: Path | None = None
         self.panels: dict[str, Tensor] = {}
-        self.result: EvaluationResult | None = None
         self.results: list[Result] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -136,12 +128,10 @@ class RobustEval(EvaluationCallback):
         Raises:
             ModuleNotFoundError: an attack needs a package that is not installed.
         """
-        for part in (part for attack in self.attacks.values() for part in walk(attack)):
-            part.require_package()
+        require_packages(self.attacks.values())
         how = (self.target, self.settings, self.every_n_epochs)
-        asked = {name: (attack, *how) for name, attack in self.given.items()}
-        kept = self.collector(trainer).register(self, asked)
-        before, self.attacks = self.attacks, {name: attack for name, (attack, *_) in kept.items()}
+        before = self.attacks
+        self.attacks = self.collector(trainer).register(self, self.given, *how)
         for name in self.attacks if trainer.is_global_zero else ():
             if name not in before:
                 self._announce_new_name(trainer, name, before)
@@ -150,7 +140,7 @@ class RobustEval(EvaluationCallback):
         """Print the name under which an attack is logged whose own name was taken."""
         threat = self.attacks[name].threat
         taken = next(old for old, attack in before.items() if attack is self.attacks[name])
-        other = self.collector(trainer).holder(taken)[0].threat
+        other = self.collector(trainer).holder(taken).threat
         radius = "" if threat == other else f", at {threat} instead of {other}"
         console_of(trainer).print(
             f"The name {taken} is taken by an earlier callback: this attack is {name}{radius}.",
@@ -162,33 +152,33 @@ class RobustEval(EvaluationCallback):
         """Whether this callback evaluates in the current epoch."""
         return bool(self.attacks) and super().due(trainer)
 
-    def attack_count(self, pl_module: Any) -> int:
-        """Return the number of attacks."""
-        return len(self.attacks)
-
     def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
         """Forget the last evaluation; continue one that was stopped."""
-        defense = self.target(pl_module.defense)
         when = (str(trainer.state.stage), trainer.current_epoch, trainer.global_step)
         self.collector(trainer).announce(self, self.target, when)
-        protocol = self.settings.protocol_for(defense)
-        if protocol is not None and not trainer.sanity_checking:
-            give_source(defense, lambda: labelled_images(trainer))
+        self.panels, self.image_folder = {}, None
+        return super().begin(trainer, pl_module)
+
+    def details(
+        self, trainer: Trainer, defense: Defense, protocol: RoundProtocol | None
+    ) -> dict[str, Any]:
+        """Return the fields that every record of this evaluation has."""
+        return super().details(trainer, defense, protocol) | {"target": self._target_name}
+
+    def store(
+        self, trainer: Trainer, pl_module: Any, defense: Defense, details: dict[str, Any]
+    ) -> PerImageResults:
+        """Return the scores, with those of an evaluation that was stopped."""
         folder = run_folder(trainer)
-        details = self._details(trainer, defense, protocol)
         place = self._unfinished(trainer, pl_module, defense, details) if folder else None
-        columns = self.settings.inferences * self.settings.private_draws
-        store = PerImageResults((CLEAN, *self.attacks), columns, pl_module.device, place)
+        names = (CLEAN, *self.attacks)
+        store = PerImageResults(names, self.settings.columns, pl_module.device, place)
         if len(store) and trainer.is_global_zero:
             text = f"Continuing {', '.join(self.attacks)}: {len(store)} images are scored already."
             console_of(trainer).print(text)
-        self.image_folder = None
         if self.save_images and folder and not trainer.sanity_checking:
             self.image_folder = place or folder / "images"
-        self.panels = {}
-        observe = self._observer(trainer)
-        self.evaluator = Evaluator(defense, self.attacks, self.settings, store, observe, details)
-        return protocol
+        return store
 
     def _unfinished(
         self, trainer: Trainer, pl_module: Any, defense: Defense, details: dict[str, Any]
@@ -198,23 +188,10 @@ class RobustEval(EvaluationCallback):
         if not testing or (defense.transductive and defense.stateful):
             return None
         card = self._card(trainer, pl_module, defense, details) | {"stage": trainer.state.fn}
-        key = cache_key(attack_code=self.attacks, **card)
+        code = code_digest(pl_module, defense, *self.attacks.values())
+        key = cache_key(attack_code=self.attacks, code=code, **card)
         logs: Any = trainer.logger and trainer.logger.save_dir
         return Path(logs or trainer.default_root_dir) / "unfinished" / key
-
-    def _details(
-        self, trainer: Trainer, defense: Defense, protocol: RoundProtocol | None
-    ) -> dict[str, Any]:
-        """Return the fields that every record of this evaluation has."""
-        stage = "test" if trainer.testing else "val"
-        details = self.run_metadata(trainer, stage) | {"target": self._target_name}
-        counts = ("repeats", "inferences", "private_draws")
-        details |= {name: getattr(self.settings, name) for name in counts}
-        if protocol is not None:
-            size = protocol.size(self.loader)
-            details["protocol"] = protocol.describe(defense, size, trainer.world_size)
-            details["group_size"] = size
-        return details
 
     def _card(
         self, trainer: Trainer, pl_module: Any, defense: Defense, details: dict[str, Any]
@@ -235,45 +212,32 @@ class RobustEval(EvaluationCallback):
             "names": list(self.attacks),  # the order of the columns
             "attacks": {name: threat_model_card(attack) for name, attack in self.attacks.items()},
             "versions": versions(),
-        } | {
-            name: getattr(self.settings, name)
-            for name in ("max_images", "seed", "repeats", "inferences", "private_draws")
+            "max_images": self.settings.max_images,
+            "seed": self.settings.seed,
+            **self.settings.repetitions,
         }
 
     @property
     def _target_name(self) -> str:
         return getattr(self.target, "__name__", repr(self.target))
 
-    def _observer(self, trainer: Trainer) -> Callable[[AttackedBatch], None]:
-        """Return a function of an attacked batch: progress, a panel, saved images."""
-        stage = "test" if trainer.testing else "val"
-
-        def observe(batch: AttackedBatch) -> None:
-            if batch.x_adv is not None and batch.before is not None and batch.after is not None:
-                if self.panel and batch.name not in self.panels:
-                    first = slice(self.panel)
-                    pictures = (batch.x, batch.x_adv, batch.y, batch.before, batch.after)
-                    self.panels[batch.name] = image_grid(*(part[first] for part in pictures))
-                if self.image_folder:
-                    folder = self.image_folder / self._stem(stage, trainer, [batch.name])
-                    save_images(folder, batch.index, batch.x_adv)
-            if self.progress:
-                self.progress.advance(batch.name, len(batch.index))
-
-        return observe
-
-    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
-        """Score the batch under every attack; a sanity check tries no rounds."""
-        assert self.evaluator is not None
-        if not (trainer.sanity_checking and self.evaluator.joint):
-            self.evaluator.score(*batch, keep=not trainer.sanity_checking)
+    def attacked(self, trainer: Trainer, batch: AttackedBatch) -> None:
+        """Draw the panel, save the images and advance the progress bar."""
+        super().attacked(trainer, batch)
+        if batch.x_adv is None or batch.before is None or batch.after is None:
+            return  # of an earlier run
+        if self.panel and batch.name not in self.panels:
+            pictures = (batch.x, batch.x_adv, batch.y, batch.before, batch.after)
+            self.panels[batch.name] = image_grid(*(part[: self.panel] for part in pictures))
+        if self.image_folder:
+            folder = self.image_folder / self._stem(trainer, [batch.name])
+            save_images(folder, batch.index, batch.x_adv)
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log the results, and record them."""
-        assert self.evaluator is not None
-        self.result = found = self.evaluator.result()
-        if self.expected is not None:
-            check_indices(found, self.expected)
+        super().report(trainer, pl_module, stage)
+        found = self.result
+        assert found is not None
         done, complete = self.collector(trainer).deliver(self.target, found)
         self.results = found.measurements(done[0])
         if complete and self.target is full_defense:
@@ -299,7 +263,7 @@ class RobustEval(EvaluationCallback):
         assert self.evaluator is not None
         folder = writing_folder(trainer)
         if folder is not None:
-            path = folder / "images" / f"{self._stem(stage, trainer)}.csv"
+            path = folder / "images" / f"{self._stem(trainer)}.csv"
             defense = self.evaluator.defense
             card = self._card(trainer, pl_module, defense, dict(found.details))
             card |= {"stage": stage, **checkpoint_position(trainer)}
@@ -320,7 +284,7 @@ class RobustEval(EvaluationCallback):
                 tag = f"{stage}/adversarial/{name}"
                 trainer.logger.experiment.add_image(tag, picture, trainer.global_step)
 
-    def _stem(self, stage: str, trainer: Trainer, names: Sequence[str] = ()) -> str:
+    def _stem(self, trainer: Trainer, names: Sequence[str] = ()) -> str:
         """The name of a file of this evaluation, without suffix."""
         names = list(names or self.attacks)
         epoch = [f"epoch{trainer.current_epoch:04d}"] if trainer.state.fn == "fit" else []
@@ -329,7 +293,7 @@ class RobustEval(EvaluationCallback):
         target = [self._target_name] if self.target is not full_defense else []
         joined = "+".join(names)
         joined = joined if len(joined) <= LONGEST_NAME else f"{names[0]}+{len(names) - 1}_more"
-        return "-".join([stage, *epoch, *target, joined])
+        return "-".join(["test" if trainer.testing else "val", *epoch, *target, joined])
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Print the table of all callbacks of the run, once."""

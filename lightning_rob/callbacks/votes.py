@@ -17,7 +17,7 @@ from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense, is_transform_ensemble
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
-from lightning_rob.evaluation.evaluate import at_least_one
+from lightning_rob.evaluation.evaluator import at_least_one
 from lightning_rob.evaluation.protocol import NoAttack, check_within
 from lightning_rob.evaluation.records import append_records
 from lightning_rob.identity import attack_spec
@@ -106,9 +106,7 @@ class VotingRuleEval(EvaluationCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop attacks that an earlier callback runs; number names that it uses for another."""
         how = (self.rules, self.ensembles, self.draws, self.attacked, self.each_target)
-        asked = {name: (attack, *how) for name, attack in self.given.items()}
-        kept = self.collector(trainer).register(self, asked)
-        self.attacks = {name: attack for name, (attack, *_) in kept.items()}
+        self.attacks = self.collector(trainer).register(self, self.given, *how)
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this callback evaluates in the current epoch: once all members are trained."""

@@ -23,9 +23,10 @@ from lightning_rob.commands.sweep_variables import VARIABLES, Variable
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.records import Result, append_records, measured, versions
-from lightning_rob.evaluation.results import CLEAN, WORST
+from lightning_rob.evaluation.results import WORST
 from lightning_rob.files import read_json_lines
 from lightning_rob.identity import attack_spec, cache_key, fingerprint
+from lightning_rob.tables import CLEAN
 
 RECORD, SCORES = "sweep.jsonl", "sweep_scores"
 MEASURED = ("random", "private_draws", "interval_covers")  # details known after the evaluation

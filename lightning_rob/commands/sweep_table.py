@@ -12,8 +12,9 @@ from lightning_rob.commands.configs import SweepConfig
 from lightning_rob.commands.sweep_values import Value
 from lightning_rob.commands.sweep_variables import VARIABLES
 from lightning_rob.evaluation.records import Result, append_records
-from lightning_rob.evaluation.results import CLEAN, WORST
+from lightning_rob.evaluation.results import WORST
 from lightning_rob.plots import Curve, curves, save
+from lightning_rob.tables import CLEAN
 
 MARKS = {
     "defense": "* highest of its column",

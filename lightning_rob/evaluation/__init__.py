@@ -1,6 +1,7 @@
 """Evaluation of a defense under attacks, without Lightning."""
 
-from lightning_rob.evaluation.evaluate import EvaluationSettings, Evaluator, evaluate
+from lightning_rob.evaluation.evaluate import evaluate
+from lightning_rob.evaluation.evaluator import EvaluationSettings, Evaluator
 from lightning_rob.evaluation.groups import GROUP_SIZE, canonical_groups, group_loader, serves_once
 from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack, RoundProtocol
 from lightning_rob.evaluation.results import EvaluationResult

@@ -1,268 +1,42 @@
 """Score a defense under attacks, image by image, without Lightning."""
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler
 from tqdm import tqdm
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import walk
 from lightning_rob.defenses import Defense, Single
+from lightning_rob.evaluation.evaluator import (
+    AttackedBatch,
+    EvaluationSettings,
+    Evaluator,
+    check_indices,
+    check_names,
+    device_of,
+    evaluation_precision,
+    require_packages,
+)
 from lightning_rob.evaluation.groups import (
     GROUP_SIZE,
     canonical_groups,
+    choose,
+    counted,
     group_loader,
     regrouped,
     serves_once,
+    with_index,
 )
-from lightning_rob.evaluation.per_image import BatchOutcome, PerImageResults, predicted_class
-from lightning_rob.evaluation.protocol import (
-    AttackerDefenderSession,
-    NoAttack,
-    RoundProtocol,
-    predictions,
-)
+from lightning_rob.evaluation.per_image import PerImageResults
+from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import threat_model_card, versions
-from lightning_rob.evaluation.results import CLEAN, WORST, EvaluationResult
-from lightning_rob.evaluation.worst import is_random
-from lightning_rob.identity import cache_key, fingerprint
-from lightning_rob.metrics import robust_accuracy
-from lightning_rob.precision import float32_precision, in_float32
-from lightning_rob.randomness import Streams
-
-RESERVED = {CLEAN, WORST, "index", "label", "broken_by", "draws", "checksum"}  # columns
-TRIED = 8  # images of each group that are predicted twice, to see whether predictions vary
-
-
-@dataclass(frozen=True)
-class EvaluationSettings:
-    """Settings on which scores depend, beside defense, attacks and images.
-
-    Args:
-        seed: of all noise: random starts, the defense's draws, the choice of `max_images`.
-        repeats: attacks of each image with fresh noise; the scores are averaged.
-        inferences: predictions of each image, clean or perturbed once.
-        private_draws: defenders, each with private randomness of its own, that adapt to the same
-            perturbed batch.
-        max_images: attack this many images, a random choice by the seed; None attacks all.
-        group_size: images that are attacked together; other sizes may round otherwise.
-        protocol: the rounds in which a defense that adapts is attacked; None is `RoundProtocol()`
-            for such a defense, and groups for any other.
-
-    Raises:
-        ValueError: a count below 1.
-    """
-
-    seed: int = 0
-    repeats: int = 1
-    inferences: int = 1
-    private_draws: int = 1
-    max_images: int | None = None
-    group_size: int = GROUP_SIZE
-    protocol: RoundProtocol | None = None
-
-    def __post_init__(self) -> None:
-        counts = ("repeats", "inferences", "private_draws", "max_images", "group_size")
-        at_least_one(**{name: getattr(self, name) for name in counts})
-
-    def protocol_for(self, defense: Defense) -> RoundProtocol | None:
-        """Return the rounds in which this defense is attacked; None if in canonical groups.
-
-        Raises:
-            ValueError: several private draws of a defense that does not adapt.
-        """
-        if self.private_draws > 1 and not defense.transductive:
-            raise ValueError(
-                f"private_draws is for defenses that adapt, {type(defense).__name__} does not: "
-                "leave it out; where a defense predicts at random give inferences=10"
-            )
-        return self.protocol or (RoundProtocol() if defense.transductive else None)
-
-    def asdict(self) -> dict[str, Any]:
-        """Return the settings as plain data, the protocol by its repr."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return own | {"protocol": repr(self.protocol) if self.protocol else None}
-
-
-def at_least_one(**counts: int | None) -> None:
-    """Raise a ValueError that names the first count below 1."""
-    for name, number in counts.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}")
-
-
-def check_names(attacks: Mapping[str, Attack]) -> None:
-    """Raise ValueError for no attacks at all, or one with a name that has another meaning."""
-    if not isinstance(attacks, Mapping):
-        raise TypeError(f"attacks must be a dict, name -> attack, got {type(attacks).__name__}")
-    if not attacks:
-        raise ValueError("attacks must name at least one attack, got an empty dict")
-    if taken := RESERVED & set(attacks):
-        raise ValueError(f"no attack can be called {taken.pop()!r}: that row has another meaning")
-
-
-@dataclass(frozen=True)
-class AttackedBatch:
-    """One batch under one attack, for progress bars, panels and saved images.
-
-    Args:
-        name: of the attack.
-        index: [B] the images' indices.
-        x: [B, C, H, W] clean images.
-        y: [B] labels.
-        x_adv: [B, C, H, W] perturbed images; None where the scores were taken from an earlier run.
-        before: [B, K] probabilities on the clean images.
-        after: [B, K] probabilities on the perturbed images.
-    """
-
-    name: str
-    index: Tensor
-    x: Tensor
-    y: Tensor
-    x_adv: Tensor | None = None
-    before: Tensor | None = None
-    after: Tensor | None = None
-
-
-class Evaluator:
-    """Scores batches under every attack; one evaluation of one defense.
-
-    Args:
-        defense: the defense under attack; its weights and modes are left as they are.
-        attacks: name -> attack.
-        settings: seed, repeats and the like.
-        store: where the scores are kept; None keeps them in memory.
-        attacked: called after each attack on each batch.
-        details: what else belongs in the records.
-    """
-
-    def __init__(
-        self,
-        defense: Defense,
-        attacks: Mapping[str, Attack],
-        settings: EvaluationSettings | None = None,
-        store: PerImageResults | None = None,
-        attacked: Callable[[AttackedBatch], object] | None = None,
-        details: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.defense = defense
-        self.attacks = dict(attacks)
-        self.settings = settings or EvaluationSettings()
-        self.protocol = self.settings.protocol_for(defense)
-        columns = self.settings.inferences * self.settings.private_draws
-        if store is None:
-            store = PerImageResults((CLEAN, *self.attacks), columns, device_of(defense))
-        self.store = store
-        self.attacked = attacked
-        self.details = dict(details or {})
-        self.random = False
-        self.seconds = dict.fromkeys(self.attacks, 0.0) | self.store.seconds()
-        self.sessions: dict[tuple[str, int], AttackerDefenderSession] = {}
-        nothing = NoAttack(next(iter(self.attacks.values())).threat)
-        self.untouched = self._session(nothing, self.settings.seed, repeat=0)
-
-    @property
-    def joint(self) -> bool:
-        """Whether predictions depend on the whole batch, so that batches are rounds."""
-        return self.protocol is not None
-
-    def score(self, x: Tensor, y: Tensor, index: Tensor, keep: bool = True) -> None:
-        """Score a canonical group of images, or a round, clean and under every attack.
-
-        Args:
-            x: [B, C, H, W] images.
-            y: [B] labels.
-            index: [B] the images' indices, by which all noise is keyed.
-            keep: keep the scores; otherwise only try that every attack runs.
-        """
-        if not self.joint:
-            self.random = self.random or is_random(self.defense, x[:TRIED], index[:TRIED])
-        if self.store.load_cached(x, y, index):
-            for name in self.attacks:
-                self._report(AttackedBatch(name, index, x, y))
-            return
-        before = list(self.seconds.values())
-        clean = self._clean(x, y, index)
-        scores = torch.stack([robust_accuracy(one, y) for one in clean], 1)
-        outcomes = [BatchOutcome(scores, predicted_class(clean[0]), torch.zeros_like(scores[:, 0]))]
-        for name in self.attacks:
-            outcomes.append(self._score_attack(name, clean[0], x, y, index))
-        if keep:
-            taken = [now - then for now, then in zip(self.seconds.values(), before, strict=True)]
-            self.store.add_batch(x, y, index, outcomes, taken)
-
-    def _clean(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        """The probabilities [R, B, K] on clean images."""
-        if self.joint:
-            return self.untouched.step(x, y, index, self.settings.inferences)[1]
-        # The defense's noise is that of each attack's first repeat: scores differ by attack alone.
-        noise = Streams.from_index(index, self.settings.seed, 0, 2)
-        return predictions(self.defense, x, noise, self.settings.inferences)
-
-    def _score_attack(
-        self, name: str, clean: Tensor, x: Tensor, y: Tensor, index: Tensor
-    ) -> BatchOutcome:
-        """The batch under one attack, scores averaged over repeats."""
-        attack, settings = self.attacks[name], self.settings
-        columns = settings.inferences * settings.private_draws
-        began, total = time.perf_counter(), torch.zeros(len(x), columns, device=x.device)
-        for repeat in range(settings.repeats):
-            session = self._session_of(name, repeat)
-            x_adv, found = session.step(x, y, index, settings.inferences)
-            total += torch.stack([robust_accuracy(one, y) for one in found], 1)
-        self._report(AttackedBatch(name, index, x, y, x_adv, clean, found[0]))
-        self.seconds[name] += time.perf_counter() - began
-        sizes = attack.threat.distance(x_adv, x)
-        return BatchOutcome(total / settings.repeats, predicted_class(found[0]), sizes)
-
-    def _session_of(self, name: str, repeat: int) -> AttackerDefenderSession:
-        """A new session for each group; the continued one for each round."""
-        if (name, repeat) in self.sessions:
-            return self.sessions[name, repeat]
-        keys = (self.settings.seed, repeat, *name.encode())
-        session = self._session(self.attacks[name], *keys, repeat=repeat)
-        if self.joint:
-            self.sessions[name, repeat] = session
-        return session
-
-    def _session(self, attack: Attack, *keys: int, repeat: int) -> AttackerDefenderSession:
-        """A session whose defender has the same private randomness under every attack."""
-        return AttackerDefenderSession(
-            attack,
-            self.defense,
-            *keys,
-            private=(self.settings.seed, repeat),
-            draws=self.settings.private_draws,
-            attacker_sees_state=self.protocol is not None and self.protocol.attacker_sees_state,
-        )
-
-    def _report(self, batch: AttackedBatch) -> None:
-        if self.attacked is not None:
-            self.attacked(batch)
-
-    def result(self) -> EvaluationResult:
-        """Return the scores of all images; every process has to call it.
-
-        Raises:
-            ValueError: images of equal index.
-        """
-        return EvaluationResult(
-            self.attacks,
-            self.store.rows(),
-            self.settings.private_draws,
-            _on_any_process(self.random, device_of(self.defense)),
-            self.joint,
-            self.defense.stateful,
-            len(self.defense.weights),
-            dict(self.seconds),
-            self.details,
-        )
+from lightning_rob.evaluation.results import EvaluationResult
+from lightning_rob.identity import cache_key, code_digest, fingerprint
+from lightning_rob.tables import CLEAN
 
 
 def evaluate(
@@ -311,34 +85,32 @@ def evaluate(
         ValueError: no attacks, a count below 1, or images of equal index.
     """
     check_names(attacks)
+    require_packages(attacks.values())
     defense = as_defense(model)
     settings = EvaluationSettings(
         seed, repeats, inferences, private_draws, max_images, group_size, protocol
     )
-    _require_packages(attacks)
+    rounds = settings.protocol_for(defense)
     details = {**settings.asdict(), "precision": evaluation_precision()}
-    place = None
+    folder, device, count = None, device_of(defense), 0
     if resume is not None:
-        cards = {name: threat_model_card(attack) for name, attack in attacks.items()}
-        protocol = settings.protocol_for(defense)
-        if protocol is not None and defense.stateful:
-            raise ValueError("resume is not for a defense that keeps its state: run it in one go")
-        known = {"weights": fingerprint(defense), "attack_code": dict(attacks), "attacks": cards}
-        size = None if protocol is None else protocol.size(batches)
-        order = {"names": list(attacks), "round": size, "versions": versions()}
-        place = Path(resume) / cache_key(**known, **order, **details)
-    columns = inferences * private_draws
-    store = PerImageResults((CLEAN, *attacks), columns, device_of(defense), place)
-    with tqdm(desc="Attacking", unit="image", disable=None if progress else True) as bar:
+        size = None if rounds is None else rounds.size(batches)
+        folder = Path(resume) / _resume_key(defense, attacks, size, details)
+    store = PerImageResults((CLEAN, *attacks), settings.columns, device, folder)
+    with tqdm(
+        desc="Attacking",
+        unit="image",
+        total=_count(batches, max_images),
+        disable=not progress or None,
+    ) as bar:
 
         def attacked(batch: AttackedBatch) -> None:
             bar.set_postfix_str(batch.name, refresh=False)
             bar.update(len(batch.index) / len(attacks))
 
         evaluator = Evaluator(defense, attacks, settings, store, attacked, details)
-        device, count = device_of(defense), 0
         with torch.autocast(device.type, enabled=False), torch.inference_mode(False):
-            for batch in _batches(batches, settings, evaluator.protocol):
+            for batch in _batches(batches, settings, rounds):
                 x, y, index = (part.to(device) for part in batch)
                 evaluator.score(x.float(), y, index)
                 count += len(x)
@@ -365,74 +137,41 @@ def as_defense(model: nn.Module) -> Defense:
     return Single(model)
 
 
-def evaluation_precision() -> str:
-    """Return the precision of float32 operations during an evaluation."""
-    with in_float32():
-        return float32_precision()
-
-
-def device_of(defense: nn.Module) -> torch.device:
-    """Return the device of a module's first parameter or buffer; the CPU if it has none."""
-    for tensor in (*defense.parameters(), *defense.buffers()):
-        return tensor.device
-    return torch.device("cpu")
-
-
-def check_indices(result: EvaluationResult, expected: int) -> None:
-    """Raise ValueError where several images have the same index: one would count for all."""
-    if len(result.index) < expected:
-        raise ValueError(
-            f"{expected} images have {len(result.index)} different indices: give each image of a "
-            "data set an index of its own, by which its scores and its noise are kept"
-        )
-
-
-def with_index(batch: Any, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a batch (x, y) or (x, y, index) with its indices; without any, the positions.
+def _resume_key(
+    defense: Defense, attacks: Mapping[str, Attack], size: int | None, details: Mapping[str, Any]
+) -> str:
+    """Return a name for everything that the scores depend on, beside the images.
 
     Raises:
-        TypeError: the batch is something else.
-        ValueError: it has another number of images.
+        ValueError: the defense keeps a state, which no folder has.
     """
-    if not isinstance(batch, list | tuple) or len(batch) not in (2, 3):
-        raise TypeError(
-            f"batches must be (images, labels) or (images, labels, indices), got "
-            f"{type(batch).__name__}"
-        )
-    x, y = batch[:2]
-    if len(x) != len(positions):
-        raise ValueError(f"{len(positions)} images were fetched, but their batch has {len(x)}")
-    return x, y, (batch[2] if len(batch) == 3 else positions.to(y.device)).long()
+    if size is not None and defense.stateful:
+        raise ValueError("resume is not for a defense that keeps its state: run it in one go")
+    return cache_key(
+        weights=fingerprint(defense),
+        code=code_digest(defense, *attacks.values()),
+        attack_code=dict(attacks),
+        attacks={name: threat_model_card(attack) for name, attack in attacks.items()},
+        names=list(attacks),  # the order of the columns
+        round=size,
+        versions=versions(),
+        **details,
+    )
 
 
-def counted(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield batches with indices; without any, each image's position."""
-    seen = 0
-    for batch in batches:
-        x, y, index = with_index(batch, torch.arange(seen, seen + len(batch[0])))
-        seen += len(x)
-        yield x, y, index
-
-
-def choose(images: int, settings: EvaluationSettings, within: int | None = None) -> Tensor:
-    """Return the positions that are evaluated: all, or `max_images`, a random choice by the seed.
-
-    Args:
-        images: in the data set.
-        settings: with the number and the seed.
-        within: only positions below this one count; None is all.
-    """
-    within = images if within is None else within
-    if settings.max_images is None or settings.max_images >= images:
-        return torch.arange(within)
-    order = torch.randperm(images, generator=torch.Generator().manual_seed(settings.seed))
-    return order[order < within][: settings.max_images]
+def _count(batches: Any, max_images: int | None) -> int | None:
+    """Return the number of images to evaluate; None if it is not known."""
+    images = len(batches.dataset) if serves_once(batches) else None
+    return images if max_images is None or images is None else min(images, max_images)
 
 
 def _batches(
     batches: Any, settings: EvaluationSettings, protocol: RoundProtocol | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Canonical groups or rounds, with indices."""
+    if isinstance(batches, Dataset):
+        name = type(batches).__name__
+        raise TypeError(f"batches is a data set: give DataLoader({name}(…), batch_size=128)")
     size = settings.group_size if protocol is None else protocol.size(batches)
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
@@ -444,7 +183,7 @@ def _batches(
             raise ValueError(f"order {protocol.order!r} needs a DataLoader that knows its images")
         yield from regrouped(counted(batches), size)
         return
-    positions = choose(len(batches.dataset), settings)
+    positions = choose(len(batches.dataset), settings.max_images, settings.seed)
     if protocol is not None:
         for places, batch in protocol.rounds(batches, positions):
             yield with_index(batch, places)
@@ -452,19 +191,3 @@ def _batches(
     groups = canonical_groups(positions, size)
     for group, batch in zip(groups, group_loader(batches, groups), strict=True):
         yield with_index(batch, group)
-
-
-def _require_packages(attacks: Mapping[str, Attack]) -> None:
-    for attack in attacks.values():
-        for part in walk(attack):
-            part.require_package()
-
-
-def _on_any_process(flag: bool, device: torch.device) -> bool:
-    """Whether it holds on any process; every process has to ask."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return flag
-    held = torch.tensor(float(flag), device=device)
-    distributed.all_reduce(held, distributed.ReduceOp.MAX)
-    return bool(held)

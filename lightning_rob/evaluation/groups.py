@@ -19,6 +19,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_rob.attacks.base import check_label_type
+
 GROUP_SIZE = 128
 
 
@@ -116,3 +118,59 @@ def regrouped(
     if sum(len(part[1]) for part in held):
         x, y, index = (torch.cat(parts) for parts in zip(*held, strict=True))
         yield x, y, index
+
+
+def with_index(batch: Any, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a batch (x, y) or (x, y, index) with its indices; without any, the positions.
+
+    Args:
+        batch: tensors or arrays.
+        positions: [B] of its images; None counts from 0.
+
+    Raises:
+        TypeError: the batch is something else.
+        ValueError: it has another number of images, or no label for each.
+    """
+    if not isinstance(batch, list | tuple) or len(batch) not in (2, 3):
+        raise TypeError(
+            "batches must be (images, labels) or (images, labels, indices), got "
+            f"{type(batch).__name__}: convert them by the loader's collate_fn"
+        )
+    try:
+        x, y, *rest = (torch.as_tensor(part) for part in batch)
+    except (TypeError, ValueError) as error:
+        kinds = ", ".join(type(part).__name__ for part in batch)
+        raise TypeError(f"batches must be of tensors or arrays, got ({kinds})") from error
+    if positions is None:
+        positions = torch.arange(len(x) if x.dim() else 0)
+    if x.dim() < 2 or len(x) != len(positions):
+        raise ValueError(f"expected {len(positions)} images, got a batch {list(x.shape)}")
+    check_label_type(y, len(x))
+    return x, y.long(), (rest[0] if rest else positions.to(y.device)).long()
+
+
+def counted(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield batches with indices; without any, each image's position."""
+    seen = 0
+    for batch in batches:
+        x, y, index = with_index(batch)
+        if len(batch) == 2:
+            index = index + seen
+        seen += len(x)
+        yield x, y, index
+
+
+def choose(images: int, number: int | None, seed: int, within: int | None = None) -> Tensor:
+    """Return the positions that are evaluated: all, or a random choice of them.
+
+    Args:
+        images: in the data set.
+        number: how many are evaluated; None is all.
+        seed: of the choice.
+        within: only positions below this one count; None is all.
+    """
+    within = images if within is None else within
+    if number is None or number >= images:
+        return torch.arange(within)
+    order = torch.randperm(images, generator=torch.Generator().manual_seed(seed))
+    return order[order < within][:number]

@@ -197,7 +197,7 @@ def _head(names: Sequence[str], inferences: int) -> list[str]:
     for j, name in enumerate(names):
         cells += [name, f"{name}_prediction", *([f"{name}_size"] if j else [])]
         several = range(1, inferences + 1) if inferences > 1 else ()
-        cells += [f"{name}_{number}" for number in several]
+        cells += [f"{name}_inference_{number}" for number in several]
     return [*cells, "worst", "broken_by", "draws", "checksum"]
 
 

@@ -15,9 +15,9 @@ from lightning_rob.evaluation.records import Result, measured, threat_model_card
 from lightning_rob.evaluation.worst import Worst, worst_case
 from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import Paired, paired, student
-from lightning_rob.tables import table_text
+from lightning_rob.tables import CLEAN, table_text
 
-CLEAN, WORST = "clean", "worst"
+WORST = "worst"
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,11 @@ def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
 def _worst_measurement(results: Sequence[EvaluationResult], details: dict[str, Any]) -> Result:
     worst = results[0].worst if len(results) == 1 else worst_over(results)
     attacks = [(name, attack) for result in results for name, attack in result.attacks.items()]
-    balls = {str(attack.threat) for _, attack in attacks}
-    ball = balls.pop() if len(balls) == 1 else "several!"
-    details |= {"choice": worst.choice, "over": [name for name, _ in attacks], "ball": ball}
+    threats = {str(attack.threat): attack_spec(attack.threat) for _, attack in attacks}
+    details |= {"choice": worst.choice, "over": [name for name, _ in attacks]}
+    if len(threats) == 1:
+        (details["ball"], details["threat"]), *_ = threats.items()
+    else:
+        details["ball"] = "several"
     draws = worst.scores if results[-1].private_draws > 1 else None
     return measured(WORST, worst.scores.mean(1), 0.0, details, draws)

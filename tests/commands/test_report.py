@@ -10,9 +10,15 @@ import pytest
 import torch
 
 from lightning_rob.cli import main
-from lightning_rob.commands.report.blocks import Cell, Table
+from lightning_rob.commands.report.blocks import Cell, table
 from lightning_rob.commands.report.formatting import NONE
-from lightning_rob.commands.report.runs import Evaluations, attack_result, find_runs, read_run
+from lightning_rob.commands.report.runs import (
+    Evaluations,
+    attack_result,
+    find_runs,
+    read_run,
+    readable,
+)
 from lightning_rob.commands.report.sections import run_section, votes
 from lightning_rob.commands.specs import flat, inner_attacks, other_arguments, short, threat_text
 from lightning_rob.plots import heat_map, save
@@ -26,9 +32,13 @@ def spec(name, **arguments):
     return {"class_path": f"lightning_rob.{name}", "init_args": arguments}
 
 
+def record(kind, name, **fields):
+    return {"schema": 1, "kind": kind, "name": name, "stage": "test"} | fields
+
+
 LINF = spec("Threat", norm="linf", eps=8 / 255, bounds=[0.0, 1.0], relative=False)
 L2 = spec("Threat", norm="l2", eps=0.5, bounds=[0.0, 1.0], relative=False)
-GALLERY = {"schema": 1, "kind": "gallery", "name": "gallery", "stage": "test"}
+GALLERY = record("gallery", "gallery")
 HOSTILE = "<script>alert(1)</script>|*x*$\\frac$"
 
 
@@ -65,18 +75,9 @@ class Page(HTMLParser):
 
 def line(name, accuracy, stage="test", epoch=3, threat=LINF, **fields):
     attack = spec("PGD", threat=threat, steps=20, step_size=0.1, objective=OBJECTIVE)
-    shared = {
-        "schema": 1,
-        "kind": "accuracy",
-        "name": name,
-        "stage": stage,
-        "epoch": epoch,
-        "step": 9,
-        "target": "full_defense",
-    }
+    shared = record("accuracy", name, stage=stage, epoch=epoch, step=9, target="full_defense")
     shared |= {"seed": 5, "repeats": 1, "versions": {"torch": "2.99.1"}, "n": 400, "seconds": 1.5}
-    low, high = accuracy - 0.031, accuracy + 0.033
-    shared |= {"accuracy": accuracy, "interval": [low, high]}
+    shared |= {"accuracy": accuracy, "interval": [accuracy - 0.031, accuracy + 0.033]}
     if name in ("clean", "worst"):
         shared |= {"seconds": 0.0}
     if name == "worst":
@@ -211,7 +212,7 @@ def test_fields_of_another_kind_are_left_out_not_believed(tmp_path):
     odd = line("apgd", 0.5, interval=[None, 1], n="many", epoch=None, versions=3, seconds="long")
     _, text, _ = made(folder(tmp_path / "run", [odd | {"over": "x", "seed": None}]))
     assert "50.0%" in text
-    assert attack_result({"name": "x", "stage": "test", "accuracy": True}) is None
+    assert attack_result(readable({"name": "x", "stage": "test", "accuracy": True})) is None
 
 
 def test_nan_is_said_to_be_no_number(tmp_path):
@@ -250,15 +251,7 @@ def test_hostile_names_are_text(tmp_path):
     ]
     run_folder = folder(tmp_path / "<img src=x onerror=alert(1)>", lines)
     (run_folder / "config.yaml").write_text("model: {class_path: '</pre><script>'}\n# ```\n")
-    matrix = {
-        "schema": 1,
-        "kind": "transfer_matrix",
-        "name": HOSTILE,
-        "stage": "<b>",
-        "matrix": [[0.5]],
-        "n": 4,
-        "epoch": "<u>",
-    }
+    matrix = record("transfer_matrix", HOSTILE, stage="<b>", matrix=[[0.5]], n=4, epoch="<u>")
     folder(run_folder, [matrix], "transfer.jsonl")
     swept = line(HOSTILE, 0.25, value=HOSTILE, variable=HOSTILE, target=HOSTILE)
     folder(run_folder, [swept], "sweep.jsonl")
@@ -308,20 +301,9 @@ def test_sweeps_matrices_and_pictures_are_shown(tmp_path, whole):
         for v, k, a in [(1 / 255, "apgd", 0.1), *values]
     ]
     folder(whole, swept, "sweep.jsonl")
-    matrix = {
-        "schema": 1,
-        "kind": "transfer_matrix",
-        "name": "pgd",
-        "stage": "test",
-        "epoch": 3,
-        "n": 40,
-        "threat": LINF,
-    }
-    folder(
-        whole,
-        [matrix | {"matrix": [[0.25, 0.75], [0.5, 1.0]], "intervals": [[[0.2, 0.31]]]}],
-        "transfer.jsonl",
-    )
+    shares, intervals = [[0.25, 0.75], [0.5, 1.0]], [[[0.2, 0.31]]]
+    matrix = record("transfer_matrix", "pgd", matrix=shares, intervals=intervals, n=40, threat=LINF)
+    folder(whole, [matrix], "transfer.jsonl")
     for name in ("sweep", "transfer_pgd", "gallery"):
         save(heat_map(torch.eye(2), "ab", "ab"), whole / f"{name}.png")
     folder(whole, [GALLERY | {"n": 200, "fooled": 5}], "gallery.jsonl")
@@ -437,14 +419,13 @@ def test_arguments_of_attacks_as_text():
 
 def test_a_table_of_unequal_rows_is_an_error():
     with pytest.raises(ValueError):
-        Table("x", ["a", "b"], [["1", "2", Cell("3")]]).html()
+        table("x", ["a", "b"], [["1", "2", Cell("3")]])
 
 
 def test_what_an_earlier_process_tested_is_not_shown(tmp_path):
     old = [line("clean", 0.9, session="a"), line("apgd", 0.8, session="a")]
     new = [line("arc", 0.4, session="b")]
-    (tmp_path / "robust.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (*old, *new)))
-    (found,) = find_runs([tmp_path])
+    (found,) = find_runs([folder(tmp_path, [*old, *new])])
     assert [r.name for r in found.evaluations.last()] == ["arc"]
 
 
@@ -454,12 +435,10 @@ def test_a_sweep_shows_its_last_study(tmp_path):
         return line("apgd", accuracy, **place)
 
     points = [point(1.0, 0.911, "weak"), point(1.0, 0.722, "strong"), point(2.0, 0.533, "strong")]
-    study = {"schema": 1, "kind": "sweep_study", "variable": "steps", "points": [[1.0, "weak"]]}
-    folder = tmp_path / "sweep"
-    folder.mkdir()
-    (folder / "sweep.jsonl").write_text("".join(json.dumps(x) + "\n" for x in points))
-    (folder / "sweep_studies.jsonl").write_text(json.dumps(study) + "\n")
-    main(["report", str(folder), "--out", str(tmp_path / "page.html")])
+    study = record("sweep_study", "study", variable="steps", points=[[1.0, "weak"]])
+    swept = folder(tmp_path / "sweep", points, "sweep.jsonl")
+    folder(swept, [study], "sweep_studies.jsonl")
+    main(["report", str(swept), "--out", str(tmp_path / "page.html")])
     page = (tmp_path / "page.md").read_text()
     assert "91.1" in page
     assert "72.2" not in page
@@ -473,51 +452,36 @@ def test_a_relative_radius_is_named():
 
 
 def test_votes_are_a_table_by_rule_and_no_evaluations(tmp_path):
-    shared = {
-        "schema": 1,
-        "kind": "voting_rule",
-        "stage": "test",
-        "session": "s",
-        "members": 2,
-        "n": 50,
-        "interval": [0.1, 0.9],
-    }
+    shared = {"ensemble": "two", "members": 2, "n": 50, "interval": [0.1, 0.9]}
     lines = [
-        shared
-        | {"name": name, "dissimilarity": d}
-        | {"ensemble": "two", "rule": rule, "accuracy": share}
+        record("voting_rule", name, dissimilarity=d, rule=rule, accuracy=share, **shared)
         for name, d in (("clean", 0.0), ("pgd", 0.3))
         for rule, share in (("RD", 0.25), ("MV", 0.5))
     ]
-    (tmp_path / "votes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = read_run(tmp_path)
+    run = read_run(folder(tmp_path, lines, "votes.jsonl"))
     assert not run.evaluations.by_stage
-    *_, table = votes(run, 2)
-    assert [str(column) for column in table.columns[-2:]] == ["RD>", "MV>"]
-    assert [row[:4] for row in table.rows] == [
-        ["clean", "two", "2", ""],
-        ["pgd", "two", "2", "0.300"],
+    *_, shown = votes(run.votes, 2)
+    assert "Accuracy on 50 test images" in shown.markdown
+    assert rows(shown.markdown) == [
+        ["attack", "ensemble", "members", "dissimilarity", "RD", "MV"],
+        ["---", "---", "--:", "--:", "--:", "--:"],
+        ["clean", "two", "2", "", *(f"{share} (10.0% … 90.0%)" for share in ("25.0%", "50.0%"))],
+        ["pgd", "two", "2", "0.300", *(f"{share} (10.0% … 90.0%)" for share in ("25.0%", "50.0%"))],
     ]
-    assert [cell.text for cell in table.rows[1][4:]] == ["25.0%", "50.0%"]
-    assert "Accuracy on 50 test images" in table.caption
 
 
 def test_an_audit_begins_with_its_warnings(tmp_path):
     finding = {"name": "gradients", "severity": "severe", "text": "Zero.", "advice": "Use BPDA."}
     fine = {"name": "numbers", "severity": "fine", "text": "All are numbers.", "advice": ""}
     pgd = {"name": "pgd", "accuracy": 0.75, "interval": [0.5, 0.9], "n": 20}
-    audit = {
-        "schema": 1,
-        "kind": "audit",
-        "title": "Single",
-        "findings": [fine, finding],
-        "attacks": [pgd],
-    }
+    audit = {"schema": 1, "kind": "audit", "title": "Single"}
+    audit |= {"findings": [fine, finding], "attacks": [pgd]}
     (tmp_path / "audit.json").write_text(json.dumps(audit, indent=1))
     (run,) = find_runs([tmp_path])
-    page = "".join(block.html() for block in run_section(run, "run", 1))
+    page = "".join(block.html for block in run_section(run, "run", 1, tmp_path))
     assert page.index("Zero. Use BPDA.") < page.index("75.0%") < page.index("All are numbers.")
     assert "Nothing suspicious" not in page
     (tmp_path / "audit.json").write_text(json.dumps(audit | {"findings": [fine]}))
     (run,) = find_runs([tmp_path])
-    assert "Nothing suspicious" in "".join(block.html() for block in run_section(run, "run", 1))
+    page = "".join(block.html for block in run_section(run, "run", 1, tmp_path))
+    assert "Nothing suspicious" in page

@@ -7,13 +7,14 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from lightning_rob import PGD, Ensemble, RobustEval, Single, Strongest, Threat, evaluate
 from lightning_rob.attacks import Attack
 from lightning_rob.defenses import DENT
 from lightning_rob.evaluation import RoundProtocol
 from lightning_rob.evaluation.per_image import read_result_file
+from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import paired, wilson
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import SmallCNN
@@ -34,6 +35,13 @@ assert not [name for name in sys.modules if name.partition(".")[0] == "lightning
 """
 
 
+class Centering(nn.Module):
+    """Subtract the mean from the caller's images."""
+
+    def forward(self, x):
+        return x.sub_(0.5)
+
+
 class Counting(Attack):
     """Count the batches it is given; fail at one of them."""
 
@@ -50,6 +58,9 @@ class Counting(Attack):
 def data(count=50):
     torch.manual_seed(1)
     return TensorDataset(torch.rand(count, 3, 8, 8), torch.randint(4, (count,)))
+
+
+X, Y = data(5).tensors
 
 
 def net(seed=0):
@@ -210,12 +221,68 @@ def test_nothing_is_left_behind():
         ({"private_draws": 2}, ValueError, "private_draws is for defenses that adapt, Single"),
         ({"batches": [torch.rand(5, 3, 8, 8)]}, TypeError, r"batches must be \(images, labels\)"),
         ({"batches": [], "max_images": 3}, ValueError, "max_images needs a DataLoader"),
+        ({"batches": data(5)}, TypeError, r"data set: give DataLoader\(TensorDataset"),
+        ({"batches": [{"image": 1}]}, TypeError, "got dict: convert them by the loader's collate"),
+        ({"batches": [(X, Y[0])]}, ValueError, r"5 images need labels \[5\], got \[\]"),
+        ({"batches": [(255 * X, Y)]}, ValueError, r"images must lie in \[0.0, 1.0\]"),
+        (
+            {"batches": [(X, Y.float())]},
+            ValueError,
+            "labels must be whole numbers",
+        ),
+        ({"batches": [(X, Y + 3)]}, ValueError, "labels must be 0 … 3 for 4 classes"),
+        ({"batches": [(X, Y - 9)]}, ValueError, "labels must be 0 … 3 for 4 classes"),
+        ({"batches": [(X, torch.eye(4)[Y].long())]}, ValueError, r"images need labels \[5\], got"),
+        ({"model": nn.Sequential(Centering(), net())}, ValueError, "changes its input"),
+        (
+            {"attacks": {"a": ATTACKS["pgd"], "a_size": ATTACKS["weak"]}},
+            ValueError,
+            "can be called 'a_size'",
+        ),
     ],
 )
 def test_bad_input(change, error, message):
     given = {"model": net(), "attacks": ATTACKS, "batches": DataLoader(data(5), 5)} | change
     with pytest.raises(error, match=message):
         evaluate(**given, progress=False)
+
+
+def test_a_network_of_other_code_does_not_resume(tmp_path):
+    class Net(TinyNet):
+        def forward(self, x):
+            return super().forward(1 - x)
+
+    batches = DataLoader(data(), 50)
+    settings = {"group_size": 10, "progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        attacks = {**ATTACKS, "a": Counting(3)}
+        evaluate(net(), attacks, batches, resume=tmp_path, **settings)
+    other = net()
+    other.__class__ = Net
+    found = evaluate(other, {**ATTACKS, "a": Counting()}, batches, resume=tmp_path, **settings)
+    expected = evaluate(other, ATTACKS, batches, **settings)
+    assert torch.equal(found.per_image("clean"), expected.per_image("clean"))
+
+
+def test_the_strongest_attack_has_a_threat_if_it_is_that_of_all():
+    batches = DataLoader(data(), 50)
+    assert evaluate(net(), ATTACKS, batches).measurement("worst").details["threat"] == (
+        attack_spec(THREAT)
+    )
+    far = {**ATTACKS, "far": PGD(Threat("linf", 0.2), 1, 0.2)}
+    worst = evaluate(net(), far, batches).measurement("worst").details
+    assert "threat" not in worst
+    assert worst["ball"] == "several"
+
+
+def test_a_part_of_the_images_of_a_sampler():
+    images = TensorDataset(*data().tensors, torch.arange(50))
+    loader = DataLoader(images, 7, sampler=SubsetRandomSampler(range(20)))
+    callback = RobustEval(ATTACKS, max_images=10)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", enable_checkpointing=False, callbacks=[callback], **quiet)
+    trainer.test(AdversarialTraining(TinyNet), loader, verbose=False)
+    assert len(callback.result.index) == 10
 
 
 def test_images_of_equal_index_are_refused():

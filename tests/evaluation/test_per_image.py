@@ -100,9 +100,9 @@ def test_several_inferences_have_a_column_each(trained, tmp_path):
     assert [name for name in head if name.startswith("arc_")] == [
         "arc_prediction",
         "arc_size",
-        "arc_1",
-        "arc_2",
-        "arc_3",
+        "arc_inference_1",
+        "arc_inference_2",
+        "arc_inference_3",
     ]
 
 
@@ -112,7 +112,7 @@ class Slow(Callback):
     def on_test_start(self, trainer, *_) -> None:
         for callback in trainer.callbacks:
             if isinstance(callback, RobustEval):
-                callback.after_group = lambda: time.sleep(0.1)
+                callback.after_batch = lambda: time.sleep(0.1)
 
 
 def slow_test(folder, checkpoint):

@@ -13,9 +13,10 @@ from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.scores import Scores, scores_by_name
 from lightning_rob.evaluation.records import Result
-from lightning_rob.evaluation.results import CLEAN, WORST, worst_measurement, worst_over
+from lightning_rob.evaluation.results import WORST, worst_measurement, worst_over
 from lightning_rob.evaluation.suites import default_attacks
 from lightning_rob.identity import attack_spec, cache_key
+from lightning_rob.tables import CLEAN
 from lightning_rob.threat import Threat
 
 ADVICE = "name the attacks: --suite callbacks/rec_suite.yaml"

@@ -5,33 +5,15 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
+from string import Template
 
 from lightning_rob.commands.configs import ReportConfig
-from lightning_rob.commands.report.blocks import Block, Heading, Text
+from lightning_rob.commands.report.blocks import Block, heading, paragraph
 from lightning_rob.commands.report.comparison import comparison
 from lightning_rob.commands.report.runs import Run, find_runs
 from lightning_rob.commands.report.sections import run_section
 
 __all__ = ["report", "run"]
-
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
 
 
 def run(config: ReportConfig) -> None:
@@ -68,20 +50,28 @@ def _write(runs: Sequence[Run], out: Path) -> tuple[Path, Path]:
         raise ValueError(f"--out is the page and ends in .html, got {out}")
     beside = out.with_suffix(".md")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(_html(runs), encoding="utf-8")
-    beside.write_text(_markdown(runs, out.parent), encoding="utf-8")
+    sections = list(_sections(runs, out.parent))
+    parts = ["\n".join(block.html for block in blocks) for blocks in sections]
+    body = "\n".join(f"<section>\n{part}\n</section>" for part in parts)
+    page, style = (
+        Path(__file__).with_name(name).read_text() for name in ("page.html", "style.css")
+    )
+    filled = Template(page).substitute(title=escape(_title(runs)), style=style, body=body)
+    out.write_text(filled, encoding="utf-8")
+    texts = [block.markdown for blocks in sections for block in blocks if block.markdown]
+    beside.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     return out, beside
 
 
-def _sections(runs: Sequence[Run]) -> Iterator[list[Block]]:
-    """Yield the comparison of several runs, then each run."""
+def _sections(runs: Sequence[Run], folder: Path) -> Iterator[list[Block]]:
+    """Yield the comparison of several runs, then each run, for a report in `folder`."""
     names = [f"run-{i}" for i in range(1, len(runs) + 1)]
     several = len(runs) > 1
     if several:
-        yield [Heading(1, _title(runs)), *comparison(runs, names)]
+        yield [heading(1, _title(runs)), *comparison(runs, names)]
     for found, name in zip(runs, names, strict=True):
-        yield list(run_section(found, name, 2 if several else 1))
-    yield [Text(f"Written by lightning-rob {version('lightning-rob')} report.", "note")]
+        yield list(run_section(found, name, 2 if several else 1, folder))
+    yield [paragraph(f"Written by lightning-rob {version('lightning-rob')} report.", "note")]
 
 
 def _title(runs: Sequence[Run]) -> str:
@@ -89,17 +79,3 @@ def _title(runs: Sequence[Run]) -> str:
         return f"Robustness of {runs[0].title}"
     evaluated = [found for found in runs if found.evaluations.by_stage]
     return f"Robustness of {len(evaluated or runs)} runs"
-
-
-def _html(runs: Sequence[Run]) -> str:
-    """Return the page, complete in itself."""
-    parts = ["\n".join(block.html() for block in blocks) for blocks in _sections(runs)]
-    body = "\n".join(f"<section>\n{part}\n</section>" for part in parts)
-    style = Path(__file__).with_name("style.css").read_text()
-    return PAGE.format(title=escape(_title(runs)), style=style, body=body)
-
-
-def _markdown(runs: Sequence[Run], folder: Path) -> str:
-    """Return the same as Markdown for a file in `folder`."""
-    texts = [block.markdown(folder) for blocks in _sections(runs) for block in blocks]
-    return "\n\n".join(filter(None, texts)) + "\n"

@@ -1,17 +1,22 @@
-"""Blocks of a report: each can be written as HTML and as Markdown."""
+"""Blocks of a report, each written as HTML and as Markdown."""
 
 import base64
 import os
 import re
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from html import escape
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
-NUMBER, STRONG = ' class="number"', ' class="strong"'
+
+
+class Block(NamedTuple):
+    """A part of the report: HTML for the page, and Markdown."""
+
+    html: str
+    markdown: str
 
 
 def plain(text: str) -> str:
@@ -20,119 +25,55 @@ def plain(text: str) -> str:
     return re.sub(r"([\\`*\[\]|~])|(?<!\w)(_)|(_)(?!\w)", r"\\\g<0>", text)
 
 
-class Block(Protocol):
-    """A part of the page."""
-
-    def html(self) -> str:
-        """Return the block for the page."""
-
-    def markdown(self, folder: Path) -> str:
-        """Return the block for a file in that folder."""
+def _attribute(name: str, value: str) -> str:
+    return f' {name}="{escape(value)}"' if value else ""
 
 
-@dataclass(frozen=True)
-class Heading:
-    """A heading of level 1, 2, …; `name` is its `id`."""
-
-    level: int
-    text: str
-    name: str = ""
-
-    def html(self) -> str:
-        """Return <h1>, <h2>, …."""
-        name = f' id="{escape(self.name)}"' if self.name else ""
-        return f"<h{self.level}{name}>{escape(self.text)}</h{self.level}>"
-
-    def markdown(self, folder: Path) -> str:
-        """Return the text behind as many # as its level."""
-        return f"{'#' * self.level} {plain(self.text)}"
+def heading(level: int, text: str, name: str = "") -> Block:
+    """Return a heading of level 1, 2, …; `name` is its `id`."""
+    html = f"<h{level}{_attribute('id', name)}>{escape(text)}</h{level}>"
+    return Block(html, f"{'#' * level} {plain(text)}")
 
 
-@dataclass(frozen=True)
-class Text:
-    """A paragraph; `kind` is a CSS class, "warning" among them."""
-
-    text: str
-    kind: str = ""
-
-    def html(self) -> str:
-        """Return <p>; a warning says that it is one."""
-        word = "<strong>Caution:</strong> " if self.kind == "warning" else ""
-        kind = f' class="{self.kind}"' if self.kind else ""
-        return f"<p{kind}>{word}{escape(self.text)}</p>"
-
-    def markdown(self, folder: Path) -> str:
-        """Return a paragraph, quoted if it is a warning."""
-        return ("> **Caution:** " if self.kind == "warning" else "") + plain(self.text)
+def paragraph(text: str, kind: str = "") -> Block:
+    """Return a paragraph; `kind` is a CSS class."""
+    return Block(f"<p{_attribute('class', kind)}>{escape(text)}</p>", plain(text))
 
 
-@dataclass(frozen=True)
-class Headline:
-    """The accuracy to cite, large.
-
-    Args:
-        value: the accuracy.
-        meaning: of the value.
-        beside: smaller ones: (value, meaning).
-    """
-
-    value: str
-    meaning: str
-    beside: Sequence[tuple[str, str]] = ()
-
-    def html(self) -> str:
-        """Return a box each."""
-        others = "".join(
-            f"<div><strong>{escape(value)}</strong><span>{escape(meaning)}</span></div>"
-            for value, meaning in self.beside
-        )
-        first = f"<strong>{escape(self.value)}</strong><span>{escape(self.meaning)}</span>"
-        return f'<div class="headline"><div class="cite">{first}</div>{others}</div>'
-
-    def markdown(self, folder: Path) -> str:
-        """Return a sentence each."""
-        others = "".join(f" {plain(value)} {plain(meaning)}" for value, meaning in self.beside)
-        return f"**{plain(self.value)}** {plain(self.meaning)}{others}"
+def warning(text: str) -> Block:
+    """Return a paragraph that asks for caution; Markdown quotes it."""
+    html = f'<p class="warning"><strong>Caution:</strong> {escape(text)}</p>'
+    return Block(html, f"> **Caution:** {plain(text)}")
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """An SVG of this package; Markdown has the table that goes with it instead."""
-
-    svg: str
-
-    def html(self) -> str:
-        """Return the SVG."""
-        return self.svg
-
-    def markdown(self, folder: Path) -> str:
-        """Return an empty text."""
-        return ""
+def headline(accuracies: Sequence[tuple[str, str]]) -> Block:
+    """Return accuracies and their meanings in large print; the first is the one to cite."""
+    first, *others = [
+        f"<strong>{escape(value)}</strong><span>{escape(meaning)}</span>"
+        for value, meaning in accuracies
+    ]
+    boxes = f'<div class="cite">{first}</div>' + "".join(f"<div>{box}</div>" for box in others)
+    cited, *words = [plain(word) for pair in accuracies for word in pair]
+    return Block(f'<div class="headline">{boxes}</div>', " ".join([f"**{cited}**", *words]))
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A PNG file, embedded in the page and linked from Markdown."""
+def picture(path: Path, caption: str, folder: Path) -> Block:
+    """Return a PNG file, embedded in the page and linked from Markdown in `folder`."""
+    link = os.path.relpath(path.resolve(), folder.resolve()).replace(os.sep, "/")
+    return Block(_embedded(path, escape(caption)), f"![{plain(caption)}](<{link}>)")
 
-    path: Path
-    caption: str
 
-    def html(self) -> str:
-        """Return a figure in its own size, smaller where the page is narrower."""
-        content = self.path.read_bytes()
-        if content[:8] != SIGNATURE or len(content) < 24:
-            return Text(f"{self.path.name} is not a PNG image", "note").html()
-        width, height = _size(content)
-        data = base64.b64encode(content).decode()
-        return (
-            f'<figure><img src="data:image/png;base64,{data}" width="{width}" height="{height}" '
-            f'alt="{escape(self.caption)}"><figcaption>{escape(self.caption)}</figcaption></figure>'
-        )
-
-    def markdown(self, folder: Path) -> str:
-        """Return a link from the report's folder."""
-        link = os.path.relpath(self.path.resolve(), folder.resolve()).replace(os.sep, "/")
-        return f"![{plain(self.caption)}](<{link}>)"
+def _embedded(path: Path, caption: str) -> str:
+    """Return a figure in its own size, smaller where the page is narrower."""
+    content = path.read_bytes()
+    if content[:8] != SIGNATURE or len(content) < 24:
+        return paragraph(f"{path.name} is not a PNG image", "note").html
+    width, height = _size(content)
+    data = base64.b64encode(content).decode()
+    return (
+        f'<figure><img src="data:image/png;base64,{data}" width="{width}" height="{height}" '
+        f'alt="{caption}"><figcaption>{caption}</figcaption></figure>'
+    )
 
 
 def _size(png: bytes) -> tuple[int, int]:
@@ -144,44 +85,24 @@ def _size(png: bytes) -> tuple[int, int]:
     return round(width * scale), round(height * scale)
 
 
-@dataclass(frozen=True)
-class Code:
-    """Preformatted text."""
-
-    text: str
-
-    def html(self) -> str:
-        """Return <pre>."""
-        return f"<pre>{escape(self.text)}</pre>"
-
-    def markdown(self, folder: Path) -> str:
-        """Return the text fenced by more backticks than are in it."""
-        longest = max(map(len, re.findall("`+", self.text)), default=0)
-        fence = "`" * max(3, longest + 1)
-        return f"{fence}yaml\n{self.text.rstrip()}\n{fence}"
+def code(text: str) -> Block:
+    """Return preformatted text; Markdown fences it by more backticks than are in it."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return Block(f"<pre>{escape(text)}</pre>", f"{fence}yaml\n{text.rstrip()}\n{fence}")
 
 
-@dataclass(frozen=True)
-class Details:
-    """Blocks that unfold."""
-
-    summary: str
-    blocks: Sequence[Block] = field(default_factory=list)
-
-    def html(self) -> str:
-        """Return <details>, closed."""
-        inner = "\n".join(block.html() for block in self.blocks)
-        return f"<details><summary>{escape(self.summary)}</summary>\n{inner}\n</details>"
-
-    def markdown(self, folder: Path) -> str:
-        """Return the same tags, which GitHub knows."""
-        inner = "\n\n".join(block.markdown(folder) for block in self.blocks)
-        summary = f"<summary>{plain(self.summary)}</summary>"
-        return f"<details>{summary}\n\n{inner}\n\n</details>"
+def details(summary: str, *blocks: Block) -> Block:
+    """Return blocks that unfold; GitHub knows the tags in Markdown too."""
+    html = "\n".join(block.html for block in blocks)
+    markdown = "\n\n".join(block.markdown for block in blocks)
+    return Block(
+        f"<details><summary>{escape(summary)}</summary>\n{html}\n</details>",
+        f"<details><summary>{plain(summary)}</summary>\n\n{markdown}\n\n</details>",
+    )
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A cell of a table.
 
     Args:
@@ -196,33 +117,40 @@ class Cell:
     small: str = ""
     link: str = ""
     shade: float | None = None
-    span: tuple[float, float] | None = None
+    span: Sequence[float] | None = None
 
-    def html(self, strong: bool) -> str:
+    def html(self, strong: bool = False) -> str:
         """Return the content of <td>."""
         text = escape(self.text)
         text = f'<a href="#{escape(self.link)}">{text}</a>' if self.link else text
         text = f"<strong>{text}</strong>" if strong and text else text
         text += f" <small>{escape(self.small)}</small>" if self.small else ""
-        return text + (self._scale(*self.span) if self.span else "")
+        return text + (_scale(*self.span, self.shade or 0.0) if self.span else "")
 
-    def _scale(self, *span: float) -> str:
-        low, high, point = (100 * min(max(x, 0.0), 1.0) for x in (*span, self.shade or 0.0))
-        return (
-            f'<span class="scale"><i style="left:{low:.1f}%;width:{high - low:.1f}%"></i>'
-            f'<b style="left:{point:.1f}%"></b></span>'
-        )
-
-    def markdown(self, strong: bool) -> str:
+    def markdown(self, strong: bool = False) -> str:
         """Return the content on one line."""
-        text = plain(self.text)
-        text = f"**{text}**" if strong and text else text
-        return text + (f" ({plain(self.small)})" if self.small and text else plain(self.small))
+        text, small = plain(self.text), plain(self.small)
+        if not text:
+            return small
+        return (f"**{text}**" if strong else text) + (f" ({small})" if small else "")
 
 
-@dataclass(frozen=True)
-class Table:
-    """Rows under headings.
+def _scale(*shares: float) -> str:
+    low, high, point = (100 * min(max(share, 0.0), 1.0) for share in shares)
+    return (
+        f'<span class="scale"><i style="left:{low:.1f}%;width:{high - low:.1f}%"></i>'
+        f'<b style="left:{point:.1f}%"></b></span>'
+    )
+
+
+def table(
+    caption: str,
+    columns: Sequence[object],
+    rows: Sequence[Sequence[object]],
+    strong: Collection[int] = (),
+    kind: str = "plain",
+) -> Block:
+    """Return rows under headings; anything but a `Cell` is shown as text.
 
     Args:
         caption: above the table.
@@ -231,57 +159,37 @@ class Table:
         strong: numbers of the rows in bold type.
         kind: a CSS class.
     """
-
-    caption: str
-    columns: Sequence[Cell | str]
-    rows: Sequence[Sequence[Cell | str]]
-    strong: frozenset[int] = frozenset()
-    kind: str = ""
-
-    @property
-    def headings(self) -> list[tuple[Cell, bool]]:
-        """Each heading, and whether numbers are below it."""
-        cells = [_cell(column) for column in self.columns]
-        return [
-            (Cell(cell.text.removesuffix(">"), cell.small), i > 0 and cell.text.endswith(">"))
-            for i, cell in enumerate(cells)
-        ]
-
-    def html(self) -> str:
-        """Return a table that scrolls by itself where the screen is narrow."""
-        head = "".join(
-            f'<th scope="col"{NUMBER if number else ""}>{cell.html(False)}</th>'
-            for cell, number in self.headings
-        )
-        body = "\n".join(self._row(i, list(map(_cell, row))) for i, row in enumerate(self.rows))
-        return (
-            f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.caption)}">'
-            f'<table class="{self.kind or "plain"}"><caption>{escape(self.caption)}</caption>\n'
-            f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
-        )
-
-    def _row(self, i: int, cells: Sequence[Cell]) -> str:
-        strong = i in self.strong
-        written = [f'<th scope="row">{cells[0].html(strong)}</th>']
-        for cell, (_, number) in zip(cells[1:], self.headings[1:], strict=True):
-            shaded = cell.shade is not None and cell.span is None
-            style = f' style="--share:{100 * (cell.shade or 0):.0f}%"' if shaded else ""
-            written.append(f"<td{NUMBER if number else ''}{style}>{cell.html(strong)}</td>")
-        return f"<tr{STRONG if strong else ''}>{''.join(written)}</tr>"
-
-    def markdown(self, folder: Path) -> str:
-        """Return a table of GitHub's kind, without the columns that only draw."""
-        kept = [k for k, (cell, _) in enumerate(self.headings) if cell.text or k == 0]
-        heads = [self.headings[k] for k in kept]
-        rows = [
-            [_cell(row[k]).markdown(i in self.strong) for k in kept]
-            for i, row in enumerate(self.rows)
-        ]
-        rule = ["--:" if number else "---" for _, number in heads]
-        lines = [[cell.markdown(False) for cell, _ in heads], rule, *rows]
-        written = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return f"{plain(self.caption)}\n\n{written}"
+    heads = [_cell(column) for column in columns]
+    sides = ["number" if cell.text.endswith(">") else "" for cell in heads]
+    heads = [cell._replace(text=cell.text.removesuffix(">")) for cell in heads]
+    cells = [list(map(_cell, row)) for row in rows]
+    head = "".join(
+        f'<th scope="col"{_attribute("class", side)}>{cell.html()}</th>'
+        for cell, side in zip(heads, sides, strict=True)
+    )
+    body = "\n".join(_html_row(row, sides, i in strong) for i, row in enumerate(cells))
+    html = (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f'<table class="{kind}"><caption>{escape(caption)}</caption>\n'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
+    )
+    written = [[cell.markdown(i in strong) for cell in row] for i, row in enumerate(cells)]
+    rule = ["--:" if side else "---" for side in sides]
+    lines = [[cell.markdown() for cell in heads], rule, *written]
+    shown = [k for k, cell in enumerate(heads) if cell.text or k == 0]  # others only draw
+    markdown = "\n".join(f"| {' | '.join(line[k] for k in shown)} |" for line in lines)
+    return Block(html, f"{plain(caption)}\n\n{markdown}")
 
 
-def _cell(value: Cell | str) -> Cell:
-    return value if isinstance(value, Cell) else Cell(value)
+def _cell(value: object) -> Cell:
+    return value if isinstance(value, Cell) else Cell(str(value))
+
+
+def _html_row(cells: Sequence[Cell], sides: Sequence[str], strong: bool) -> str:
+    written = [f'<th scope="row">{cells[0].html(strong)}</th>']
+    for cell, side in zip(cells[1:], sides[1:], strict=True):
+        shaded = cell.shade is not None and cell.span is None
+        style = f"--share:{100 * (cell.shade or 0):.0f}%" if shaded else ""
+        attributes = _attribute("class", side) + _attribute("style", style)
+        written.append(f"<td{attributes}>{cell.html(strong)}</td>")
+    return f"<tr{_attribute('class', 'strong' if strong else '')}>{''.join(written)}</tr>"

@@ -1,19 +1,10 @@
 """Several runs side by side, and what keeps their accuracies from being compared."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from lightning_rob.commands.report.blocks import Block, Cell, Table, Text
-from lightning_rob.commands.report.evaluation import threats
-from lightning_rob.commands.report.formatting import (
-    NONE,
-    WHOLE,
-    between,
-    extent,
-    line_name,
-    listed,
-    percent,
-    split_of,
-)
+from lightning_rob.commands.report.blocks import Block, Cell, table, warning
+from lightning_rob.commands.report.evaluation import result_cell, threats
+from lightning_rob.commands.report.formatting import WHOLE, extent, line_name, listed, split_of
 from lightning_rob.commands.report.runs import AttackResult, Run
 from lightning_rob.commands.specs import flat
 
@@ -26,31 +17,33 @@ UNKNOWN = "not recorded"
 def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
     """Yield a table with a row per run and a column per attack within one threat, and warnings.
 
-    Args:
-        runs: at least two.
-        names: the `id` of each run's section.
+    Each row links to the section of its run by that section's `id`, one of `names`.
     """
     rows = [(run, name, results_of(run)) for run, name in zip(runs, names, strict=True)]
     rows = [row for row in rows if row[2]]
     if not rows:
         return
-    columns = list(dict.fromkeys(column for _, _, found in rows for column in found))
     by_label = {run.label: found for run, _, found in rows}
+    columns = list(dict.fromkeys(column for found in by_label.values() for column in found))
     apart = {column: differences(by_label, column) for column in columns}
     heads = [
         Cell(f"{line_name(column[:2])}{f' {MARK}' if apart[column] else ''}>", small=column[2])
         for column in columns
     ]
-    cells: list[list[Cell | str]] = [
-        [Cell(run.label, link=name), run.title, *_images(found), *_row(found, columns)]
+    cells = [
+        [
+            Cell(run.label, link=name),
+            run.title,
+            *_images(found),
+            *(result_cell(found.get(column)) for column in columns),
+        ]
         for run, name, found in rows
     ]
     caption = "The last evaluation of each run, with 95 % intervals"
-    yield Table(caption, ["run", "what", "split", "images>", *heads], cells, kind="runs")
-    for line in filter(None, apart.values()):
-        yield Text(f"{MARK} {line}", "warning")
-    for line in _overall([run for run, _, _ in rows], [found for _, _, found in rows]):
-        yield Text(line, "warning")
+    yield table(caption, ["run", "what", "split", "images>", *heads], cells, kind="runs")
+    yield from (warning(f"{MARK} {line}") for line in apart.values() if line)
+    data = {run.data for run, _, _ in rows if run.data}
+    yield from map(warning, _overall(data, by_label.values()))
 
 
 def results_of(run: Run) -> Results:
@@ -88,24 +81,17 @@ def _definition(result: AttackResult) -> dict[str, str]:
     return flat(result.attack) if result.is_attack else {"over": f"({', '.join(result.over)})"}
 
 
-def _row(found: Results, columns: Sequence[Column]) -> list[Cell]:
-    results = [found.get(column) for column in columns]
-    return [
-        Cell(percent(r.accuracy), small=between(r.interval)) if r else Cell(NONE) for r in results
-    ]
+def _overall(data: Collection[str], results: Iterable[Results]) -> Iterator[str]:
+    """Yield differences that concern all columns."""
+    if len(data) > 1:
+        names = listed(sorted(data))
+        yield f"the runs are of different data ({names}): do not compare their accuracies."
+    splits = {split_of(r.stage) for found in results for r in found.values()}
+    if len(splits) > 1:
+        yield f"some accuracies are of {listed(sorted(splits))} images: do not compare them."
 
 
 def _images(found: Results) -> list[str]:
     """Return the split and the number of images."""
-    stages = list(dict.fromkeys(split_of(r.stage) for r in found.values()))
-    return [listed(stages), extent([r.n for r in found.values()])]
-
-
-def _overall(runs: Sequence[Run], found: Sequence[Results]) -> Iterator[str]:
-    """Yield differences that concern all columns."""
-    data = sorted({run.data for run in runs if run.data})
-    if len(data) > 1:
-        yield f"the runs are of different data ({listed(data)}): do not compare their accuracies."
-    stages = sorted({split_of(r.stage) for results in found for r in results.values()})
-    if len(stages) > 1:
-        yield f"some accuracies are of {listed(stages)} images: do not compare them."
+    splits = list(dict.fromkeys(split_of(r.stage) for r in found.values()))
+    return [listed(splits), extent([r.n for r in found.values()])]

@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from lightning_rob.commands.report.formatting import WHOLE, extent, line_name, percent
+from lightning_rob.commands.report.formatting import WHOLE, WORST, extent, line_name, percent
 from lightning_rob.commands.report.runs import AttackResult, Key
 
 # Matplotlib draws in these colours, which become the page's variables. Okabe and Ito (2008).
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5f3f", "#8a6fd1")
 MARKERS = "os^DvP*X"
 INK, PAGE, GREY, GRID = "#010203", "#fdfcfb", "#807f7e", "#d0d1d2"
+VARIABLES = {INK: "--ink", PAGE: "--page", GREY: "--grey", GRID: "--grid"} | {
+    color: f"--line-{i}" for i, color in enumerate(COLORS)
+}
 MANY_EPOCHS = 40
 Series = Mapping[Key, Sequence[AttackResult]]
 
@@ -20,18 +23,13 @@ Series = Mapping[Key, Sequence[AttackResult]]
 def best(series: Series) -> AttackResult | None:
     """Return the result with the best worst case, or the best under the only attack."""
     attacked = [records for key, records in series.items() if key[1] == WHOLE and key[0] != "clean"]
-    ranked = series.get(("worst", WHOLE)) or (attacked[0] if len(attacked) == 1 else [])
+    ranked = series.get(WORST) or (attacked[0] if len(attacked) == 1 else [])
     known = [record for record in ranked if record.accuracy == record.accuracy]
     return max(known, key=lambda record: record.accuracy, default=None)
 
 
-def lines_of(series: Series) -> Series:
-    """Return the lines of the figure: all attacks, and the whole defense on clean images."""
-    return {k: records for k, records in series.items() if k[1] == WHOLE or k[0] != "clean"}
-
-
 def curve(series: Series, prefix: str, by: str = "epoch", of: str = "validation") -> str:
-    """Return the figure with its legend as HTML.
+    """Return the figure with its legend as HTML; of clean images the whole defense alone is shown.
 
     Args:
         series: (attack, target) -> results by epoch.
@@ -39,7 +37,8 @@ def curve(series: Series, prefix: str, by: str = "epoch", of: str = "validation"
         by: the unit of `AttackResult.epoch` here.
         of: the split of the images.
     """
-    lines, peak = lines_of(series), best(series)
+    lines = {k: records for k, records in series.items() if k[1] == WHOLE or k[0] != "clean"}
+    peak = best(series)
     values = [f"{line_name(key)} {percent(records[-1].accuracy)}" for key, records in lines.items()]
     alt = f"Accuracy on the {of} images by {by}, at the last {by}: {', '.join(values)}."
     if peak:
@@ -57,13 +56,10 @@ def _svg(lines: Series, peak: AttackResult | None, by: str) -> str:
         "svg.fonttype": "none",
         "svg.hashsalt": "report",
         "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
         "axes.edgecolor": GREY,
-        "axes.labelcolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
         "grid.color": GRID,
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+        **dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), INK),
     }
     with rc_context(style):
         figure = Figure(figsize=(7, 3), layout="constrained")
@@ -77,22 +73,15 @@ def _svg(lines: Series, peak: AttackResult | None, by: str) -> str:
 
 
 def _draw(axes: Any, lines: Series, peak: AttackResult | None) -> None:
-    epochs = sorted({record.epoch for records in lines.values() for record in records})
+    few = len({r.epoch for records in lines.values() for r in records}) <= MANY_EPOCHS
     for i, (key, records) in enumerate(lines.items()):
         x, y = [r.epoch for r in records], [100 * r.accuracy for r in records]
-        color, worst = _color(i, key), key == ("worst", WHOLE)
-        axes.plot(
-            x,
-            y,
-            color=color,
-            linestyle="-" if key[1] == WHOLE else "--",
-            linewidth=2.2 if worst else 1.3,
-            marker=MARKERS[i % len(MARKERS)] if len(epochs) <= MANY_EPOCHS else "",
-            markersize=4,
-            markeredgecolor=PAGE,
-            markeredgewidth=0.5,
-            zorder=4 if worst else 3,
-        )
+        color, worst = _color(i, key), key == WORST
+        marker = MARKERS[i % len(MARKERS)] if few else ""
+        edge = {"markersize": 4, "markeredgecolor": PAGE, "markeredgewidth": 0.5}
+        line = {"linewidth": 2.2, "zorder": 4} if worst else {"linewidth": 1.3, "zorder": 3}
+        dashes = "-" if key[1] == WHOLE else "--"
+        axes.plot(x, y, color=color, linestyle=dashes, marker=marker, **line, **edge)
         if worst:
             spans = [r.interval or (r.accuracy, r.accuracy) for r in records]
             low, high = ([100 * span[end] for span in spans] for end in (0, 1))
@@ -119,25 +108,19 @@ def _themed(svg: str, prefix: str) -> str:
     box = re.search(r'viewBox="[^"]*"', svg)
     svg = f"<svg {box[0] if box else ''}>" + svg[svg.index(">") + 1 :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    for color in (*COLORS, INK, PAGE, GREY, GRID):
-        svg = svg.replace(color, f"var({variable(color)})")
+    for color, variable in VARIABLES.items():
+        svg = svg.replace(color, f"var({variable})")
     svg = svg.replace("xlink:href", "href")
     svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
     svg = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", svg)
     return re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
 
 
-def variable(color: str) -> str:
-    """Return the page's variable for a colour."""
-    names = {INK: "ink", PAGE: "page", GREY: "grey", GRID: "grid"}
-    return f"--{names[color] if color in names else f'line-{COLORS.index(color)}'}"
-
-
 def _legend(lines: Series, peak: AttackResult | None, by: str, of: str) -> str:
     """Return names and last values as HTML, for matplotlib would interpret names as formulas."""
     items = [_item(i, key, records[-1]) for i, (key, records) in enumerate(lines.items())]
     sentences = []
-    if ("worst", WHOLE) in lines:
+    if WORST in lines:
         sentences.append("The band is the 95 % interval of worst.")
     if peak:
         at = f"at {by} {peak.epoch}: {percent(peak.accuracy)}"
@@ -151,8 +134,8 @@ def _legend(lines: Series, peak: AttackResult | None, by: str, of: str) -> str:
 def _item(i: int, key: Key, last: AttackResult) -> str:
     """Return an entry of the legend: a piece of the line, its name and last value."""
     dash = "" if key[1] == WHOLE else ' stroke-dasharray="5 3"'
-    width = 3 if key == ("worst", WHOLE) else 2
+    width = 3 if key == WORST else 2
     line = f'<line x1="0" y1="5" x2="24" y2="5" stroke-width="{width}"{dash}/>'
-    color = f"stroke:var({variable(_color(i, key))})"
+    color = f"stroke:var({VARIABLES[_color(i, key)]})"
     swatch = f'<svg viewBox="0 0 24 10" aria-hidden="true" style="{color}">{line}</svg>'
     return f"<li>{swatch}{escape(line_name(key))} <b>{percent(last.accuracy)}</b></li>"

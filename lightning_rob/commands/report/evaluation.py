@@ -3,10 +3,12 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from lightning_rob.commands.report.blocks import Block, Cell, Headline, Table, Text
+from lightning_rob.commands.report.blocks import Block, Cell, headline, table, warning
 from lightning_rob.commands.report.formatting import (
     NONE,
     WHOLE,
+    WORST,
+    accuracy_cell,
     between,
     images,
     line_name,
@@ -36,20 +38,17 @@ def evaluation(final: Sequence[AttackResult]) -> Iterator[Block]:
     """Yield the accuracy to cite, warnings about it, and the table."""
     cite = result_to_cite(final)
     if cite and math.isfinite(cite.accuracy):
-        clean = [r for r in final if r.key == ("clean", WHOLE)]
-        yield Headline(
-            percent(cite.accuracy),
-            _meaning(cite, final),
-            [(percent(r.accuracy), "without an attack.") for r in clean],
-        )
-    yield from (Text(text, "warning") for text in warnings(final))
+        clean = [percent(r.accuracy) for r in final if r.key == ("clean", WHOLE)]
+        beside = [(accuracy, "without an attack.") for accuracy in clean]
+        yield headline([(percent(cite.accuracy), _meaning(cite, final)), *beside])
+    yield from map(warning, cautions(final))
     yield accuracy_table(final)
 
 
 def result_to_cite(final: Sequence[AttackResult]) -> AttackResult | None:
     """Return the per-image worst, or the result of the only attack."""
     attacks = [r for r in final if r.is_attack and r.target == WHOLE]
-    worst = [r for r in final if r.key == ("worst", WHOLE)]
+    worst = [r for r in final if r.key == WORST]
     return next(iter(worst or (attacks if len(attacks) == 1 else [])), None)
 
 
@@ -71,7 +70,7 @@ def _meaning(cite: AttackResult, final: Sequence[AttackResult]) -> str:
     return f"of {of}, {by}{within}{span}. This is the accuracy to cite."
 
 
-def warnings(final: Sequence[AttackResult]) -> Iterator[str]:
+def cautions(final: Sequence[AttackResult]) -> Iterator[str]:
     """Yield what a reader should know before trusting the table."""
     attacks = [r for r in final if r.is_attack and r.target == WHOLE]
     if final[0].stage != "test":
@@ -104,42 +103,45 @@ def few_images(results: Sequence[AttackResult]) -> Iterator[str]:
         )
 
 
-def accuracy_table(final: Sequence[AttackResult]) -> Table:
+def accuracy_table(final: Sequence[AttackResult]) -> Block:
     """Return a row per attack, that of the accuracy to cite in bold type."""
     stage, cite = split_of(final[0].stage), result_to_cite(final)
-    columns: list[Cell | str] = ["attack", "on", "accuracy>", "95 % interval>", SCALE]
-    columns += ["images>", "seconds>", "threat"]
-    rows: list[list[Cell | str]] = [
-        [
-            r.name,
-            target(r.target),
-            percent(r.accuracy),
-            between(r.interval),
-            Cell("", shade=r.accuracy, span=r.interval),
-            images(r.n),
-            f"{r.seconds:,.1f}" if r.seconds else "",
-            listed(threats(r, final)),
-        ]
+    rows: list[dict[Cell | str, Cell | str]] = [
+        {
+            "attack": r.name,
+            "on": target(r.target),
+            "accuracy>": percent(r.accuracy),
+            "95 % interval>": between(r.interval),
+            SCALE: Cell("", shade=r.accuracy, span=r.interval),
+            "images>": images(r.n),
+            "seconds>": f"{r.seconds:,.1f}" if r.seconds else "",
+            "threat": listed(threats(r, final)),
+        }
         for r in final
     ]
-    strong = frozenset(i for i, r in enumerate(final) if r is cite)
+    strong = [i for i, r in enumerate(final) if r is cite]
     epoch = "" if stage == "test" else f" at epoch {final[0].epoch}"
-    return Table(f"Accuracy on the {stage} images{epoch}", columns, rows, strong, "results")
+    caption, cells = f"Accuracy on the {stage} images{epoch}", [list(row.values()) for row in rows]
+    return table(caption, list(rows[0]), cells, strong, "results")
+
+
+def result_cell(result: AttackResult | None) -> Cell:
+    """Return an accuracy above its interval; a dash without a result."""
+    return accuracy_cell(result.accuracy, result.interval) if result else Cell(NONE)
 
 
 def attack_table(
     results: Sequence[AttackResult],
     caption: str = "The threat, and every argument of every attack",
-) -> Table:
+) -> Block:
     """Return the arguments of each attack, a row each."""
     columns = ["attack", "on", "method", "norm", "eps>", "steps>", "step size>", "other arguments"]
-    rows: list[list[Cell | str]] = []
-    for result in filter(lambda r: r.is_attack, results):
-        rows += _attack_rows(result.name, target(result.target), result.attack)
-    return Table(caption, columns, rows, kind="fine")
+    attacks = [r for r in results if r.is_attack]
+    rows = [row for r in attacks for row in _attack_rows(r.name, target(r.target), r.attack)]
+    return table(caption, columns, rows, kind="fine")
 
 
-def _attack_rows(name: str, on: str, attack: Spec) -> Iterator[list[Cell | str]]:
+def _attack_rows(name: str, on: str, attack: Spec) -> Iterator[list[str]]:
     """Yield a row for an attack and for each attack inside it."""
     threat, own = arguments(threat_of(attack)), arguments(attack)
     pairs = ((threat, "norm"), (threat, "eps"), (own, "steps"), (own, "step_size"))

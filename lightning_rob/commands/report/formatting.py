@@ -3,18 +3,28 @@
 import math
 from collections.abc import Sequence
 
+from lightning_rob.commands.report.blocks import Cell
+
 NONE = "\N{EN DASH}"
 WHOLE = "full_defense"  # the target that is the complete defense
+WORST = ("worst", WHOLE)
+Interval = Sequence[float] | None  # two shares; None where they are not known
 
 
-def percent(share: float) -> str:
-    """Return a share with one digit after the point."""
-    return f"{share:.1%}" if math.isfinite(share) else NONE
+def percent(share: float | None) -> str:
+    """Return a share with one digit after the point; a dash where it is not known."""
+    return NONE if share is None or not math.isfinite(share) else f"{share:.1%}"
 
 
-def between(interval: tuple[float, float] | None) -> str:
+def between(interval: Interval) -> str:
     """Return an interval; an empty text where it is unknown."""
     return f"{interval[0]:.1%} … {interval[1]:.1%}" if interval else ""
+
+
+def accuracy_cell(share: float | None, interval: Interval = None, shaded: bool = False) -> Cell:
+    """Return an accuracy above its interval, shaded by it where it is known."""
+    known = share is not None and math.isfinite(share)
+    return Cell(percent(share), between(interval), shade=share if shaded and known else None)
 
 
 def images(n: int) -> str:

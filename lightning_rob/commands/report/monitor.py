@@ -1,124 +1,99 @@
 """Records of `lightning-rob monitor`: a curve over checkpoints, and alarms."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
-from lightning_rob.commands.report.blocks import Block, Details, Drawing, Heading, Table, Text
+from lightning_rob.commands.report.blocks import Block, details, heading, table, warning
 from lightning_rob.commands.report.curve import curve
 from lightning_rob.commands.report.evaluation import attack_table
 from lightning_rob.commands.report.formatting import NONE, line_name, percent
-from lightning_rob.commands.report.runs import AttackResult, Fields, Key, attack_result
+from lightning_rob.commands.report.runs import AttackResult, Fields, Key, attack_result, by_line
 from lightning_rob.comparisons import holm
 
 
-@dataclass(frozen=True)
-class CheckpointResults:
-    """The evaluation of one checkpoint.
-
-    Args:
-        event: the record that ends it.
-        results: by attack and target; `epoch` of each is the step.
-    """
+class Checkpoint(NamedTuple):
+    """The evaluation of one checkpoint: the record that ends it, and results by step."""
 
     event: Fields
     results: dict[Key, AttackResult]
 
-    @property
-    def step(self) -> int:
-        """The training step."""
-        return int(self.event["step"])
-
-    @property
-    def p(self) -> float | None:
-        """The p of the change since the checkpoint before, if it has one."""
-        change = self.event.get("change")
-        p = change.get("p") if isinstance(change, dict) else None
-        return p if isinstance(p, float) and 0 <= p <= 1 else None
-
 
 def monitor(records: Sequence[Fields], name: str, level: int) -> Iterator[Block]:
-    """Yield alarms, the curve of the last suite, and its numbers.
-
-    Args:
-        records: of the history.
-        name: of the figure.
-        level: of the heading.
-    """
-    found = sorted(_evaluated(records), key=lambda checkpoint: checkpoint.step)
+    """Yield alarms, the curve of the last suite with this name as its `id`, and its numbers."""
+    found = sorted(_evaluated(records), key=lambda checkpoint: checkpoint.event["step"])
     alarms = list(_alarms(records))
-    if not (found or alarms):
-        return
-    yield Heading(level, "Checkpoint by checkpoint")
-    yield from (Text(text, "warning") for text in alarms)
-    if not found:
-        return
-    series: dict[Key, list[AttackResult]] = {}
-    for checkpoint in found:
-        for key, result in checkpoint.results.items():
-            series.setdefault(key, []).append(result)
-    yield Drawing(curve(series, name, "step", "test"))
-    numbers = _numbers(found[::-1], list(series))
-    attacks = attack_table([*found[-1].results.values()])
-    yield Details("The numbers of every checkpoint", [numbers, attacks])
+    if found or alarms:
+        yield heading(level, "Checkpoint by checkpoint")
+    yield from map(warning, alarms)
+    if found:
+        series = by_line(results for _, results in found)
+        yield Block(curve(series, name, "step", "test"), "")
+        attacks = attack_table(list(found[-1].results.values()))
+        numbers = _numbers(found[::-1], list(series))
+        yield details("The numbers of every checkpoint", numbers, attacks)
 
 
-def _evaluated(records: Sequence[Fields]) -> Iterator[CheckpointResults]:
+def _evaluated(records: Sequence[Fields]) -> Iterator[Checkpoint]:
     """Yield the complete evaluations by the suite that was used last."""
-    ended = [fields for fields in records if fields.get("event") == "evaluated"]
-    ended = [
-        fields
-        for fields in ended
-        if isinstance(fields.get("step"), int) and isinstance(fields.get("checkpoint"), str)
-    ]
+    ended = [fields for fields in records if _ends(fields)]
     results: list[Fields] = []
     for fields in records:
         if "event" not in fields:
             results.append(fields)
             continue
-        if any(fields is end for end in ended) and fields.get("suite") == ended[-1].get("suite"):
+        if _ends(fields) and fields.get("suite") == ended[-1].get("suite"):
             known = filter(None, map(attack_result, results))
-            found = {r.key: replace(r, epoch=int(fields["step"])) for r in known}
-            yield CheckpointResults(fields, found)
+            found = {r.key: replace(r, epoch=fields["step"]) for r in known}
+            yield Checkpoint(fields, found)
         results = []
+
+
+def _ends(fields: Fields) -> bool:
+    """Return whether a record ends the evaluation of a checkpoint."""
+    return fields.get("event") == "evaluated" and {"step", "checkpoint"} <= fields.keys()
 
 
 def _alarms(records: Sequence[Fields]) -> Iterator[str]:
     """Yield alarms by checkpoint, and checkpoints that were deleted too soon."""
     for fields in records:
-        alarms = fields.get("alarm")
-        for alarm in alarms if isinstance(alarms, list) else ():
+        for alarm in fields.get("alarm", []):
             yield f"{fields.get('checkpoint')}: {alarm}" if "step" in fields else str(alarm)
         if fields.get("event") == "missed":
             yield f"{fields.get('checkpoint')} went before it could be evaluated"
 
 
-def _numbers(found: Sequence[CheckpointResults], keys: Sequence[Key]) -> Table:
+def _numbers(found: Sequence[Checkpoint], keys: Sequence[Key]) -> Block:
     """Return a row for each checkpoint, in bold type where it has an alarm."""
     rows = []
-    for checkpoint in found:
-        results = (checkpoint.results.get(key) for key in keys)
-        cells = [percent(result.accuracy) if result else NONE for result in results]
-        name, step = checkpoint.event["checkpoint"], str(checkpoint.step)
-        rows.append([name, step, *cells, *_change(checkpoint)])
-    raw = {i: p for i, checkpoint in enumerate(found) if (p := checkpoint.p) is not None}
-    adjusted = dict(zip(raw, holm(list(raw.values())), strict=True))
-    for i, row in enumerate(rows if len(raw) > 1 else ()):
-        row.append(f"{adjusted[i]:.3g}" if i in adjusted else NONE)
-    strong = frozenset(i for i, checkpoint in enumerate(found) if checkpoint.event.get("alarm"))
+    for event, results in found:
+        cells = [percent(results[key].accuracy) if key in results else NONE for key in keys]
+        rows.append([event["checkpoint"], event["step"], *cells, *_change(event)])
+    raw = {i: p for i, (event, _) in enumerate(found) if (p := _p(event)) is not None}
     columns = ["checkpoint", "step>", *(f"{line_name(key)}>" for key in keys)]
-    columns += ["newly vulnerable>", "won back>", "p>", *(["p, Holm>"] if len(raw) > 1 else [])]
+    columns += ["newly vulnerable>", "won back>", "p>"]
     caption = (
         "Accuracy on the test images by checkpoint, the latest first; each change is since the "
         "checkpoint before, p: McNemar's exact test"
     )
-    caption += f", Holm over {len(raw)} comparisons" if len(raw) > 1 else ""
-    return Table(caption, columns, rows, strong)
+    if len(raw) > 1:
+        adjusted = dict(zip(raw, holm(list(raw.values())), strict=True))
+        for i, row in enumerate(rows):
+            row.append(f"{adjusted[i]:.3g}" if i in adjusted else NONE)
+        columns.append("p, Holm>")
+        caption += f", Holm over {len(raw)} comparisons"
+    alarmed = [i for i, (event, _) in enumerate(found) if event.get("alarm")]
+    return table(caption, columns, rows, alarmed)
 
 
-def _change(checkpoint: CheckpointResults) -> list[str]:
-    change = checkpoint.event.get("change")
-    if not isinstance(change, dict):
-        return [NONE] * 3
-    lists = [change.get(key) for key in ("newly_vulnerable", "won_back")]
-    counts = [str(len(images)) if isinstance(images, list) else NONE for images in lists]
-    return [*counts, NONE if checkpoint.p is None else f"{checkpoint.p:.3g}"]
+def _change(event: Fields) -> list[str]:
+    """Return the images won and lost since the checkpoint before, and the p of the change."""
+    change, p = event.get("change", {}), _p(event)
+    images = [change.get(key) for key in ("newly_vulnerable", "won_back")]
+    counts = [str(len(of)) if isinstance(of, list) else NONE for of in images]
+    return [*counts, NONE if p is None else f"{p:.3g}"]
+
+
+def _p(event: Fields) -> float | None:
+    p = event.get("change", {}).get("p")
+    return p if isinstance(p, float) and 0 <= p <= 1 else None

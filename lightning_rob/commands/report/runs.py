@@ -4,21 +4,73 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lightning_rob.commands.report.formatting import WHOLE
+from lightning_rob.commands.report.formatting import WHOLE, Interval
 from lightning_rob.commands.specs import Spec, class_name, is_spec
 
 SCHEMA = 1  # the version of the records that a report reads
 MONITOR, AUDIT = "monitor.jsonl", "audit.json"
-VOTE = ("stage", "name", "ensemble", "rule")
 Fields = dict[str, Any]
 Key = tuple[str, str]  # attack and target
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def is_matrix(value: Any) -> bool:
+    """Return whether a value is a list of rows of numbers, all of one length."""
+    if not (isinstance(value, list) and value and all(isinstance(row, list) for row in value)):
+        return False
+    numbers = all(isinstance(x, int | float) for row in value for x in row)
+    return numbers and len({len(row) for row in value}) == 1 and bool(value[0])
+
+
+def is_interval(value: Any) -> bool:
+    """Return whether a value is a list of two finite numbers."""
+    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
+
+
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is kind
+
+
+VALID: dict[str, Callable[[Any], bool]] = {  # the values that a report reads
+    **dict.fromkeys(("name", "stage", "target", "checkpoint"), _is(str)),
+    **dict.fromkeys(("epoch", "step", "n"), _is(int)),
+    **dict.fromkeys(("attack", "threat"), is_spec),
+    **dict.fromkeys(("alarm", "intervals"), _is(list)),
+    **dict.fromkeys(("versions", "change"), _is(dict)),
+    "accuracy": lambda value: value is None or type(value) in (int, float),
+    "seconds": is_number,
+    "interval": is_interval,
+    "matrix": is_matrix,
+    "over": lambda value: isinstance(value, list) and all(map(_is(str), value)),
+}
+
+
+def readable(fields: Fields) -> Fields:
+    """Return a record without the fields that hold another kind of value than they should."""
+    return {key: value for key, value in fields.items() if key not in VALID or VALID[key](value)}
+
+
+def records_in(path: Path) -> Iterator[Fields]:
+    """Yield the records of a file; half-written and foreign lines are passed over."""
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(fields, dict) and fields.get("schema") == SCHEMA:
+            yield readable(fields)
 
 
 @dataclass(frozen=True)
@@ -28,9 +80,9 @@ class AttackResult:
     Args:
         name: of the attack, or "clean" or "worst".
         stage: "test" or "val".
+        accuracy: in [0, 1]; NaN where no image was attacked.
         epoch: counted from 0.
         target: the attacked part of the defense.
-        accuracy: in [0, 1]; NaN where no image was attacked.
         interval: of 95 %; None where it is not known.
         n: number of images.
         seconds: spent attacking.
@@ -44,18 +96,18 @@ class AttackResult:
 
     name: str
     stage: str
-    epoch: int
-    target: str
     accuracy: float
-    interval: tuple[float, float] | None
-    n: int
-    seconds: float
-    attack: Spec
-    threat: Spec
-    over: tuple[str, ...]
-    seed: str
-    repeats: str
-    versions: tuple[str, ...]
+    epoch: int = 0
+    target: str = WHOLE
+    interval: Interval = None
+    n: int = 0
+    seconds: float = 0.0
+    attack: Spec = field(default_factory=dict)
+    threat: Spec = field(default_factory=dict)
+    over: Sequence[str] = ()
+    seed: int | None = None
+    repeats: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> Key:
@@ -68,71 +120,23 @@ class AttackResult:
         return self.name not in ("clean", "worst")
 
 
-def records_in(path: Path) -> Iterator[Fields]:
-    """Yield the records of a file; half-written and foreign lines are passed over."""
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            fields = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(fields, dict) and fields.get("schema") == SCHEMA:
-            yield fields
-
-
-def attack_result(fields: Fields) -> AttackResult | None:
+def attack_result(record: Fields) -> AttackResult | None:
     """Return an accuracy record as a result; None for any other record."""
-    name, stage, accuracy = (fields.get(key) for key in ("name", "stage", "accuracy"))
-    if not isinstance(name, str) or not isinstance(stage, str):
+    if not {"name", "stage", "accuracy"} <= record.keys():
         return None
-    if not (_is_number(accuracy) or (accuracy is None and "accuracy" in fields)):
-        return None
-    known = accuracy is not None  # JSON has no NaN
-    over, versions = fields.get("over"), fields.get("versions")
-    return AttackResult(
-        name=name,
-        stage=stage,
-        epoch=int(_number(fields, "epoch")),
-        target=_text(fields, "target") or WHOLE,
-        accuracy=float(accuracy) if accuracy is not None else math.nan,
-        interval=read_interval(fields.get("interval")) if known else None,
-        n=int(_number(fields, "n")),
-        seconds=_number(fields, "seconds"),
-        attack=_spec(fields, "attack"),
-        threat=_spec(fields, "threat"),
-        over=tuple(map(str, over)) if isinstance(over, list) else (),
-        seed=_text(fields, "seed"),
-        repeats=_text(fields, "repeats"),
-        versions=tuple(f"{k} {v}" for k, v in versions.items())
-        if isinstance(versions, dict)
-        else (),
-    )
+    if record["accuracy"] is None:  # JSON has no NaN
+        record = record | {"accuracy": math.nan, "interval": None}
+    names = [of.name for of in dataclass_fields(AttackResult) if of.name in record]
+    return AttackResult(**{name: record[name] for name in names})
 
 
-def read_interval(value: Any) -> tuple[float, float] | None:
-    """Return two finite numbers, or None."""
-    if isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)):
-        low, high = map(float, value)
-        return (low, high) if math.isfinite(low) and math.isfinite(high) else None
-    return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _number(fields: Fields, key: str) -> float:
-    value: Any = fields.get(key)
-    return float(value) if _is_number(value) and math.isfinite(value) else 0.0
-
-
-def _text(fields: Fields, key: str) -> str:
-    value = fields.get(key)
-    return "" if value is None else str(value)
-
-
-def _spec(fields: Fields, key: str) -> Spec:
-    value = fields.get(key)
-    return dict(value) if isinstance(value, dict) and is_spec(value) else {}
+def by_line(evaluations: Iterable[Mapping[Key, AttackResult]]) -> dict[Key, list[AttackResult]]:
+    """Return the results of each attack and target, in the order of the evaluations."""
+    lines: dict[Key, list[AttackResult]] = {}
+    for results in evaluations:
+        for key, result in results.items():
+            lines.setdefault(key, []).append(result)
+    return lines
 
 
 class Evaluations:
@@ -158,11 +162,7 @@ class Evaluations:
 
     def series(self, stage: str = "val") -> dict[Key, list[AttackResult]]:
         """Return the results of each attack by epoch."""
-        found: dict[Key, list[AttackResult]] = {}
-        for _, results in sorted(self.by_stage.get(stage, {}).items()):
-            for key, result in results.items():
-                found.setdefault(key, []).append(result)
-        return found
+        return by_line(results for _, results in sorted(self.by_stage.get(stage, {}).items()))
 
 
 @dataclass(frozen=True)
@@ -187,27 +187,21 @@ class Run:
     folder: Path
     label: str
     evaluations: Evaluations
-    matrices: list[Fields] = field(default_factory=list)
-    votes: list[Fields] = field(default_factory=list)
-    sweep: list[Fields] = field(default_factory=list)
-    monitor: list[Fields] = field(default_factory=list)
-    audit: Fields = field(default_factory=dict)
-    others: dict[str, Fields] = field(default_factory=dict)
-    recipe: str = ""
-    config: Fields = field(default_factory=dict)
-    pictures: list[Path] = field(default_factory=list)
+    matrices: list[Fields]
+    votes: list[Fields]
+    sweep: list[Fields]
+    monitor: list[Fields]
+    audit: Fields
+    others: dict[str, Fields]
+    recipe: str
+    config: Fields
+    pictures: list[Path]
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to report."""
-        pictures = self.pictures if self.others else []
         tables = self.matrices or self.votes or self.sweep or self.monitor or self.audit
-        return not (self.evaluations.by_stage or tables or pictures)
-
-    @property
-    def method(self) -> str:
-        """The class that trains, such as "BAT"."""
-        return class_name(setting(self.config, "model", "class_path"))
+        return not (self.evaluations.by_stage or tables or (self.others and self.pictures))
 
     @property
     def data(self) -> str:
@@ -216,8 +210,9 @@ class Run:
 
     @property
     def title(self) -> str:
-        """Method and data; the label where there is no recipe."""
-        return " on ".join(filter(None, (self.method, self.data))) or self.label
+        """Method and data, such as "BAT on MNIST"; the label where there is no recipe."""
+        method = class_name(setting(self.config, "model", "class_path"))
+        return " on ".join(filter(None, (method, self.data))) or self.label
 
 
 def setting(config: Any, *path: str) -> Any:
@@ -234,20 +229,20 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
         FileNotFoundError: a folder does not exist.
         ValueError: not a folder, or nothing is recorded in any of them.
     """
-    folders: dict[Path, None] = {}
+    folders: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise FileNotFoundError(f"there is no folder {path}")
         if not path.is_dir():
             raise ValueError(f"{path} is a file; give the folder of a run, such as {path.parent}")
         files = [*path.rglob("*.jsonl"), *path.rglob(AUDIT)]
-        folders |= dict.fromkeys(sorted({file.parent for file in files}, key=_natural))
-    unique = {folder.resolve(): folder for folder in reversed(folders)}
-    runs = [run for folder in reversed(unique.values()) if not (run := read_run(folder)).empty]
+        for folder in sorted({file.parent for file in files}, key=_natural):
+            folders.setdefault(folder.resolve(), folder)
+    runs = [run for folder in folders.values() if not (run := read_run(folder)).empty]
     if not runs:
-        folder_names = ", ".join(map(str, paths))
+        searched = ", ".join(map(str, paths))
         raise ValueError(
-            f"no records in {folder_names}: RobustEval writes robust.jsonl to the folder of a run"
+            f"no records in {searched}: RobustEval writes robust.jsonl to the folder of a run"
         )
     return _labelled(runs)
 
@@ -257,15 +252,15 @@ def read_run(folder: Path) -> Run:
     files = [path for path in sorted(folder.glob("*.jsonl")) if path.name != MONITOR]
     found = [(path.stem, fields) for path in files for fields in _of_last_test(records_in(path))]
     records = [fields for _, fields in found if "variable" not in fields]
-    matrices = [f for f in _of_kind(records, "transfer_matrix") if is_matrix(f.get("matrix"))]
+    matrices = [fields for fields in _of_kind(records, "transfer_matrix") if "matrix" in fields]
     recipe, monitor = folder / "config.yaml", folder / MONITOR
     text = recipe.read_text(errors="replace") if recipe.is_file() else ""
     return Run(
         folder=folder,
         label=folder.name,
         evaluations=Evaluations(filter(None, map(attack_result, _of_kind(records, "accuracy")))),
-        matrices=_of_one_stage(_last_by(("stage", "name"), matrices)),
-        votes=_of_one_stage(_last_by(VOTE, _of_kind(records, "voting_rule"))),
+        matrices=_last(matrices, "name"),
+        votes=_last(_of_kind(records, "voting_rule"), "name", "ensemble", "rule"),
         sweep=[fields for _, fields in found if "variable" in fields],
         monitor=list(records_in(monitor)) if monitor.is_file() else [],
         audit=_audit(folder / AUDIT),
@@ -280,24 +275,16 @@ def _of_kind(records: Iterable[Fields], kind: str) -> list[Fields]:
     return [fields for fields in records if fields.get("kind") == kind]
 
 
-def _last_by(names: Sequence[str], records: Iterable[Fields]) -> list[Fields]:
-    """Return the last record for each combination of these fields."""
-    return list(
-        {tuple(str(fields.get(name)) for name in names): fields for fields in records}.values()
-    )
-
-
 def _audit(path: Path) -> Fields:
     """Return the audit's record; empty where there is none."""
     try:
         found = json.loads(path.read_text(errors="replace"))
     except (OSError, ValueError):
         return {}
-    is_audit = isinstance(found, dict) and (found.get("schema"), found.get("kind")) == (
-        SCHEMA,
-        "audit",
-    )
-    return found if is_audit and isinstance(found.get("findings"), list) else {}
+    is_audit = isinstance(found, dict) and found.get("schema") == SCHEMA
+    if is_audit and found.get("kind") == "audit" and isinstance(found.get("findings"), list):
+        return {**found, "attacks": list(map(readable, found.get("attacks", [])))}
+    return {}
 
 
 def _of_last_test(records: Iterable[Fields]) -> list[Fields]:
@@ -307,18 +294,10 @@ def _of_last_test(records: Iterable[Fields]) -> list[Fields]:
     return [f for f in kept if f.get("stage") != "test" or f.get("session") == tests[-1]]
 
 
-def is_matrix(value: Any) -> bool:
-    """Whether it is a list of rows of numbers, all of one length."""
-    if not (isinstance(value, list) and value and all(isinstance(row, list) for row in value)):
-        return False
-    numbers = all(isinstance(x, int | float) for row in value for x in row)
-    return numbers and len({len(row) for row in value}) == 1 and bool(value[0])
-
-
-def _of_one_stage(records: Iterable[Fields]) -> list[Fields]:
-    """Return the records of the test if there was one, else all."""
-    found = list(records)
-    return [fields for fields in found if fields.get("stage") == "test"] or found
+def _last(records: Iterable[Fields], *names: str) -> list[Fields]:
+    """Return the last record by stage and these fields; those of the test if there was one."""
+    last = {tuple(str(fields.get(key)) for key in ("stage", *names)): fields for fields in records}
+    return [f for f in last.values() if f.get("stage") == "test"] or list(last.values())
 
 
 def _parsed(text: str) -> Fields:

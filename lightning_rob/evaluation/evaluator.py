@@ -1,0 +1,317 @@
+"""Scores of one defense, batch by batch, clean and under every attack."""
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rob.attacks import Attack
+from lightning_rob.attacks.base import check_images, walk
+from lightning_rob.defenses import Defense
+from lightning_rob.evaluation.groups import GROUP_SIZE
+from lightning_rob.evaluation.per_image import BatchOutcome, PerImageResults, predicted_class
+from lightning_rob.evaluation.protocol import (
+    AttackerDefenderSession,
+    NoAttack,
+    RoundProtocol,
+    predictions,
+)
+from lightning_rob.evaluation.results import WORST, EvaluationResult
+from lightning_rob.evaluation.worst import is_random
+from lightning_rob.metrics import robust_accuracy
+from lightning_rob.objectives import check_labels
+from lightning_rob.precision import float32_precision, in_float32
+from lightning_rob.randomness import Streams
+from lightning_rob.tables import CLEAN
+
+RESERVED = (CLEAN, WORST, "index", "label", "broken_by", "draws", "checksum")  # columns
+TRIED = 8  # images of each group that are predicted twice, to see whether predictions vary
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """Settings on which scores depend, beside defense, attacks and images.
+
+    Args:
+        seed: of all noise: random starts, the defense's draws, the choice of `max_images`.
+        repeats: attacks of each image with fresh noise; the scores are averaged.
+        inferences: predictions of each image, clean or perturbed once.
+        private_draws: defenders, each with private randomness of its own, that adapt to the same
+            perturbed batch.
+        max_images: attack this many images, a random choice by the seed; None attacks all.
+        group_size: images that are attacked together; other sizes may round otherwise.
+        protocol: the rounds in which a defense that adapts is attacked; None is `RoundProtocol()`
+            for such a defense, and groups for any other.
+
+    Raises:
+        ValueError: a count below 1.
+    """
+
+    seed: int = 0
+    repeats: int = 1
+    inferences: int = 1
+    private_draws: int = 1
+    max_images: int | None = None
+    group_size: int = GROUP_SIZE
+    protocol: RoundProtocol | None = None
+
+    def __post_init__(self) -> None:
+        counts = ("repeats", "inferences", "private_draws", "max_images", "group_size")
+        at_least_one(**{name: getattr(self, name) for name in counts})
+
+    @property
+    def repetitions(self) -> dict[str, int]:
+        """How often each image is attacked and predicted, as records have it."""
+        names = ("repeats", "inferences", "private_draws")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def columns(self) -> int:
+        """The number of predictions of each image."""
+        return self.inferences * self.private_draws
+
+    def protocol_for(self, defense: Defense) -> RoundProtocol | None:
+        """Return the rounds in which this defense is attacked; None if in canonical groups.
+
+        Raises:
+            ValueError: several private draws of a defense that does not adapt.
+        """
+        if self.private_draws > 1 and not defense.transductive:
+            raise ValueError(
+                f"private_draws is for defenses that adapt, {type(defense).__name__} does not: "
+                "leave it out; where a defense predicts at random give inferences=10"
+            )
+        return self.protocol or (RoundProtocol() if defense.transductive else None)
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the settings as plain data, the protocol by its repr."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return own | {"protocol": repr(self.protocol) if self.protocol else None}
+
+
+def at_least_one(**counts: int | None) -> None:
+    """Raise a ValueError that names the first count below 1."""
+    for name, number in counts.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+
+
+def check_names(attacks: Mapping[str, Attack]) -> None:
+    """Raise ValueError for no attacks at all, or a name that a record uses for something else."""
+    if not isinstance(attacks, Mapping):
+        raise TypeError(f"attacks must be a dict, name -> attack, got {type(attacks).__name__}")
+    if not attacks:
+        raise ValueError("attacks must name at least one attack, got an empty dict")
+    columns = "|".join(re.escape(name) for name in (CLEAN, *attacks))
+    taken = re.compile(rf"{'|'.join(RESERVED)}|({columns})_(prediction|size|inference_\d+)")
+    for name in filter(taken.fullmatch, attacks):
+        raise ValueError(f"no attack can be called {name!r}: that column has another meaning")
+
+
+def require_packages(attacks: Iterable[Attack]) -> None:
+    """Raise ModuleNotFoundError if an attack, or one inside it, needs a package that is missing."""
+    for attack in attacks:
+        for part in walk(attack):
+            part.require_package()
+
+
+@dataclass(frozen=True)
+class AttackedBatch:
+    """One batch under one attack, for progress bars, panels and saved images.
+
+    Args:
+        name: of the attack.
+        index: [B] the images' indices.
+        x: [B, C, H, W] clean images.
+        y: [B] labels.
+        x_adv: [B, C, H, W] perturbed images; None where the scores were taken from an earlier run.
+        before: [B, K] probabilities on the clean images.
+        after: [B, K] probabilities on the perturbed images.
+    """
+
+    name: str
+    index: Tensor
+    x: Tensor
+    y: Tensor
+    x_adv: Tensor | None = None
+    before: Tensor | None = None
+    after: Tensor | None = None
+
+
+class Evaluator:
+    """Scores batches under every attack; one evaluation of one defense.
+
+    Args:
+        defense: the defense under attack; its weights and modes are left as they are.
+        attacks: name -> attack.
+        settings: seed, repeats and the like.
+        store: where the scores are kept; None keeps them in memory.
+        attacked: called after each attack on each batch.
+        details: what else belongs in the records.
+    """
+
+    def __init__(
+        self,
+        defense: Defense,
+        attacks: Mapping[str, Attack],
+        settings: EvaluationSettings | None = None,
+        store: PerImageResults | None = None,
+        attacked: Callable[[AttackedBatch], object] | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.defense = defense
+        self.attacks = dict(attacks)
+        self.settings = settings or EvaluationSettings()
+        self.protocol = self.settings.protocol_for(defense)
+        if store is None:
+            names = (CLEAN, *self.attacks)
+            store = PerImageResults(names, self.settings.columns, device_of(defense))
+        self.store = store
+        self.attacked = attacked
+        self.details = dict(details or {})
+        self.random = False
+        self.seconds = dict.fromkeys(self.attacks, 0.0) | self.store.seconds()
+        self.sessions: dict[tuple[str, int], AttackerDefenderSession] = {}
+        nothing = NoAttack(next(iter(self.attacks.values())).threat)
+        self.bounds = nothing.threat.bounds
+        self.untouched = self._session(nothing, self.settings.seed, repeat=0)
+
+    @property
+    def joint(self) -> bool:
+        """Whether predictions depend on the whole batch, so that batches are rounds."""
+        return self.protocol is not None
+
+    def score(self, x: Tensor, y: Tensor, index: Tensor, keep: bool = True) -> None:
+        """Score a canonical group of images, or a round, clean and under every attack.
+
+        Args:
+            x: [B, C, H, W] images.
+            y: [B] labels.
+            index: [B] the images' indices, by which all noise is keyed.
+            keep: keep the scores; otherwise only try that every attack runs.
+
+        Raises:
+            ValueError: images or labels out of range, or a network that changes its input.
+        """
+        check_images(x, self.bounds)
+        given = x.clone()
+        if not self.joint:
+            self.random = self.random or is_random(self.defense, x[:TRIED], index[:TRIED])
+        if self.store.load_cached(x, y, index):
+            for name in self.attacks:
+                self._report(AttackedBatch(name, index, x, y))
+            return
+        before = list(self.seconds.values())
+        clean = self._clean(x, y, index)
+        check_labels(y, clean.shape[2])
+        if not torch.equal(given, x):
+            raise ValueError("the network changes its input: x = x - mean, not x -= mean")
+        scores = torch.stack([robust_accuracy(one, y) for one in clean], 1)
+        outcomes = [BatchOutcome(scores, predicted_class(clean[0]), torch.zeros_like(scores[:, 0]))]
+        for name in self.attacks:
+            outcomes.append(self._score_attack(name, clean[0], x, y, index))
+        if keep:
+            taken = [now - then for now, then in zip(self.seconds.values(), before, strict=True)]
+            self.store.add_batch(x, y, index, outcomes, taken)
+
+    def _clean(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        """The probabilities [R, B, K] on clean images."""
+        if self.joint:
+            return self.untouched.step(x, y, index, self.settings.inferences)[1]
+        # The defense's noise is that of each attack's first repeat: scores differ by attack alone.
+        noise = Streams.from_index(index, self.settings.seed, 0, 2)
+        return predictions(self.defense, x, noise, self.settings.inferences)
+
+    def _score_attack(
+        self, name: str, clean: Tensor, x: Tensor, y: Tensor, index: Tensor
+    ) -> BatchOutcome:
+        """The batch under one attack, scores averaged over repeats."""
+        attack, settings = self.attacks[name], self.settings
+        began, total = time.perf_counter(), torch.zeros(len(x), settings.columns, device=x.device)
+        for repeat in range(settings.repeats):
+            session = self._session_of(name, repeat)
+            x_adv, found = session.step(x, y, index, settings.inferences)
+            total += torch.stack([robust_accuracy(one, y) for one in found], 1)
+        self._report(AttackedBatch(name, index, x, y, x_adv, clean, found[0]))
+        self.seconds[name] += time.perf_counter() - began
+        sizes = attack.threat.distance(x_adv, x)
+        return BatchOutcome(total / settings.repeats, predicted_class(found[0]), sizes)
+
+    def _session_of(self, name: str, repeat: int) -> AttackerDefenderSession:
+        """A new session for each group; the continued one for each round."""
+        if (name, repeat) in self.sessions:
+            return self.sessions[name, repeat]
+        keys = (self.settings.seed, repeat, *name.encode())
+        session = self._session(self.attacks[name], *keys, repeat=repeat)
+        if self.joint:
+            self.sessions[name, repeat] = session
+        return session
+
+    def _session(self, attack: Attack, *keys: int, repeat: int) -> AttackerDefenderSession:
+        """A session whose defender has the same private randomness under every attack."""
+        return AttackerDefenderSession(
+            attack,
+            self.defense,
+            *keys,
+            private=(self.settings.seed, repeat),
+            draws=self.settings.private_draws,
+            attacker_sees_state=self.protocol is not None and self.protocol.attacker_sees_state,
+        )
+
+    def _report(self, batch: AttackedBatch) -> None:
+        if self.attacked is not None:
+            self.attacked(batch)
+
+    def result(self) -> EvaluationResult:
+        """Return the scores of all images; every process has to call it.
+
+        Raises:
+            ValueError: images of equal index.
+        """
+        return EvaluationResult(
+            self.attacks,
+            self.store.rows(),
+            self.settings.private_draws,
+            _on_any_process(self.random, device_of(self.defense)),
+            self.joint,
+            self.defense.stateful,
+            len(self.defense.weights),
+            dict(self.seconds),
+            self.details,
+        )
+
+
+def evaluation_precision() -> str:
+    """Return the precision of float32 operations during an evaluation."""
+    with in_float32():
+        return float32_precision()
+
+
+def device_of(defense: nn.Module) -> torch.device:
+    """Return the device of a module's first parameter or buffer; the CPU if it has none."""
+    for tensor in (*defense.parameters(), *defense.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def check_indices(result: EvaluationResult, expected: int) -> None:
+    """Raise ValueError where several images have the same index: one would count for all."""
+    if len(result.index) < expected:
+        raise ValueError(
+            f"{expected} images have {len(result.index)} different indices: give each image of a "
+            "data set an index of its own, by which its scores and its noise are kept"
+        )
+
+
+def _on_any_process(flag: bool, device: torch.device) -> bool:
+    """Whether it holds on any process; every process has to ask."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return flag
+    held = torch.tensor(float(flag), device=device)
+    distributed.all_reduce(held, distributed.ReduceOp.MAX)
+    return bool(held)
