@@ -7,3 +7,7 @@ class InputError(Exception):
 
 class Fault(Exception):
     """A failure of a run whose input is correct. Exit code 1."""
+
+
+class LostRank(Fault):
+    """Another process of the run is gone; this one must not wait for it even while exiting."""

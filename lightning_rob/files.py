@@ -3,10 +3,11 @@
 import errno
 import hashlib
 import io
+import json
 import os
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 MANIFEST_SUFFIX = ".sha256"
 MARKUP = (b"<!doctype", b"<html", b"<head", b"<?xml")
+Stamp = tuple[int, int, int]  # inode, bytes, time of change
 
 
 def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
@@ -53,6 +55,44 @@ def atomic_save(content: object, path: Path) -> None:
 def atomic_write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file through `atomic_write`."""
     atomic_write(path, lambda draft: draft.write_text(text, encoding="utf-8", newline="\n"))
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Append lines to a file, created if necessary: all of them or none; they are on the disk then.
+
+    Raises:
+        OSError: there is no space for them.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = "".join(f"{line}\n" for line in lines).encode()
+    with path.open("ab+", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            content = b"\n" + content  # end the line that a crash cut off
+        if file.write(content) < len(content):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fsync(file.fileno())
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines, if there is one; skip a line that was cut off."""
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            content = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(content, dict):
+            yield content
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """Return values that change when the file does; None without a file."""
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return (state.st_ino, state.st_size, state.st_mtime_ns) if path.is_file() else None
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lightning_rob.errors import Fault
+from lightning_rob.errors import Fault, LostRank
 
 PARENT = "LIGHTNING_ROB_PARENT"
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -183,16 +183,11 @@ def supervised_processes(
             raise Fault(f"process {rank} of the run ended with exit code {code}")
 
 
-def as_fault(error: RuntimeError) -> Fault | None:
+def as_fault(error: RuntimeError) -> LostRank | None:
     """Convert a torch.distributed error about a lost or timed-out rank; None for other errors."""
     if not isinstance(error, torch.distributed.DistError) and not re.search(LOST, str(error)):
         return None
-    return Fault(
+    return LostRank(
         "another process of the run has ended or hangs, which this one found out by waiting for "
         f"it: {str(error).splitlines()[0]}"
     )
-
-
-def is_lost_connection(error: Exception) -> bool:
-    """Whether a rank is gone, and this process must not wait for it even while exiting."""
-    return isinstance(error, Fault) and isinstance(error.__cause__, RuntimeError)

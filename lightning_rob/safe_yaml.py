@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jsonargparse
@@ -146,6 +147,24 @@ def load(text: str) -> Any:
         yaml.YAMLError: not YAML.
     """
     return deepcopy(_load(text))
+
+
+def load_file(path: Path, kind: str) -> Any:
+    """Return the content of a YAML file as `load` does.
+
+    Args:
+        path: the file.
+        kind: of file, for the error, such as "a plug-in".
+
+    Raises:
+        InputError: it cannot be read, or is not plain data of a sane size.
+    """
+    try:
+        return load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as {kind}: {error}") from error
+    except (InputError, yaml.YAMLError) as error:
+        raise InputError(f"{path}: {str(error).removeprefix('YAML: ')}") from error
 
 
 @contextmanager

@@ -43,6 +43,10 @@ class Collector:
             self.registered[callback] = deduplicate_names(asked, earlier)
         return {name: attack for name, (attack, *_) in self.registered[callback].items()}
 
+    def holder(self, name: str) -> Any:
+        """Return the attack that the first callback runs by this name."""
+        return next(own[name][0] for own in self.registered.values() if name in own)
+
     def announce(self, callback: Callback, group: Hashable, when: Hashable) -> None:
         """Expect a result of the callback, among those of a group, e.g. on the same target.
 

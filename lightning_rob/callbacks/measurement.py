@@ -1,10 +1,10 @@
 """Scores of the module's defense under attacks, without log, table or record."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
 from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.base import EvaluationCallback
@@ -105,3 +105,23 @@ class Measurement(EvaluationCallback):
         self.result = self.evaluator.result()
         if self.expected is not None:
             check_indices(self.result, self.expected)
+
+
+def measure(
+    trainer: Trainer,
+    module: Any,
+    data: Any,
+    others: Sequence[Callback],
+    measurements: Sequence[Measurement],
+) -> list[EvaluationResult]:
+    """Return the results of measurements in one test, beside other callbacks.
+
+    Raises:
+        ValueError: none came back.
+    """
+    trainer.callbacks = [*others, *measurements]  # type: ignore[attr-defined]
+    trainer.test(module, datamodule=data, verbose=False)
+    results = [one.result for one in measurements if one.result is not None]
+    if len(results) < len(measurements):
+        raise ValueError("no figures came back from processes that were spawned: use strategy ddp")
+    return results

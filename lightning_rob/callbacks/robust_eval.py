@@ -143,7 +143,23 @@ class RobustEval(Measurement):
         super().setup(trainer, pl_module, stage)
         require_packages(self.attacks.values())
         how = (self.target, self.settings, self.every_n_epochs)
+        before = self.attacks
         self.attacks = self.collector(trainer).register(self, self.given, *how)
+        for name in self.attacks if trainer.is_global_zero else ():
+            if name not in before:
+                self._announce_new_name(trainer, name, before)
+
+    def _announce_new_name(self, trainer: Trainer, name: str, before: dict[str, Attack]) -> None:
+        """Print the name under which an attack is logged whose own name was taken."""
+        threat = self.attacks[name].threat
+        taken = next(old for old, attack in before.items() if attack is self.attacks[name])
+        other = self.collector(trainer).holder(taken).threat
+        radius = "" if threat == other else f", at {threat} instead of {other}"
+        console_of(trainer).print(
+            f"The name {taken} is taken by an earlier callback: this attack is {name}{radius}.",
+            highlight=False,
+            soft_wrap=True,
+        )
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this callback evaluates in the current epoch."""

@@ -6,9 +6,7 @@ from typing import Any
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rob.commands.checkpoints import read_checkpoint
-from lightning_rob.files import MANIFEST_SUFFIX, atomic_save, write_manifest
-
-Stamp = tuple[int, int, int]  # inode, bytes, time of change
+from lightning_rob.files import MANIFEST_SUFFIX, Stamp, atomic_save, stamp_of, write_manifest
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -41,7 +39,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         Raises:
             InputError: missing, or not a checkpoint.
         """
-        stamp = _stamp(path)
+        stamp = stamp_of(Path(path))
         content = read_checkpoint(path)
         if stamp is not None:
             self._kept = (path, stamp, content)
@@ -57,17 +55,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def _take(self, path: str) -> dict[str, Any] | None:
         """Hand over the content kept by `peek`, unless the file has changed since."""
         kept, self._kept = self._kept, None
-        return kept[2] if kept and kept[:2] == (path, _stamp(path)) else None
+        return kept[2] if kept and kept[:2] == (path, stamp_of(Path(path))) else None
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove it with its manifest."""
         super().remove_checkpoint(path)
         Path(f"{path}{MANIFEST_SUFFIX}").unlink(missing_ok=True)
-
-
-def _stamp(path: str) -> Stamp | None:
-    try:
-        found = Path(path).stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -4,37 +4,38 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from importlib import import_module
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import jsonargparse
 import yaml
 
-from lightning_rob.cli import plugins
-from lightning_rob.cli.configs import config_files, read_config
+from lightning_rob.cli.configs import config_file, read_config
 from lightning_rob.cli.lightning_cli import USER_ERRORS, Parser, RobustCLI
-from lightning_rob.cli.options import allows, spell_out
+from lightning_rob.cli.options import allows, option_types
+from lightning_rob.cli.plugins import resolve_names
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.checkpoints import load_weights
-from lightning_rob.commands.configs import CONFIGS, CommandConfig
+from lightning_rob.commands.configs import CONFIGS
 from lightning_rob.data import ImageData
 from lightning_rob.errors import InputError
 from lightning_rob.safe_yaml import parse_fraction_arg, plain_yaml
 
 
-def run_command(name: str, args: Sequence[str]) -> None:
-    """Run a command of `CONFIGS` that needs torch.
+def run_command(args: Sequence[str]) -> None:
+    """Run a command that needs torch: one of `CONFIGS`, or of Lightning.
 
     Args:
-        name: of the command.
-        args: its command line.
+        args: a command line with joined values, the command first.
 
     Raises:
         InputError: it cannot be run.
     """
+    name, *rest = args
+    if name not in CONFIGS:
+        RobustCLI(args)
+        return
     runners = {
         "run": _with_run,
         "trainings": _with_trainings,
@@ -42,9 +43,9 @@ def run_command(name: str, args: Sequence[str]) -> None:
         "data": _with_data,
     }
     try:
-        if not args:
+        if not rest:
             CONFIGS[name]()  # raises an error that names the missing option
-        runners[CONFIGS[name].receives](name, plugins.spell_out(args))
+        runners[CONFIGS[name].receives](name, resolve_names(rest))
     except USER_ERRORS as error:
         raise InputError(str(error)) from error
 
@@ -53,37 +54,46 @@ def _function(name: str) -> Any:
     return import_module(f"lightning_rob.commands.{name}").run
 
 
-def _options(config: type[CommandConfig], parsed: Any) -> Any:
-    return config(**{field.name: parsed[field.name] for field in fields(config)})
-
-
 def parse_options(name: str, args: Sequence[str]) -> Any:
     """Return a command's own options, of the command line and of its configuration files.
 
     Args:
         name: of the command.
-        args: its command line, spelled out; options of other parsers are ignored.
+        args: its command line with joined values; options of other parsers are ignored.
 
     Raises:
         ValueError: an option without meaning.
     """
-    config = CONFIGS[name]
-    own = {f"--{field.name}" for field in fields(config)}
+    kinds = option_types(CONFIGS[name])
+    files = [arg for arg in args if os.path.isfile(config_file(arg))]  # RobustCLI refuses others
+    own = [arg for arg in args if arg.partition("=")[0].rstrip("+") in kinds]
+    return _parse(_own_parser(name), name, [*files, *own])[0]
+
+
+def _own_parser(name: str) -> Parser:
+    """Build a parser of a command's own options."""
     parser = Parser(prog=f"lightning-rob {name}")
     files: Any = jsonargparse.ActionConfigFile  # type: ignore[attr-defined]
-    parser.add_argument("--config", action=files)
-    parser.add_class_arguments(config, instantiate=False)
-    kept = []
-    for path in filter(os.path.isfile, config_files(args)):  # the run's parser refuses others
-        part = {key: v for key, v in read_config(path).items() if f"--{key}" in own}
-        kept += [f"--config={yaml.safe_dump(part)}"] if part else []
-    kinds = get_type_hints(config)
-    texts = {f"--{field.name}" for field in fields(config) if allows(kinds[field.name], str)}
+    parser.add_argument("--config", action=files, help="A recipe.")
+    parser.add_class_arguments(CONFIGS[name], instantiate=False)
+    return parser
+
+
+def _parse(parser: Parser, name: str, args: Sequence[str], *keys: str) -> tuple[Any, Any]:
+    """Return a command's options and all that was parsed; of recipes only options and `keys`."""
+    config, kinds = CONFIGS[name], option_types(CONFIGS[name])
+    names = [option.removeprefix("--") for option in kinds]
+    spelled = []
     for arg in args:
-        if (option := arg.partition("=")[0].rstrip("+")) in own:
-            kept.append(arg if option in texts else parse_fraction_arg(arg))
+        if path := config_file(arg):
+            recipe = read_config(path)
+            part = {k: v for k, v in recipe.items() if k in (*keys, *names)}
+            arg = f"--config={yaml.safe_dump(config.from_recipe(recipe) | part)}"
+        is_text = allows(kinds.get(arg.partition("=")[0].rstrip("+")), str)
+        spelled.append(arg if is_text else parse_fraction_arg(arg))
     with plain_yaml():
-        return _options(config, parser.parse_args(kept))
+        parsed = parser.parse_args(spelled)
+        return config(**{name: parsed[name] for name in names}), parsed
 
 
 class CommandCLI(RobustCLI):
@@ -91,33 +101,30 @@ class CommandCLI(RobustCLI):
 
     Args:
         name: of the command.
-        args: its command line.
+        args: its command line with joined values.
         run: run the command in place of `test`; False only builds.
     """
 
     def __init__(self, name: str, args: Sequence[str], run: bool = True) -> None:
         self.name = name
-        self.config_class = CONFIGS[name]
         self.args = args
         self.failed = False
-        self.study = next((Path(path).stem for path in config_files(args)), "study")
-        spelled = spell_out(args, self.config_class)
-        printing = any(arg.startswith("--print_config") for arg in spelled)
-        # Checked before anything is read or built; a configuration in the making may lack some.
-        self.options = None if printing else parse_options(name, spelled)
-        super().__init__(["test", *spelled] if run else spelled, run)
+        asks = any(re.match(r"--(print_config|([\w.]+\.)?help)\b", arg) for arg in args)
+        # Checked before anything is read or built; who asks for a page may lack some.
+        self.options = None if asks else parse_options(name, args)
+        super().__init__(["test", *args] if run else args, run)
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add the command's options to those of the run."""
         super().add_arguments_to_parser(parser)
-        parser.add_class_arguments(self.config_class, instantiate=False)
+        parser.add_class_arguments(CONFIGS[self.name], instantiate=False)
 
     def before_instantiate_classes(self) -> None:
         """Leave the options of the run alone, so that its recipe is one for `fit` and `test`."""
         super().before_instantiate_classes()
         parsed = self.config[self.subcommand] if self.subcommand else self.config
-        for field in fields(self.config_class):
-            del parsed[field.name]
+        for option in option_types(CONFIGS[self.name]):
+            del parsed[option.removeprefix("--")]
 
     def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
         """Run the command in place of `test`."""
@@ -128,13 +135,18 @@ class CommandCLI(RobustCLI):
     def built(self, checkpoint: str | None = None) -> Run:
         """Return what was built."""
         recipe = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
-        recipe = recipe[self.subcommand] if self.subcommand else recipe
         model: Any = self.model
         data: Any = self.datamodule
-        command = shlex.join(["lightning-rob", self.name, *self.args])
-        overrides = tuple(model_overrides(self.args))
-        trainer = self.trainer
-        return Run(model, data, trainer, recipe, self.study, checkpoint, command, overrides)
+        return Run(
+            model,
+            data,
+            self.trainer,
+            recipe[self.subcommand] if self.subcommand else recipe,
+            name=next((Path(path).stem for path in map(config_file, self.args) if path), "study"),
+            checkpoint=checkpoint,
+            command=shlex.join(["lightning-rob", self.name, *self.args]),
+            overrides=tuple(model_overrides(self.args)),
+        )
 
 
 class CheckpointCLI(CommandCLI):
@@ -149,11 +161,10 @@ class CheckpointCLI(CommandCLI):
 
 def model_overrides(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield the options that change the model of a checkpoint; of a file, its content."""
-    for arg, following in zip_longest(args, args[1:], fillvalue=""):
-        name, equals, value = arg.partition("=")
+    for arg in args:
+        name, _, value = arg.partition("=")
         if not re.match(r"--(model|config)\b|-c\b", name):
             continue
-        value = value if equals else following
         is_file = value.endswith((".yaml", ".yml", ".json")) and Path(value).is_file()
         content = read_config(value) if is_file else value
         if name.startswith("--model") or not isinstance(content, dict):
@@ -165,16 +176,15 @@ def model_overrides(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
 def _with_checkpoints(name: str, args: Sequence[str]) -> None:
     """Run a command that builds a `Run` for each checkpoint, on one device and without a logger."""
     if args and not args[0].startswith("-"):
-        args = ["--run", *args]
-    spelled = spell_out(args, CONFIGS[name])
-    options = parse_options(name, spelled)
+        args = [f"--run={args[0]}", *args[1:]]
+    options = parse_options(name, args)
     if any(re.match(r"--ckpt_path(=|$)", arg) for arg in args):
         raise ValueError(f"{name} takes the checkpoints of {options.run}: leave out --ckpt_path")
     plugged = [f"--trainer.callbacks+={file}" for file in options.suite or ()]
     own = ["--trainer.devices=1", "--trainer.logger=false", *plugged]
 
     def build(path: Path) -> Run:
-        return CheckpointCLI(name, ["--ckpt_path", str(path), *own, *spelled]).built(str(path))
+        return CheckpointCLI(name, [f"--ckpt_path={path}", *own, *args]).built(str(path))
 
     _function(name)(options, build)
 
@@ -189,42 +199,20 @@ def _with_trainings(name: str, args: Sequence[str]) -> None:
         cli = CommandCLI(name, args, run=False)
     chosen = _function(name)(cli.options, cli.built(), build_training)
     if chosen is not None:
-        RobustCLI(["fit", "--config", str(chosen)])
+        RobustCLI(["fit", f"--config={chosen}"])
 
 
 def build_training(recipe: Path) -> Any:
     """Build model, data and trainer of a recipe."""
-    return RobustCLI(["--config", str(recipe)], run=False)
+    return RobustCLI([f"--config={recipe}"], run=False)
 
 
 def _with_data(name: str, args: Sequence[str]) -> None:
-    config = CONFIGS[name]
-    args = spell_out(args, config)
-    parser = Parser(prog=f"lightning-rob {name}")
-    files: Any = jsonargparse.ActionConfigFile  # type: ignore[attr-defined]
-    parser.add_argument("--config", action=files, help="A recipe.")
-    parser.add_class_arguments(config, instantiate=False)
+    parser = _own_parser(name)
     parser.add_lightning_class_args(ImageData, "data", subclass_mode=True, required=False)
+    options, parsed = _parse(parser, name, args, "data")
+    if parsed.data is None:
+        raise ValueError("say which images: --data CLASS, such as --data Digits5k")
     with plain_yaml():
-        inlined = [parse_fraction_arg(arg) for arg in _inline_recipes(args, config)]
-        parsed = parser.parse_args(inlined)
-        options = _options(config, parsed)
-        if parsed.data is None:
-            raise ValueError("say which images: --data CLASS, such as --data Digits5k")
         data = parser.instantiate_classes(parsed).data
     _function(name)(options, data)
-
-
-def _inline_recipes(args: Sequence[str], config: Any) -> list[str]:
-    """Replace each recipe by the part of it that concerns the command."""
-    own = {"data", *(field.name for field in fields(config))}
-    inlined = []
-    for before, arg in zip(["", *args], args, strict=False):
-        option = re.match(r"(--config|-c)=", arg)
-        if option or before in ("--config", "-c"):
-            prefix = option[0] if option else ""
-            recipe = read_config(arg.removeprefix(prefix))
-            part = {key: value for key, value in recipe.items() if key in own}
-            arg = prefix + str(yaml.safe_dump(config.from_recipe(recipe) | part))
-        inlined.append(arg)
-    return inlined

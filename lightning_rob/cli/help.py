@@ -17,17 +17,13 @@ ATTACKS = """\
 TRAINER = """\
   --trainer.accelerator=NAME  cpu, gpu, auto; and .devices=N .num_nodes=N
   --seed_everything=N         of all randomness, in training and prediction (0)"""
+FAIL_UNDER = "  --fail-under NAME=VALUE     exit code 1 if below it: robust/worst=0.40"
 SPECIFIC = {
     "fit": """\
   --trainer.max_epochs=N      and .precision=bf16-mixed .accumulate_grad_batches=N
-  --test_after_fit=true       test the trained model, and print the table
-""",
-    "validate": """\
-  --fail-under NAME=VALUE     exit code 1 if below it: robust/worst=0.40
-""",
-    "test": """\
-  --fail-under NAME=VALUE     exit code 1 if below it: robust/worst=0.40
-""",
+  --test_after_fit=true       test the trained model, and print the table""",
+    "validate": FAIL_UNDER,
+    "test": FAIL_UNDER,
     "predict": "",
 }
 SAFETY = """\
@@ -59,7 +55,7 @@ def run_help(command: str) -> str:
     """Return the short help of fit, validate, test or predict."""
     checkpoint = "resume from this one" if command == "fit" else "its recipe is in it"
     parts = [COMMON.format(checkpoint=checkpoint), ATTACKS * (command != "predict"), TRAINER]
-    options = "\n".join(filter(None, [*parts, SPECIFIC[command].rstrip("\n"), SAFETY]))
+    options = "\n".join(filter(None, [*parts, SPECIFIC[command], SAFETY]))
     usage = f"lightning-rob {command} {USAGES.get(command, '--ckpt_path CHECKPOINT')} [options]"
     paragraphs = [f"usage: {usage}", SUMMARIES[command], options, MORE, EXAMPLES[command]]
     return "\n\n".join(paragraphs)

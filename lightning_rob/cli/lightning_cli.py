@@ -1,36 +1,32 @@
 """`RobustCLI`: Lightning's command line with the defaults, files and errors of this package."""
 
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jsonargparse
+import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import (
-    LightningArgumentParser,
-    LightningCLI,
-    SaveConfigCallback,
-)
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rob.callbacks.guard import TerminateOnNonFinite
 from lightning_rob.callbacks.loggers import run_folder
 from lightning_rob.cli.checkpoints import SafeCheckpointIO
 from lightning_rob.cli.configs import NAMED, check_configs, inject_checkpoint_config
-from lightning_rob.cli.errors import (
-    shorten_jsonargparse_error,
-    shorten_state_dict_error,
-)
-from lightning_rob.cli.plugins import expand_recipe, spell_out
+from lightning_rob.cli.errors import shorten_jsonargparse_error, shorten_state_dict_error
+from lightning_rob.cli.options import join_values
+from lightning_rob.cli.plugins import expand_recipe, resolve_names
 from lightning_rob.cli.trust import install
 from lightning_rob.commands.base import write_config
 from lightning_rob.commands.checkpoints import RECIPE
 from lightning_rob.commands.thresholds import parse_thresholds, violations
-from lightning_rob.data import ImageData
 from lightning_rob.errors import InputError
 from lightning_rob.files import UNWRITABLE, atomic_write_text, raise_thread_errors
 from lightning_rob.modules import RobustModule
@@ -92,8 +88,25 @@ class SaveRecipe(SaveConfigCallback):
         checkpoint[RECIPE] = self.recipe
 
 
+@dataclass
+class RunOptions:
+    """Options of a run beside those of Lightning.
+
+    Args:
+        test_after_fit: Test the trained model after fit and print the table: the best checkpoint,
+            if a checkpoint callback monitors a metric.
+        rank_timeout: Seconds after which a rank that others wait for counts as hung, and the run
+            ends; longer than one rank may attack after another. Default: the strategy's.
+        fail_under: Exit with code 1 if an accuracy is below: robust/worst=0.40,robust/arc=0.35.
+    """
+
+    test_after_fit: bool = False
+    rank_timeout: jsonargparse.typing.PositiveFloat | None = None
+    fail_under: str | None = None
+
+
 class RobustCLI(LightningCLI):
-    """LightningCLI for `RobustModule` and `ImageData`.
+    """LightningCLI for modules and data of this package, and anybody's that it may import.
 
     Args:
         args: the command line, the subcommand first.
@@ -101,14 +114,14 @@ class RobustCLI(LightningCLI):
     """
 
     def __init__(self, args: Sequence[str], run: bool = True) -> None:
-        args = spell_out(args)
+        args = resolve_names(join_values(args))
         check_configs(args)
         self.checkpoint_io = SafeCheckpointIO()
         supervised = supervised_processes(self._launched_ranks, self._rank_timeout)
         try:
             with raise_thread_errors(), supervised, plain_yaml():
                 args = [
-                    parse_fraction_arg(arg.replace("--fail-under", "--fail_under")) for arg in args
+                    parse_fraction_arg(re.sub("^--fail-under", "--fail_under", a)) for a in args
                 ]
                 super().__init__(
                     LightningModule,
@@ -130,39 +143,16 @@ class RobustCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of this package and the logger's defaults."""
-        parser.add_argument(
-            "--test_after_fit",
-            type=bool,
-            default=False,
-            help="Test the trained model after fit and print the table: the best checkpoint, if a "
-            "checkpoint callback monitors a metric.",
-        )
-        parser.add_argument(
-            "--rank_timeout",
-            type=jsonargparse.typing.PositiveFloat | None,
-            default=None,
-            help="Seconds after which a rank that others wait for counts as hung, and the run "
-            "ends; longer than one rank may attack after another. Default: the strategy's.",
-        )
-        parser.add_argument(
-            "--fail_under",
-            type=str | None,
-            default=None,
-            help="Exit with code 1 if an accuracy is below: robust/worst=0.40,robust/arc=0.35.",
-        )
+        parser.add_class_arguments(RunOptions, as_group=False)
+        logger = "lightning.pytorch.loggers.TensorBoardLogger"
         settings = {"save_dir": "logs", "name": None, "default_hp_metric": False}
-        logger = {
-            "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
-            "init_args": settings,
-        }
-        parser.set_defaults({"trainer.logger": logger})
+        parser.set_defaults({"trainer.logger": {"class_path": logger, "init_args": settings}})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the given list, without Lightning's warning about the shell's arguments."""
         self.config = parser.parse_args(args)
-        for options in [self.config.get(name) for name in self.subcommands()]:
-            if options is not None:
-                _check_loading(options)
+        for options in filter(None, map(self.config.get, self.subcommands())):
+            _check_loading(options)
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: the model comes from the recipe in the checkpoint, not `hyper_parameters`."""
@@ -178,20 +168,30 @@ class RobustCLI(LightningCLI):
 
     def predict(self, **options: Any) -> None:
         """Write the class probabilities of each image to `predictions.csv` in the run's folder."""
+        if not isinstance(self.model, RobustModule):
+            kind = type(self.model).__name__
+            raise InputError(f"predict is for modules of lightning_rob.modules, got {kind}")
         batches: Any = self.trainer.predict(**options)
+        found = {
+            i: p for indices, probs in batches for i, p in zip(indices.tolist(), probs.tolist())
+        }
         folder = run_folder(self.trainer) or Path(self.trainer.default_root_dir)
-        rank = f"-{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
-        print(f"Writing {folder}/predictions{rank}.csv")
-        rows = [["index", "answer", *(f"p{k}" for k in range(batches[0][1].shape[1]))]]
-        for indices, predictions in batches:
-            for i, p in zip(indices.tolist(), predictions.tolist(), strict=True):
-                rows.append([str(i), str(p.index(max(p))), *(f"{value:.6g}" for value in p)])
-        text = "".join(",".join(cells) + "\n" for cells in rows)
-        atomic_write_text(folder / f"predictions{rank}.csv", text)
+        shares = [found]
+        if self.trainer.world_size > 1:
+            shares = [{}] * self.trainer.world_size
+            torch.distributed.all_gather_object(shares, found)
+        if not self.trainer.is_global_zero:
+            return
+        merged = sorted((i, p) for share in shares for i, p in share.items())
+        path = folder / "predictions.csv"
+        print(f"Writing {path}")
+        lines = [["index", "answer", *(f"p{k}" for k in range(len(merged[0][1])))]]
+        for i, p in dict(merged).items():  # a sampler may give an image to two processes
+            lines.append([str(i), str(p.index(max(p))), *(f"{value:.6g}" for value in p)])
+        atomic_write_text(path, "".join(",".join(cells) + "\n" for cells in lines))
 
-    def _rank_timeout(self) -> float | None:
-        seconds: float | None = self._get(self.config, "rank_timeout")
-        return seconds
+    def _rank_timeout(self) -> Any:
+        return self._get(self.config, "rank_timeout")
 
     def _launched_ranks(self) -> Any:
         """Processes of the other ranks that this process has launched."""
@@ -203,13 +203,18 @@ class RobustCLI(LightningCLI):
         if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
             return str(error)
         loggers = getattr(getattr(self, "trainer", None), "loggers", ())
-        folders = [getattr(logger, "log_dir", None) for logger in loggers]
+        folders = (getattr(logger, "log_dir", None) for logger in loggers)
         place = error.filename or next(filter(None, folders), "the run's folder")
         return f"{place} cannot be written: {error.strerror}; what was there before is whole"
 
     def before_instantiate_classes(self) -> None:
         """Check the thresholds before hours of attacks."""
         self._thresholds()
+
+    def before_fit(self) -> None:
+        """Refuse options of the trainer that do not fit before a logger makes the run's folder."""
+        if isinstance(self.model, RobustModule):
+            self.model.check_trainer(self.trainer)
 
     def _thresholds(self) -> dict[str, float]:
         """Minimum accuracies of `--fail_under`."""
@@ -225,13 +230,13 @@ class RobustCLI(LightningCLI):
             if not prefix and attack != name and attack not in (*attacks, "worst", "clean"):
                 raise InputError(f"no attack is called {attack!r}: {', '.join(attacks)}, worst")
 
-    def after_test(self) -> None:
-        """Compare the accuracies with the thresholds."""
-        self._check_thresholds("test")
-
     def after_validate(self) -> None:
         """Compare the accuracies with the thresholds."""
         self._check_thresholds("val")
+
+    def after_test(self) -> None:
+        """Compare the accuracies with the thresholds."""
+        self._check_thresholds("test")
 
     def _check_thresholds(self, stage: str) -> None:
         """Exit with code 1 if an accuracy is below its threshold."""
@@ -243,12 +248,11 @@ class RobustCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Test if asked to: the best checkpoint if one is kept by a metric, or the last weights."""
-        trial = self.trainer.fast_dev_run  # type: ignore[attr-defined]
-        if self._get(self.config, "test_after_fit") and not trial:
-            callbacks: Any = self.trainer.checkpoint_callbacks
-            best = [kept.best_model_path for kept in callbacks if getattr(kept, "monitor", None)]
-            path = next(filter(None, best), None)
-            self.trainer.test(
+        trainer: Any = self.trainer
+        if self._get(self.config, "test_after_fit") and not trainer.fast_dev_run:
+            kept = [c for c in trainer.checkpoint_callbacks if getattr(c, "monitor", None)]
+            path = next((c.best_model_path for c in kept if c.best_model_path), None)
+            trainer.test(
                 self.model, self.datamodule, ckpt_path=path, verbose=False, weights_only=True
             )
             self._check_thresholds("test")

@@ -4,12 +4,13 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NoReturn
 
 from lightning_rob.commands.configs import CONFIGS
+from lightning_rob.errors import Fault, InputError, LostRank
 
 COMMANDS = {
     "fit": "train, evaluating the configured attacks at every validation",
@@ -64,8 +65,6 @@ def main(args: Sequence[str] | None = None) -> None:
         _fail(f"unknown command {args[0]!r}, choose from {', '.join(COMMANDS)}")
     elif _asks_for_help(args):
         print(_help_text(args[0]))
-    elif _reads_records(args[0]):
-        _read_records(*args)
     else:
         _run([arg for arg in args if arg != "all" or "--help" not in args])
 
@@ -78,9 +77,9 @@ def _asks_for_help(args: list[str]) -> bool:
 
 def _help_text(command: str) -> str:
     if command in CONFIGS:
-        from lightning_rob.cli.options import command_help  # jsonargparse takes a moment
+        from lightning_rob.cli.options import build_parser  # jsonargparse takes a moment
 
-        return command_help(command)
+        return str(build_parser(command).format_help()).rstrip()
     from lightning_rob.cli.help import run_help
 
     return run_help(command)
@@ -93,43 +92,36 @@ def _reads_records(command: str) -> bool:
 
 def _run(args: list[str]) -> None:
     """Run a command, and turn its errors into one line and an exit code."""
-    tune_process()
-    from lightning_rob.cli.trust import allow_imports
-    from lightning_rob.errors import Fault, InputError
-    from lightning_rob.processes import handle_signals, is_lost_connection
-
-    start = _starter(args[0])
     try:
-        with handle_signals(), allow_imports(args) as rest:
-            start(rest)
+        _read_records(*args) if _reads_records(args[0]) else _compute(args)
     except (InputError, Fault) as error:
         if os.environ.get("LIGHTNING_ROB_DEBUG"):
             raise
         code = 2 if isinstance(error, InputError) else 1
-        _fail(str(error), code, at_once=is_lost_connection(error))
-
-
-def _starter(command: str) -> Callable[[list[str]], Any]:
-    """Return the function that runs a command line."""
-    if command in CONFIGS:
-        from lightning_rob.cli.commands import run_command
-
-        return lambda args: run_command(args[0], args[1:])
-    from lightning_rob.cli.lightning_cli import RobustCLI
-
-    return RobustCLI
+        _fail(str(error), code, at_once=isinstance(error, LostRank))
 
 
 def _read_records(command: str, *args: str) -> None:
+    """Run a command of records."""
     from lightning_rob.cli.options import parse_records
 
     try:
         options = parse_records(command, args)
         import_module(f"lightning_rob.commands.{command}").run(options)
     except (ValueError, OSError) as error:
-        if os.environ.get("LIGHTNING_ROB_DEBUG"):
-            raise
-        _fail(str(error))
+        raise InputError(str(error)) from error
+
+
+def _compute(args: list[str]) -> None:
+    """Run a command that needs torch."""
+    tune_process()
+    from lightning_rob.cli.commands import run_command
+    from lightning_rob.cli.options import join_values
+    from lightning_rob.cli.trust import allow_imports
+    from lightning_rob.processes import handle_signals
+
+    with handle_signals(), allow_imports(join_values(args, CONFIGS.get(args[0]))) as rest:
+        run_command(rest)
 
 
 def _fail(message: str, code: int = 2, at_once: bool = False) -> NoReturn:

@@ -13,6 +13,9 @@ import jsonargparse
 from lightning_rob.commands.configs import CONFIGS, CommandConfig
 from lightning_rob.commands.specs import short
 
+# Options of all commands that are read here and there before a parser sees them.
+SHARED = re.compile(r"-c|--(config|ckpt_path|allow-import|trainer\.callbacks\+|model\b.*)")
+
 
 class Formatter(RawDescriptionHelpFormatter):
     """Keeps the lines of the description; options show their default, but no metavar."""
@@ -50,11 +53,6 @@ def positional(config: type[CommandConfig]) -> list[str]:
     return [fields(config)[0].name] if config.receives == "records" else []
 
 
-def command_help(command: str) -> str:
-    """Return the help page of a command."""
-    return str(build_parser(command).format_help()).rstrip()
-
-
 def parse_records(command: str, args: Sequence[str]) -> Any:
     """Return the options of a command that reads records.
 
@@ -63,36 +61,42 @@ def parse_records(command: str, args: Sequence[str]) -> Any:
     """
     config = CONFIGS[command]
     try:
-        parsed = build_parser(command).parse_args(spell_out(args, config))
+        parsed = build_parser(command).parse_args(join_values(args, config))
     except jsonargparse.ArgumentError as error:
         raise ValueError(f"{error}; try --help") from error
     options = {field.name: parsed[field.name] for field in fields(config)}
     return config(**options | {name: tuple(options[name]) for name in positional(config)})
 
 
-def spell_out(args: Sequence[str], config: type[CommandConfig]) -> list[str]:
-    """Write a command's own options as jsonargparse needs them, and leave the others.
-
-    `--flag` becomes `--flag=true`, `--name VALUE` of a list becomes `--name+=VALUE`, and any
-    other `--name VALUE` becomes `--name=VALUE`, so that the value may begin with a minus sign.
-    """
+def option_types(config: type[CommandConfig]) -> dict[str, Any]:
+    """Return the type of each option of a command."""
     kinds = get_type_hints(config)
-    own = {f"--{field.name}": kinds[field.name] for field in fields(config)}
-    spelled, rest = [], list(args)
+    return {f"--{field.name}": kinds[field.name] for field in fields(config)}
+
+
+def join_values(args: Sequence[str], config: type[CommandConfig] | None = None) -> list[str]:
+    """Write `--name VALUE` as `--name=VALUE`, for `SHARED` options and those of a command.
+
+    So the value may begin with a minus sign. A command's `--flag` becomes `--flag=true`, and
+    `--name VALUE` of a list becomes `--name+=VALUE`.
+    """
+    kinds = option_types(config) if config else {}
+    joined, rest = [], list(args)
     while rest:
         arg = rest.pop(0)
         name, equals, value = arg.partition("=")
-        kind = own.get(name)
+        kind = kinds.get(name)
         follows = bool(rest) and not rest[0].startswith("--")
-        if kind is None or not (equals or follows or kind is bool):
-            spelled.append(arg)
+        own = name in kinds or SHARED.fullmatch(name)
+        if not own or not (equals or follows or kind is bool):
+            joined.append(arg)
             continue
         if kind is bool and not equals:
             value = rest.pop(0) if follows and rest[0] in ("true", "false") else "true"
         elif not equals:
             value = rest.pop(0)
-        spelled.append(f"{name}{'+' if allows(kind, list) else ''}={value}")
-    return spelled
+        joined.append(f"{name}{'+' if allows(kind, list) else ''}={value}")
+    return joined
 
 
 def allows(kind: Any, wanted: type) -> bool:

@@ -10,10 +10,9 @@ import yaml
 
 import lightning_rob
 from lightning_rob.errors import InputError
-from lightning_rob.safe_yaml import load
+from lightning_rob.safe_yaml import load, load_file
 
-PLUG = re.compile(r"(--trainer\.callbacks\+)(?:=(.*))?", flags=re.S)
-RECIPE_OPTION = re.compile(r"(--config|-c)(?:=(.*))?", flags=re.S)
+CONFIG_OPTIONS = ("--config", "-c")
 
 
 def shipped_folder() -> Path:
@@ -36,10 +35,10 @@ def find(name: str, *kinds: str, folder: Path | None = None) -> Path | None:
     path = (folder or Path()) / name
     if path.is_file():
         return path
-    if re.fullmatch(r"\w+", name):
-        files = (shipped_folder() / kind / f"{name}.yaml" for kind in kinds)
-        return next((file for file in files if file.is_file()), None)
-    return None
+    files = (
+        shipped_folder() / kind / f"{name}.yaml" for kind in kinds if re.fullmatch(r"\w+", name)
+    )
+    return next((file for file in files if file.is_file()), None)
 
 
 def find_recipe(name: str) -> Path | None:
@@ -47,32 +46,28 @@ def find_recipe(name: str) -> Path | None:
     return find(name, "configs", "configs/mixins")
 
 
-def spell_out(args: Sequence[str]) -> list[str]:
+def resolve_names(args: Sequence[str]) -> list[str]:
     """Replace short names of recipes and plug-ins by files, and suites by their callbacks.
+
+    Args:
+        args: a command line with joined values.
 
     Raises:
         InputError: a plug-in file is missing, unreadable, or lists itself.
     """
-    spelled: list[str] = []
-    option = None
+    resolved = []
     for arg in args:
-        if option:
-            spelled.append(_value(option, arg))
-            option = None
-            continue
-        found = PLUG.fullmatch(arg) or RECIPE_OPTION.fullmatch(arg)
-        if found and found[2] is not None:
-            arg = f"{found[1]}={_value(found[1], found[2])}"
-        elif found:
-            option = found[1]
-        spelled.append(arg)
-    return spelled
+        option, equals, value = arg.partition("=")
+        if equals and option in CONFIG_OPTIONS:
+            arg = f"{option}={find_recipe(value) or value}"
+        elif equals and option == "--trainer.callbacks+":
+            arg = f"{option}={_plugged(value)}"
+        resolved.append(arg)
+    return resolved
 
 
-def _value(option: str, value: str) -> str:
-    """Return the value of a `--config` or `--trainer.callbacks+` with its names spelled out."""
-    if RECIPE_OPTION.fullmatch(option):
-        return str(find_recipe(value) or value)
+def _plugged(value: str) -> str:
+    """Return the value of a `--trainer.callbacks+` with its names replaced."""
     entry = load(value) if value.startswith(("{", "[")) else value
     found = expand(entry, Path())
     if found == [entry]:
@@ -81,10 +76,10 @@ def _value(option: str, value: str) -> str:
 
 
 def expand_recipe(text: str, folder: Path) -> str:
-    """Return a recipe with the plug-ins under `callbacks+:` spelled out.
+    """Return a recipe, given as YAML, with the plug-ins under `callbacks+:` replaced.
 
     Args:
-        text: a recipe as YAML.
+        text: the recipe.
         folder: folder that paths are relative to.
 
     Raises:
@@ -92,9 +87,8 @@ def expand_recipe(text: str, folder: Path) -> str:
     """
     content = load(text)
     trainer = content.get("trainer") if isinstance(content, dict) else None
-    if not isinstance(trainer, dict) or not trainer.get("callbacks+"):
+    if not isinstance(trainer, dict) or not (entries := trainer.get("callbacks+")):
         return text
-    entries = trainer["callbacks+"]
     found = expand(entries, folder)
     if found == entries:
         return text
@@ -129,29 +123,24 @@ def expand(entry: Any, folder: Path, opened: tuple[Path, ...] = ()) -> list[Any]
     if isinstance(entry, dict) and "class_path" not in entry and len(entry) == 1:
         ((name, options),) = entry.items()
         if isinstance(options, dict) and isinstance(name, str):
-            callbacks = _loaded(expand(name, folder, opened), opened)
+            callbacks = _mappings(expand(name, folder, opened), opened)
             return [_with_options(callback, options) for callback in callbacks]
     return [entry]
 
 
 def _read(file: Path, opened: tuple[Path, ...]) -> Any:
-    """Return the content of a plug-in file; that of a suite with its plug-ins spelled out."""
+    """Return the content of a plug-in file; of a suite, its callbacks."""
     if file in opened:
         circle = " -> ".join(path.name for path in (*opened, file))
         raise InputError(f"a plug-in file lists itself: {circle}")
-    try:
-        content = load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read as a plug-in: {error}") from error
-    except (InputError, yaml.YAMLError) as error:
-        raise InputError(f"{file}: {str(error).removeprefix('YAML: ')}") from error
+    content = load_file(file, "a plug-in")
     if not isinstance(content, list):
         return content
     opened = (*opened, file)
-    return _joined(_loaded(expand(content, file.parent, opened), opened), file)
+    return _joined(_mappings(expand(content, file.parent, opened), opened), file)
 
 
-def _loaded(callbacks: list[Any], opened: tuple[Path, ...]) -> list[dict[str, Any]]:
+def _mappings(callbacks: list[Any], opened: tuple[Path, ...]) -> list[dict[str, Any]]:
     """Return callbacks as mappings: files are read, classes have no options."""
     found = []
     for callback in callbacks:

@@ -17,26 +17,23 @@ OPTION, VARIABLE = "--allow-import", "LIGHTNING_ROB_ALLOW_IMPORT"
 # Classes and functions that compute. Excluded is code that loads, downloads, starts or writes as
 # its arguments say: torch.load, torch.hub, torch.utils.cpp_extension, torch.fx,
 # torchvision.datasets, timm.create_model (ZooNet builds timm's networks), torchmetrics.text …
-TRUSTED = (
-    *(
-        f"lightning_rob.{name}"
-        for name in (
-            *("threat", "rules", "objectives", "nets", "transforms", "defenses", "attacks"),
-            *("metrics", "modules", "callbacks", "data", "evaluation.protocol"),
-            *(name for name in lightning_rob.__all__ if name.isidentifier()),
-        )
+TRUSTED_PARTS = {
+    "lightning_rob": (
+        *("threat", "rules", "objectives", "nets", "transforms", "defenses", "attacks"),
+        *("metrics", "modules", "callbacks", "data", "evaluation.protocol"),
+        *(name for name in lightning_rob.__all__ if name.isidentifier()),
     ),
-    *("torch.nn", "torch.optim", "torchvision.transforms", "torchvision.models"),
-    *(
-        f"lightning.pytorch.{name}"
-        for name in ("accelerators", "callbacks", "loggers", "plugins", "profilers", "strategies")
+    "torch": ("nn", "optim"),
+    "torchvision": ("transforms", "models"),
+    "lightning.pytorch": (
+        *("accelerators", "callbacks", "loggers", "plugins", "profilers", "strategies"),
     ),
-    *("lightning.fabric.plugins", "torchmetrics.classification", "timm.optim"),
-    *(
-        f"kornia.{name}"
-        for name in ("augmentation", "color", "enhance", "filters", "geometry", "morphology")
-    ),
-)
+    "lightning.fabric": ("plugins",),
+    "torchmetrics": ("classification",),
+    "timm": ("optim",),
+    "kornia": ("augmentation", "color", "enhance", "filters", "geometry", "morphology"),
+}
+TRUSTED = [f"{package}.{part}" for package, parts in TRUSTED_PARTS.items() for part in parts]
 OWNERS = {name.split(".")[0] for name in TRUSTED}
 _granted: set[str] = set()
 
@@ -46,34 +43,24 @@ def allow_imports(args: Sequence[str]) -> Iterator[list[str]]:
     """Allow the prefixes of `--allow-import` in this process and in those it starts.
 
     Args:
-        args: a command line.
+        args: a command line with joined values.
 
     Yields:
         The command line without `--allow-import`.
     """
-    rest, prefixes = _split(args)
+    prefixes = [arg.partition("=")[2] for arg in args if _is_allowance(arg)]
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = ",".join([before or "", *prefixes])
+    os.environ[VARIABLE] = ",".join([before or "", *(p or "nothing at all" for p in prefixes)])
     try:
-        yield rest
+        yield [arg for arg in args if not _is_allowance(arg)]
     finally:
         os.environ.pop(VARIABLE)
         if before is not None:
             os.environ[VARIABLE] = before
 
 
-def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate the other arguments from the values of `--allow-import`."""
-    rest: list[str] = []
-    prefixes: list[str] = []
-    words = iter(args)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name == OPTION:
-            prefixes.append((value if equals else next(words, "")) or "nothing at all")
-        else:
-            rest.append(word)
-    return rest, prefixes
+def _is_allowance(arg: str) -> bool:
+    return arg.partition("=")[0] == OPTION
 
 
 def allowed() -> set[str]:

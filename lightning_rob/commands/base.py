@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.base import EvaluationCallback
-from lightning_rob.data import ImageData
+from lightning_rob.defenses import Defense
+from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.records import versions
 from lightning_rob.files import atomic_write_text
-from lightning_rob.modules import RobustModule
 
 WITHOUT_EFFECT = ("batch_size", "eval_batch_size", "workers")  # options of data
 
@@ -39,8 +39,8 @@ class Run:
         overrides: options of the command line that change the model of a checkpoint.
     """
 
-    model: RobustModule
-    data: ImageData
+    model: LightningModule
+    data: LightningDataModule
     trainer: Trainer
     recipe: dict[str, Any]
     name: str = "study"
@@ -48,20 +48,22 @@ class Run:
     command: str = ""
     overrides: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def defense(self) -> Defense:
+        """The module's `defense`, or the module itself as a network."""
+        return as_defense(self.model)
+
     def settings(self) -> dict[str, Any]:
         """Return what scores depend on beside weights and attacks."""
-        trainer = {
-            name: self.recipe["trainer"][name] for name in ("limit_test_batches", "precision")
-        }
+        trainer = {n: self.recipe["trainer"][n] for n in ("limit_test_batches", "precision")}
         data = dict(self.recipe["data"])
         if self.trainer.limit_test_batches == 1.0:
             options = data.get("init_args") or {}
-            kept = {name: value for name, value in options.items() if name not in WITHOUT_EFFECT}
-            data["init_args"] = kept
+            data["init_args"] = {k: v for k, v in options.items() if k not in WITHOUT_EFFECT}
         else:
             trainer["world_size"] = self.trainer.world_size
         found = {"model": self.recipe["model"], "data": data, "trainer": trainer}
-        if self.model.defense.transductive:
+        if self.defense.transductive:
             found["round"] = getattr(self.data, "eval_batch_size", None)
         return found | {"versions": versions()}
 

@@ -1,8 +1,7 @@
 """`lightning-rob bpda`: train the networks that a folder lacks, and report the errors of all."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +28,6 @@ from lightning_rob.transforms.bpda import (
 from lightning_rob.transforms.nondifferentiable import ALL as NONDIFFERENTIABLE
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the table.
-
-    Args:
-        name: of the transform.
-        about: metadata in the file of its network; None without a network.
-        reason: why there is no network.
-        existed: whether it was trained by an earlier run.
-    """
-
-    name: str
-    about: dict[str, Any] | None
-    reason: str = ""
-    existed: bool = False
-
-
 def run(config: BpdaConfig, data: ImageData) -> None:
     """Train the missing networks, and print the table.
 
@@ -54,9 +36,18 @@ def run(config: BpdaConfig, data: ImageData) -> None:
         OSError: a file cannot be written.
     """
     transforms = build_transforms(config.transforms)
-    images = training_images(data, config.max_images)
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    images = training_images(data, config.max_images).to(device)
+    skipped = {name: reason for name, t in transforms.items() if (reason := _unfit(t, images))}
     folder = config.out or Path()  # which the config has checked
-    print_rows(train_all(config, folder, transforms, images), folder)
+    usable = {name: t for name, t in transforms.items() if name not in skipped}
+    paths = {name: place_of(folder, t, images.shape[1:]) for name, t in usable.items()}
+    missing = {name: usable[name] for name, path in paths.items() if not path.exists()}
+    train_all(config, folder, missing, images)
+    print_table({name: load_approximation(path)[1] for name, path in paths.items()})
+    for reason in skipped.values():
+        print(f"Skipped: {reason}")
+    print(f"Networks are in {folder}, {len(usable) - len(missing)} of them from before")
 
 
 def build_transforms(chosen: Mapping[str, Any] | str) -> dict[str, Transform]:
@@ -99,40 +90,24 @@ def training_images(data: ImageData, limit: int | None) -> Tensor:
 
 
 def train_all(
-    config: BpdaConfig, folder: Path, transforms: dict[str, Transform], images: Tensor
-) -> list[Row]:
-    """Train the networks that the folder lacks.
+    config: BpdaConfig, folder: Path, transforms: Mapping[str, Transform], images: Tensor
+) -> None:
+    """Train a network on each transform, and write it to the folder.
 
     Args:
         config: options.
         folder: of the networks.
         transforms: by name.
         images: [N, C, H, W] in [0, 1].
-
-    Returns:
-        A row for each transform.
     """
-    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    images = images.to(device)
-    unfit = {name: _reason_unfit(t, images) for name, t in transforms.items()}
-    paths = {n: place_of(folder, t, images.shape[1:]) for n, t in transforms.items()}
-    missing = [n for n, path in paths.items() if not (unfit[n] or path.exists())]
     steps = config.epochs * (len(images) - held_out(len(images)))
-    rows = []
-    with tqdm(total=len(missing) * steps, unit="img", disable=not missing) as bar:
+    with tqdm(total=len(transforms) * steps, unit="img", disable=not transforms) as bar:
         for name, transform in transforms.items():
-            if unfit[name]:
-                rows.append(Row(name, None, unfit[name]))
-                continue
-            if name in missing:
-                bar.set_description(name)
-                _train(config, folder, transform, images, bar)
-            about = load_approximation(paths[name])[1]
-            rows.append(Row(name, about, existed=name not in missing))
-    return rows
+            bar.set_description(name)
+            _train(config, folder, transform, images, bar)
 
 
-def _reason_unfit(transform: Transform, images: Tensor) -> str:
+def _unfit(transform: Transform, images: Tensor) -> str:
     """Return why a transform does not take such images; "" if it does."""
     try:
         with torch.no_grad():
@@ -164,25 +139,16 @@ def _train(
     )
 
 
-def print_rows(rows: Sequence[Row], folder: Path) -> None:
-    """Print the table, the skipped transforms and the folder."""
+def print_table(networks: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print the errors of networks, given what their files say of them by name."""
     table = Table(title="Mean squared errors on images held out, in squared pixel units")
     for title in ("transform", "network", "identity", "images", "epochs", "seconds"):
         table.add_column(title, justify="left" if title == "transform" else "right")
-    for name, about in ((row.name, row.about) for row in rows if row.about):
-        errors = [f"{about['error']:.5f}{_star(about)}", f"{about['identity']:.5f}"]
+    worse = {name for name, about in networks.items() if about["error"] >= about["identity"]}
+    for name, about in networks.items():
+        errors = [f"{about['error']:.5f}{'*' * (name in worse)}", f"{about['identity']:.5f}"]
         counts = [f"{about[key]:.0f}" for key in ("images", "epochs", "seconds")]
         table.add_row(name, *errors, *counts)
     Console().print(table)
-    if any(_star(row.about) for row in rows if row.about):
+    if worse:
         print("* worse than the identity: more images or epochs may help")
-    for row in rows:
-        if row.about is None:
-            print(f"Skipped: {row.reason}")
-    existed = sum(row.existed for row in rows)
-    print(f"Networks are in {folder}, {existed} of them from before")
-
-
-def _star(about: dict[str, Any]) -> str:
-    """Mark a network that approximates its transform worse than the identity does."""
-    return "*" if about["error"] >= about["identity"] else ""

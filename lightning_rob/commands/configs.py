@@ -20,7 +20,27 @@ SIGNIFICANT = 0.05
 
 
 @dataclass(frozen=True)
-class TuneConfig:
+class CommandConfig:
+    """Options of a command."""
+
+    receives: ClassVar[Receives]
+    usage: ClassVar[str]
+
+    @classmethod
+    def from_recipe(cls, recipe: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options that a recipe of `fit` implies."""
+        return {}
+
+
+def at_least(minimum: int, **numbers: int | None) -> None:
+    """Refuse an option that is given and below a minimum."""
+    for name, number in numbers.items():
+        if number is not None and number < minimum:
+            raise ValueError(f"--{name} must be at least {minimum}, got {number}")
+
+
+@dataclass(frozen=True)
+class TuneConfig(CommandConfig):
     """Search the values of a recipe's keys that make short trainings of it score best.
 
     The search is Bayesian optimization: Gaussian process, upper confidence bound.
@@ -74,7 +94,7 @@ class TuneConfig:
 
 
 @dataclass(frozen=True)
-class ExportConfig:
+class ExportConfig(CommandConfig):
     """Write a defense, its rule and its draws included, as a program that needs torch alone.
 
     The program is loaded back and has to give the same predictions.
@@ -113,9 +133,7 @@ class ExportConfig:
             raise ValueError(f"--out must name a file.pt2, got {str(self.out)!r}")
         if self.batch != "dynamic" and not str(self.batch).isdigit():
             raise ValueError(f"--batch must be a number or dynamic, got {str(self.batch)!r}")
-        for name, number in (("batch", self.batch_size), ("images", self.images)):
-            if number is not None and number < 1:
-                raise ValueError(f"--{name} must be at least 1, got {number}")
+        at_least(1, batch=self.batch_size, images=self.images)
 
     @property
     def batch_size(self) -> int | None:
@@ -123,8 +141,18 @@ class ExportConfig:
         return None if self.batch == "dynamic" else int(self.batch)
 
 
+def find_transforms(content: Any) -> dict[str, Any] | None:
+    """Return the first mapping under a key `transforms`, at any depth."""
+    if not isinstance(content, Mapping):
+        return None
+    if isinstance(content.get("transforms"), Mapping):
+        return dict(content["transforms"])
+    found = (find_transforms(part) for part in content.values())
+    return next((part for part in found if part), None)
+
+
 @dataclass(frozen=True)
-class BpdaConfig:
+class BpdaConfig(CommandConfig):
     """Train a network on each transform (BPDA), whose gradient can replace the transform's.
 
     It is used by RandomTransforms(…, gradients="bpda", approximations=FOLDER).
@@ -167,14 +195,12 @@ class BpdaConfig:
     def __post_init__(self) -> None:
         if self.out is None:
             raise ValueError("say where the networks go to: --out FOLDER")
-        for name, minimum in (("epochs", 1), ("max_images", 2)):
-            number = getattr(self, name)
-            if number is not None and number < minimum:
-                raise ValueError(f"--{name} must be at least {minimum}, got {number}")
+        at_least(1, epochs=self.epochs)
+        at_least(2, max_images=self.max_images)
 
 
 @dataclass(frozen=True)
-class AuditConfig:
+class AuditConfig(CommandConfig):
     """Check a checkpoint for signs that its defense only seems robust.
 
     Gradients that are zero, infinite or cut off; attacks that grow weaker with more
@@ -221,25 +247,12 @@ class AuditConfig:
                 f"--eps {self.eps:g} holds every image, for images span [0, 1]: "
                 f"did you mean {self.eps:g}/255?"
             )
-        for name in ("images", "steps", "queries"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"--seed must be at least 0, got {self.seed}")
-
-
-def find_transforms(content: Any) -> dict[str, Any] | None:
-    """Return the first mapping under a key `transforms`, at any depth."""
-    if not isinstance(content, Mapping):
-        return None
-    if isinstance(content.get("transforms"), Mapping):
-        return dict(content["transforms"])
-    found = (find_transforms(part) for part in content.values())
-    return next((part for part in found if part), None)
+        at_least(1, images=self.images, steps=self.steps, queries=self.queries)
+        at_least(0, seed=self.seed)
 
 
 @dataclass(frozen=True)
-class SweepConfig:
+class SweepConfig(CommandConfig):
     r"""Attack a checkpoint value by value of a variable: one table, figure and record.
 
     The variable is the sampling probability of the first member, the number of members,
@@ -286,7 +299,7 @@ class SweepConfig:
 
 
 @dataclass(frozen=True)
-class MonitorConfig:
+class MonitorConfig(CommandConfig):
     r"""Follow the checkpoints of a run, also while it trains.
 
     Each new one is attacked; the images that became vulnerable are named, and an alarm is
@@ -334,10 +347,9 @@ class MonitorConfig:
             raise ValueError("say first which run to watch: lightning-rob monitor logs/version_0")
         if not self.run.is_dir():
             raise ValueError(f"there is no folder {self.run}")
-        for name in ("every", "minutes"):
-            seconds = getattr(self, name)
-            if seconds is not None and not 0 < seconds < float("inf"):
-                raise ValueError(f"--{name} must be above 0, got {seconds:g}")
+        for name, time in (("every", self.every), ("minutes", self.minutes)):
+            if time is not None and not 0 < time < float("inf"):
+                raise ValueError(f"--{name} must be above 0, got {time:g}")
         _ = self.level, self.minima  # raise errors before anything is built
 
     @property
@@ -366,7 +378,7 @@ class MonitorConfig:
 
 
 @dataclass(frozen=True)
-class CompareConfig:
+class CompareConfig(CommandConfig):
     r"""Compare results on the same images, image by image.
 
     A record is a CSV file in the folder images/ of a run. Of two records: two checkpoints
@@ -418,7 +430,7 @@ class CompareConfig:
 
 
 @dataclass(frozen=True)
-class ReportConfig:
+class ReportConfig(CommandConfig):
     """Turn the records of runs into one HTML page, complete in itself, and into Markdown.
 
     A page shows the last evaluation of each run, its robust accuracy epoch by epoch, all
@@ -448,16 +460,6 @@ class ReportConfig:
             raise ValueError("report takes at least one folder: lightning-rob report RUN")
 
 
-CommandConfig = (
-    TuneConfig
-    | AuditConfig
-    | SweepConfig
-    | MonitorConfig
-    | ExportConfig
-    | BpdaConfig
-    | CompareConfig
-    | ReportConfig
-)
 CONFIGS: dict[str, type[CommandConfig]] = {
     "sweep": SweepConfig,
     "tune": TuneConfig,

@@ -1,12 +1,12 @@
 """`lightning-rob export`: a whole defense as one file that needs torch alone."""
 
 import json
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.export import load as load_program
@@ -14,8 +14,8 @@ from torch.export import save as save_program
 
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.configs import ExportConfig
-from lightning_rob.data import ImageData
 from lightning_rob.defenses import Defense
+from lightning_rob.evaluation.groups import counted, regrouped
 from lightning_rob.evaluation.records import versions
 from lightning_rob.files import atomic_write
 from lightning_rob.identity import fingerprint
@@ -42,8 +42,9 @@ def run(config: ExportConfig, run: Run) -> None:
         raise ValueError("say whose weights: --ckpt_path CHECKPOINT")
     path = config.out or Path()  # which the config has checked
     images, keys = first_images(run.data, config.images)
+    seed = int(getattr(run.model, "seed", 0))
     try:
-        card = export(run.model.defense, path, images, keys, run.model.seed, config.batch_size)
+        card = export(run.defense, path, images, keys, seed, config.batch_size)
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error}") from error
     print(
@@ -53,12 +54,11 @@ def run(config: ExportConfig, run: Run) -> None:
     )
 
 
-def first_images(data: ImageData, count: int) -> tuple[Tensor, Tensor]:
+def first_images(data: LightningDataModule, count: int) -> tuple[Tensor, Tensor]:
     """Return the first test images [N, C, H, W] and their indices [N]."""
     data.setup("test")
-    part = data.parts["test"]
-    rows = [part[i] for i in range(min(count, len(part)))]
-    return torch.stack([row[0] for row in rows]), torch.tensor([int(row[2]) for row in rows])
+    x, _, index = next(regrouped(counted(data.test_dataloader()), count))
+    return x, index
 
 
 def export(
@@ -138,11 +138,7 @@ class KeyedDefense(nn.Module):
 
 
 class KeyedTransform(nn.Module):
-    """A single transform, to find out which of several cannot be exported.
-
-    Args:
-        transform: the transform.
-    """
+    """A single transform, to find out which of several cannot be exported."""
 
     def __init__(self, transform: Transform) -> None:
         super().__init__()
@@ -169,7 +165,9 @@ def trace(net: KeyedDefense, inputs: Inputs, batch: int | None) -> tuple[Exporte
             inputs = inputs[:1]
         return _graph(net, inputs, batch), inputs
     except Exception as error:  # tracing may raise any kind
-        culprits = [n for n, part in _transforms(net.defense) if not _is_exportable(part, inputs)]
+        defenses = [part for part in net.defense.modules() if isinstance(part, Defense)]
+        transforms = [pair for defense in defenses for pair in defense.transforms.items()]
+        culprits = [name for name, one in transforms if not _is_exportable(one, inputs)]
         reason = f"because of {', '.join(culprits)} " if culprits else ""
         raise ValueError(
             f"{type(net.defense).__name__} cannot be exported {reason}"
@@ -193,12 +191,6 @@ def is_randomized(defense: Defense, images: Tensor) -> bool:
     with torch.no_grad():
         defense(images[:1], generator)
     return not torch.equal(before, generator.get_state())
-
-
-def _transforms(defense: Defense) -> Iterator[tuple[str, Transform]]:
-    for part in defense.modules():
-        if isinstance(part, Defense):
-            yield from part.transforms.items()
 
 
 def _is_exportable(transform: Transform, inputs: Inputs) -> bool:

@@ -11,10 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_rob.evaluation import EvaluationResult
 from lightning_rob.files import atomic_write
 
 Scores = tuple[Tensor, Tensor]  # indices [N], rising, and scores [N, R] by inference
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error)
+
+
+def scores_by_name(result: EvaluationResult) -> dict[str, Scores]:
+    """Return the scores of each column of a result, on the CPU."""
+    index = result.index.cpu()
+    return {name: (index, result.scores[:, i].cpu()) for i, name in enumerate(result.names)}
 
 
 @dataclass(frozen=True)

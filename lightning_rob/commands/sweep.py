@@ -1,6 +1,5 @@
 """`lightning-rob sweep`: evaluate a checkpoint once for each value of a variable."""
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from lightning.pytorch import Callback
 from lightning_rob.attacks import Attack
 from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks import RobustEval
-from lightning_rob.callbacks.measurement import Measurement
+from lightning_rob.callbacks.measurement import Measurement, measure
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.commands.base import Run, without_reporting
 from lightning_rob.commands.configs import SweepConfig
-from lightning_rob.commands.scores import ScoreFiles, Scores
+from lightning_rob.commands.scores import ScoreFiles, Scores, scores_by_name
 from lightning_rob.commands.sweep_table import Row, SweepTable
 from lightning_rob.commands.sweep_values import Value
 from lightning_rob.commands.sweep_variables import VARIABLES, Variable
@@ -25,6 +24,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.records import Result, append_records, measured, versions
 from lightning_rob.evaluation.results import WORST
+from lightning_rob.files import read_json_lines
 from lightning_rob.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN
 
@@ -38,7 +38,7 @@ def run(config: SweepConfig, run: Run) -> None:
     Raises:
         ValueError: the variable does not fit the attacks or the defense.
     """
-    weights = fingerprint(run.model.defense)
+    weights = fingerprint(run.defense)
     name = Path(run.checkpoint).stem if run.checkpoint else type(run.model).__name__
     folder = config.out or Path("sweeps") / f"{name}_{weights[:8]}_{config.over}"
     facts = {
@@ -60,13 +60,7 @@ def run(config: SweepConfig, run: Run) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """Function of a defense that sets the variable and returns the attacked part.
-
-    Args:
-        variable: the variable.
-        value: its value.
-        source: the callback whose target is attacked.
-    """
+    """Function of a defense that sets the variable and returns the part that `source` attacks."""
 
     variable: Variable
     value: float
@@ -75,6 +69,11 @@ class Target:
     def __call__(self, defense: Defense) -> Defense:
         """Return the attacked part of the changed defense."""
         return self.source.target(self.variable.defense(defense, self.value))
+
+    def attacks(self) -> dict[str, Attack]:
+        """Return the callback's attacks with the value."""
+        named = self.source.attacks.items()
+        return {name: self.variable.attack(attack, self.value) for name, attack in named}
 
 
 @dataclass(frozen=True)
@@ -119,15 +118,6 @@ class Task:
         """Whether it counts in the worst case: an attack on the full defense."""
         return self.attack is not None and self.target.source.target is full_defense
 
-    def point(self, source: Point, files: ScoreFiles) -> Point:
-        """Return the task's result from an equal measurement, recorded or new."""
-        result, (_, scores) = source.result, source.scores
-        own = {name: result.details[name] for name in MEASURED}
-        details = self.details | own | {"reuse": files.reference(self.key)}
-        draws = scores if own["private_draws"] > 1 else None
-        found = measured(self.name, scores.mean(1), result.seconds, details, draws)
-        return Point(found, source.scores)
-
 
 PlanRow = tuple[Value, list[Task]]
 
@@ -136,11 +126,6 @@ def measurement_plan(
     config: SweepConfig, callbacks: Sequence[RobustEval], run: Run
 ) -> list[PlanRow]:
     """Return the tasks of each value.
-
-    Args:
-        config: variable and values.
-        callbacks: the attacks and their targets.
-        run: the defense and its settings.
 
     Raises:
         ValueError: the variable does not fit the attacks or the defense.
@@ -155,10 +140,12 @@ def measurement_plan(
     settings, rows = run.settings(), []
     for value in config.points:
         targets = [Target(variable, value.number, callback) for callback in callbacks]
-        tasks = [t for target in targets for t in _tasks(config, target, run, settings)]
-        rows.append((value, tasks))
-    names = [*dict.fromkeys(task.name for task in rows[0][1])]
-    names += [WORST] * (sum(task.counts for task in rows[0][1]) > 1)
+        rows.append(
+            (value, [t for target in targets for t in _tasks(config, target, run, settings)])
+        )
+    first = rows[0][1]
+    names = [*dict.fromkeys(task.name for task in first)]
+    names += [WORST] * (sum(task.counts for task in first) > 1)
     if config.best and config.best not in names:
         raise ValueError(f"choose --best from {', '.join(names)}, got {config.best!r}")
     return rows
@@ -174,18 +161,15 @@ def _tasks(
         **{name: value for name, value in source.settings.asdict().items() if value is not None},
         "max_images": source.settings.max_images,
     }
-    depends = shared | settings | {"defense": fingerprint(target(run.model.defense))}
-    attacks: dict[str, Attack | None] = {CLEAN: None} if source.target is full_defense else {}
-    for name, attack in source.attacks.items():
-        attacks[name] = target.variable.attack(attack, target.value)
-    for name, changed in attacks.items():
+    depends = shared | settings | {"defense": fingerprint(target(run.defense))}
+    clean: dict[str, Attack | None] = {CLEAN: None} if source.target is full_defense else {}
+    for name, attack in (clean | target.attacks()).items():
         specs = {}
-        if changed:
-            specs = {"attack": attack_spec(changed), "threat": attack_spec(changed.threat)}
+        if attack:
+            specs = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
         place = {"variable": config.over, "value": target.value, "stage": "test"}
-        key = cache_key(name=name, **specs, **depends)
         details = place | specs | shared | {"versions": settings["versions"]}
-        yield Task(name, changed, target, details, key)
+        yield Task(name, attack, target, details, cache_key(name=name, **specs, **depends))
 
 
 class ResultCache:
@@ -219,9 +203,6 @@ class ResultCache:
             for point in new:
                 if point.key not in self.points:
                     self.files.write(point.key, point.scores)
-            if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-                with self.path.open("a") as file:  # end the line that a crash broke off
-                    file.write("\n")
             append_records(self.path, (point.result.record() for point in new))
         for point in new:
             self._keep(point)
@@ -231,12 +212,9 @@ class ResultCache:
         self.places.add(point.place)
 
     def _read(self) -> Iterator[Point]:
-        lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() else ()
-        for line in lines:
+        for fields in read_json_lines(self.path):
             try:
-                fields = json.loads(line)
-                scores = self.files.read(fields)
-                if scores is not None:
+                if (scores := self.files.read(fields)) is not None:
                     point = Point(Result.from_record(fields), scores)
                     _ = point.place  # raises an error for a record of another kind
                     yield point
@@ -246,14 +224,7 @@ class ResultCache:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Measures the results that the record lacks.
-
-    Args:
-        config: variable and values.
-        run: module, data and trainer.
-        others: callbacks of the trainer that do not report.
-        cache: the record.
-    """
+    """Measures the results that the cache lacks, beside callbacks that do not report."""
 
     config: SweepConfig
     run: Run
@@ -266,59 +237,49 @@ class Sweep:
         writes = self.run.trainer.is_global_zero
         for number, (value, tasks) in enumerate(rows, start=1):
             began = time.perf_counter()
-            evaluations = self._evaluate(tasks)
-            points = self._collect(tasks, evaluations)
+            new = self._measured(tasks)
+            points = [self._point(task, new) for task in tasks]
             self.cache.add(points, writes)
-            worst = worst_point(tasks, self.cache, self.run.model.defense.transductive)
+            worst = worst_point(tasks, self.cache, self.run.defense.transductive)
             self.cache.add(worst, writes)
             row = table.setdefault(value, {})
             for point in (*points, *worst):
                 row.setdefault(point.result.name, point.result)
             if writes:
-                took = f"{time.perf_counter() - began:.0f} s" if evaluations else "recorded"
+                took = f"{time.perf_counter() - began:.0f} s" if new else "recorded"
                 accuracies = ", ".join(f"{r.name} {r.accuracy:.1%}" for r in row.values())
                 place = f"[{number}/{len(rows)}] {self.config.over} {value.label}"
                 print(f"{place}: {accuracies} ({took})")
         return table
 
-    def _evaluate(self, tasks: Sequence[Task]) -> list[Measurement]:
+    def _measured(self, tasks: Sequence[Task]) -> dict[tuple[str, Target], Point]:
         """Measure the tasks that are not recorded, in one test for all callbacks."""
-        missing = {task.target for task in tasks if task.key not in self.cache.points}
-        evaluations = []
-        for target in dict.fromkeys(task.target for task in tasks if task.target in missing):
-            own = [task for task in tasks if task.target == target]
-            attacks = {
-                task.name: task.attack
-                for task in own
-                if task.attack is not None and task.key not in self.cache.points
-            }
+        missing = [task for task in tasks if task.key not in self.cache.points]
+        measurements = {}
+        for target in dict.fromkeys(task.target for task in missing):
+            attacks = {t.name: t.attack for t in missing if t.target == target and t.attack}
             if not attacks:  # only clean images are missing, but an evaluation needs an attack
-                attacks = {task.name: task.attack for task in own[:2] if task.attack is not None}
-            evaluations.append(Measurement(attacks, target, target.source.settings))
-        if evaluations:
-            trainer = self.run.trainer
-            trainer.callbacks = [*self.others, *evaluations]  # type: ignore[attr-defined]
-            trainer.test(self.run.model, datamodule=self.run.data, verbose=False)
-        return evaluations
+                attacks = dict([*target.attacks().items()][:1])
+            measurements[target] = Measurement(attacks, target, target.source.settings)
+        if not measurements:
+            return {}
+        run = self.run
+        results = measure(run.trainer, run.model, run.data, self.others, [*measurements.values()])
+        return {
+            (name, target): Point(result.measurement(name), scores)
+            for target, result in zip(measurements, results, strict=True)
+            for name, scores in scores_by_name(result).items()
+        }
 
-    def _collect(self, tasks: Sequence[Task], evaluations: Sequence[Measurement]) -> list[Point]:
-        """Return the value's results, new and recorded."""
-        new: dict[tuple[str, Any], Point] = {}
-        for evaluation in evaluations:
-            found = evaluation.result
-            if found is None:
-                raise ValueError(
-                    "no figures came back from processes that were spawned: use strategy ddp"
-                )
-            for i, name in enumerate(found.names):
-                scores = found.index.cpu(), found.scores[:, i].cpu()
-                new[name, evaluation.target] = Point(found.measurement(name), scores)
-        points = []
-        for task in tasks:
-            source = self.cache.points.get(task.key) or new.get((task.name, task.target))
-            if source is not None:
-                points.append(task.point(source, self.cache.files))
-        return points
+    def _point(self, task: Task, new: dict[tuple[str, Target], Point]) -> Point:
+        """Return a task's result from an equal measurement, recorded or new."""
+        source = self.cache.points.get(task.key) or new[task.name, task.target]
+        own = {name: source.result.details[name] for name in MEASURED}
+        details = task.details | own | {"reuse": self.cache.files.reference(task.key)}
+        scores = source.scores[1]
+        draws = scores if own["private_draws"] > 1 else None
+        result = measured(task.name, scores.mean(1), source.result.seconds, details, draws)
+        return Point(result, source.scores)
 
 
 def worst_point(tasks: Sequence[Task], cache: ResultCache, joint: bool = False) -> list[Point]:
@@ -341,11 +302,10 @@ def worst_point(tasks: Sequence[Task], cache: ResultCache, joint: bool = False) 
     found = worst_case(tables, random, joint)
     key = cache_key(name=WORST, over=[task.key for task in counted])
     last = over[-1].result.details
-    details = counted[0].details | {name: last[name] for name in MEASURED}
+    details = {k: v for k, v in counted[0].details.items() if k not in ("attack", "threat")}
+    details |= {name: last[name] for name in MEASURED}
     details |= {"choice": found.choice, "over": [task.name for task in counted]}
     details |= {"reuse": cache.files.reference(key)}
-    for name in ("attack", "threat"):
-        details.pop(name)
     draws = found.scores if last["private_draws"] > 1 else None
     result = measured(WORST, found.scores.mean(1), 0.0, details, draws)
     return [Point(result, (found.index, found.scores))]

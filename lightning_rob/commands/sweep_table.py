@@ -47,6 +47,11 @@ class SweepTable:
         return str(self.config.over)
 
     @property
+    def optimum(self) -> str | None:
+        """The side for which a value is marked as best."""
+        return VARIABLES[self.over].optimum
+
+    @property
     def names(self) -> list[str]:
         """The columns: clean images, the attacks, the worst of them."""
         names = dict.fromkeys(name for row in self.table.values() for name in row)
@@ -62,11 +67,11 @@ class SweepTable:
         Empty where the value makes no difference, or the variable has no best.
         """
         found = {value: result.accuracy for value, result in self.column(name).items()}
-        optimum = VARIABLES[self.over].optimum
-        low, high = min(found.values()), max(found.values())
-        if optimum is None or low == high:
+        accuracies = set(found.values())
+        if self.optimum is None or len(accuracies) == 1:
             return []
-        return [value for value, a in found.items() if a == (high if optimum == "defense" else low)]
+        wanted = max(accuracies) if self.optimum == "defense" else min(accuracies)
+        return [value for value, accuracy in found.items() if accuracy == wanted]
 
     def sentence(self) -> str:
         """Return the sentence that `--best` asks for; empty without that option."""
@@ -74,12 +79,11 @@ class SweepTable:
         if name is None:
             return ""
         value = (self.best(name) or list(self.table))[0]
-        others = [n for n in self.names if n != name and n in self.table[value]]
-        there = ", ".join(f"{n} there: {_percent(self.table[value][n])}" for n in others)
-        adjective = "best" if VARIABLES[self.over].optimum == "defense" else "strongest"
-        accuracy = _percent(self.table[value][name])
-        found = f"{adjective} {self.over} under {name}: {value.label} ({accuracy})"
-        return f"{found}; {there}" if there else found
+        row = {n: f"{100 * result.accuracy:.1f} %" for n, result in self.table[value].items()}
+        there = [f"{n} there: {row[n]}" for n in self.names if n != name and n in row]
+        adjective = "best" if self.optimum == "defense" else "strongest"
+        found = f"{adjective} {self.over} under {name}: {value.label} ({row[name]})"
+        return "; ".join(filter(None, [found, ", ".join(there)]))
 
     def rows(self) -> list[list[str]]:
         """Return the table's cells, the value first; an asterisk marks the best of a column."""
@@ -91,33 +95,35 @@ class SweepTable:
 
     def caption(self) -> str:
         """Return the legend of the cells."""
-        mark = MARKS.get(VARIABLES[self.over].optimum or "")
+        mark = MARKS.get(self.optimum or "")
         return f"{CAPTION}; {mark}" if mark and any(map(self.best, self.names)) else CAPTION
 
     def images(self) -> str:
         """Return the number of evaluated images."""
-        counts = {name: next(iter(self.column(name).values())).n for name in self.names}
-        if len(set(counts.values())) == 1:
-            return str(next(iter(counts.values())))
+        counts = {name: self._first(name).n for name in self.names}
+        if len({*counts.values()}) == 1:
+            return str(counts[self.names[0]])
         return ", ".join(f"{n} ({name})" for name, n in counts.items())
+
+    def _first(self, name: str) -> Result:
+        return next(iter(self.column(name).values()))
 
     def heading(self, name: str) -> str:
         """Return the title of a column, with the target unless it is the full defense."""
-        target = next(iter(self.column(name).values())).details["target"]
+        target = self._first(name).details["target"]
         return name if target == "full_defense" else f"{name} on {target}".replace("_", " ")
 
     def markdown(self) -> str:
         """Return the outcome as a page, with all that is needed to repeat it."""
-        head = ["| " + " | ".join([self.over, *map(self.heading, self.names)]) + " |"]
-        head += ["|" + " ---: |" * (1 + len(self.names))]
-        cells = ["| " + " | ".join(row) + " |" for row in self.rows()]
+        head = [self.over, *map(self.heading, self.names)]
+        rows = [head, ["---:"] * len(head), *self.rows()]
+        table = "\n".join("| " + " | ".join(row) + " |" for row in rows).replace("*", "\\*")
         facts = [f"- {k}: {v}" for k, v in (self.facts | {"images": self.images()}).items()]
-        table = "\n".join([*head, *cells]).replace("*", "\\*")
         best = [f"**{self.sentence()}**"] if self.config.best else []
         caption = self.caption().replace("*", "\\*")
         figure = f"![Accuracy by {self.over}](sweep.png)"
-        parts = [f"# Sweep over {self.over}", *best, table, caption, figure]
-        return "\n\n".join([*parts, "\n".join(facts)]) + "\n"
+        parts = [f"# Sweep over {self.over}", *best, table, caption, figure, "\n".join(facts)]
+        return "\n\n".join(parts) + "\n"
 
     def figure(self) -> Figure:
         """Draw one line per attack."""
@@ -167,10 +173,6 @@ class SweepTable:
         if self.config.best:
             print(self.sentence())
         print(f"Wrote {folder}/sweep.jsonl, sweep.md and sweep.png")
-
-
-def _percent(result: Result) -> str:
-    return f"{100 * result.accuracy:.1f} %"
 
 
 def _cell(result: Result | None, best: bool) -> str:

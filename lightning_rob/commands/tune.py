@@ -5,23 +5,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lightning_rob.commands.base import Run, quiet_lightning, write_config
 from lightning_rob.commands.configs import TuneConfig
+from lightning_rob.commands.specs import class_name
 from lightning_rob.commands.tune_search import Budget, Point, Search, Space, replaced
 from lightning_rob.commands.tune_trials import Record, Study, Trial, read_trials
-from lightning_rob.errors import InputError
 from lightning_rob.identity import cache_key
 from lightning_rob.plots import convergence, save
 from lightning_rob.randomness import derive_seed
-from lightning_rob.safe_yaml import load
+from lightning_rob.safe_yaml import load_file
 
 QUIET = {
     "trainer.logger": False,
@@ -68,8 +68,9 @@ def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
     with quiet_lightning():
         training.build_trial(0, own)  # fail for an invalid value before the first trial
     with _progress_bar(record, budget) as report:
-        execute(Study(space, search, record, training, report))
-    best = Outcome(space, search, record, run.recipe, out, run.command).write()
+        study = Study(space, search, record, training, report)
+        execute(study)
+    best = Outcome(study, run.recipe, out, run.command).write()
     return best if config.then_fit else None
 
 
@@ -108,10 +109,10 @@ class Training:
         place = {"trainer.default_root_dir": str(folder)}
         recipe = replaced(self.recipe, QUIET | place | seed | self.space.trial | values)
         recipe, _ = self.space.pruned(recipe, values)
-        callbacks = recipe["trainer"]["callbacks"] or []
-        if not recipe["trainer"]["logger"]:
-            callbacks = [c for c in callbacks if c["class_path"].split(".")[-1] not in NEEDS_LOGGER]
-        recipe["trainer"]["callbacks"] = callbacks
+        trainer = recipe["trainer"]
+        unfit = () if trainer["logger"] else NEEDS_LOGGER
+        kept = [c for c in trainer["callbacks"] or () if class_name(c["class_path"]) not in unfit]
+        trainer["callbacks"] = kept
         write_config(recipe, folder / "config.yaml")
         return self.build(folder / "config.yaml")
 
@@ -133,9 +134,10 @@ def read_space(path: Path) -> Space:
     """
     if not path.is_file():
         raise ValueError(f"there is no search space {path}")
+    content = load_file(path, "a search space")
     try:
-        return Space.read(load(path.read_text()))
-    except (InputError, ValueError, yaml.YAMLError) as error:
+        return Space.read(content)
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -186,20 +188,9 @@ def _progress_bar(record: Record, budget: Budget) -> Iterator[Callable[..., None
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a study: a table, a recipe, a figure.
+    """The result of a finished study of a recipe: a table, the best recipe and a figure."""
 
-    Args:
-        space: the search space.
-        search: its start.
-        record: all trials.
-        recipe: the whole configuration, with its own values.
-        folder: for the files.
-        command: the command line.
-    """
-
-    space: Space
-    search: Search
-    record: Record
+    study: Study
     recipe: dict[str, Any]
     folder: Path
     command: str
@@ -210,17 +201,17 @@ class Outcome:
         Raises:
             ValueError: all trials failed.
         """
-        best = self.record.best
+        study, best = self.study, self.study.record.best
         if best is None:
-            raise ValueError(f"all {len(self.record.trials)} trials failed")
-        recipe, dropped = self.space.pruned(replaced(self.recipe, best.values), best.values)
+            raise ValueError(f"all {len(study.record.trials)} trials failed")
+        recipe, dropped = study.space.pruned(replaced(self.recipe, best.values), best.values)
         Console().print(self.table(best, dropped))
         header = f"# Trial {best.number} of: {self.command}\n"
         header += f"# Pruned: {', '.join(dropped)}\n" if dropped else ""
         path = self.folder / "best.yaml"
         write_config(recipe, path, header)
-        objectives = [trial.objective for trial in self.record.ended]
-        figure = convergence(objectives, self.search.initial, self.label())
+        objectives = [trial.objective for trial in study.record.ended]
+        figure = convergence(objectives, study.search.initial, self.label())
         save(figure, self.folder / "convergence.png")
         print(self.summary(best))
         print(f"Wrote {self.folder}/trials.jsonl, best.yaml and convergence.png")
@@ -229,14 +220,14 @@ class Outcome:
 
     def label(self) -> str:
         """The objective as a formula."""
-        terms = [(m, w) for m, w in self.space.objective.items() if w]
-        return " + ".join(m if w == 1 else f"{w:g} {m}" for m, w in terms)
+        terms = self.study.space.objective.items()
+        return " + ".join(m if w == 1 else f"{w:g} {m}" for m, w in terms if w)
 
     def summary(self, best: Trial) -> str:
         """The best objective beside that of the recipe's own values."""
-        trials = self.record.ended
+        trials = self.study.record.ended
         failed = sum(trial.error is not None for trial in trials)
-        own = self.record.trials.get(0)
+        own = self.study.record.trials.get(0)
         untuned = "failed" if own is None or own.objective is None else f"{own.objective:.4g}"
         return (
             f"{self.label()}: {best.objective:.4g} at trial {best.number} of {len(trials)}"
@@ -248,22 +239,17 @@ class Outcome:
         table = Table(title="Best values", title_justify="left", title_style="bold")
         for name in ("variable", "bounds", "untuned", "best"):
             table.add_column(name, justify="left" if name == "variable" else "right")
-        keys = list(self.space.variables)
-        shared = _shared_prefix(keys)
-        for key in keys:
-            low, high = self.space.variables[key][:2]
-            pruned = " (pruned)" if key.split(".")[-2:-1] in [[name] for name in dropped] else ""
-            values = f"{self.search.own[key]:.4g}", f"{best.values[key]:.4g}{pruned}"
+        variables, own = self.study.space.variables, self.study.search.own
+        shared = _shared_prefix([*variables])
+        for key, (low, high, *_) in variables.items():
+            pruned = " (pruned)" if key.rpartition(".")[0].rpartition(".")[2] in dropped else ""
+            values = f"{own[key]:.4g}", f"{best.values[key]:.4g}{pruned}"
             table.add_row(key[shared:], f"{low:g} … {high:g}", *values)
         return table
 
 
 def _shared_prefix(keys: list[str]) -> int:
-    """Return the length of the dotted parts that all keys begin with."""
-    parts = [key.split(".")[:-1] for key in keys]
-    if len(keys) == 1:
-        return 0
-    count = 0
-    while all(len(p) > count and p[count] == parts[0][count] for p in parts):
-        count += 1
-    return sum(len(part) + 1 for part in parts[0][:count])
+    """Return the length of the dotted parts that all keys begin with; 0 for a single key."""
+    parts = [key.split(".")[:-1] for key in keys] if len(keys) > 1 else []
+    shared = takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False))
+    return sum(len(same[0]) + 1 for same in shared)

@@ -93,20 +93,21 @@ class Space:
         Raises:
             ValueError: it does not describe a space.
         """
-        sections = content if isinstance(content, dict) else {}
-        if unknown := [name for name in sections if name not in SECTIONS]:
+        given = content if isinstance(content, dict) else {}
+        if unknown := [name for name in given if name not in SECTIONS]:
             raise ValueError(f"sections are {', '.join(SECTIONS)}, got {unknown[0]!r}")
-        for name in ("variables", "objective", "trial", "budget"):
-            if not isinstance(sections.get(name) or {}, dict):
-                raise ValueError(f"{name} must be a mapping, got {sections[name]!r}")
-        if not (sections.get("variables") and sections.get("objective")):
+        mappings = {name: given.get(name) or {} for name in SECTIONS if name != "prune"}
+        for name, section in mappings.items():
+            if not isinstance(section, dict):
+                raise ValueError(f"{name} must be a mapping, got {section!r}")
+        variables, objective, trial, budget = mappings.values()
+        if not (variables and objective):
             raise ValueError("it needs variables and an objective, such as {val/robust/pgd: 1.0}")
-        variables = {key: _bound(key, b) for key, b in sections["variables"].items()}
-        weights = {metric: _number(metric, w) for metric, w in sections["objective"].items()}
+        bounds = {key: _bound(key, bound) for key, bound in variables.items()}
+        weights = {metric: _number(metric, w) for metric, w in objective.items()}
         if not any(weights.values()):
             raise ValueError(f"objective needs a weight other than 0, got {weights}")
-        trial, budget = (sections.get(name) or {} for name in ("trial", "budget"))
-        return cls(variables, weights, trial, _prune_limit(sections.get("prune")), budget)
+        return cls(bounds, weights, trial, _prune_limit(given.get("prune")), budget)
 
     def initial(self, recipe: Any) -> Point:
         """Return the values of the variables in a recipe.
@@ -144,14 +145,13 @@ class Space:
             match = re.fullmatch(TRANSFORM, key)
             if value > limit or match is None or match[2] in dropped:
                 continue
-            del value_at(slim, match[1])[match[2]]
+            parent, name = _locate(slim, match[1])
+            del parent[name][match[2]]
             dropped.append(match[2])
-            left = len(value_at(slim, match[1]))
-            if not left:
+            if not parent[name]:
                 return recipe, []
-            parent, _ = _locate(slim, match[1])
             if isinstance(parent.get("size"), int):
-                parent["size"] = min(parent["size"], left)
+                parent["size"] = min(parent["size"], len(parent[name]))
         return slim, dropped
 
 
@@ -178,18 +178,24 @@ def _locate(config: Any, key: str) -> tuple[Any, Any]:
     """Return the innermost container of a dotted key, and the last part of the key."""
     parent, last, node = None, None, config
     for part in key.split("."):
-        children = dict(enumerate(node)) if isinstance(node, list) else node
-        parent, last = node, int(part) if isinstance(node, list) and part.isdigit() else part
-        if not isinstance(children, dict) or last not in children:
+        children = _children(node)
+        if part not in children:
             near = get_close_matches(key, [*_keys(config)], n=1, cutoff=0)
             raise ValueError(f"the recipe has no {key!r}; nearest is {near[0] if near else None}")
-        node = children[last]
+        parent, last = node, int(part) if isinstance(node, list) else part
+        node = children[part]
     return parent, last
 
 
+def _children(node: Any) -> dict[str, Any]:
+    """Return the parts of a mapping or a list by their part of a dotted key."""
+    if isinstance(node, list):
+        return {str(index): child for index, child in enumerate(node)}
+    return node if isinstance(node, dict) else {}
+
+
 def _keys(config: Any, prefix: str = "") -> Iterator[str]:
-    children = dict(enumerate(config)) if isinstance(config, list) else config
-    for name, child in children.items() if isinstance(children, dict) else ():
+    for name, child in _children(config).items():
         yield f"{prefix}{name}"
         yield from _keys(child, f"{prefix}{name}.")
 
@@ -273,8 +279,8 @@ class Search:
             return BayesianOptimization(None, dict(self.variables), method, None, seed, verbose=0)
 
     def _typed(self, point: Mapping[str, Any]) -> Point:
-        whole = {key for key, bound in self.variables.items() if len(bound) == 3}
-        return {k: round(point[k]) if k in whole else float(point[k]) for k in self.variables}
+        kinds = {key: round if len(bound) == 3 else float for key, bound in self.variables.items()}
+        return {key: kind(point[key]) for key, kind in kinds.items()}
 
     def observations(
         self, trials: Sequence[Observation], pending: Sequence[Point]
@@ -297,7 +303,7 @@ class Search:
 
 def is_finished(objectives: Sequence[float | None], budget: Budget) -> bool:
     """Whether to stop after these trials; a tie with the best improves, None is a failure."""
-    best, stale = -float("inf"), 0
+    best, stale = -math.inf, 0
     for objective in objectives:
         if objective is not None and objective >= best:
             best, stale = objective, 0

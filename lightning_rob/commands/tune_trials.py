@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from lightning_rob.commands.tune_search import Point, Search, Space, is_finished
 from lightning_rob.evaluation.records import versions
+from lightning_rob.files import append_lines, read_json_lines
 
 Evaluate = Callable[[int, Point], dict[str, float]]  # metrics of a trial by number and values
 
@@ -49,12 +49,11 @@ def attempt(evaluate: Evaluate, number: int, values: Point) -> Trial:
 
 
 def read_trials(path: Path) -> Iterator[tuple[str, Trial]]:
-    """Yield the trials of a file with their study's key; skip a line that a crash cut off."""
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    """Yield the trials of a file with their study's key; skip a line of another kind."""
+    for content in read_json_lines(path):
         try:
-            content = json.loads(line)
             study, trial = content.pop("study"), Trial(**content)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError):
             continue
         yield study, trial
 
@@ -91,18 +90,11 @@ class Record:
     def best(self) -> Trial | None:
         """The first trial with the highest objective."""
         found = [trial for trial in self.ended if trial.objective is not None]
-        return max(found, key=lambda trial: trial.objective or 0.0) if found else None
+        return max(found, key=lambda trial: trial.objective or 0.0, default=None)
 
     def add(self, trial: Trial) -> None:
         """Append a trial; it is on the disk when this returns."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"study": self.study, **asdict(trial)}).encode() + b"\n"
-        with self.path.open("ab+") as file:
-            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-                line = b"\n" + line  # end the line that a crash cut off
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        append_lines(self.path, [json.dumps({"study": self.study, **asdict(trial)})])
         self.trials[trial.number] = trial
 
 
@@ -139,18 +131,16 @@ class Study:
         Raises:
             ValueError: all trials failed.
         """
-        ended, budget = self.record.ended, self.search.budget
-        objectives = [trial.objective for trial in ended]
-        if len(ended) >= min(self.search.initial, budget.trials) and not any(
-            trial.error is None for trial in ended
-        ):
+        ended, budget, running = self.record.ended, self.search.budget, dict(pending)
+        enough = len(ended) >= min(self.search.initial, budget.trials)
+        if enough and all(trial.error is not None for trial in ended):
             raise ValueError(f"all {len(ended)} trials failed, the last by {ended[-1].error}")
-        if is_finished(objectives, budget) or len(ended) + len(pending) >= budget.trials:
-            return None
-        taken = {*self.record.trials, *(number for number, _ in pending)}
-        number = next(n for n in range(budget.trials) if n not in taken)
         known = [(trial.values, trial.objective) for trial in ended]
-        return number, self.search.propose(number, known, [point for _, point in pending])
+        if is_finished([o for _, o in known], budget) or len(ended) + len(running) >= budget.trials:
+            return None
+        taken = {*self.record.trials, *running}
+        number = next(n for n in range(budget.trials) if n not in taken)
+        return number, self.search.propose(number, known, [*running.values()])
 
     def add(self, trial: Trial) -> None:
         """Score a trial and record it.
@@ -160,8 +150,9 @@ class Study:
         """
         if trial.error is None:
             objective = self.space.score(trial.metrics)
-            finite = math.isfinite(objective)
-            error = None if finite else f"the objective is {objective}"
-            trial = replace(trial, objective=objective if finite else None, error=error)
+            if math.isfinite(objective):
+                trial = replace(trial, objective=objective)
+            else:
+                trial = replace(trial, error=f"the objective is {objective}")
         self.record.add(trial)
         self.report(trial)

@@ -4,7 +4,6 @@ Every record has a `schema`, the version of the format, and a `kind`. Attacks an
 {"class_path": …, "init_args": {…}}. A number that is not finite is null, for JSON has none.
 """
 
-import errno
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack
 from lightning_rob.attacks.base import inner_attacks, walk
+from lightning_rob.files import append_lines
 from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import wilson_over_draws
 
@@ -142,11 +142,4 @@ def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     Raises:
         OSError: there is no space for them.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(with_schema(record), allow_nan=False) for record in records)
-    content = "".join(line + "\n" for line in lines).encode()
-    with path.open("ab", buffering=0) as file:
-        before = file.tell()
-        if file.write(content) < len(content):
-            file.truncate(before)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    append_lines(path, (json.dumps(with_schema(r), allow_nan=False) for r in records))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
@@ -50,6 +50,17 @@ class RobustModule(LightningModule, ABC):
     @abstractmethod
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the training loss of a batch: [B, C, H, W], [B] -> scalar."""
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        """Refuse a trainer with which this module cannot be fitted.
+
+        Raises:
+            MisconfigurationException: an option of the trainer does not fit.
+        """
+
+    def on_fit_start(self) -> None:
+        """Check the trainer's options; the command line does so before it writes anything."""
+        self.check_trainer(self.trainer)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute and log the loss, `train/loss`, with the randomness of this step."""

@@ -105,10 +105,10 @@ class SequentialTraining(RobustModule):
         ends = torch.tensor(self.epochs).cumsum(0)
         return min(int((ends <= epoch).sum()), len(self.epochs) - 1)
 
-    def on_fit_start(self) -> None:
+    def check_trainer(self, trainer: Trainer) -> None:
         """Check that `trainer.max_epochs` is the sum of the members' epochs."""
-        total, wanted = sum(self.epochs), self.trainer.max_epochs
-        if wanted != total and not _is_trial(self.trainer):
+        total, wanted = sum(self.epochs), trainer.max_epochs
+        if wanted != total and not _is_trial(trainer):
             raise MisconfigurationException(
                 f"trainer.max_epochs must be {total}, the sum of model.epochs {self.epochs}, "
                 f"got {wanted}"

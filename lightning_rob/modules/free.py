@@ -69,6 +69,7 @@ class FreeTraining(RobustModule):
 
     def on_fit_start(self) -> None:
         """Load the attack target, if there is one."""
+        super().on_fit_start()
         if self.attack_target is not None:
             weight = next(self.defense.parameters())
             net = load_weights(self.net(), self.attack_target).to(weight.device, weight.dtype)

@@ -5,6 +5,7 @@ from typing import Any, final
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
@@ -53,10 +54,10 @@ class DANN(RobustModule):
         self.scale = scale
         self.target = torch.zeros(0)
 
-    def on_fit_start(self) -> None:
+    def check_trainer(self, trainer: Trainer) -> None:
         """Refuse a run of unknown length, of which `reversal_weight` needs the progress."""
         # `estimated_stepping_batches` makes loaders: too early, before a resumed run's counters.
-        if self.trainer.max_epochs == -1 and self.trainer.max_steps == -1:
+        if trainer.max_epochs == -1 and trainer.max_steps == -1:
             raise MisconfigurationException(
                 "DANN needs to know the length of the run: set trainer.max_epochs or max_steps"
             )

@@ -200,3 +200,26 @@ def test_a_configuration_file_is_scanned_once_and_the_loader_is_restored(tmp_pat
     RobustCLI(["--config", str(file), "--trainer.logger=false"], run=False)
     assert texts.count(file.read_text()) == 1
     assert jsonargparse.get_loader("yaml") is loader
+
+
+def test_a_refused_fit_leaves_no_folder(tmp_path, capsys):
+    config = recipe(tmp_path)
+    assert "max_epochs must be 4" in fails(
+        capsys, "fit", "--config", config, "--trainer.max_epochs=3"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_a_plugin_whose_name_is_taken_says_its_new_name_and_radius(tmp_path, capsys):
+    stronger = robust_eval({"apgd": pgd(threat={"norm": "linf", "eps": "32/255"}), "arc": arc()})
+    more_images = robust_eval({"apgd": pgd()}, max_images=8)
+    plugged = [f"--trainer.callbacks+={yaml.safe_dump(one)}" for one in (stronger, more_images)]
+    short = ["--trainer.max_epochs=2", "--model.init_args.epochs=1", "--test_after_fit=true"]
+    run("fit", "--config", recipe(tmp_path), *short, *plugged)
+    told = [line for line in capsys.readouterr().out.splitlines() if "is taken" in line]
+    assert told == [
+        "The name apgd is taken by an earlier callback: this attack is apgd_2, "
+        "at linf 32/255 instead of linf 16/255.",
+        "The name apgd is taken by an earlier callback: this attack is apgd_3.",
+    ]
+    assert {"apgd", "apgd_2", "apgd_3", "arc"} <= {r["name"] for r in records(tmp_path)}

@@ -9,7 +9,9 @@ import yaml
 import lightning_rob
 from lightning_rob.attacks import PGD
 from lightning_rob.callbacks import RobustEval
-from lightning_rob.cli.plugins import expand, find, find_recipe, spell_out
+from lightning_rob.cli.options import join_values
+from lightning_rob.cli.plugins import expand, find, find_recipe, resolve_names
+from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.errors import InputError
 from lightning_rob.safe_yaml import parse_fractions
 from lightning_rob.threat import Threat
@@ -48,11 +50,21 @@ def test_command_line(folder):
     args = ["fit", "--config", "demo", "--config=ddp", "--trainer.callbacks+=arc", "--x=arc"]
     files = [str(ROOT / name) for name in ("configs/demo.yaml", "configs/mixins/ddp.yaml")]
     plugged = f"--trainer.callbacks+={ROOT}/callbacks/arc.yaml"
-    expected = ["fit", "--config", files[0], f"--config={files[1]}", plugged, "--x=arc"]
-    assert spell_out(args) == expected
-    assert spell_out(["--config", "a: 1\nb: 2"]) == ["--config", "a: 1\nb: 2"]
-    same = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks+", "{class_path: Timer}"]
-    assert spell_out(same) == same
+    expected = ["fit", f"--config={files[0]}", f"--config={files[1]}", plugged, "--x=arc"]
+    assert resolve_names(join_values(args)) == expected
+    same = ["--config=a: 1\nb: 2", "--trainer.callbacks+=ModelCheckpoint"]
+    same += ["--trainer.callbacks+={class_path: Timer}", "--config"]
+    assert resolve_names(join_values(same)) == same
+
+
+def test_values_are_joined_to_their_options():
+    args = ["-c", "a.yaml", "--config", "--ckpt_path", "-x", "--model.help", "BAT", "--x", "1"]
+    joined = ["-c=a.yaml", "--config", "--ckpt_path=-x", "--model.help=BAT", "--x", "1"]
+    assert join_values(args) == joined
+    assert join_values(joined) == joined
+    args = ["run", "--suite", "a.yaml", "--once", "--every", "-1", "--stop_at_alarm", "false"]
+    joined = ["run", "--suite+=a.yaml", "--once=true", "--every=-1", "--stop_at_alarm=false"]
+    assert join_values(args, MonitorConfig) == joined
 
 
 def test_a_wheel_has_recipes_and_plugins_inside_the_package(folder, monkeypatch):

@@ -260,7 +260,7 @@ def randomized(tmp_path_factory):
 
 @pytest.fixture
 def of_test(trained, tmp_path, monkeypatch):
-    """What `test --ckpt_path` says of a checkpoint with the watched suite, by figure."""
+    """Return the accuracies that `test --ckpt_path` finds for a checkpoint, by name."""
     monkeypatch.chdir(tmp_path)
 
     def figures(path):
@@ -298,7 +298,7 @@ def test_each_checkpoint_is_evaluated_by_the_model_of_its_own_recipe(
         wanted = of_test(place / name)
         told = {line["name"]: line["accuracy"] for line in found[2 * i : 2 * i + 2]}
         assert told == pytest.approx({key: wanted[key] for key in told}, abs=1e-6)
-    assert found[0]["accuracy"] != found[2]["accuracy"]  # else nothing is told apart
+    assert found[0]["accuracy"] != found[2]["accuracy"]  # else the test distinguishes nothing
     # They are compared all the same: the attacks and the images are equal.
     assert events(watched, "evaluated")[1]["change"]["since"] == "checkpoints/a.ckpt"
 
@@ -486,7 +486,7 @@ def test_alarms_and_exit_codes(trained, watched, put, capsys):
     assert "monitor/alarm/text_summary" in board.Tags()["tensors"]
     (text,) = board.Tensors("monitor/alarm/text_summary")
     assert text.tensor_proto.string_val[0].decode() == event["alarm"][0]
-    # Nothing is new, and yet the last figures are judged by what is asked for today.
+    # There is nothing new, and yet the last accuracies are judged by the options of today.
     assert monitor(trained, watched, "--once") == 0
     assert monitor(trained, watched, "--once", "--alarm=robust/arc=0.999") == 1
     assert monitor(trained, watched, "--once", "--alarm=robust/arc=0.01") == 0

@@ -1,7 +1,8 @@
 """Comparison of a checkpoint with earlier ones, and the alarms that follow from it."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -36,37 +37,6 @@ class CheckpointResults:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Difference between a checkpoint and an earlier one on the same images.
-
-    Args:
-        since: the earlier checkpoint.
-        before: its accuracy under the worst attack.
-        after: that of the later one.
-        lost: indices of images that were robust and no longer are.
-        won: indices of images that are robust and were not.
-        p: exact two-sided p of McNemar's test of lost against won.
-        drop: p of the difference in accuracy: the same where predictions are right or wrong, else
-            of the paired t test.
-        test: the test of `drop`.
-    """
-
-    since: str
-    before: float
-    after: float
-    lost: list[int]
-    won: list[int]
-    p: float
-    drop: float
-    test: str
-
-    def fields(self) -> Fields:
-        """Return the difference as a field of an event."""
-        images = {"newly_vulnerable": self.lost, "won_back": self.won}
-        return {"since": self.since, **images, "p": self.p, "test": "McNemar"}
-
-
-@dataclass(frozen=True)
 class Drop:
     """The difference in accuracy to an earlier checkpoint, as it is judged.
 
@@ -75,7 +45,7 @@ class Drop:
         since: the earlier checkpoint.
         before: its accuracy under the worst attack.
         after: that of the judged checkpoint.
-        p: of the difference.
+        p: of McNemar's test where predictions are right or wrong, else of the paired t test.
         p_adjusted: by Holm over the checkpoint's comparisons. The best of k earlier checkpoints is
             so by luck as well, and its p counts k times.
         test: the test of both.
@@ -99,7 +69,12 @@ def worst_scores(history: History, group: Sequence[Fields]) -> Scores | None:
     """
     worst = next((line for line in group if line.get("name") == WORST), {})
     found = history.scores.read(worst)
-    return None if found is None else (found[0], found[1].double().mean(1))
+    return found and _averaged(found)
+
+
+def _averaged(scores: Scores) -> Scores:
+    """Return the mean [N] of scores [N, R], with the indices."""
+    return scores[0], scores[1].double().mean(1)
 
 
 def previous_results(history: History, suite: str) -> list[CheckpointResults]:
@@ -119,30 +94,38 @@ def current_results(
 ) -> CheckpointResults:
     """Return a new evaluation, from its results and their scores [N, R]."""
     accuracies = {result.name: result.accuracy for result, _ in results}
-    index, scores = next(scores for result, scores in results if result.name == WORST)
-    return CheckpointResults(checkpoint, step, accuracies, (index, scores.double().mean(1)))
+    worst = next(scores for result, scores in results if result.name == WORST)
+    return CheckpointResults(checkpoint, step, accuracies, _averaged(worst))
 
 
-def diff(before: CheckpointResults, after: CheckpointResults) -> Difference:
-    """Compare two evaluations, on the images that both have."""
+def change(before: CheckpointResults, after: CheckpointResults) -> Fields:
+    """Return the images that became vulnerable or robust, as a field of an event.
+
+    The p is that of McNemar's exact two-sided test of one against the other.
+    """
+    index, old, new = _common(before, after)
+    was, remains = old >= ROBUST, new >= ROBUST
+    return {
+        "since": before.checkpoint,
+        "newly_vulnerable": index[was & ~remains].tolist(),
+        "won_back": index[~was & remains].tolist(),
+        "p": mcnemar(old, new),
+        "test": "McNemar",
+    }
+
+
+def _common(before: CheckpointResults, after: CheckpointResults) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the indices [N] of the images that both have, and the scores [N] of each."""
     index = before.scores[0][torch.isin(before.scores[0], after.scores[0])]
-    old, new = (_select(index, each.scores) for each in (before, after))
-    lost = index[(old >= ROBUST) & ~(new >= ROBUST)].tolist()
-    won = index[~(old >= ROBUST) & (new >= ROBUST)].tolist()
-    first, second = before.accuracies[WORST], after.accuracies[WORST]
-    found = paired(old, new)
-    p = mcnemar(old, new)
-    return Difference(before.checkpoint, first, second, lost, won, p, found.p, found.test)
+    old, new = (s[torch.searchsorted(i, index)] for i, s in (before.scores, after.scores))
+    return index, old, new
 
 
-def _select(index: Tensor, scores: Scores) -> Tensor:
-    return scores[1][torch.searchsorted(scores[0], index)]
-
-
-def last_before(earlier: Sequence[CheckpointResults], step: int) -> CheckpointResults | None:
+def last_before(earlier: Sequence[CheckpointResults], step: float) -> CheckpointResults | None:
     """Return the latest evaluation of this step or an earlier one."""
-    places = [(other.step, i) for i, other in enumerate(earlier) if other.step <= step]
-    return earlier[max(places)[1]] if places else None
+    # Of equal steps max returns the first, and the later one counts.
+    until = [other for other in reversed(earlier) if other.step <= step]
+    return max(until, key=lambda other: other.step, default=None)
 
 
 def drops(current: CheckpointResults, previous: Sequence[CheckpointResults]) -> list[Drop]:
@@ -156,14 +139,26 @@ def drops(current: CheckpointResults, previous: Sequence[CheckpointResults]) -> 
     if last is None or len(current.scores[0]) < MIN_IMAGES:
         return []
     best = max(earlier, key=lambda other: other.accuracies[WORST])
-    compared = [("last", 1, diff(last, current))]
-    compared += [] if best is last else [("best", len(earlier), diff(best, current))]
-    adjusted = holm([min(1.0, times * found.drop) for _, times, found in compared])
+    compared = [("last", last, 1)]
+    compared += [] if best is last else [("best", best, len(earlier))]
+    found = [paired(*_common(other, current)[1:]) for _, other, _ in compared]
+    adjusted = holm([min(1.0, t * test.p) for (*_, t), test in zip(compared, found, strict=True)])
     several = f", Holm over {len(compared)} comparisons" if len(compared) > 1 else ""
+    after = current.accuracies[WORST]
     return [
-        Drop(to, found.since, found.before, found.after, found.drop, p, found.test + several)
-        for (to, _, found), p in zip(compared, adjusted, strict=True)
+        Drop(to, one.checkpoint, one.accuracies[WORST], after, test.p, p, test.test + several)
+        for (to, one, _), test, p in zip(compared, found, adjusted, strict=True)
     ]
+
+
+def judged(
+    config: MonitorConfig, current: CheckpointResults, previous: Sequence[CheckpointResults]
+) -> Fields:
+    """Return the fields of an event that compare a checkpoint with earlier ones."""
+    before, found = last_before(previous, current.step), drops(current, previous)
+    fields: Fields = {"change": change(before, current)} if before else {}
+    fields |= {"drops": [asdict(drop) for drop in found]} if found else {}
+    return fields | {"alarm": alarms(config, current, found)}
 
 
 def alarms(config: MonitorConfig, current: CheckpointResults, found: Sequence[Drop]) -> list[str]:
@@ -195,8 +190,7 @@ def violated(config: MonitorConfig, current: CheckpointResults) -> list[str]:
 
 def final_alarms(config: MonitorConfig, previous: Sequence[CheckpointResults]) -> list[str]:
     """Describe violations of the current options by the last checkpoint, or that there is none."""
-    if previous:
-        place = max((one.step, i) for i, one in enumerate(previous))[1]  # the later of equal steps
-        return violated(config, previous[place])
+    if last := last_before(previous, math.inf):
+        return violated(config, last)
     asked = [*config.minima, *([] if config.level is None else ["--drop"])]
     return [f"no checkpoint was evaluated: no figure for {', '.join(asked)}"] if asked else []

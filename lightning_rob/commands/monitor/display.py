@@ -39,18 +39,18 @@ class Display:
             "checkpoint": event["checkpoint"].removeprefix("checkpoints/").removesuffix(".ckpt"),
             "epoch": str(event["epoch"]),
             "step": str(event["step"]),
-            "clean": _percent(results["clean"]),
-            "worst": f"{_percent(results['worst'])} ± {50 * (high - low):.1f}",
-            "change": _counts(event.get("change")),
+            "clean": f"{100 * results['clean']['accuracy']:.1f}",
+            "worst": f"{100 * results['worst']['accuracy']:.1f} ± {50 * (high - low):.1f}",
+            "change": _counts(event["change"]) if "change" in event else "",
         }
         alarm = "  ALARM" if event["alarm"] else ""
         self.console.print(_line(cells) + alarm, style="red" if alarm else "", markup=False)
-        self._images(event.get("change"))
+        self._images(event.get("change", {}))
 
-    def _images(self, change: Fields | None) -> None:
+    def _images(self, change: Fields) -> None:
         """Print which images became vulnerable, and which no longer are."""
         for key, title in (("newly_vulnerable", "newly vulnerable"), ("won_back", "won back")):
-            if images := (change or {}).get(key):
+            if images := change.get(key):
                 more = len(images) - MAX_NAMED
                 named = ", ".join(map(str, images[:MAX_NAMED]))
                 named += f" and {more} more" if more > 0 else ""
@@ -75,14 +75,8 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: half - 1]}…{text[len(text) - width + half :]}"
 
 
-def _percent(result: Fields) -> str:
-    return f"{100 * result['accuracy']:.1f}"
-
-
-def _counts(change: Fields | None) -> str:
+def _counts(change: Fields) -> str:
     """Return the numbers of lost and won images, and the p of their difference."""
-    if change is None:
-        return ""
     lost, won = (len(change[key]) for key in ("newly_vulnerable", "won_back"))
     p = "<.001" if change["p"] < 0.001 else f"{change['p']:.3f}"
     return f"-{lost} +{won} {p}"

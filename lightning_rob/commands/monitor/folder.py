@@ -14,9 +14,10 @@ import yaml
 from lightning_rob.commands.checkpoints import config_in_checkpoint, read_checkpoint
 from lightning_rob.commands.monitor.history import Fields, History, Identity, identity, timestamp
 from lightning_rob.errors import InputError
+from lightning_rob.files import Stamp, digest, stamp_of
 
 SETTLE = 10.0  # seconds after which an unreadable file that does not change is broken
-Stamp = tuple[int, int, int]  # inode, bytes, time of change
+FACTS = ("file", "weights", "recipe", "epoch", "step")  # of a checkpoint, in a line
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,6 @@ class CheckpointFolder:
                 self._add(path, stamp)
         self._record_missed()
 
-    @property
-    def unsettled(self) -> bool:
-        """Whether a file may be incomplete because it is being written."""
-        return bool(self.incomplete)
-
     def pending(self, done: Collection[Identity]) -> list[CheckpointFile]:
         """Return the files whose identity is not done, each identity once, by training step."""
         new = [file for file in self.files.values() if file.identity not in done]
@@ -99,8 +95,7 @@ class CheckpointFolder:
 
     def facts(self, file: CheckpointFile) -> Fields:
         """Return the fields of a line that describe a checkpoint."""
-        names = ("file", "weights", "recipe", "epoch", "step")
-        known = {name: getattr(file, name) for name in names}
+        known = {name: getattr(file, name) for name in FACTS}
         return {"checkpoint": self._name(file.path), **known, "date": timestamp()}
 
     def _name(self, path: Path) -> str:
@@ -121,19 +116,17 @@ class CheckpointFolder:
                 self.record({"event": "seen"} | self.facts(file))
 
     def _read(self, path: Path, stamp: Stamp) -> CheckpointFile:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if line := self._seen(digest):
-            known = {name: line[name] for name in ("weights", "recipe", "epoch", "step")}
-            return CheckpointFile(path, digest, **known, stamp=stamp)
+        file = digest(path)
+        if line := self._seen(file):
+            return CheckpointFile(path, **{name: line[name] for name in FACTS}, stamp=stamp)
         checkpoint = read_checkpoint(str(path))
         epoch, step = (int(checkpoint.get(name, 0)) for name in ("epoch", "global_step"))
-        hashes = digest, weights_of(checkpoint), recipe_of(checkpoint, path)
+        hashes = file, weights_of(checkpoint), recipe_of(checkpoint, path)
         return CheckpointFile(path, *hashes, epoch, step, stamp)
 
-    def _seen(self, digest: str) -> Fields | None:
+    def _seen(self, file: str) -> Fields | None:
         """Return the event in which a file's bytes were first seen."""
-        return next((x for x in self.history.events("seen") if x["file"] == digest), None)
+        return next((x for x in self.history.events("seen") if x["file"] == file), None)
 
     def _wait(self, path: Path, stamp: Stamp, reason: str) -> None:
         """Wait for a file to become complete; record it as broken when it no longer changes."""
@@ -151,25 +144,11 @@ class CheckpointFolder:
 
     def _record_missed(self) -> None:
         """Record weights that were seen, and deleted before they could be evaluated."""
-        here = {file.identity for file in self.files.values()}
-        events = self.history.events("evaluated", "missed", "broken")
-        known = here | {self.in_evaluation, *map(identity, events)}
-        missed = {
-            identity(line): line
-            for line in self.history.events("seen")
-            if identity(line) not in known
-        }
-        for line in missed.values():
+        known = {self.in_evaluation, *(file.identity for file in self.files.values())}
+        known |= set(map(identity, self.history.events("evaluated", "missed", "broken")))
+        seen = {identity(line): line for line in self.history.events("seen")}
+        for line in (line for key, line in seen.items() if key not in known):
             self.record(line | {"event": "missed", "date": timestamp()})
-
-
-def stamp_of(path: Path) -> Stamp | None:
-    """Return values that change when the file does; None without a file."""
-    try:
-        state = path.stat()
-    except OSError:
-        return None
-    return (state.st_ino, state.st_size, state.st_mtime_ns) if path.is_file() else None
 
 
 def broken_event(name: str, reason: str) -> Fields:

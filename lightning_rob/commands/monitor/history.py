@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -57,15 +57,13 @@ class History:
             self.file.seek(0)
             self.lines, end = _groups(self.file.read())
             self.file.truncate(end)
-            self._flush()
+            os.fsync(self.file.fileno())
         except BaseException:
             self.file.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the file, and with it end the lock."""
         self.file.close()
 
     def append(self, *lines: Fields) -> None:
@@ -79,7 +77,7 @@ class History:
         try:
             while rest:
                 rest = rest[self.file.write(rest) :]
-            self._flush()
+            os.fsync(self.file.fileno())
         except OSError:
             self.file.truncate(end)
             raise
@@ -105,9 +103,6 @@ class History:
             alarms = [] if line["event"] == "ended" else [*alarms, *line["alarm"]]
         return alarms
 
-    def _flush(self) -> None:
-        os.fsync(self.file.fileno())
-
     def _lock(self) -> None:
         """Lock the file; the lock of a killed process ends with it, even if a child lives on."""
         with suppress(ImportError):  # Windows has no such lock
@@ -128,9 +123,8 @@ def as_record(line: Fields) -> Fields:
 
 def _groups(content: bytes) -> tuple[list[Fields], int]:
     """Return the lines up to the last event, and the position where that ends."""
-    kept: list[Fields] = []
-    group: list[Fields] = []
-    end = place = 0
+    lines: list[Fields] = []
+    end = place = kept = 0
     for text in content.splitlines(keepends=True):
         place += len(text)
         try:
@@ -138,10 +132,10 @@ def _groups(content: bytes) -> tuple[list[Fields], int]:
         except ValueError:
             continue
         if isinstance(line, dict) and text.endswith(b"\n"):
-            group.append(line)
+            lines.append(line)
             if "event" in line:
-                kept, group, end = kept + group, [], place
-    return kept, end
+                kept, end = len(lines), place
+    return lines[:kept], end
 
 
 class TensorBoardHistory:
@@ -165,7 +159,10 @@ class TensorBoardHistory:
     def add(self, lines: Sequence[Fields]) -> None:
         """Add the points of some lines, the last of which is an event."""
         event = lines[-1]
-        date, step = _seconds(event.get("date")), event.get("step")
+        date = None
+        with suppress(ValueError):
+            date = datetime.fromisoformat(str(event.get("date"))).timestamp()
+        step = event.get("step")
         for line in lines[:-1] if event["event"] == "evaluated" else ():
             self.writer.add_scalar(tag(line["name"]), line["accuracy"], step, date)
         if images := event.get("change"):
@@ -174,13 +171,3 @@ class TensorBoardHistory:
         for alarm in event.get("alarm", ()):
             self.writer.add_text("monitor/alarm", alarm, step, date)
         self.writer.flush()
-
-    def close(self) -> None:
-        """Write what is left, and close the files."""
-        self.writer.close()
-
-
-def _seconds(date: Any) -> float | None:
-    with suppress(TypeError, ValueError):
-        return datetime.fromisoformat(date).timestamp()
-    return None

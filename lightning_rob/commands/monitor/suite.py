@@ -8,10 +8,11 @@ from lightning.pytorch import Callback
 
 from lightning_rob.attacks import Attack
 from lightning_rob.callbacks import RobustEval
-from lightning_rob.callbacks.measurement import Measurement
+from lightning_rob.callbacks.measurement import Measurement, measure
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.commands.base import Run
-from lightning_rob.commands.scores import Scores
+from lightning_rob.commands.scores import Scores, scores_by_name
+from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST, worst_measurement, worst_over
 from lightning_rob.evaluation.suites import default_attacks
@@ -64,7 +65,7 @@ class Suite:
         if trainer.world_size > 1:
             raise ValueError(f"monitor runs on one device, got {trainer.world_size}")
         if not evaluations:
-            attacks = default_attacks(run.model.defense, trained_threat(run.model))
+            attacks = default_attacks(run.defense, trained_threat(run.model))
             evaluations = [RobustEval(attacks, panel=0)]
         trainer.callbacks = [*others, *evaluations]  # type: ignore[attr-defined]
         for evaluation in evaluations:
@@ -72,7 +73,12 @@ class Suite:
         self.evaluations = [Measurement(e.attacks, e.target, e.settings) for e in evaluations]
         if not any(evaluation.target is full_defense for evaluation in evaluations):
             raise ValueError(f"none of the attacks is on the whole defense; {ADVICE}")
-        described = [_describe(evaluation) for evaluation in evaluations]
+        described = [
+            {"attacks": {name: attack_spec(attack) for name, attack in e.attacks.items()}}
+            | {"target": attack_spec(e.target)}
+            | e.settings.asdict()
+            for e in evaluations
+        ]
         self.key = cache_key(evaluations=described, **_settings(run))
 
     def replace_module(self, module: Any) -> None:
@@ -81,7 +87,7 @@ class Suite:
         Raises:
             ValueError: these attacks are not for its defense.
         """
-        before, after = (m.defense.transductive for m in (self.module, module))
+        before, after = (as_defense(m).transductive for m in (self.module, module))
         if before != after:
             raise ValueError(
                 "by its recipe its defense "
@@ -107,17 +113,15 @@ class Suite:
         """
         for evaluation in self.evaluations:
             evaluation.after_batch = after_batch
-        trainer = self.run.trainer
-        trainer.callbacks = [*self.others, *self.evaluations]  # type: ignore[attr-defined]
-        trainer.test(self.module, datamodule=self.run.data, verbose=False)
+        run = self.run
+        results = measure(run.trainer, self.module, run.data, self.others, self.evaluations)
+        pairs = [*zip(self.evaluations, results, strict=True)]
+        full = [result for evaluation, result in pairs if evaluation.target is full_defense]
         found: dict[str, tuple[Result, Scores]] = {}
-        full = [e.result for e in self.evaluations if e.target is full_defense and e.result]
         # Clean images are those of the full defense, which therefore comes last.
-        for evaluation in sorted(self.evaluations, key=lambda e: e.target is full_defense):
-            result = evaluation.result
-            assert result is not None
-            for i, name in enumerate(result.names):
-                found[name] = result.measurement(name), (result.index, result.scores[:, i])
+        for _, result in sorted(pairs, key=lambda pair: pair[0].target is full_defense):
+            for name, scores in scores_by_name(result).items():
+                found[name] = result.measurement(name), scores
         worst = worst_over(full)
         found[WORST] = worst_measurement(full), (worst.index, worst.scores)
         return [found[name] for name in self.names]
@@ -138,10 +142,3 @@ def _settings(run: Run) -> dict[str, Any]:
     overrides = [list(pair) for pair in run.overrides]
     model = settings["model"] if overrides else None
     return settings | {"model": [type(run.model).__name__, overrides, model]}
-
-
-def _describe(evaluation: RobustEval) -> dict[str, Any]:
-    """Return all that the results of an evaluation depend on."""
-    attacks = {name: attack_spec(attack) for name, attack in evaluation.attacks.items()}
-    described = {"attacks": attacks, "target": attack_spec(evaluation.target)}
-    return described | evaluation.settings.asdict()

@@ -4,19 +4,17 @@ import errno
 import os
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, replace
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_rob.commands.base import Run, without_reporting
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.comparison import (
-    alarms,
     current_results,
-    diff,
-    drops,
     final_alarms,
-    last_before,
+    judged,
     previous_results,
     worst_scores,
 )
@@ -56,7 +54,7 @@ def run(config: MonitorConfig, build: Build) -> None:
     """
     _lower_priority()
     try:
-        with raise_thread_errors(), History(config.out or config.folder) as history:
+        with raise_thread_errors(), closing(History(config.out or config.folder)) as history:
             code = _watch(Watcher(config, history, build))
     except OSError as error:
         if error.errno not in (*UNWRITABLE, errno.ENOTDIR, errno.EEXIST, errno.EACCES):
@@ -89,7 +87,7 @@ def _watch(watcher: "Watcher") -> int:
             raise ValueError(f"there is no checkpoint in {watcher.config.folder}")
         return watcher.end()
     finally:
-        watcher.board.close()
+        watcher.board.writer.close()
 
 
 class UnusableCheckpoint(Exception):
@@ -97,13 +95,7 @@ class UnusableCheckpoint(Exception):
 
 
 class Watcher:
-    """Evaluates the checkpoints of a folder, and records the results.
-
-    Args:
-        config: options.
-        history: earlier results.
-        build: builds the run of a checkpoint.
-    """
+    """Evaluates the checkpoints of a folder, and records the results in the history."""
 
     def __init__(self, config: MonitorConfig, history: History, build: Build) -> None:
         self.config = config
@@ -112,7 +104,8 @@ class Watcher:
         self.display = Display()
         self.board = TensorBoardHistory(history.path.parent / "monitor", history)
         self.folder = CheckpointFolder(config.folder, history, self.record)
-        self.began = time.monotonic()
+        minutes = float("inf") if config.minutes is None else config.minutes
+        self.end_time = time.monotonic() + 60 * minutes
         self.suite = ""  # key of the suite
         self.first_recipe: str | None = None
         self.current_recipe: str | None = None  # of the suite's module
@@ -126,26 +119,18 @@ class Watcher:
     def next_file(self, done: Collection[Identity]) -> CheckpointFile | None:
         """Wait for the next checkpoint whose identity is not done; return None at the end."""
         while not (self.config.stop_at_alarm and self.history.unreported()):
-            left, over = self._time_left(), self.config.until and self.config.until.exists()
+            over = self.config.once or (self.config.until and self.config.until.exists())
+            left = self.end_time - time.monotonic()
             self.folder.scan()
-            pending = self.folder.pending(done)
-            if left <= 0:
-                if pending:
-                    text = f"time is up, {len(pending)} checkpoints were not evaluated"
-                    warn(f"{text}: run it again")
+            pending, unsettled = self.folder.pending(done), bool(self.folder.incomplete)
+            if left <= 0 and pending:
+                warn(f"time is up, {len(pending)} checkpoints were not evaluated: run it again")
+            if left <= 0 or (over and not pending and not unsettled):
                 return None
             if pending:
                 return pending[0]
-            if (self.config.once or over) and not self.folder.unsettled:
-                return None
-            soon = 1.0 if self.folder.unsettled else self.config.every
-            time.sleep(min(soon, left, self.config.every))
+            time.sleep(min(1.0 if unsettled else self.config.every, left, self.config.every))
         return None
-
-    def _time_left(self) -> float:
-        if self.config.minutes is None:
-            return float("inf")
-        return self.began + 60 * self.config.minutes - time.monotonic()
 
     def follow(self, built: Run, first: CheckpointFile) -> None:
         """Evaluate each checkpoint.
@@ -191,7 +176,10 @@ class Watcher:
             self.record(facts | broken_event(facts["checkpoint"], str(error)))
             return
         if results:
-            event = self._event(facts, results)  # before its lines are in the history
+            previous = previous_results(self.history, self.suite)  # before its own lines are there
+            current = current_results(facts["checkpoint"], facts["step"], results)
+            event = facts | {"event": "evaluated", "date": timestamp(), "session": SESSION}
+            event |= judged(self.config, current, previous)
             self.record(*(self._line(*each, facts) for each in results), event)
 
     def _line(self, result: Result, scores: Scores, facts: Fields) -> Fields:
@@ -227,18 +215,6 @@ class Watcher:
             if file.recipe == self.first_recipe:
                 raise  # the attacks are wrong, not the checkpoint
             raise UnusableCheckpoint(f"the model of its recipe: {error}") from error
-
-    def _event(self, facts: Fields, results: Results) -> Fields:
-        """Return the event of an evaluation: changes, drops and alarms."""
-        previous = previous_results(self.history, self.suite)
-        current = current_results(facts["checkpoint"], facts["step"], results)
-        before = last_before(previous, current.step)
-        changed: Fields = {"change": diff(before, current).fields()} if before else {}
-        found = drops(current, previous)
-        changed |= {"drops": [asdict(drop) for drop in found]} if found else {}
-        raised = alarms(self.config, current, found)
-        ended = {"date": timestamp(), "session": SESSION, "alarm": raised}
-        return facts | {"event": "evaluated"} | changed | ended
 
     def end(self) -> int:
         """Return and record the exit code: 1 after an alarm since the last end, else 0.
