@@ -12,6 +12,8 @@ __version__ = version("lightning-rob")
 # Where two folders have a name in common, the earlier one's is public: DANN is the defense.
 _FOLDERS = ("defenses", "attacks", "metrics", "evaluation", "modules", "callbacks")
 
+_LOADERS = ("load", "load_callbacks", "load_module")
+
 
 @cache
 def _homes() -> dict[str, str]:
@@ -19,7 +21,7 @@ def _homes() -> dict[str, str]:
 
     The command line prints its help before torch is loaded.
     """
-    homes = {"Threat": "threat"}
+    homes = {"Threat": "threat", **dict.fromkeys(_LOADERS, "cli.load")}
     for folder in _FOLDERS:
         tree = ast.parse((Path(__file__).parent / folder / "__init__.py").read_text("utf-8"))
         for node in tree.body:

@@ -172,21 +172,19 @@ class RobustCLI(LightningCLI):
             kind = type(self.model).__name__
             raise InputError(f"predict is for modules of lightning_rob.modules, got {kind}")
         batches: Any = self.trainer.predict(**options)
-        found = {
-            i: p for indices, probs in batches for i, p in zip(indices.tolist(), probs.tolist())
-        }
+        found = [row for i, p in batches for row in zip(i.tolist(), p.tolist(), strict=True)]
         folder = run_folder(self.trainer) or Path(self.trainer.default_root_dir)
         shares = [found]
         if self.trainer.world_size > 1:
-            shares = [{}] * self.trainer.world_size
+            shares = [[]] * self.trainer.world_size
             torch.distributed.all_gather_object(shares, found)
         if not self.trainer.is_global_zero:
             return
-        merged = sorted((i, p) for share in shares for i, p in share.items())
+        merged = dict(sorted(row for share in shares for row in share))  # no image twice
         path = folder / "predictions.csv"
         print(f"Writing {path}")
-        lines = [["index", "answer", *(f"p{k}" for k in range(len(merged[0][1])))]]
-        for i, p in dict(merged).items():  # a sampler may give an image to two processes
+        lines = [["index", "answer", *(f"p{k}" for k in range(len(next(iter(merged.values())))))]]
+        for i, p in merged.items():
             lines.append([str(i), str(p.index(max(p))), *(f"{value:.6g}" for value in p)])
         atomic_write_text(path, "".join(",".join(cells) + "\n" for cells in lines))
 

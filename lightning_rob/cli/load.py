@@ -1,0 +1,83 @@
+"""Checkpoints and plug-ins from Python."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Callback, LightningModule
+
+from lightning_rob.cli.lightning_cli import Parser
+from lightning_rob.cli.plugins import expand
+from lightning_rob.cli.trust import OPTION, allow_imports
+from lightning_rob.commands.checkpoints import config_in_checkpoint, load_weights, read_checkpoint
+from lightning_rob.defenses import Defense
+from lightning_rob.evaluation.evaluate import as_defense
+from lightning_rob.safe_yaml import load_file, plain_yaml
+
+
+def load(path: str | os.PathLike[str], allow_import: Sequence[str] = ()) -> Defense:
+    """Return the defense of a checkpoint that `lightning-rob fit` wrote, in eval mode, on the CPU.
+
+    No code in the file is run: it names classes of this package, and others only if allowed.
+
+    Args:
+        path: the checkpoint.
+        allow_import: packages of yours that it may name, as of `--allow-import`.
+
+    Raises:
+        InputError: no such file, not a checkpoint, or one without a recipe.
+    """
+    return as_defense(load_module(path, allow_import)).eval()
+
+
+def load_module(path: str | os.PathLike[str], allow_import: Sequence[str] = ()) -> LightningModule:
+    """Return the module of a checkpoint that `lightning-rob fit` wrote, with its weights.
+
+    Args:
+        path: the checkpoint.
+        allow_import: packages of yours that it may name, as of `--allow-import`.
+
+    Raises:
+        InputError: no such file, not a checkpoint, or one without a recipe.
+    """
+    checkpoint = read_checkpoint(str(path))
+    recipe = config_in_checkpoint(checkpoint, str(path))
+    if recipe is None:
+        raise ValueError(
+            f"{path} does not say what it is a checkpoint of: build the module, load its weights "
+            "and give it to lightning_rob.evaluate"
+        )
+    module: LightningModule = _built(LightningModule, yaml.safe_load(recipe)["model"], allow_import)
+    load_weights(module, checkpoint)
+    return module
+
+
+def load_callbacks(names: Sequence[str], allow_import: Sequence[str] = ()) -> list[Callback]:
+    """Return the callbacks of plug-in files, by path or by short name such as "arc".
+
+    Args:
+        names: the files; a suite stands for several callbacks.
+        allow_import: packages of yours that they may name, as of `--allow-import`.
+
+    Raises:
+        InputError: there is no such plug-in.
+    """
+    entries = expand(list(names), Path.cwd())
+    return [_built(Callback, _spec(entry), allow_import) for entry in entries]
+
+
+def _spec(entry: Any) -> Any:
+    """Return class and arguments of a callback; of a file, its content."""
+    if not isinstance(entry, str):
+        return entry
+    path = Path(entry)
+    return load_file(path, "a plug-in") if path.is_file() else {"class_path": entry}
+
+
+def _built(kind: type, spec: Any, allow_import: Sequence[str]) -> Any:
+    with allow_imports([f"{OPTION}={name}" for name in allow_import]), plain_yaml():
+        parser = Parser(prog="lightning_rob.load")
+        parser.add_subclass_arguments(kind, "object")
+        return parser.instantiate_classes(parser.parse_object({"object": spec})).object

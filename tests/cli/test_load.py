@@ -1,0 +1,139 @@
+"""Checkpoints and plug-ins from Python, and the command line on anybody's module and data."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningDataModule, Trainer
+from torch.utils.data import DataLoader
+
+import lightning_rob
+from lightning_rob import ARC, PGD, Threat, evaluate
+from lightning_rob.callbacks import RobustEval
+from lightning_rob.cli import main
+from lightning_rob.cli.trust import VARIABLE as ALLOWED
+from lightning_rob.environment import VARIABLE, callbacks
+from lightning_rob.errors import InputError
+from tests.callbacks.test_any_module import DATA, Classifier
+from tests.tiny import recipe
+
+
+class Images(LightningDataModule):
+    """Batches (x, y) of people's own data."""
+
+    def train_dataloader(self):
+        return DataLoader(DATA, 20)
+
+    def val_dataloader(self):
+        return DataLoader(DATA, 20)
+
+    def test_dataloader(self):
+        return DataLoader(DATA, 20)
+
+
+HERE = "tests.cli.test_load"
+OURS = [
+    f"--model={Classifier.__module__}.Classifier",
+    f"--data={HERE}.Images",
+    "--trainer.accelerator=cpu",
+    "--allow-import=tests",
+]
+ATTACKS = {"pgd": PGD(Threat("linf", 0.1), 3, 0.05)}
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """The run of a module of people's own."""
+    folder = tmp_path_factory.mktemp("foreign")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        main(["fit", *OURS, "--trainer.max_epochs=1", "--trainer.callbacks+=pgd"])
+    return folder / "logs" / "version_0"
+
+
+def checkpoint_of(run):
+    (found,) = (run / "checkpoints").glob("*.ckpt")
+    return found
+
+
+def test_a_defense_of_ours(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["fit", f"--config={recipe(tmp_path)}"])
+    (path,) = tmp_path.rglob("checkpoints/*.ckpt")
+    defense = lightning_rob.load(path, ["tests"])
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert not defense.training
+    for name, value in defense.state_dict().items():
+        assert torch.equal(value, state[name])
+    assert evaluate(defense, ATTACKS, DataLoader(DATA, 40), progress=False).accuracy("pgd") <= 1
+
+
+def test_a_module_of_others(foreign, monkeypatch):
+    path = checkpoint_of(foreign)
+    module = lightning_rob.load_module(path, ["tests"])
+    assert type(module).__name__ == "Classifier"
+    x = DATA[:4][0]
+    module.eval()
+    with torch.no_grad():
+        logits = lightning_rob.load(path, ["tests"]).logits(x)[0]
+        assert torch.equal(logits, module(x))
+    monkeypatch.delenv(ALLOWED)
+    with pytest.raises(InputError, match="runs only with --allow-import tests"):
+        lightning_rob.load(path)
+
+
+def test_bad_checkpoints(tmp_path):
+    with pytest.raises(InputError, match="there is no checkpoint"):
+        lightning_rob.load(tmp_path / "none.ckpt")
+    torch.save({"state_dict": {}}, tmp_path / "plain.ckpt")
+    with pytest.raises(ValueError, match="does not say what it is a checkpoint of: build"):
+        lightning_rob.load(tmp_path / "plain.ckpt")
+
+
+def test_commands_on_a_module_of_others(foreign, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    checkpoint = f"--ckpt_path={checkpoint_of(foreign)}"
+    quick = ["--images=8", "--queries=5", "--steps=2"]
+    main(["test", checkpoint, "--allow-import=tests", "--trainer.callbacks+=pgd"])
+    main(["audit", checkpoint, "--allow-import=tests", *quick])
+    sweep = ["--over=eps", "--values=1/255,2/255", "--trainer.callbacks+=pgd", "--out=sweep"]
+    main(["sweep", checkpoint, "--allow-import=tests", *sweep])
+    main(["monitor", str(foreign), "--once", "--suite=pgd", "--allow-import=tests", "--out=m"])
+    main(["export", checkpoint, "--allow-import=tests", "--out=net.pt2"])
+    program = torch.export.load("net.pt2").module()
+    x = DATA[:4][0]
+    expected = lightning_rob.load(checkpoint_of(foreign), ["tests"])(x)
+    assert torch.equal(program(x), expected)
+    monitored = [json.loads(line) for line in Path("m/monitor.jsonl").read_text().splitlines()]
+    assert {"clean", "pgd"} <= {event.get("name") for event in monitored}
+    with pytest.raises(SystemExit):
+        main(["predict", checkpoint, "--allow-import=tests"])
+    assert "predict is for modules of lightning_rob.modules" in capsys.readouterr().err
+
+
+def test_plug_ins_by_short_name():
+    first, second = lightning_rob.load_callbacks(["arc", "pgd"])
+    assert isinstance(first, RobustEval)
+    assert isinstance(first.attacks["arc"], ARC)
+    assert list(second.attacks) == ["pgd"]
+    with pytest.raises(InputError, match="nothing here is called 'arcc'"):
+        lightning_rob.load_callbacks(["arcc"])
+
+
+def test_any_trainer_takes_plug_ins_from_the_environment(monkeypatch):
+    assert callbacks() == []
+    monkeypatch.setenv(VARIABLE, "pgd, arc")
+    assert [list(c.attacks) for c in callbacks()] == [["pgd"], ["arc"]]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    names = Trainer(accelerator="cpu", **quiet).callbacks
+    if any(isinstance(c, RobustEval) for c in names):  # installed with this entry point
+        (logged,) = Trainer(accelerator="cpu", **quiet).test(Classifier(), DataLoader(DATA, 20))
+        assert "test/robust/arc" in logged
+
+
+def test_the_recipe_of_a_foreign_run_names_both(foreign):
+    content = yaml.safe_load((foreign / "config.yaml").read_text())
+    assert content["model"]["class_path"].endswith("Classifier")
+    assert content["data"]["class_path"].endswith("Images")
