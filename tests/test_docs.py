@@ -34,3 +34,10 @@ def test_example_prints_what_the_page_shows(name, capsys):
     exec(compile(script, name, "exec"), {})
     rows = re.findall(r"│ (\w+) +│", capsys.readouterr().out)
     assert rows == ["clean", "pgd", "arc", "worst"]
+
+
+def test_a_module_of_yours(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    script = re.search(r"```python\n(.*?)```", PAGES["yours.md"].read_text(), re.S)[1]
+    exec(compile(script, "yours.md", "exec"), {})
+    assert "val/robust/worst" in capsys.readouterr().out

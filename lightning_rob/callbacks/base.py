@@ -99,7 +99,7 @@ class EvaluationCallback(Callback, ABC):
 
     @property
     def suffix(self) -> str:
-        """What Lightning adds to logged names where there are several data loaders."""
+        """The end of logged names where there are several data loaders, as Lightning has it."""
         return "" if self.dataloader_idx is None else f"/dataloader_idx_{self.dataloader_idx}"
 
     @property
