@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightning_rob.files import check_file
@@ -114,13 +116,18 @@ def started_members(path: str | os.PathLike[str]) -> int | None:
 
 
 def read_file(path: str | os.PathLike[str]) -> Any:
-    """Read what `torch.save` wrote, to the CPU; no code in the file is run.
+    """Read what `torch.save` or safetensors wrote, to the CPU; no code in the file is run.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is not a checkpoint, has changed since it was written, or holds code.
     """
     check_file(Path(path))
+    if Path(path).suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is not a safetensors file, or is cut short") from error
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     # The unpickler reads arbitrary bytes here, so its exceptions cannot be listed: a file that is

@@ -78,7 +78,8 @@ class ZooNet(nn.Module):
         source: the zoo.
         classes: K; pretrained weights for another K get a new last layer.
         weights: None for random weights; a checkpoint's path, recognised by its suffix (x.pt,
-            x.ckpt); or their name in the zoo: DEFAULT, IMAGENET1K_V1 (torchvision), a1_in1k (timm).
+            x.ckpt, x.safetensors); or their name in the zoo: DEFAULT, IMAGENET1K_V1 (torchvision),
+            a1_in1k (timm).
         mean: [C] of images in [0, 1]; None: those of the weights or of timm, else ImageNet's.
         std: [C], likewise.
 

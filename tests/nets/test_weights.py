@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from jsonargparse import ArgumentParser
+from safetensors.torch import save_file
 from torch import nn
 
 from lightning_rob.nets import ResNet, SmallCNN, WideResNet, ZooNet, load_weights, member_prefixes
@@ -46,6 +47,26 @@ def test_finds_the_network(layout, tmp_path):
         net = small(2)
         assert load_weights(net, file) is net
         assert torch.equal(net.eval()(images(1, 28)), saved(images(1, 28)))
+
+
+def test_safetensors(tmp_path):
+    saved, file = small(1), tmp_path / "model.safetensors"
+    save_file(under("model.", saved.state_dict()), file)
+    assert same(load_weights(small(2), file), saved)
+    file.write_bytes(file.read_bytes()[:300])
+    with pytest.raises(ValueError, match="is not a safetensors file, or is cut short"):
+        load_weights(small(), file)
+
+
+def test_a_file_of_timm(tmp_path):
+    timm = pytest.importorskip("timm")
+    file = tmp_path / "resnet.safetensors"
+    saved = timm.create_model("resnet10t", num_classes=10).eval()
+    save_file(saved.state_dict(), file)
+    net = load_weights(ZooNet("resnet10t", "timm"), file).eval()
+    x = images(3, 64)
+    with torch.no_grad():
+        assert torch.allclose(net(x), saved(net.normalize(x)), atol=1e-6)
 
 
 @pytest.fixture
