@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_rob.cli.plugins import CONFIG_OPTIONS, find_recipe
+from lightning_rob.cli.plugins import CONFIG_OPTIONS
 from lightning_rob.commands.checkpoints import config_in_checkpoint
 from lightning_rob.errors import InputError
 from lightning_rob.safe_yaml import load_file
+from lightning_rob.shipped import find_recipe
 
 NAMED = ("best", "last", "hpc")  # checkpoints that Lightning finds
 

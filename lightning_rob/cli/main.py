@@ -24,6 +24,7 @@ COMMANDS = {
     "monitor": "follow a folder of checkpoints and raise an alarm when robustness falls",
     "compare": "two attacks or checkpoints on the same images: difference and significance",
     "export": "write a whole defense as a program that runs without this package",
+    "recipes": "list the recipes and plug-ins, or copy one to edit",
     "report": "turn the records of runs into one HTML page and a Markdown table",
 }
 HELP = """usage: lightning-rob COMMAND [options]

@@ -5,7 +5,6 @@ from argparse import Action, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import fields
 from inspect import cleandoc
-from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import jsonargparse
@@ -44,7 +43,8 @@ def build_parser(command: str) -> jsonargparse.ArgumentParser:
     parser.add_class_arguments(config, as_group=False, skip=set(positional(config)))
     for name in positional(config):
         described = re.search(rf"^ +{name}: (.*)$", config.__doc__ or "", re.M)
-        parser.add_argument(name, nargs="*", type=Path, help=described[1] if described else "")
+        kind = get_args(get_type_hints(config)[name])[0]
+        parser.add_argument(name, nargs="*", type=kind, help=described[1] if described else "")
     return parser
 
 

@@ -460,6 +460,33 @@ class ReportConfig(CommandConfig):
             raise ValueError("report takes at least one folder: lightning-rob report RUN")
 
 
+@dataclass(frozen=True)
+class RecipesConfig(CommandConfig):
+    """List the recipes, mix-ins, search spaces and plug-ins that are found by short name.
+
+      lightning-rob recipes                 all, with what each is for
+      lightning-rob recipes demo            print a file
+      lightning-rob recipes demo --copy     write it as demo.yaml here, to be edited
+
+    Args:
+        names: short names; none lists all
+        copy: write the files into the current folder
+
+    Raises:
+        ValueError: a copy of nothing.
+    """
+
+    receives: ClassVar[Receives] = "records"
+    usage: ClassVar[str] = "[NAME ...] [options]"
+
+    names: tuple[str, ...] = ()
+    copy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.copy and not self.names:
+            raise ValueError("say which recipe to copy: lightning-rob recipes demo --copy")
+
+
 CONFIGS: dict[str, type[CommandConfig]] = {
     "sweep": SweepConfig,
     "tune": TuneConfig,
@@ -469,4 +496,5 @@ CONFIGS: dict[str, type[CommandConfig]] = {
     "export": ExportConfig,
     "audit": AuditConfig,
     "report": ReportConfig,
+    "recipes": RecipesConfig,
 }

@@ -1,0 +1,91 @@
+"""List, show and copy the recipes and plug-ins of the package."""
+
+import re
+import shutil
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lightning_rob.commands.configs import RecipesConfig
+from lightning_rob.errors import InputError
+from lightning_rob.safe_yaml import load
+from lightning_rob.shipped import shipped_folder
+
+FOLDERS = {
+    "recipes": ("configs", "fit --config NAME"),
+    "mix-ins": ("configs/mixins", "fit --config RECIPE --config NAME"),
+    "search spaces": ("configs/spaces", "tune --config RECIPE --space FILE"),
+    "plug-ins": ("callbacks", "--trainer.callbacks+=NAME"),
+}
+
+
+def run(config: RecipesConfig) -> None:
+    """List all files, print those that are named, or copy them into the current folder.
+
+    Raises:
+        InputError: no such file, or a copy that exists already.
+    """
+    if not config.names:
+        console = Console()
+        for kind, (folder, usage) in FOLDERS.items():
+            console.print(_table(kind, folder, usage, console.width))
+        return
+    for path in [_file(name) for name in config.names]:
+        if not config.copy:
+            print(path.read_text(encoding="utf-8"), end="")
+            continue
+        copy = Path(path.name)
+        if copy.exists():
+            raise InputError(f"{copy} exists already: rename it, or go to another folder")
+        shutil.copyfile(path, copy)
+        print(f"Wrote {copy}")
+
+
+def _file(name: str) -> Path:
+    for folder, _ in FOLDERS.values():
+        path = shipped_folder() / folder / f"{name.removesuffix('.yaml')}.yaml"
+        if re.fullmatch(r"\w+", path.stem) and path.is_file():
+            return path
+    raise InputError(f"there is no recipe or plug-in {name!r}: lightning-rob recipes lists all")
+
+
+def _table(kind: str, folder: str, usage: str, width: int) -> Table:
+    title = f"{kind}: lightning-rob {usage}" if folder != "callbacks" else f"{kind}: {usage}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("name", no_wrap=True)
+    with_classes = folder == "configs" and width >= 120
+    for name in ("model", "data", "") if with_classes else ("",):
+        table.add_column(name)
+    for path in sorted((shipped_folder() / folder).glob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        classes = _classes(load(text)) if with_classes else ()
+        table.add_row(path.stem, *classes, escape(first_sentence(text)))
+    return table
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of the comment that a file begins with."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# "))
+    comment = " ".join(lines).removeprefix("Mix-in: ")
+    # A sentence ends before a capital letter; "et al. 2022" does not.
+    return re.split(r"(?<=[.:]) (?=[A-Z(])|: ", comment, maxsplit=1)[0].rstrip(".:")
+
+
+def _classes(content: object) -> tuple[str, str]:
+    """Return the classes of model and data of a recipe; of another file none."""
+    if not isinstance(content, dict):
+        return "", ""
+    model, data = (content.get(part) for part in ("model", "data"))
+    return _class(model), _class(data)
+
+
+def _class(part: object) -> str:
+    path = part.get("class_path", "") if isinstance(part, dict) else ""
+    return str(path).rpartition(".")[2]

@@ -1,0 +1,37 @@
+"""The recipes and plug-ins that are shipped with the package, by short name."""
+
+import re
+from pathlib import Path
+
+import lightning_rob
+
+
+def shipped_folder() -> Path:
+    """Return the folder that holds `configs` and `callbacks`, in a wheel and in a checkout."""
+    package = Path(lightning_rob.__file__).parent
+    inside = package / "shipped"
+    return inside if inside.is_dir() else package.parent
+
+
+def find(name: str, *kinds: str, folder: Path | None = None) -> Path | None:
+    """Return the file of a path or, if there is none, the shipped one of this short name.
+
+    Args:
+        name: a path, or a short name such as "arc".
+        kinds: shipped folders to search in order, such as "callbacks".
+        folder: folder that paths are relative to; None is the current one.
+    """
+    if len(name) > 255 or "\0" in name:  # YAML text instead of a name
+        return None
+    path = (folder or Path()) / name
+    if path.is_file():
+        return path
+    files = (
+        shipped_folder() / kind / f"{name}.yaml" for kind in kinds if re.fullmatch(r"\w+", name)
+    )
+    return next((file for file in files if file.is_file()), None)
+
+
+def find_recipe(name: str) -> Path | None:
+    """Return the file of a recipe or mix-in given by path or short name; None without one."""
+    return find(name, "configs", "configs/mixins")
