@@ -41,6 +41,7 @@ class GradientSpread(Metric):
     """The means of `gradient_spread` over all images."""
 
     is_differentiable = False
+    higher_is_better = False
     full_state_update = False
     plot_lower_bound = 0.0
     totals: Tensor

@@ -21,6 +21,7 @@ class PerImage(Metric):
     """
 
     is_differentiable = False
+    higher_is_better = True
     full_state_update = False
     index: list[Tensor]
     scores: list[Tensor]
@@ -35,9 +36,18 @@ class PerImage(Metric):
         self.add_state("scores", default=[], dist_reduce_fx="cat")
 
     def update(self, index: Tensor, scores: Tensor) -> None:
-        """Add a batch: indices [B], scores [B, A]."""
+        """Add a batch: indices [B], scores [B, A].
+
+        Raises:
+            ValueError: tensors of other shapes.
+        """
+        if index.dim() != 1 or scores.shape != (len(index), self.columns):
+            raise ValueError(
+                f"scores must be [{len(index)}, {self.columns}] for indices [B], got "
+                f"{list(scores.shape)} and {list(index.shape)}"
+            )
         self.index.append(index)
-        self.scores.append(scores.to(self.column_dtype))
+        self.scores.append(scores.detach().to(self.column_dtype))
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return `compute` in full shape, also for one image or none on this process."""

@@ -16,8 +16,21 @@ def robust_accuracy(predictions: Tensor, y: Tensor) -> Tensor:
 
     Returns:
         [B]: 0 or 1, or between the two for a randomized ensemble; 0 if it is non-finite.
+
+    Raises:
+        ValueError: there is not one label for each prediction.
     """
+    check_lengths(predictions, y)
     return predictions.gather(1, y[:, None])[:, 0].nan_to_num(0.0, 0.0, 0.0)
+
+
+def check_lengths(predictions: Tensor, y: Tensor) -> None:
+    """Raise ValueError unless predictions [..., B, K] have a label [B] each."""
+    if predictions.dim() < 2 or y.shape != predictions.shape[-2:-1]:
+        raise ValueError(
+            "predictions [..., B, K] need labels [B], got "
+            f"{list(predictions.shape)} and {list(y.shape)}"
+        )
 
 
 class RobustAccuracy(Metric):

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_rob.metrics.robust_accuracy import check_lengths
+
 Per = Literal["image", "prediction"]
 NAMES = ("rejected_clean", "rejected", "error")
 
@@ -78,6 +80,7 @@ def _sums(predictions: Tensor, y: Tensor, clean: Tensor) -> tuple[Tensor, Tensor
         raise ValueError(
             f"clean must be a mask of {len(y)} images, got {clean.dtype} {list(clean.shape)}"
         )
+    check_lengths(predictions, y)
     correct = predictions.gather(1, y[:, None])[:, 0].double()
     accepted = predictions.double().sum(1)
     rejected = 1 - accepted
@@ -105,6 +108,7 @@ class SelectiveError(Metric):
     """
 
     is_differentiable = False
+    higher_is_better = False
     full_state_update = False
     plot_lower_bound = 0.0
     plot_upper_bound = 1.0

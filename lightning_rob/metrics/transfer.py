@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_rob.metrics.robust_accuracy import check_lengths
+
 DARK = 0.7  # values from which white has more contrast with the shade than black
 
 
@@ -86,6 +88,7 @@ def transfer_ranking(accuracy: Tensor) -> list[int]:
 
 def _correct(predictions: Tensor, y: Tensor) -> Tensor:
     """Return the probability of the label, [..., B, K] -> [..., B]."""
+    check_lengths(predictions, y)
     labels = y.expand(predictions.shape[:-1]).unsqueeze(-1)
     return predictions.gather(-1, labels).squeeze(-1).double()
 
@@ -165,6 +168,7 @@ class TransferMatrix(_MemberPairs):
         members: M, the number of members.
     """
 
+    higher_is_better = True
     row_label = "predicting member"
     column_label = "attacked member"
 
@@ -187,6 +191,7 @@ class Transferability(_MemberPairs):
         members: M, the number of members.
     """
 
+    higher_is_better = False
     row_label = "source (attacked)"
     column_label = "target"
 

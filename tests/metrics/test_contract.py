@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from matplotlib import pyplot as plt
+from torchmetrics import MetricCollection, MetricTracker
 
 from lightning_rob.metrics import (
     GradientSpread,
@@ -164,6 +165,40 @@ def test_plots(name):
     metric.plot(metric.compute(), given)
     assert given.lines or given.images or given.patches
     plt.close("all")
+
+
+@every_metric
+def test_a_tracker_and_a_collection_take_it(name):
+    tracker = MetricTracker(METRICS[name][0]())
+    for rows in ALL.split(20):
+        tracker.increment()
+        tracker.update(*part_of(name, rows))
+    assert tracker.n_steps == 2
+    assert isinstance(tracker.maximize, bool)
+    collection = MetricCollection({name: METRICS[name][0]()})
+    collection.update(*part_of(name, ALL))
+    assert collection.plot()
+    plt.close("all")
+
+
+@every_metric
+def test_lengths_that_differ_are_refused(name):
+    first, *others = part_of(name, ALL)
+    if others:
+        with pytest.raises(ValueError, match=r"must be|need labels"):
+            METRICS[name][0]().update(first, *(part[:10] for part in others))
+
+
+@every_metric
+def test_no_graph_is_kept(name):
+    metric = METRICS[name][0]()
+    batch = [
+        part.requires_grad_() if part.is_floating_point() else part for part in part_of(name, ALL)
+    ]
+    metric.update(*batch)
+    states = [getattr(metric, state) for state in metric._defaults]
+    tensors = [t for state in states for t in (state if isinstance(state, list) else [state])]
+    assert not any(tensor.requires_grad for tensor in tensors)
 
 
 SHARES = (torch.arange(0, COUNT, 2), torch.arange(1, 20, 2))
