@@ -5,7 +5,21 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+# isort: off
+if TYPE_CHECKING:  # types for editors and checkers; at run time a name is imported on first use
+    from lightning_rob.callbacks import *  # noqa: F403
+    from lightning_rob.modules import *  # noqa: F403
+    from lightning_rob.evaluation import *  # noqa: F403
+    from lightning_rob.metrics import *  # noqa: F403
+    from lightning_rob.attacks import *  # noqa: F403
+    from lightning_rob.defenses import *  # type: ignore[assignment]  # noqa: F403
+    from lightning_rob.cli.load import load as load
+    from lightning_rob.cli.load import load_callbacks as load_callbacks
+    from lightning_rob.cli.load import load_module as load_module
+    from lightning_rob.threat import Threat as Threat
+# isort: on
 
 __version__ = version("lightning-rob")
 

@@ -21,7 +21,7 @@ TRUSTED_PARTS = {
     "lightning_rob": (
         *("threat", "rules", "objectives", "nets", "transforms", "defenses", "attacks"),
         *("metrics", "modules", "callbacks", "data", "evaluation.protocol"),
-        *(n for n in lightning_rob.__all__ if n.isidentifier() and not n.startswith("load")),
+        *(n for n in dir(lightning_rob) if n.isidentifier() and not n.startswith("load")),
     ),
     "torch": ("nn", "optim"),
     "torchvision": ("transforms", "models"),
