@@ -17,6 +17,15 @@ ROUNDING = {
 }
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Keep a file's tests together where it can be: `-n 2` builds each fixture once."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    chosen = config.getvalue("dist") != "load"
+    return None if chosen else WorkStealingScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem.removeprefix("test_") in ROUNDING:

@@ -272,6 +272,8 @@ def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatc
     changed["init_args"].pop("only", None)
     Path("callback.yaml").write_text(yaml.safe_dump(changed))
     plain = yaml.safe_load((ROOT / "configs/athena_digits.yaml").read_text())
+    if changed["class_path"].endswith("TransferMatrixEval"):
+        plain["model"]["init_args"]["transforms"] = ["clean", "rotate_90", "flip_horizontal"]
     if file.stem.startswith("compositions"):
         small = {"14r": "reversible", "2i": "2i"}
         changed["init_args"] |= {"ensembles": small, "draws": 1}
