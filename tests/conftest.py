@@ -8,6 +8,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Recipes of tests name `tests.tiny.TinyNet`; processes that a test starts inherit it.
 os.environ.setdefault("LIGHTNING_ROB_ALLOW_IMPORT", "tests")
+# A kill leaves what was written, on the disk or not; only a power cut would not.
+os.fsync = lambda descriptor: None
 
 # Files that compare images alone with images in a batch, or an algorithm with one written out.
 ROUNDING = {
