@@ -8,6 +8,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Recipes of tests name `tests.tiny.TinyNet`; processes that a test starts inherit it.
 os.environ.setdefault("LIGHTNING_ROB_ALLOW_IMPORT", "tests")
+# A kill leaves what was written, on the disk or not; only a power cut would not.
+os.fsync = lambda descriptor: None
 
 # Files that compare images alone with images in a batch, or an algorithm with one written out.
 ROUNDING = {
@@ -15,6 +17,15 @@ ROUNDING = {
     *("pgd", "random_transforms", "rules", "taa", "targeted"),
     *("transductive", "transductive_contract", "transform_ensemble", "urejectron"),
 }
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Keep a file's tests together where it can be: `-n 2` builds each fixture once."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    chosen = config.getvalue("dist") != "load"
+    return None if chosen else WorkStealingScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

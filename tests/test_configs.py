@@ -13,6 +13,7 @@ from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.cli.plugins import expand
+from lightning_rob.data import ImageData
 from lightning_rob.nets import VGG16, WRN28_4, MobileNetV1, PreActResNet18, ResNet20, ZooNet
 from lightning_rob.threat import Threat, pixels
 from lightning_rob.transforms import named
@@ -32,21 +33,36 @@ VOTERS = [  # on transformation ensembles, or of many steps
 ]
 SUITES = ["cw_all", "rec_all", "rec_suite"]
 CALLBACKS = [p for p in PLUGINS if p not in (*RT_ONLY, *VOTERS) and p.stem not in SUITES]
-# Data that a fresh machine lacks is replaced by embedded images of the same size.
-TINY = "{train_size: 10, test_size: 2, val_size: 2, workers: 0}"
-EMBEDDED = f"--data={{class_path: Patches10, init_args: {TINY}}}"
-GREY = (
-    "--data={class_path: Digits5k, init_args: "
-    "{limit_train: 10, val_size: 20, eval_batch_size: 2, workers: 0}}"
-)
+# Four images of noise, of the size of the recipe's own: no download, nothing to decode.
+EMBEDDED = "--data=tests.test_configs.Colour"
+GREY = "--data=tests.test_configs.Grey"
 PAIR = """--data={class_path: SourceTargetData, init_args: {source: {class_path: Digits5k,
-init_args: {limit_train: 10, batch_size: 10, eval_batch_size: 2, workers: 0}}}}"""
+init_args: {limit_train: 4, batch_size: 4, eval_batch_size: 2, workers: 0}}}}"""
 SMALL = [
     "--trainer.fast_dev_run=true",
     "--trainer.accelerator=cpu",
     "--trainer.enable_progress_bar=false",
     "--trainer.enable_model_summary=false",
 ]
+
+
+class Colour(ImageData):
+    """Images of noise, of the size and number of classes of CIFAR-10: one batch of each part."""
+
+    classes, channels, size, mean, std = 10, 3, 32, (0.5,) * 3, (0.25,) * 3
+
+    def __init__(self) -> None:
+        super().__init__(4, 2, val_size=2, workers=0)
+
+    def source(self, train: bool):
+        x = torch.rand(6 if train else 2, self.channels, self.size, self.size)
+        return [(image, i % self.classes) for i, image in enumerate(x)]
+
+
+class Grey(Colour):
+    """The same of the size of MNIST."""
+
+    channels, size, mean, std = 1, 28, (0.5,), (0.25,)
 
 
 def plugged(file):
@@ -68,17 +84,73 @@ def make_folders(file):
             (root / part / f"{k:04}").mkdir(parents=True)
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=lambda p: p.stem)
-def test_recipe_runs(file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    if of(file, ["Images"]):
-        make_folders(file)
+MOST = {  # of each number
+    **dict.fromkeys(("steps", "epochs", "copies", "binary_steps", "untargeted", "targeted"), 1),
+    **dict.fromkeys(("rounds", "draws", "replays", "max_images"), 2),
+    "neighbours": 8,
+    "hidden": 16,
+}
+CHEAP = {  # class -> options
+    "AutoAttack": {"version": "custom", "attacks": ["apgd-ce"]},
+    "PAA": {"rounds": 1},
+    "RMC": {"epochs": 1},
+    "URejectron": {"epochs": 1},
+    "HighConfidence": {"untargeted": 1, "targeted": 1},
+    "AthenaCNN": {"hidden": 16},
+}
+NARROW = {
+    "ResNet20": {"widths": [4, 4, 4]},
+    "ResNet32": {"widths": [4, 4, 4]},
+    "DANNResNet18": {"width": 4},
+    "MNISTNet": {"width": 4},
+}
+
+
+def shrunk(content, most=MOST, cheap=CHEAP):
+    """Return a configuration with fewer of everything that takes time."""
+    if isinstance(content, list):
+        return [shrunk(part, most, cheap) for part in content]
+    if not isinstance(content, dict):
+        return content
+    small = {
+        k: min(v, most[k]) if k in most and isinstance(v, int) else shrunk(v, most, cheap)
+        for k, v in content.items()
+    }
+    kind = str(content.get("class_path")).rpartition(".")[2]
+    if kind in cheap:
+        small["init_args"] = small.get("init_args", {}) | cheap[kind]
+    return small
+
+
+def shortened(file, **options):
+    """Write a recipe with fewer of everything that takes time into the working folder."""
+    content = yaml.safe_load(file.read_text())
+    callbacks = content["trainer"].get("callbacks+", [])
+    content["trainer"]["callbacks+"] = expand(callbacks, ROOT)  # plug-ins are shortened, too
+    path = Path(file.name)
+    path.write_text(yaml.safe_dump(shrunk(content, **options)))
+    return path
+
+
+def like_its_own(file):
+    """Return the option of images of the size of a recipe's own."""
     if of(file, ["SourceTargetData"]):
-        data = [PAIR]
-    else:
-        grey = of(file, ["MNIST", "FashionMNIST", "Digits5k"])
-        data = [GREY if grey else EMBEDDED, "--data.init_args.batch_size=10"]
-    run("fit", "--config", file, *data, *SMALL)
+        return PAIR
+    return GREY if of(file, ["MNIST", "FashionMNIST", "Digits5k"]) else EMBEDDED
+
+
+GAMES = [p for p in RECIPES if "class_path: GMSA" in p.read_text()]
+
+
+@pytest.mark.parametrize("file", [p for p in RECIPES if p not in GAMES], ids=lambda p: p.stem)
+def test_recipe_runs(file, tmp_path, monkeypatch):
+    """A batch of training and one of validation under each of its attacks, of a step each.
+
+    Its own network, which may be wider, is built by `test_recipe_builds_with_its_own_data`.
+    """
+    monkeypatch.chdir(tmp_path)
+    recipe = shortened(file, most=MOST | {"every_n_epochs": 1}, cheap=CHEAP | NARROW)
+    run("fit", "--config", recipe, like_its_own(file), *SMALL)
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda p: p.stem)
@@ -116,58 +188,18 @@ def write_checkpoints(file):
         torch.save(state, path)
 
 
-GAMES = [p for p in RECIPES if "class_path: GMSA" in p.read_text()]
-
-
 @pytest.mark.parametrize("file", GAMES, ids=lambda p: p.stem)
 def test_recipe_attacks_an_adapting_defense_in_rounds(file, tmp_path, monkeypatch):
     """Shrunk to one round of two images, one epoch and a step or two of everything."""
     monkeypatch.chdir(tmp_path)
-    content = shrunk(yaml.safe_load(file.read_text()))
-    Path("recipe.yaml").write_text(yaml.safe_dump(content))
-    grey = of(file, ["MNIST", "FashionMNIST", "Digits5k"])
-    data = [GREY if grey else EMBEDDED, "--data.init_args.batch_size=10"]
-    limits = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=1"]
-    run("fit", "--config", "recipe.yaml", *data, *limits, *SMALL[1:], "--trainer.logger.name=run")
+    limits = ["--trainer.max_epochs=1", *SMALL[1:], "--trainer.logger.name=run"]
+    recipe = shortened(file, cheap=CHEAP | NARROW)
+    run("fit", "--config", recipe, like_its_own(file), *limits)
     (log,) = tmp_path.rglob("robust.jsonl")
     found = {record["name"]: record for record in map(json.loads, log.read_text().splitlines())}
     assert {"clean", "fpa", "gmsa_avg", "gmsa_min", "worst"} <= found.keys()
     assert found["gmsa_min"]["protocol"]["defender"] in ("stateless", "stateful")
     assert found["gmsa_min"]["n"] == 2
-
-
-NUMBERS = {
-    "steps": 1,
-    "rounds": 2,
-    "neighbours": 8,
-    "copies": 1,
-    "binary_steps": 1,
-    "untargeted": 1,
-    "targeted": 1,
-}
-
-
-CHEAP = {
-    "AutoAttack": {"version": "custom", "attacks": ["apgd-ce"]},
-    **{name: {"epochs": 1} for name in ("RMC", "DANN", "TADV")},
-    "PAA": {"rounds": 1},
-    "HighConfidence": {"untargeted": 1, "targeted": 1},
-}
-
-
-def shrunk(content):
-    """Return a configuration with fewer of everything that takes time."""
-    if isinstance(content, list):
-        return [shrunk(part) for part in content]
-    if not isinstance(content, dict):
-        return content
-    small = {k: NUMBERS[k] if k in NUMBERS else shrunk(v) for k, v in content.items()}
-    kind = str(content.get("class_path")).rpartition(".")[2]
-    if kind in CHEAP:
-        small["init_args"] = small.get("init_args", {}) | CHEAP[kind]
-    if "max_images" in content:
-        small["max_images"] = 2
-    return small
 
 
 @pytest.mark.parametrize("file", ASSEMBLED, ids=lambda p: p.stem)
@@ -177,7 +209,7 @@ def test_recipe_of_trained_networks_tests(file, tmp_path, monkeypatch, capsys):
         run("test", "--config", file, EMBEDDED, *SMALL)
     assert "No such file or directory: 'checkpoints/" in capsys.readouterr().err
     write_checkpoints(file)
-    run("test", "--config", file, EMBEDDED, *SMALL)
+    run("test", "--config", shortened(file), EMBEDDED, *SMALL)
     told = capsys.readouterr().out
     assert all(
         name in told for name in ("PretrainedEnsemble", "clean", "worst", *named_attacks(file))
@@ -240,6 +272,8 @@ def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatc
     changed["init_args"].pop("only", None)
     Path("callback.yaml").write_text(yaml.safe_dump(changed))
     plain = yaml.safe_load((ROOT / "configs/athena_digits.yaml").read_text())
+    if changed["class_path"].endswith("TransferMatrixEval"):
+        plain["model"]["init_args"]["transforms"] = ["clean", "rotate_90", "flip_horizontal"]
     if file.stem.startswith("compositions"):
         small = {"14r": "reversible", "2i": "2i"}
         changed["init_args"] |= {"ensembles": small, "draws": 1}
@@ -425,8 +459,11 @@ def test_network_mix_in_changes_the_network_and_its_weight_decay(mix_in):
 @pytest.mark.parametrize("mix_in", NETS, ids=lambda p: p.stem)
 def test_recipe_runs_with_a_network_mix_in(mix_in, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    configs = ["--config", ROOT / "configs/bat_cifar10_resnet20_linf.yaml", "--config", mix_in]
-    run("fit", *configs, EMBEDDED, "--data.init_args.batch_size=4", *SMALL)
+    base = shortened(ROOT / "configs/bat_cifar10_resnet20_linf.yaml")
+    content = yaml.safe_load(base.read_text())
+    content["trainer"]["callbacks+"] = [shrunk(plugged("apgd"))]  # the others do not see the net
+    base.write_text(yaml.safe_dump(content))
+    run("fit", "--config", base, "--config", mix_in, EMBEDDED, *SMALL)
 
 
 def test_a_network_mix_in_keeps_the_classes_and_statistics_of_other_data():

@@ -11,8 +11,9 @@ from lightning_rob.callbacks import RobustEval, TransferMatrixEval
 from lightning_rob.defenses import Ensemble, Single, TransformEnsemble, first_member
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.threat import Threat
+from tests.forked import two_ranks
 from tests.schema import checked
-from tests.tiny import Blobs, TinyNet, arc, pgd, recipe, run, same_weights, shell, weights
+from tests.tiny import Blobs, TinyNet, arc, pgd, recipe, run, same_weights, weights
 
 THREAT = Threat("linf", 24 / 255)
 PLAIN = PGD(THREAT, steps=4, step_size=8 / 255, random_start=False)
@@ -199,7 +200,7 @@ def test_two_processes_give_the_same_matrices_and_the_same_gallery(tmp_path):
         if name == "one":
             run(*given)
         else:
-            done = shell(*given)
+            done = two_ranks(*given)
             assert done.returncode == 0, done.stderr
         folder = tmp_path / name / "run/version_0"
         matrices = [(r["name"], r["n"], r["matrix"]) for r in transfers(tmp_path / name)]

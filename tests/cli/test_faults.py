@@ -15,7 +15,8 @@ from lightning_rob.errors import Fault
 from lightning_rob.files import raise_thread_errors
 from lightning_rob.processes import PARENT, supervised_processes
 from tests.cli.faulty import SMALL, intact, marked, plan, rank_fault, slow
-from tests.tiny import ROOT, run, same_weights, shell, weights
+from tests.forked import forked, start
+from tests.tiny import ROOT, run, same_weights, weights
 
 LAST = "run/version_0/checkpoints/last.ckpt"
 END = "run/version_0/checkpoints/end-epoch=3.ckpt"
@@ -25,8 +26,8 @@ KILLER = "--trainer.callbacks+={{class_path: tests.tiny.KillAt, init_args: {{ste
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    # By the shell, like the runs it is compared with: another number of threads rounds otherwise.
-    assert shell("fit", "--config", plan(folder)).returncode == 0
+    # In a process of its own, like the runs it is compared with.
+    assert forked("fit", "--config", plan(folder)).returncode == 0
     return folder
 
 
@@ -48,9 +49,9 @@ def error_line(capsys, code, *args):
 @pytest.mark.slow  # test_bat holds it for a run without random transforms
 def test_sigkill_amid_random_transforms_then_resume_gives_the_same_weights(whole, tmp_path):
     file = plan(tmp_path)
-    assert shell("fit", "--config", file, KILLER.format(10)).returncode == -signal.SIGKILL
+    assert forked("fit", "--config", file, KILLER.format(10)).returncode == -signal.SIGKILL
     assert intact(tmp_path)
-    assert shell("fit", "--config", file, "--ckpt_path", tmp_path / LAST).returncode == 0
+    assert forked("fit", "--config", file, "--ckpt_path", tmp_path / LAST).returncode == 0
     assert same_weights(weights(whole / END), weights(tmp_path / END))
 
 
@@ -61,15 +62,13 @@ def test_a_rank_that_fails_takes_all_with_it(whole, tmp_path, kind):
 
 def test_sigterm_within_a_long_attack(whole, tmp_path):
     file = plan(tmp_path, [slow(300)], data=SMALL)
-    args = ["test", "--config", str(file), "--ckpt_path", str(whole / LAST)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "lightning_rob", *args]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
-        while "resting" not in process.stdout.readline():
-            assert process.poll() is None
-        began = time.time()
-        process.terminate()
-        assert process.wait() == 143
+    run = start("test", "--config", file, "--ckpt_path", whole / LAST)
+    while not run.out.exists() or "resting" not in run.out.read_text():
+        assert run.process.is_alive(), run.wait()
+        time.sleep(0.02)
+    began = time.time()
+    run.process.terminate()
+    assert run.wait().returncode == 143
     assert time.time() - began < 30
 
 

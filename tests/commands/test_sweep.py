@@ -25,6 +25,7 @@ from lightning_rob.defenses import Ensemble, first_member
 from lightning_rob.identity import fingerprint
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.threat import Threat
+from tests.forked import forked
 from tests.schema import checked
 from tests.tiny import TinyNet, arc, pgd, recipe, robust_eval, run, shell
 
@@ -187,7 +188,7 @@ def test_killed_and_run_again_it_ends_with_the_same_table(trained, tmp_path, cap
     kill = {"class_path": "tests.commands.test_sweep.KillAtTest", "init_args": {"number": 3}}
     where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", tmp_path / "killed"]
     arguments = [*where, "--over", "steps", "--values", "1,2,3", *plugged([*CALLBACKS, kill])]
-    assert shell("sweep", *arguments).returncode == -signal.SIGKILL
+    assert forked("sweep", *arguments).returncode == -signal.SIGKILL
     stub = lines(tmp_path / "killed")
     assert {r["value"] for r in stub} == {1, 2}
     with (tmp_path / "killed/sweep.jsonl").open("a") as file:

@@ -2,8 +2,8 @@
 
 import json
 import math
+import os
 import signal
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,8 @@ from lightning_rob.commands.tune_search import (
     value_at,
 )
 from lightning_rob.commands.tune_trials import Record, Study, Trial, attempt, read_trials
-from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
+from tests.forked import Forked
+from tests.tiny import arc, pgd, recipe, robust_eval, run
 
 LR = "model.init_args.optimizer.init_args.lr"
 WIDTH = "model.init_args.net.init_args.width"
@@ -118,24 +119,19 @@ def test_the_budget_may_grow_and_the_seed_matters(tmp_path):
     assert other.propose(1, []) != whole.search.propose(1, [])
 
 
-SCRIPT = """
-import os, signal, sys
-from pathlib import Path
-from tests.commands.test_tune import hill, study
-folder, last = Path(sys.argv[1]), int(sys.argv[2])
-def evaluate(number, point):
-    if number == last:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with (folder / "done").open("a") as file:
-        file.write(f"{number}\\n")
-    return hill(number, point)
-study(folder, evaluate, trials=7, random=2).run()
-"""
+def study_with_a_kill(folder, last):
+    def evaluate(number, point):
+        if number == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with (folder / "done").open("a") as file:
+            file.write(f"{number}\n")
+        return hill(number, point)
+
+    study(folder, evaluate, trials=7, random=2).run()
 
 
 def test_sigkill_in_the_middle_loses_no_trial_and_repeats_none(tmp_path):
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    assert subprocess.run([*command, "4"], cwd=ROOT).returncode == -signal.SIGKILL
+    assert Forked(study_with_a_kill, tmp_path, 4).wait().returncode == -signal.SIGKILL
     assert (tmp_path / "done").read_text().split() == ["0", "1", "2", "3"]
     resumed, whole = (study(folder, trials=7, random=2) for folder in (tmp_path, tmp_path / "all"))
     resumed.run()

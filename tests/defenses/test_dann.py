@@ -12,36 +12,7 @@ from torch.nn import functional as F
 
 from lightning_rob.defenses.dann import DANN, domain_adversarial_loss, reversal_weight
 from lightning_rob.defenses.transductive import learning, reinitialized
-from tests.tiny import (
-    ROOT,
-    Blobs,
-    same_weights,
-)
-
-
-class TinyDANN(nn.Module):
-    """Three parts of one or two linear layers; learns in a second."""
-
-    def __init__(
-        self, inputs: int = 192, classes: int = 4, width: int = 16, norm: bool = True
-    ) -> None:
-        super().__init__()
-        middle = nn.BatchNorm1d(width) if norm else nn.Identity()
-        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(inputs, width), middle, nn.ReLU())
-        self.predictor = nn.Linear(width, classes)
-        self.discriminator = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 2))
-
-    def features(self, x):
-        return self.encoder(x)
-
-    def classify(self, features):
-        return self.predictor(features)
-
-    def domain(self, features):
-        return self.discriminator(features)
-
-    def forward(self, x):
-        return self.classify(self.features(x))
+from tests.tiny import ROOT, Blobs, TinyDANN, same_weights
 
 
 def generator(seed=0):

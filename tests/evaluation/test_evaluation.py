@@ -206,10 +206,10 @@ class Whim(Transductive):
     needs_source = False
 
     def fit_to_batch(self, x, chance):
-        net = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
+        own = self.net[1].weight
+        net = nn.Sequential(nn.Flatten(), nn.Linear(own.shape[1], 4))
         with torch.no_grad():
-            noise = torch.randn(4, 192, generator=chance)
-            net[1].weight.copy_(self.net[1].weight + 0.3 * noise)
+            net[1].weight.copy_(own + 0.3 * torch.randn(own.shape, generator=chance))
             net[1].bias.copy_(self.net[1].bias)
         return self.copy_with(adapted=net)
 
@@ -223,9 +223,9 @@ class Moods(Whim):
         return self.copy_with(net=self.adapted, adapted=None)
 
 
-def linear(seed=0):
+def linear(seed=0, inputs=3 * 4 * 4):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 4))
 
 
 NOISE = [GaussianNoise(0.3), HorizontalFlip()]
@@ -256,7 +256,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_randomness_is_noticed(kind):
     make, expected = KINDS[kind]
-    x = torch.rand(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    x = torch.rand(8, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     assert is_random(make(), x, torch.arange(8)) is expected
 
 
@@ -268,7 +268,7 @@ def runs_of_nothing(defense, inferences, shared=True, runs=200, n=50):
     torch.manual_seed(0)
     joint = defense.transductive
     draws, asked = (inferences, 1) if joint else (1, inferences)
-    x = torch.rand(n, 3, 8, 8)
+    x = torch.rand(n, 3, 4, 4)
     y = torch.where(torch.rand(n) < 0.7, defense.adapted_model(x).argmax(1), torch.randint(4, (n,)))
     together = 1 if joint else 40
     images, labels = x.repeat(together, 1, 1, 1), y.repeat(together)
@@ -287,15 +287,17 @@ def runs_of_nothing(defense, inferences, shared=True, runs=200, n=50):
 @pytest.mark.parametrize("inferences", [1, 3])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_the_worst_of_nine_attacks_that_do_nothing_is_the_clean_accuracy(kind, inferences):
-    """As RobustEval plays it; in at least 94 % of 200 runs within the 95 % interval."""
+    """As RobustEval plays it; in at least 94 % of the runs within the 95 % interval."""
     defense, (_, random) = KINDS[kind][0](), KINDS[kind]
-    joint, found, inside = defense.transductive, list(runs_of_nothing(defense, inferences)), 0
+    joint, inside = defense.transductive, 0
+    runs = 100 if joint else 200  # an adapting defense plays one after another
+    found = list(runs_of_nothing(defense, inferences, runs=runs))
     for scores in found:
         by_draw = scores[:, 0].mean(0).tolist() if joint else [float(scores[:, 0].mean())]
         low, high = wilson_over_draws(by_draw, len(scores))
         worst = worst_case([(torch.arange(len(scores)), scores)], random, joint).scores
         inside += low <= float(worst.mean()) <= high
-    assert len(found) == 200
+    assert len(found) == runs
     assert inside >= 0.94 * len(found)
 
 
@@ -343,7 +345,7 @@ def test_nine_attacks_that_do_nothing_leave_a_random_defense_as_it_is(inferences
 
 def test_private_draws_widen_the_interval_and_are_recorded():
     torch.manual_seed(0)
-    module = AdversarialTraining(linear, defense=Whim)
+    module = AdversarialTraining(lambda: linear(inputs=192), defense=Whim)
     one, many = RobustEval({"pgd": NOTHING}), RobustEval({"pgd": NOTHING}, private_draws=5)
     for callback in (one, many):
         evaluate(module, callback)
@@ -404,7 +406,7 @@ def test_randomness_is_looked_for_in_every_group():
 def test_the_worst_of_a_game_is_over_all_callbacks():
     strong = PGD(Threat("linf", 1.0), 3, 0.5)
     torch.manual_seed(0)
-    module = AdversarialTraining(linear, defense=Whim)
+    module = AdversarialTraining(lambda: linear(inputs=192), defense=Whim)
     callbacks = [RobustEval({"strong": strong}), RobustEval({"weak": NOTHING}, max_images=20)]
     evaluate(module, *callbacks)
     worst = callbacks[1].results[-1]

@@ -2,10 +2,6 @@
 
 import csv
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from zlib import crc32
 
@@ -23,8 +19,9 @@ from lightning_rob.evaluation.per_image import (
     write_result_file,
 )
 from lightning_rob.evaluation.resume_log import ResumeLog
+from tests.forked import start
 from tests.schema import checked
-from tests.tiny import ROOT, Blobs, arc, pgd, recipe, records, robust_eval, run
+from tests.tiny import Blobs, arc, pgd, recipe, records, robust_eval, run
 
 CSV = "run/version_0/images/test-apgd+arc.csv"
 
@@ -122,15 +119,7 @@ def slow_test(folder, checkpoint):
     attacks = {"apgd": pgd(), "arc": arc(random_start=True)}
     callbacks = [robust_eval(attacks, group_size=2), slow]
     file = recipe(folder, **{"trainer__callbacks+": callbacks})
-    command = ["test", "--config", file, "--ckpt_path", checkpoint]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "lightning_rob", *map(str, command)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return start("test", "--config", file, "--ckpt_path", checkpoint)
 
 
 def test_a_test_that_was_killed_goes_on_and_ends_in_the_same_bytes(trained, tmp_path):
@@ -140,17 +129,17 @@ def test_a_test_that_was_killed_goes_on_and_ends_in_the_same_bytes(trained, tmp_
     limit = time.monotonic() + 300
     while not (left := list(tmp_path.glob("unfinished/*/*.jsonl"))) and time.monotonic() < limit:
         time.sleep(0.02)
-    assert left, killed.communicate()
+    assert left, killed.wait(0)
     while left[0].read_text().count('"seconds"') < 5 and time.monotonic() < limit:
         time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
+    killed.process.kill()
+    killed.wait()
     known = left[0].read_text().count('"seconds"')
     assert known >= 5
     assert not (tmp_path / CSV).exists()
-    out, error = slow_test(tmp_path, trained).communicate()
+    resumed = slow_test(tmp_path, trained).wait()
     (found,) = tmp_path.glob("run/version_*/images/test-*.csv")
-    assert f"{2 * known} images are scored already" in out, out + error
+    assert f"{2 * known} images are scored already" in resumed.stdout, resumed
     assert found.read_bytes() == through.path.read_bytes()
     assert not list(tmp_path.glob("unfinished/*"))
 

@@ -21,7 +21,8 @@ from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
-from tests.tiny import Blobs, TinyNet, pgd, recipe, records, robust_eval, run, shell
+from tests.forked import two_ranks
+from tests.tiny import Blobs, TinyNet, pgd, recipe, records, robust_eval, run
 
 THREAT = Threat("linf", 0.1)
 WEAK = PGD(THREAT, 2, 0.05)
@@ -281,14 +282,14 @@ def test_two_processes_play_the_rounds_of_one(tmp_path):
     for processes in (1, 2):
         log.unlink()
         extra = TWO if processes == 2 else []
-        start = shell if processes == 2 else run
+        start = two_ranks if processes == 2 else run
         start("test", "--config", config, "--ckpt_path", checkpoint, *extra)
         lines = [r for r in records(tmp_path) if r["stage"] == "test"]
         found.append({r["name"]: (r["accuracy"], r["n"]) for r in lines})
     assert found[0] == found[1]
     assert found[0]["gmsa"][1] == 33
     one_round = ["--trainer.callbacks.protocol.images=33", *TWO]
-    refused = shell("test", "--config", config, "--ckpt_path", checkpoint, *one_round)
+    refused = two_ranks("test", "--config", config, "--ckpt_path", checkpoint, *one_round)
     assert refused.returncode == 2
     assert "all 33 images make one round" in refused.stderr
 

@@ -3,9 +3,7 @@
 import copy
 import math
 import pickle
-import subprocess
-import sys
-from pathlib import Path
+from datetime import timedelta
 
 import pytest
 import torch
@@ -25,6 +23,7 @@ from lightning_rob.metrics import (
     transfer_matrix,
     transferability,
 )
+from tests.forked import Forked
 
 COUNT = 40
 
@@ -203,40 +202,28 @@ def test_no_graph_is_kept(name):
 
 
 SHARES = (torch.arange(0, COUNT, 2), torch.arange(1, 20, 2))
-RANK = """
-import sys, torch, torch.distributed as dist
-from datetime import timedelta
-from lightning_rob.metrics import PerImage
-from tests.metrics.test_contract import METRICS, SHARES, expected, numbers, updated
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), 2, rank)
-for name in METRICS:
-    wanted = expected(name, torch.cat(SHARES))
-    found = numbers(updated(name, SHARES[rank]).compute())
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
-table = PerImage(1)  # a rank without images, and an image that both ranks have seen
-if rank == 0:
-    table.update(torch.tensor([0, 2, 4]), torch.tensor([[0.0], [0.25], [0.5]]))
-assert [part.flatten().tolist() for part in table.rows()] == [[0, 2, 4], [0.0, 0.25, 0.5]]
-both = PerImage(1)
-both.update(torch.tensor([4, rank]), torch.tensor([[0.5], [rank / 4]]))
-assert [part.flatten().tolist() for part in both.rows()] == [[0, 1, 4], [0.0, 0.25, 0.5]]
-print("done")
-"""
+
+
+def check_rank(rank, store):
+    """Join the other rank and check what this one computes."""
+    limit = timedelta(seconds=60)
+    torch.distributed.init_process_group("gloo", f"file://{store}", limit, 2, rank)
+    for name in METRICS:
+        wanted = expected(name, torch.cat(SHARES))
+        found = numbers(updated(name, SHARES[rank]).compute())
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+    table = PerImage(1)  # a rank without images, and an image that both ranks have seen
+    if rank == 0:
+        table.update(torch.tensor([0, 2, 4]), torch.tensor([[0.0], [0.25], [0.5]]))
+    assert [part.flatten().tolist() for part in table.rows()] == [[0, 2, 4], [0.0, 0.25, 0.5]]
+    both = PerImage(1)
+    both.update(torch.tensor([4, rank]), torch.tensor([[0.5], [rank / 4]]))
+    assert [part.flatten().tolist() for part in both.rows()] == [[0, 1, 4], [0.0, 0.25, 0.5]]
+    print("done")
 
 
 def test_two_processes_with_unequal_shares(tmp_path):
     """All metrics in one launch; each rank checks what it has computed."""
-    command = [sys.executable, "-W", "ignore", "-c", RANK]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    root = Path(__file__).parents[2]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], cwd=root, **pipes)
-        for rank in range(2)
-    ]
-    try:
-        found = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [out.strip() for out, _ in found] == ["done"] * 2, found
+    ranks = [Forked(check_rank, rank, tmp_path / "store") for rank in range(2)]
+    found = [rank.wait(120) for rank in ranks]
+    assert [rank.stdout.strip() for rank in found] == ["done"] * 2, found

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from lightning_rob.modules import BAT, IAT
+from tests.forked import forked
 from tests.modules.support import Spy, batch
-from tests.tiny import TinyNet, recipe, records, run, same_weights, shell, weights
+from tests.tiny import TinyNet, recipe, records, run, same_weights, weights
 
 
 def test_each_bat_member_is_trained_on_images_of_the_members_before_it():
@@ -110,8 +111,7 @@ def check_same_end(folder, other):
 def test_a_run_killed_in_member_two_and_resumed_gives_the_same_weights(uninterrupted, tmp_path):
     file = recipe(tmp_path)
     kill = "--trainer.callbacks+={class_path: tests.tiny.KillAt, init_args: {step: 11}}"
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums round as in this process
-    killed = shell("fit", "--config", file, *SAVE, kill, **threads)
+    killed = forked("fit", "--config", file, *SAVE, kill)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (tmp_path / FOLDER / "at-step=12.ckpt").exists()
     run("fit", "--config", file, *SAVE, "--ckpt_path", tmp_path / FOLDER / "last.ckpt")

@@ -32,7 +32,7 @@ STARTS = [(name, "at-step=10") for name in METHODS]  # inside of an epoch
 STARTS += [("DVERGE", "end-epoch=1")]  # before the optimizer restarts
 CHECKPOINTS = [
     "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: "
-    "{filename: 'at-{step}', every_n_train_steps: 2, save_top_k: -1}}",
+    "{filename: 'at-{step}', every_n_train_steps: 10, save_top_k: -1}}",
     "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: "
     "{filename: 'end-{epoch}', save_top_k: -1}}",
 ]

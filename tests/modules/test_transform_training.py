@@ -14,7 +14,8 @@ from lightning_rob.data.transformed import TransformedCache
 from lightning_rob.errors import InputError
 from lightning_rob.modules import TransformTraining
 from lightning_rob.transforms.pool import pool
-from tests.tiny import TinyNet, pgd, run, same_weights, shell, weights
+from tests.forked import forked, two_ranks
+from tests.tiny import TinyNet, pgd, run, same_weights, weights
 from tests.tiny import recipe as bat
 
 NAMES = ["clean", "rotate_90", "noise_gaussian"]
@@ -102,8 +103,7 @@ def test_resuming_from_any_epoch_gives_the_same_weights(uninterrupted, tmp_path,
 
 def test_a_killed_run_that_is_resumed_gives_the_same_weights(uninterrupted, tmp_path):
     kill = {"class_path": "tests.tiny.KillAt", "init_args": {"step": 22}}
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums round as in this process
-    killed = shell("fit", "--config", recipe(tmp_path, [kill]), **threads)
+    killed = forked("fit", "--config", recipe(tmp_path, [kill]))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     run("fit", "--config", recipe(tmp_path), "--ckpt_path", tmp_path / LAST)
     assert same_weights(weights(uninterrupted / LAST), weights(tmp_path / LAST))
@@ -168,7 +168,7 @@ def test_two_processes_train_two_at_a_time_and_both_have_all(uninterrupted, tmp_
         "class_path": "lightning_rob.callbacks.VotingRuleEval",
         "init_args": {"attacks": {"pgd": pgd()}},
     }
-    done = shell("fit", "--config", recipe(tmp_path, [votes], trainer), "--test_after_fit=true")
+    done = two_ranks("fit", "--config", recipe(tmp_path, [votes], trainer), "--test_after_fit=true")
     assert done.returncode == 0, done.stderr
     found = losses(tmp_path)
     assert set(found) == set(NAMES)
