@@ -60,9 +60,10 @@ def crops(photo: Tensor, kind: str, count: int, generator: torch.Generator) -> T
     corners = cells(photo.shape[1], photo.shape[2], kind)
     cell = corners[torch.randint(len(corners), (count,), generator=generator)]
     place = cell + torch.randint(CELL - CROP + 1, (count, 2), generator=generator)
-    halved = torch.nn.functional.avg_pool2d(photo.float(), 2, stride=1).round().to(torch.uint8)
     rows, columns = (place[..., None] + torch.arange(0, CROP, 2)).unbind(1)
-    return halved[:, rows[:, :, None], columns[:, None, :]].transpose(0, 1)
+    row, column = rows[:, :, None], columns[:, None, :]
+    four = [photo[:, row + i, column + j].float() for i in (0, 1) for j in (0, 1)]
+    return torch.stack(four).mean(0).round().to(torch.uint8).transpose(0, 1)
 
 
 class Patches10(ImageData):
