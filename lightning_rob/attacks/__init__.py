@@ -13,6 +13,7 @@ from lightning_rob.attacks.decorators import (
     WithBackward,
 )
 from lightning_rob.attacks.deepfool import DeepFool
+from lightning_rob.attacks.foreign import Foreign
 from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.gradient import draw_gradients
 from lightning_rob.attacks.members import OnMember, RandomMember, Strongest
@@ -43,6 +44,7 @@ __all__ = [
     "Chunked",
     "CommonCorruption",
     "DeepFool",
+    "Foreign",
     "HighConfidence",
     "InsideBounds",
     "LinBP",

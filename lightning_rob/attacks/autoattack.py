@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.foreign import isolated_streams, scores
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator, seed_from, uniform
-from lightning_rob.rules import Rule, expectation, mean_logits, mean_probs
+from lightning_rob.rules import Rule, mean_logits, mean_probs
 from lightning_rob.threat import Threat
 
 CLASSES = {"apgd-ce": 2, "apgd-dlr": 3, "apgd-t": 4, "fab": 2, "fab-t": 2, "square": 2}  # needed
@@ -117,7 +118,7 @@ class AutoAttack(Attack):
         single = x.float().contiguous()
 
         def model(images: Tensor) -> Tensor:
-            return self._scores(defense, images.to(x.dtype), generator)
+            return scores(defense, images.to(x.dtype), generator, self.draws)
 
         with _isolated():
             with torch.no_grad():
@@ -127,16 +128,6 @@ class AutoAttack(Attack):
             found, _ = suite.run_standard_evaluation(single, y.long(), batch_size=len(x))
         # Images that the package left alone must not lose digits to single precision.
         return torch.where(found == single, x, found.to(x.dtype))
-
-    def _scores(self, defense: Defense, x: Tensor, generator: Generator) -> Tensor:
-        """Return one score per class, the largest for the predicted one: [B, C, H, W] -> [B, K]."""
-        logits, weights = defense.sample_logits(x, generator, self.draws)
-        logits, weights = logits.float(), weights.to(logits)
-        if len(logits) == 1:
-            return logits[0]
-        if defense.rule is mean_logits:
-            return expectation(weights, logits)
-        return (logits.log_softmax(-1) + weights.log()[:, None, None]).logsumexp(0)
 
     def _suite(
         self, model: Callable[[Tensor], Tensor], classes: int, device: torch.device, seed: int
@@ -171,10 +162,8 @@ class AutoAttack(Attack):
 @contextmanager
 def _isolated() -> Iterator[None]:
     """Undo two side effects: the package seeds torch's global streams, and ends `sys.settrace`."""
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count()) if on_gpu else []
     trace = sys.gettrace()
-    with torch.random.fork_rng(devices):
+    with isolated_streams():
         try:
             yield
         finally:

@@ -27,6 +27,7 @@ from lightning_rob.attacks import (
     Chunked,
     CommonCorruption,
     DeepFool,
+    Foreign,
     HighConfidence,
     InsideBounds,
     OnDifferentiable,
@@ -79,6 +80,12 @@ LINF, L2 = Threat("linf", "32/255"), Threat("l2", 0.7)
 STEPS = PGD(LINF, 5, "8/255")
 FIXED = replace(STEPS, random_start=False)
 
+
+def sign_step(model, x, y):
+    (gradient,) = torch.autograd.grad(cross_entropy(model(x.requires_grad_()), y), x)
+    return (x + LINF.eps * gradient.sign()).clamp(0, 1).detach()
+
+
 # name -> attack, and the defense of `defense_for` that it is tried on
 ENTRIES = {
     "pgd": (STEPS, "ensemble"),
@@ -92,6 +99,7 @@ ENTRIES = {
     "deepfool": (DeepFool(LINF), "ensemble"),
     "deepfool-l2": (DeepFool(L2, 20, candidates=1, overshoot=0.1), "ensemble"),
     "autoattack": (AutoAttack(LINF, "custom", ("apgd-ce",)), "ensemble"),
+    "foreign": (Foreign(LINF, sign_step), "ensemble"),
     "taa": (TAA(FIXED), "transformed"),
     "taa-target": (TAA(DeepFool(L2), "rotate_180"), "transformed"),
     "on-differentiable": (OnDifferentiable(STEPS), "transformed"),
@@ -454,12 +462,17 @@ def test_is_a_frozen_value(attack, kind):
 
 @entries()
 def test_its_repr_builds_it(attack, kind):
-    names = vars(attacks) | vars(objectives) | vars(transforms) | {"Threat": Threat}
+    names = (
+        vars(attacks)
+        | vars(objectives)
+        | vars(transforms)
+        | {"Threat": Threat, "sign_step": sign_step}
+    )
     recipe = re.sub(r"<function (\w+) at 0x\w+>", r"\1", repr(attack))
     assert eval(recipe, names) == attack
 
 
-@entries(where=lambda attack: not isinstance(attack, CommonCorruption))
+@entries(where=lambda attack: not isinstance(attack, CommonCorruption | Foreign))
 def test_another_radius(attack, defense):
     x, y = images(4, seed=18)
     half = attack.rescaled(attack.threat.eps / 2)
