@@ -92,7 +92,7 @@ def adv_lib(model, x, y):
 
 CASES = {
     foolbox: (LINF, False),
-    decision_based: (L2, True),
+    decision_based: (Threat("l2", 3.0), True),
     torchattacks: (LINF, False),
     adv_lib: (L2, True),
 }
