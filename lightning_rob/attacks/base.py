@@ -301,13 +301,15 @@ def _map_inner(attack: Attack, change: Callable[[Attack], Attack]) -> dict[str, 
     """Return its arguments with `change` applied to attacks, also in lists and mappings."""
 
     def changed(value: Any) -> Any:
+        if next(_attacks_in(value), None) is None:
+            return value
         if isinstance(value, tuple):
             return tuple(map(changed, value))
         if isinstance(value, list):
             return list(map(changed, value))
         if isinstance(value, Mapping):
             return {key: changed(item) for key, item in value.items()}
-        return change(value) if isinstance(value, Attack) else value
+        return change(value)
 
     return {name: changed(value) for name, value in init_fields(attack).items()}
 

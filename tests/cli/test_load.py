@@ -20,7 +20,7 @@ from tests.callbacks.test_any_module import DATA, Classifier
 from tests.tiny import recipe
 
 
-class Images(LightningDataModule):
+class OwnImages(LightningDataModule):
     """Batches (x, y) of people's own data."""
 
     def train_dataloader(self):
@@ -36,7 +36,7 @@ class Images(LightningDataModule):
 HERE = "tests.cli.test_load"
 OURS = [
     f"--model={Classifier.__module__}.Classifier",
-    f"--data={HERE}.Images",
+    f"--data={HERE}.OwnImages",
     "--trainer.accelerator=cpu",
     "--allow-import=tests",
 ]
@@ -136,4 +136,4 @@ def test_any_trainer_takes_plug_ins_from_the_environment(monkeypatch):
 def test_the_recipe_of_a_foreign_run_names_both(foreign):
     content = yaml.safe_load((foreign / "config.yaml").read_text())
     assert content["model"]["class_path"].endswith("Classifier")
-    assert content["data"]["class_path"].endswith("Images")
+    assert content["data"]["class_path"].endswith("OwnImages")

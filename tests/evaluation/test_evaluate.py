@@ -222,7 +222,7 @@ def test_nothing_is_left_behind():
         ({"batches": [torch.rand(5, 3, 8, 8)]}, TypeError, r"batches must be \(images, labels\)"),
         ({"batches": [], "max_images": 3}, ValueError, "max_images needs a DataLoader"),
         ({"batches": data(5)}, TypeError, r"data set: give DataLoader\(TensorDataset"),
-        ({"batches": [{"image": 1}]}, TypeError, "got dict: convert them by the loader's collate"),
+        ({"batches": [{"image": 1}]}, TypeError, "got dict: give unpack"),
         ({"batches": [(X, Y[0])]}, ValueError, r"5 images need labels \[5\], got \[\]"),
         ({"batches": [(255 * X, Y)]}, ValueError, r"images must lie in \[0.0, 1.0\]"),
         (
