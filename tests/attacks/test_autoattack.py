@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_rob.attacks import ARC, PGD, AutoAttack, attacking
+from lightning_rob.attacks.foreign import scores
 from lightning_rob.defenses import Defense, Ensemble, Single
 from lightning_rob.randomness import Streams, normal, seed_from, uniform
 from lightning_rob.rules import majority, mean_logits, mean_probs, random_member
@@ -222,15 +223,15 @@ def test_scores_are_those_of_the_rule(nets, rule, draws):
     nets = [sure, nets[1]]
     defense = Ensemble(nets, [0.3, 0.7], rule=rule).eval()
     x = torch.rand((300, 1, 6, 6), generator=seeded())
-    scores = replace(FIRST, draws=draws)._scores(defense, x, None)
-    assert torch.equal(scores.argmax(1), defense(x).argmax(1))
+    found = scores(defense, x, None, draws)
+    assert torch.equal(found.argmax(1), defense(x).argmax(1))
     other = Ensemble(nets, [0.3, 0.7], rule=mean_probs if rule is mean_logits else mean_logits)
-    assert not torch.equal(scores.argmax(1), other.eval()(x).argmax(1))
+    assert not torch.equal(found.argmax(1), other.eval()(x).argmax(1))
 
 
 def test_single_network_is_seen_by_its_logits(single):
     x, _ = images(4)
-    assert torch.equal(FIRST._scores(single.eval(), x, None), single.net(x))
+    assert torch.equal(scores(single.eval(), x, None, None), single.net(x))
 
 
 def test_member_of_no_weight_does_not_count(nets):
@@ -307,7 +308,7 @@ def test_random_defense_by_its_mean_gradient(single):
 def test_draws(single):
     x, _ = images(2, seed=12)
     defense = Noisy(single.net)
-    assert replace(FIRST, draws=3)._scores(defense, x, seeded()).shape == (2, 4)
+    assert scores(defense, x, seeded(), 3).shape == (2, 4)
     assert defense.calls == 3
 
 
