@@ -26,6 +26,7 @@ class Collector:
         self.rows: list[Any] = []
         self.cache: dict[Hashable, Any] = {}
         self.when: Hashable = None
+        self.inputs: Hashable = None
 
     def register(
         self, callback: Callback, attacks: Mapping[str, Kind], *settings: Any
@@ -42,6 +43,19 @@ class Collector:
             asked = {name: (attack, *settings) for name, attack in attacks.items()}
             self.registered[callback] = deduplicate_names(asked, earlier)
         return {name: attack for name, (attack, *_) in self.registered[callback].items()}
+
+    def agree(self, inputs: Hashable) -> None:
+        """Check that all callbacks see the images alike: their results are put together.
+
+        Raises:
+            ValueError: an earlier one unpacks or preprocesses them otherwise.
+        """
+        if self.inputs is not None and self.inputs != inputs:
+            raise ValueError(
+                "all callbacks of a run need the same unpack and preprocess: their worst case is "
+                "one number; evaluate another preprocessing in another run"
+            )
+        self.inputs = inputs
 
     def holder(self, name: str) -> Any:
         """Return the attack that the first callback runs by this name."""

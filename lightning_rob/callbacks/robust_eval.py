@@ -139,9 +139,11 @@ class RobustEval(Measurement):
 
         Raises:
             ModuleNotFoundError: an attack needs a package that is not installed.
+            ValueError: another callback unpacks or preprocesses the same images otherwise.
         """
         super().setup(trainer, pl_module, stage)
         require_packages(self.attacks.values())
+        self.collector(trainer).agree((self.unpack, self.preprocess))
         how = (self.target, self.settings, self.every_n_epochs)
         before = self.attacks
         self.attacks = self.collector(trainer).register(self, self.given, *how)

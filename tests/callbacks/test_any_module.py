@@ -175,3 +175,9 @@ def test_records_of_a_foreign_module(tmp_path):
     (file,) = tmp_path.rglob("robust.jsonl")
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [record["name"] for record in records] == ["clean", "weak", "pgd", "worst"]
+
+
+def test_another_preprocessing_in_the_same_run_is_refused():
+    callbacks = RobustEval(ATTACKS), RobustEval(ATTACKS, preprocess=normalized)
+    with pytest.raises(ValueError, match="need the same unpack and preprocess"):
+        trainer(*callbacks).test(Classifier(), DataLoader(DATA, 7), verbose=False)
