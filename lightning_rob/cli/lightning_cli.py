@@ -136,6 +136,9 @@ class RobustCLI(LightningCLI):
                     args=inject_checkpoint_config(args, self.checkpoint_io.peek),
                     run=run,
                 )
+                if torch.distributed.is_available() and torch.distributed.is_initialized():
+                    # Else threads of the backend may abort the interpreter while it ends.
+                    torch.distributed.destroy_process_group()
         except USER_ERRORS as error:
             raise InputError(shorten_jsonargparse_error(self._describe(error))) from error
         except RuntimeError as error:

@@ -99,6 +99,8 @@ def explain(message: str) -> str | None:
     if match is None:
         return None
     name = match[1]
+    if name in ("lightning.LightningModule", "lightning.LightningDataModule"):
+        return f"a {name.rpartition('.')[2]} needs its class: class_path is missing"
     if name == "lightning.Callback":  # the type of `trainer.callbacks`, where no class fits
         return (
             "an option --trainer.callbacks.NAME is of the callback named last before it: none was "

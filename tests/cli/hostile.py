@@ -3,6 +3,7 @@
 import io
 import pickle
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -54,7 +55,9 @@ def bytes_of(content: object, **options: object) -> bytes:
 
 def script() -> bytes:
     file = io.BytesIO()
-    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch: scripting is deprecated
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), file)
     return file.getvalue()
 
 
