@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset
@@ -170,7 +171,7 @@ class EvaluationCallback(Callback, ABC):
         }
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse strategies under which a process has no whole network.
+        """Refuse strategies under which a process has no whole network; order the callbacks.
 
         Raises:
             MisconfigurationException: FSDP, DeepSpeed or tensor parallelism.
@@ -181,6 +182,7 @@ class EvaluationCallback(Callback, ABC):
                 "shards them: train with strategy ddp, or leave the callback out and call "
                 "lightning_rob.evaluate on the saved network afterwards"
             )
+        _move_averaging_behind(trainer)
 
     def log_value(self, pl_module: Any, name: str, value: Any, prog_bar: bool = False) -> None:
         """Log a value, by a name that holds the data loader if there are several."""
@@ -312,6 +314,16 @@ class EvaluationCallback(Callback, ABC):
             self.progress.close()
             self.progress = None
         self.report(trainer, pl_module, stage)
+
+
+def _move_averaging_behind(trainer: Trainer) -> None:
+    """Put weight averaging behind all evaluations: it takes its weights back at an epoch's end."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    averaging = [c for c in callbacks if isinstance(c, WeightAveraging)]
+    if averaging:
+        others = [c for c in callbacks if c not in averaging]
+        place = 1 + max(i for i, c in enumerate(others) if isinstance(c, EvaluationCallback))
+        trainer.callbacks = [*others[:place], *averaging, *others[place:]]  # type: ignore[attr-defined]
 
 
 def images_within_limits(trainer: Trainer, loader: Any, size: int, place: int = 0) -> int:

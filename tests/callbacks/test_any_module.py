@@ -7,6 +7,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.nn.functional import cross_entropy
@@ -181,3 +182,14 @@ def test_another_preprocessing_in_the_same_run_is_refused():
     callbacks = RobustEval(ATTACKS), RobustEval(ATTACKS, preprocess=normalized)
     with pytest.raises(ValueError, match="need the same unpack and preprocess"):
         trainer(*callbacks).test(Classifier(), DataLoader(DATA, 7), verbose=False)
+
+
+def test_averaged_weights_are_evaluated_wherever_the_callback_stands():
+    callback, averaging = RobustEval(ATTACKS), EMAWeightAveraging(decay=0.5)
+    run = trainer(averaging, callback, max_epochs=2)
+    run.fit(Classifier(), DataLoader(DATA, 10), DataLoader(DATA, 10))
+    found = evaluate(
+        Single(run.lightning_module.net), ATTACKS, DataLoader(DATA, 40), progress=False
+    )
+    # At the end of the fit the module has the averaged weights.
+    assert torch.equal(callback.result.scores, found.scores)
