@@ -100,6 +100,38 @@ class EvaluationResult:
         """Compare two columns image by image: the second minus the first; see `metrics.paired`."""
         return paired(self.per_image(first), self.per_image(second))
 
+    def resubmitted(self, name: str, times: int) -> Result:
+        """Return the accuracy against an attacker who may submit each image several times.
+
+        An image counts as right if all predictions of it are right: a randomized defense that is
+        right with probability p survives with probability p^n, not p.
+
+        Args:
+            name: "clean" or an attack.
+            times: n, how often each image is submitted.
+
+        Returns:
+            The mean over images of the probability that n independent predictions are right, exact
+            for a randomized ensemble, and else the unbiased estimate from R >= n inferences.
+
+        Raises:
+            ValueError: fewer inferences than submissions, of a defense that predicts at random; or
+                a defense that adapts, whose predictions of a round are not independent.
+        """
+        if self.joint:
+            raise ValueError("resubmitted is for defenses that do not adapt")
+        scores = self.scores[:, self.names.index(name)]
+        right, inferences = scores.round().sum(1), scores.shape[1]
+        if not self.random:
+            each = scores[:, 0] ** times
+        elif inferences < times:
+            raise ValueError(f"{times} submissions need inferences={times} or more")
+        else:  # the share of choices of n inferences that are all right
+            factors = [(right - i).clamp(min=0) / (inferences - i) for i in range(times)]
+            each = torch.stack(factors).prod(0)
+        details = {"submissions": times, "interval_covers": self.covers}
+        return measured(name, each, 0.0, {**self.details, **details})
+
     @property
     def covers(self) -> str:
         """The randomness that the intervals hold."""

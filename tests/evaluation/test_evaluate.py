@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from lightning_rob import PGD, Ensemble, RobustEval, Single, Strongest, Threat, evaluate
 from lightning_rob.attacks import Attack
 from lightning_rob.defenses import DENT
-from lightning_rob.evaluation import RoundProtocol
-from lightning_rob.evaluation.per_image import read_result_file
+from lightning_rob.evaluation import EvaluationResult, RoundProtocol
+from lightning_rob.evaluation.per_image import PerImageRows, read_result_file
 from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import paired, wilson
 from lightning_rob.modules import AdversarialTraining
@@ -136,6 +136,27 @@ def test_several_inferences_of_a_random_defense_have_an_interval_of_their_own():
     assert found.scores.shape == (50, 3, 4)
     assert found.random
     assert found.covers == "images and inferences"
+
+
+def test_resubmission_of_an_ensemble_is_exact():
+    defense = Ensemble([net(0), net(1)], [0.8, 0.2])
+    found = evaluate(defense, ATTACKS, DataLoader(data(), 50), progress=False)
+    p = found.per_image("pgd")
+    assert found.resubmitted("pgd", 1).accuracy == pytest.approx(float(p.mean()))
+    assert found.resubmitted("pgd", 3).accuracy == pytest.approx(float((p**3).mean()))
+
+
+def test_resubmission_of_a_random_defense_is_unbiased():
+    torch.manual_seed(0)
+    p = torch.rand(2000, dtype=torch.float64)
+    scores = (torch.rand(2000, 1, 6, dtype=torch.float64) < p[:, None, None]).double()
+    rows = PerImageRows(torch.arange(2000), None, scores, None, None, None)
+    found = EvaluationResult({}, rows, random=True)
+    for times in (1, 2, 4):
+        estimate = found.resubmitted("clean", times).accuracy
+        assert estimate == pytest.approx(float((p**times).mean()), abs=0.03)
+    with pytest.raises(ValueError, match="7 submissions need inferences=7"):
+        found.resubmitted("clean", 7)
 
 
 class Noise(nn.Module):
