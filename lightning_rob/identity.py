@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 DIGITS = 16  # hexadecimal digits of a fingerprint or key
 TORCH_ATTRIBUTES = set(vars(nn.Module())) | {"training"}
+VOLATILE = TORCH_ATTRIBUTES | {"_current_fx_name"}  # Lightning's name of the running hook
+LIBRARIES = {"lightning_rob", "lightning", "torch", "torchvision", "torchmetrics", "numpy", "timm"}
 # Stands for an object without a description, so that no other process takes it for one of its own.
 PROCESS = f"process {uuid4().hex}"
 
@@ -54,6 +56,9 @@ def attack_spec(value: Any) -> Any:
         return {str(key): attack_spec(part) for key, part in value.items()}
     if isinstance(value, Sequence | AbstractSet):
         return [attack_spec(part) for part in value]
+    if inspect.ismethod(value) and not isinstance(value.__self__, type):
+        owner = attack_spec(_public_attributes(value.__self__))
+        return {"class_path": import_path(value), "init_args": owner}
     if isinstance(value, type) or inspect.isroutine(value):
         return import_path(value)
     if isinstance(value, PurePath | torch.device | torch.dtype | Tensor | np.ndarray):
@@ -96,27 +101,86 @@ def to_plain_data(value: Any) -> Any:
 
 
 def _routine(value: Any) -> Any:
-    """Return a class by its name, a function by its code, defaults and closure."""
+    """Return a class by its name, a function by its code and all that it reads."""
     name = f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     if inspect.isfunction(value):
         closure = [cell.cell_contents for cell in value.__closure__ or ()]
-        return [name, _code(value.__code__), *map(to_plain_data, (value.__defaults__, closure))]
+        reads = [value.__defaults__, value.__kwdefaults__, closure]
+        return [name, _code(value.__code__), *map(to_plain_data, reads), _globals_of(value)]
     if inspect.ismethod(value):
-        return [to_plain_data(value.__func__), type(value.__self__).__qualname__]
+        return [to_plain_data(value.__func__), to_plain_data(value.__self__)]
     return name
 
 
+def _globals_of(function: Any) -> list[Any]:
+    """Return the code of the user's functions, and the constants, that a function reads."""
+    found, waiting, seen = [], [function], set()
+    while waiting:
+        current = waiting.pop()
+        if current in seen or _is_library(current.__module__):
+            continue
+        seen.add(current)
+        names = sorted({*current.__code__.co_names} & {*current.__globals__})
+        for name in names:
+            value = current.__globals__[name]
+            if isinstance(value, (bool, int, float, str, tuple)):
+                found.append([name, repr(value)])
+            elif inspect.isfunction(value) and not _is_library(value.__module__):
+                found.append([name, _code(value.__code__), repr(value.__defaults__)])
+                waiting.append(value)
+    return found
+
+
+def _is_library(module: str) -> bool:
+    """Whether code is that of a package whose version is recorded, or of Python."""
+    package = (module or "builtins").split(".")[0]
+    return package in LIBRARIES or package in sys.stdlib_module_names - {"__main__"}
+
+
 def _object(value: Any) -> Any:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = [f"{type(value).__module__}.{type(value).__qualname__}", _class_code(type(value))]
     if isinstance(value, nn.Module):
-        children = [(name, to_plain_data(part)) for name, part in value.named_children()]
-        return [kind, to_plain_data(_public_attributes(value)), children]
+        state = [*value.named_parameters(), *value.named_buffers()]
+        return [_module(value), [(name, _tensor_digest(tensor)) for name, tensor in state]]
     if is_dataclass(value):
         return [kind, [(f.name, to_plain_data(getattr(value, f.name))) for f in fields(value)]]
     if isinstance(getattr(value, "__dict__", None), dict) and vars(value):
-        return [kind, to_plain_data(_public_attributes(value))]
+        return [kind, to_plain_data(_arguments(value))]
     text = repr(value)
     return [kind, PROCESS if " at 0x" in text else text]
+
+
+def _module(value: nn.Module) -> list[Any]:
+    """Return a module without its weights: classes, code, arguments, layers."""
+    kind = type(value)
+    children = [(name, _module(part)) for name, part in value.named_children()]
+    own = [f"{kind.__module__}.{kind.__qualname__}", _class_code(kind)]
+    return [own, to_plain_data(_arguments(value)), children]
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    """Return an object's public attributes and, of a user's class, private numbers and texts."""
+    if _is_library(type(value).__module__):  # whose private state may be a cache
+        return _public_attributes(value)
+    plain = (bool, int, float, str, tuple, Tensor)
+    private = {k: v for k, v in vars(value).items() if k.startswith("_") and isinstance(v, plain)}
+    kept = {k: v for k, v in private.items() if k not in VOLATILE}
+    return _public_attributes(value) | kept
+
+
+def _class_code(kind: Any) -> list[Any]:
+    """Return the methods and constants of a class that is not a library's."""
+    found = []
+    for base in kind.__mro__:
+        for name, value in () if _is_library(base.__module__) else vars(base).items():
+            if isinstance(value, property):
+                parts = [part for part in (value.fget, value.fset) if part]
+            else:
+                parts = [getattr(value, "__func__", getattr(value, "func", value))]
+            found += [[name, _routine(part)] for part in parts if inspect.isfunction(part)]
+            if isinstance(value, (bool, int, float, str, tuple)) and not name.startswith("__"):
+                found.append([name, repr(value)])
+    return found
 
 
 def _public_attributes(value: Any) -> dict[str, Any]:
@@ -152,7 +216,7 @@ def fingerprint(module: nn.Module) -> str:
         module: a network or a defense.
     """
     try:
-        arguments = to_plain_data(module)
+        arguments: Any = _module(module)
     except RecursionError:  # an object that holds itself
         arguments = PROCESS
     layers = re.sub(r"<function ([\w.<>]+) at 0x[0-9a-f]+>", r"\1", repr(module))
@@ -161,24 +225,6 @@ def fingerprint(module: nn.Module) -> str:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         digest.update(f"{name} {_tensor_digest(tensor)}".encode())
     return digest.hexdigest()[:DIGITS]
-
-
-def code_digest(*values: Any) -> str:
-    """Return a digest of the methods of modules, their layers and other objects.
-
-    Args:
-        *values: modules or objects such as attacks; classes of torch are left out.
-    """
-    modules = (part for value in values if isinstance(value, nn.Module) for part in value.modules())
-    kinds = {kind for value in (*values, *modules) for kind in type(value).__mro__}
-    own = [kind for kind in kinds if not kind.__module__.startswith(("torch.", "builtins"))]
-    methods = [
-        [import_path(kind), name, _code(function.__code__)]
-        for kind in own
-        for name, function in vars(kind).items()
-        if inspect.isfunction(function)
-    ]
-    return hashlib.sha256(json.dumps(sorted(methods)).encode()).hexdigest()[:DIGITS]
 
 
 def cache_key(**circumstances: Any) -> str:

@@ -4,12 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_rob.attacks.folding import folded
+from lightning_rob.attacks.folding import FoldingError, folded
 from lightning_rob.attacks.oom import run_in_halves
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import PerImageLayer
@@ -173,11 +174,20 @@ class Attack(ABC):
             raise TypeError(f"attacks are on a Defense, got {kind}: wrap a network, Single(net)")
         check_images(x, self.threat.bounds)
         check_label_type(y, len(x))
+        restore = _restoring(generator)
+        try:
+            return self._attempt(defense, x, y, generator)
+        except FoldingError:  # this network is not folded a second time
+            restore()
+            return self._attempt(defense, x, y, generator)
+
+    def _attempt(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Run the attack once; in halves if the memory is too small."""
         with attacking(defense):
             x, y = x.detach().clone(), y.clone()
             if not len(x):
                 return x
-            used = generator.counter if isinstance(generator, Streams) else 0
+            restore = _restoring(generator)
             try:
                 return self.perturb(defense, x, y, generator).detach()
             except torch.OutOfMemoryError as error:
@@ -187,8 +197,7 @@ class Attack(ABC):
                 if len(x) < 2:
                     raise
             # outside the handler, whose traceback keeps the failed attempt's tensors alive
-            if isinstance(generator, Streams):
-                generator.counter = used
+            restore()
             return run_in_halves(self.perturb, defense, x, y, generator).detach()
 
     def _suggest_smaller_rounds(self, error: torch.OutOfMemoryError, images: int) -> None:
@@ -253,6 +262,15 @@ class Attack(ABC):
         """Run the attack, inside `attacking`; shapes as in `__call__`."""
 
 
+def _restoring(generator: Generator) -> Callable[[], object]:
+    """Return a function that sets a source of noise back to its current state."""
+    if isinstance(generator, Streams):
+        return partial(setattr, generator, "counter", generator.counter)
+    if generator is None:
+        return lambda: None
+    return partial(generator.set_state, generator.get_state())
+
+
 def init_fields(attack: Attack) -> dict[str, Any]:
     """Return the arguments that the attack was created with.
 
@@ -274,7 +292,7 @@ def inner_attacks(attack: Attack) -> Iterator[Attack]:
 def _attacks_in(value: Any) -> Iterator[Attack]:
     if isinstance(value, Attack):
         yield value
-    elif isinstance(value, list | tuple | Mapping):
+    elif isinstance(value, list | tuple | set | frozenset | Mapping):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from _attacks_in(part)
 
@@ -305,8 +323,8 @@ def _map_inner(attack: Attack, change: Callable[[Attack], Attack]) -> dict[str, 
             return value
         if isinstance(value, tuple):
             return tuple(map(changed, value))
-        if isinstance(value, list):
-            return list(map(changed, value))
+        if isinstance(value, list | set | frozenset):
+            return type(value)(map(changed, value))
         if isinstance(value, Mapping):
             return {key: changed(item) for key, item in value.items()}
         return change(value)

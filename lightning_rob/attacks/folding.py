@@ -4,8 +4,8 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,58 @@ Plan = tuple[list[tuple[str, str]], torch.memory_format]
 _plans: WeakKeyDictionary[nn.Module, tuple[list[Any], Plan]] = WeakKeyDictionary()
 
 
+# Networks whose forward was not the traced one.
+_unfoldable: WeakSet[nn.Module] = WeakSet()
+
+
+class FoldingError(RuntimeError):
+    """A network's forward called other layers than when it was traced."""
+
+
+class _Pair:
+    """Checks that a folded convolution is followed by its BatchNorm, whose result it returns.
+
+    Args:
+        net: the network.
+        conv: the folded convolution.
+        norm: its BatchNorm, which has nothing left to do.
+    """
+
+    def __init__(self, net: nn.Module, conv: nn.Conv2d, norm: nn.BatchNorm2d) -> None:
+        self.net = net
+        self.result: Tensor | None = None
+        self.convolve = conv.forward
+        conv.__dict__["forward"] = self.conv_forward
+        norm.__dict__["forward"] = self.norm_forward
+
+    def conv_forward(self, x: Tensor) -> Tensor:
+        out = self.convolve(x)
+        if not torch.compiler.is_compiling():
+            self.check_done()
+            self.result = out
+        return out
+
+    def norm_forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            if x is not self.result:
+                self.fail()
+            self.result = None
+        return x
+
+    def check_done(self) -> None:
+        """Raise FoldingError if the convolution was called without its BatchNorm."""
+        if self.result is not None:
+            self.fail()
+
+    def fail(self) -> NoReturn:
+        self.result = None
+        _unfoldable.add(self.net)
+        raise FoldingError(
+            f"the forward of {type(self.net).__name__} calls other layers than before: "
+            "its BatchNorm is left as it is from now on"
+        )
+
+
 @contextmanager
 def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
     """Fold each BatchNorm2d in eval mode into the convolution before it, and undo it afterwards.
@@ -26,15 +78,24 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
     as a whole, that has hooks or a forward set on an instance, and a layer that is used elsewhere
     too or is of a subclass.
 
+    The plan holds for the forward that was traced. A forward that branches at random, or on a
+    state that no setting shows, would call a folded convolution without its BatchNorm: each pair
+    checks that its layers are called in turn.
+
     Args:
         nets: networks that are only called as a whole, [B, C, H, W] -> [B, K].
+
+    Raises:
+        FoldingError: a forward called other layers than the traced one; its network is not folded
+            again.
     """
     undo: list[tuple[nn.Module, dict[str, Any], nn.Module]] = []
+    pairs_of: list[_Pair] = []
     try:
         nets = list(dict.fromkeys(nets))
         owners = Counter(module for net in nets for module in set(net.modules()))
         for net in nets:
-            if any(map(_is_customized, net.modules())):
+            if net in _unfoldable or any(map(_is_customized, net.modules())):
                 continue
             pairs, layout = _plan(net)
             for conv_name, norm_name in pairs:
@@ -44,10 +105,14 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
                 if type(conv) is nn.Conv2d and type(norm) is nn.BatchNorm2d and _is_fixed(norm):
                     undo.append((conv, dict(conv._parameters), norm))
                     _fold(conv, norm, layout)
+                    pairs_of.append(_Pair(net, conv, norm))
         yield
+        for pair in pairs_of:
+            pair.check_done()
     finally:
         for conv, weights, norm in reversed(undo):
             conv._parameters.update(weights)
+            conv.__dict__.pop("forward", None)
             norm.__dict__.pop("forward", None)
 
 
@@ -65,11 +130,6 @@ def _fold(conv: nn.Conv2d, norm: nn.BatchNorm2d, layout: torch.memory_format) ->
     )
     conv._parameters["weight"] = nn.Parameter(weight.detach().to(memory_format=layout), False)
     conv._parameters["bias"] = nn.Parameter(bias.detach(), False)
-    norm.__dict__["forward"] = _identity
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
 
 
 def _is_customized(module: nn.Module) -> bool:

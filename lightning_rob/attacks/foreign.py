@@ -64,6 +64,12 @@ class Foreign(Attack):
             raise ValueError(
                 f"the attack must return finite images {list(x.shape)}, got {list(found.shape)}"
             )
+        low, high = self.threat.bounds
+        if float(found.min()) < low - TOLERANCE or float(found.max()) > high + TOLERANCE:
+            raise ValueError(
+                f"the attack must return images in {list(self.threat.bounds)}, got values in "
+                f"[{float(found.min()):.4g}, {float(found.max()):.4g}]"
+            )
         size, allowed = self.threat.distance(found, x), self.threat.eps * (1 + TOLERANCE)
         beyond = size > allowed
         if beyond.any() and not self.minimal:
@@ -89,7 +95,11 @@ class ScoreNetwork(nn.Module):
         self.defense = defense
         self.generator = generator
         self.draws = draws
-        self.train(False)
+        super().train(False)
+
+    def train(self, mode: bool = True) -> "ScoreNetwork":
+        """Stay in eval mode: training mode would change the network's statistics."""
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, K]."""

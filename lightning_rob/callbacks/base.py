@@ -1,7 +1,7 @@
 """Base class of the callbacks that attack the module at validation and test: hooks to batches."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset
 
@@ -183,6 +184,8 @@ class EvaluationCallback(Callback, ABC):
                 "lightning_rob.evaluate on the saved network afterwards"
             )
         _move_averaging_behind(trainer)
+        if self in trainer.callbacks:  # type: ignore[attr-defined]
+            self.collector(trainer).forget_others(trainer.callbacks)  # type: ignore[attr-defined]
 
     def log_value(self, pl_module: Any, name: str, value: Any, prog_bar: bool = False) -> None:
         """Log a value, by a name that holds the data loader if there are several."""
@@ -196,7 +199,8 @@ class EvaluationCallback(Callback, ABC):
 
     def collector(self, trainer: Trainer) -> Collector:
         """Return what the callbacks of this kind in the run have found together."""
-        return collector_of(trainer, type(self), self.dataloader_idx)
+        kinds = (kind for kind in type(self).__mro__ if kind.__module__.startswith(__package__))
+        return collector_of(trainer, next(kinds), self.dataloader_idx)
 
     def _start(self, trainer: Trainer, pl_module: LightningModule, loaders: Any) -> None:
         if not self.due(trainer):
@@ -233,10 +237,8 @@ class EvaluationCallback(Callback, ABC):
 
     def _select(self, loaders: Any) -> Any:
         """Return the data loader to evaluate."""
-        if hasattr(loaders, "dataset"):
-            return loaders
-        several = list(loaders.values() if isinstance(loaders, Mapping) else loaders)
-        place = 0 if len(several) == 1 else self.dataloader_idx
+        several = CombinedLoader(loaders, "sequential").flattened
+        place = 0 if len(several) == 1 and not self.dataloader_idx else self.dataloader_idx
         if place is None or not 0 <= place < len(several):
             raise ValueError(
                 f"{type(self).__name__} evaluates one of {len(several)} data loaders: say which by "
@@ -248,7 +250,8 @@ class EvaluationCallback(Callback, ABC):
         """Return how many images the loader serves on all processes; None if it cannot be known."""
         if not hasattr(self.loader.dataset, "__len__"):
             return None
-        if self.grouped or type(self.loader.batch_sampler) is not BatchSampler:
+        stream = isinstance(self.loader.dataset, IterableDataset)
+        if stream or self.grouped or type(self.loader.batch_sampler) is not BatchSampler:
             return len(self.loader.dataset)
         return len(self.loader.sampler) * self.processes
 
@@ -285,9 +288,15 @@ class EvaluationCallback(Callback, ABC):
             found = zip(groups, group_loader(self.loader, groups), strict=True)
         self.expected = len(order)
         for positions, batch in found:
-            batch = with_index(batch, positions, self.unpack)
-            x, y, index = trainer.strategy.batch_to_device(batch)
-            yield x.float(), y, index
+            yield self._transferred(trainer, batch, positions)
+
+    def _transferred(self, trainer: Trainer, batch: Any, positions: Tensor) -> Batch:
+        """Move a batch to the device, with the hooks of module and data that Lightning calls."""
+        place, module = self.dataloader_idx or 0, trainer.lightning_module
+        batch = module._on_before_batch_transfer(batch, place)
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=place)
+        x, y, index = with_index(batch, positions, self.unpack)
+        return x.float(), y, index
 
     def _positions(self, trainer: Trainer, size: int) -> Tensor:
         """The images to evaluate, within the trainer's limits on batches of this size."""

@@ -1,6 +1,6 @@
 """The evaluations of one run, shared by its callbacks: none of them reads another."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -40,9 +40,15 @@ class Collector:
         """
         if callback not in self.registered:
             earlier = {name: a for own in self.registered.values() for name, a in own.items()}
-            asked = {name: (attack, *settings) for name, attack in attacks.items()}
+            # A subclass with attributes of its own may compare equal to another attack.
+            asked = {name: (a, *settings, type(a), vars(a)) for name, a in attacks.items()}
             self.registered[callback] = deduplicate_names(asked, earlier)
         return {name: attack for name, (attack, *_) in self.registered[callback].items()}
+
+    def forget_others(self, callbacks: Collection[Callback]) -> None:
+        """Forget the attacks of callbacks that have left the trainer."""
+        for callback in [c for c in self.registered if c not in callbacks]:
+            del self.registered[callback]
 
     def agree(self, inputs: Hashable) -> None:
         """Check that all callbacks see the images alike: their results are put together.

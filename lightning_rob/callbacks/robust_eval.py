@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from lightning_rob.evaluation.records import (
     versions,
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
-from lightning_rob.identity import attack_spec, cache_key, code_digest, fingerprint
+from lightning_rob.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN, print_table
 from lightning_rob.threat import Norm, pixels
 
@@ -203,8 +204,7 @@ class RobustEval(Measurement):
         if not testing or (defense.transductive and defense.stateful):
             return None
         card = self._card(trainer, pl_module, defense, details) | {"stage": trainer.state.fn}
-        code = code_digest(pl_module, defense, *self.attacks.values())
-        key = cache_key(attack_code=self.attacks, code=code, **card)
+        key = cache_key(attack_code=self.attacks, inputs=[self.unpack, self.preprocess], **card)
         logs: Any = trainer.logger and trainer.logger.save_dir
         return Path(logs or trainer.default_root_dir) / "unfinished" / key
 
@@ -262,7 +262,7 @@ class RobustEval(Measurement):
             self.results.append(worst_measurement(same))
         # Modules of this package log the clean accuracy of a defense that does not adapt.
         logged = self.target is full_defense and (found.joint or not hasattr(pl_module, "defense"))
-        hidden = set() if logged else {CLEAN}
+        hidden = set() if logged and len(done) == 1 else {CLEAN}  # once, by the first callback
         values = {
             f"{stage}/robust/{r.name}": r.accuracy for r in self.results if r.name not in hidden
         }
@@ -278,7 +278,7 @@ class RobustEval(Measurement):
         assert self.evaluator is not None
         folder = writing_folder(trainer)
         if folder is not None:
-            path = folder / "images" / f"{self._stem(trainer)}.csv"
+            path = _unused(folder / "images" / f"{self._stem(trainer)}.csv")
             defense = self.evaluator.defense
             card = self._card(trainer, pl_module, defense, dict(found.details))
             card |= {"stage": stage, **checkpoint_position(trainer)}
@@ -301,7 +301,8 @@ class RobustEval(Measurement):
         """The name of a file of this evaluation, without suffix."""
         names = list(names or self.attacks)
         epoch = [f"epoch{trainer.current_epoch:04d}"] if trainer.state.fn == "fit" else []
-        if epoch and trainer.val_check_interval != 1:  # several validations in an epoch
+        often = trainer.val_check_interval
+        if epoch and not (isinstance(often, float) and often == 1):  # several in an epoch
             epoch.append(f"step{trainer.global_step:06d}")
         loader = [self.suffix.strip("/")] if self.suffix else []
         target = [self._target_name] if self.target is not full_defense else []
@@ -318,6 +319,12 @@ class RobustEval(Measurement):
             title += [type(defense).__name__] if defense.transductive else []
             title += [f"data loader {self.dataloader_idx}"] if self.suffix else []
             print_table(" · ".join(title), rows, console_of(trainer))
+
+
+def _unused(path: Path) -> Path:
+    """Return the path, numbered if an earlier evaluation of the run has written it."""
+    numbered = (path.with_stem(f"{path.stem}-{i}") for i in count(2))
+    return next(p for p in chain([path], numbered) if not p.exists())
 
 
 def with_threat(

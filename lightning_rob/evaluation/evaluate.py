@@ -37,7 +37,7 @@ from lightning_rob.evaluation.per_image import PerImageResults
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import threat_model_card, versions
 from lightning_rob.evaluation.results import EvaluationResult
-from lightning_rob.identity import cache_key, code_digest, fingerprint
+from lightning_rob.identity import cache_key, fingerprint
 from lightning_rob.tables import CLEAN
 
 
@@ -188,7 +188,6 @@ def _resume_key(
         raise ValueError("resume is not for a defense that keeps its state: run it in one go")
     return cache_key(
         weights=fingerprint(defense),
-        code=code_digest(defense, *attacks.values()),
         attack_code=dict(attacks),
         attacks={name: threat_model_card(attack) for name, attack in attacks.items()},
         names=list(attacks),  # the order of the columns

@@ -106,6 +106,8 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
         raise TypeError(f"attacks must be a dict, name -> attack, got {type(attacks).__name__}")
     if not attacks:
         raise ValueError("attacks must name at least one attack, got an empty dict")
+    if joined := [name for name in attacks if "+" in name or "/" in name]:
+        raise ValueError(f"an attack's name is part of a file's: {joined[0]!r} has a + or a /")
     columns = "|".join(re.escape(name) for name in (CLEAN, *attacks))
     taken = re.compile(rf"{'|'.join(RESERVED)}|({columns})_(prediction|size|inference_\d+)")
     for name in filter(taken.fullmatch, attacks):

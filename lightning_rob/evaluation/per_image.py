@@ -59,6 +59,7 @@ class PerImageResults:
         # Means, scores by inference, sizes; and predictions, label, checksum, which are exact.
         self.floats = PerImage(len(names) * (inferences + 2)).to(device)
         self.integers = PerImage(len(names) + 2, torch.int64).to(device)
+        self.checksums: dict[int, int] = {}  # of this process's images, by index
         self.log: ResumeLog | None = None
         if folder is not None:
             self.log = ResumeLog(folder, len(names), inferences)
@@ -99,7 +100,14 @@ class PerImageResults:
     def _update(
         self, x: Tensor, y: Tensor, index: Tensor, floats: Tensor, predictions: Tensor
     ) -> None:
-        about = torch.stack([y.to(index), torch.tensor(checksums(x)).to(index)], 1)
+        known = checksums(x)
+        for number, checksum in zip(index.tolist(), known, strict=True):
+            if self.checksums.setdefault(number, checksum) != checksum:
+                raise ValueError(
+                    f"two different images have the index {number}: give each image of a data set "
+                    "an index of its own, and augment none"
+                )
+        about = torch.stack([y.to(index), torch.tensor(known).to(index)], 1)
         self.floats.update(index, floats.to(index.device))
         self.integers.update(index, torch.cat([predictions.to(index), about], 1))
 

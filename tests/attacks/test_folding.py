@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rob.attacks import PGD, attacking
+from lightning_rob.attacks import PGD, attacking, folding
 from lightning_rob.attacks.folding import folded
 from lightning_rob.defenses import Ensemble, Mixture, Single
 from lightning_rob.nets import PreActResNet18, ResNet, ResNet20, SmallCNN
@@ -364,3 +364,39 @@ def test_first_attack_draws_no_more_than_the_second():
         torch.manual_seed(0)
         results.append(BIM(defense, x, y))
     assert torch.equal(*results)
+
+
+class RandomNorms(nn.Module):
+    """A shared convolution, and one of several BatchNorms drawn in each forward."""
+
+    def __init__(self, draw):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.draw = nn.Conv2d(3, 4, 3), draw
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
+        for i, norm in enumerate(self.norms):
+            nn.init.constant_(norm.weight, (-1.0) ** i * (1 + i))
+        self.linear = nn.Linear(4 * 36, 4)
+
+    def forward(self, x):
+        return self.linear(self.norms[self.draw()](self.conv(x)).relu().flatten(1))
+
+
+@pytest.mark.parametrize("period", [1, 2, 3])
+def test_a_forward_that_takes_other_branches_is_attacked_as_it_is(period):
+    """The branch depends on something that no setting of the network shows."""
+
+    def attacked(hooked):
+        calls = iter(range(10**6))
+        net = RandomNorms(lambda: next(calls) // period % 3).eval()
+        if hooked:  # a network with hooks is never folded
+            net.conv.register_forward_hook(lambda *_: None)
+        x, y = torch.rand(6, 3, 8, 8, generator=seeded()), torch.arange(6) % 4
+        attack = PGD(Threat("linf", 0.1), 5, 0.03, random_start=False)
+        if not hooked:
+            attack(Single(net), x, y)  # finds out that the network cannot be folded
+            assert net in folding._unfoldable
+            calls = iter(range(10**6))
+        return attack(Single(net), x, y)
+
+    assert torch.equal(attacked(False), attacked(True))

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lightning_rob.attacks import Attack
 from lightning_rob.defenses import DENT
 from lightning_rob.evaluation import EvaluationResult, RoundProtocol
 from lightning_rob.evaluation.per_image import PerImageRows, read_result_file
-from lightning_rob.identity import attack_spec
+from lightning_rob.identity import attack_spec, fingerprint
 from lightning_rob.metrics import paired, wilson
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import SmallCNN
@@ -192,22 +193,26 @@ def test_a_killed_evaluation_resumes(tmp_path):
     assert not list(tmp_path.glob("*/*.jsonl"))
 
 
-class Stopping(Counting):
+STATE = WeakKeyDictionary()
+
+
+class Stopping(Attack):
     """Equal to others of its class for a cache, whatever batch it stops at."""
 
     def __init__(self, fail_at):
-        super().__init__(fail_at)
-        self._fail_at, self.fail_at = fail_at, None
-        self._sizes, self.sizes = [], ()
+        self.threat = THREAT
+        STATE[self] = [fail_at, []]
+
+    @property
+    def sizes(self):
+        return STATE[self][1]
 
     def perturb(self, defense, x, y, generator):
-        if len(self._sizes) == self._fail_at:
+        fail_at, sizes = STATE[self]
+        if len(sizes) == fail_at:
             raise KeyboardInterrupt
-        self._sizes.append(len(x))
+        sizes.append(len(x))
         return x.clone()
-
-    def __getattribute__(self, name):
-        return super().__getattribute__("_sizes" if name == "sizes" else name)
 
 
 def test_saved_scores_can_be_read(tmp_path):
@@ -285,6 +290,39 @@ def test_a_network_of_other_code_does_not_resume(tmp_path):
     assert torch.equal(found.per_image("clean"), expected.per_image("clean"))
 
 
+class Scaled(TinyNet):
+    """Has private state, a network in a list, a helper and a decorated forward."""
+
+    factor = 1.0
+
+    def __init__(self, others):
+        super().__init__()
+        self._temperature, self.others = 1.0, others
+
+    def forward(self, x, power=1.0):
+        return super().forward(x**power) / self._temperature * self.factor
+
+
+def test_whatever_a_network_reads_is_in_its_fingerprint():
+    def made(**changes):
+        torch.manual_seed(0)
+        net = Scaled([nn.Linear(2, 2)])
+        for name, value in changes.items():
+            setattr(net, name, value)
+        return fingerprint(net)
+
+    assert made() == made()
+    assert made(_temperature=2.0) != made()
+    torch.manual_seed(5)
+    assert made(others=[nn.Linear(2, 2)]) != made()
+    for kind in (
+        type("Scaled", (Scaled,), {"factor": 2.0}),
+        type("Scaled", (Scaled,), {"forward": lambda self, x, power=2.0: x}),
+    ):
+        torch.manual_seed(0)
+        assert fingerprint(kind([nn.Linear(2, 2)])) != made()
+
+
 def test_the_strongest_attack_has_a_threat_if_it_is_that_of_all():
     batches = DataLoader(data(), 50)
     assert evaluate(net(), ATTACKS, batches).measurement("worst").details["threat"] == (
@@ -308,7 +346,7 @@ def test_a_part_of_the_images_of_a_sampler():
 
 def test_images_of_equal_index_are_refused():
     x, y = data(6).tensors
-    with pytest.raises(ValueError, match="6 images have 3 different indices"):
+    with pytest.raises(ValueError, match="two different images have the index 0"):
         evaluate(net(), ATTACKS, [(x, y, torch.arange(6) % 3)], progress=False)
 
 
