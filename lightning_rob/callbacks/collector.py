@@ -49,6 +49,7 @@ class Collector:
         """Forget the attacks of callbacks that have left the trainer."""
         for callback in [c for c in self.registered if c not in callbacks]:
             del self.registered[callback]
+            self.when = None  # so that the next evaluation starts without their results
 
     def agree(self, inputs: Hashable) -> None:
         """Check that all callbacks see the images alike: their results are put together.

@@ -193,3 +193,34 @@ def test_averaged_weights_are_evaluated_wherever_the_callback_stands():
     )
     # At the end of the fit the module has the averaged weights.
     assert torch.equal(callback.result.scores, found.scores)
+
+
+def test_hooks_of_the_data_are_called_before_the_batch_is_unpacked():
+    class Greyed(Classifier):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return {"image": batch["image"].clamp(-1, 1), "label": batch["label"]}
+
+    callback = RobustEval(ATTACKS, unpack=unnormalized)
+    evaluated(callback, Greyed(), DataLoader(Dictionaries(), 7))
+    x, y = DATA[:]
+    greyed = TensorDataset(x.clamp(0.25, 0.75), y)
+    found = evaluate(Single(Classifier().net), ATTACKS, DataLoader(greyed, 40), progress=False)
+    assert torch.allclose(callback.result.scores, found.scores)
+
+
+def test_callbacks_that_have_left_the_trainer_are_forgotten():
+    first, second = RobustEval(ATTACKS), RobustEval(ATTACKS)
+    run = trainer(first)
+    for callback in (first, second):
+        run.callbacks = [callback]
+        (logged,) = run.test(Classifier(), DataLoader(DATA, 7), verbose=False)
+        assert logged["test/robust/clean"] == pytest.approx(expected().accuracy("clean"))
+    assert [result.name for result in second.results] == ["clean", "weak", "pgd", "worst"]
+
+
+def test_two_tests_of_a_run_leave_two_files(tmp_path):
+    run = trainer(RobustEval(ATTACKS), logger=CSVLogger(tmp_path))
+    for _ in range(2):
+        run.test(Classifier(), DataLoader(DATA, 7), verbose=False)
+    files = sorted(path.name for path in tmp_path.rglob("*.csv") if path.parent.name == "images")
+    assert files == ["test-weak+pgd-2.csv", "test-weak+pgd.csv"]
