@@ -175,30 +175,28 @@ class Attack(ABC):
         check_images(x, self.threat.bounds)
         check_label_type(y, len(x))
         restore = _restoring(generator)
-        try:
-            return self._attempt(defense, x, y, generator)
-        except FoldingError:  # this network is not folded a second time
-            restore()
-            return self._attempt(defense, x, y, generator)
-
-    def _attempt(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Run the attack once; in halves if the memory is too small."""
-        with attacking(defense):
-            x, y = x.detach().clone(), y.clone()
-            if not len(x):
-                return x
-            restore = _restoring(generator)
+        for again in (True, False):
             try:
-                return self.perturb(defense, x, y, generator).detach()
-            except torch.OutOfMemoryError as error:
-                if not is_batch_separable(self, defense):
-                    self._suggest_smaller_rounds(error, len(x))
+                with attacking(defense):
+                    x, y = x.detach().clone(), y.clone()
+                    if not len(x):
+                        return x
+                    try:
+                        return self.perturb(defense, x, y, generator).detach()
+                    except torch.OutOfMemoryError as error:
+                        if not is_batch_separable(self, defense):
+                            self._suggest_smaller_rounds(error, len(x))
+                            raise
+                        if len(x) < 2:
+                            raise
+                    # outside the handler, whose traceback keeps the failed attempt's tensors alive
+                    restore()
+                    return run_in_halves(self.perturb, defense, x, y, generator).detach()
+            except FoldingError:
+                if not again:
                     raise
-                if len(x) < 2:
-                    raise
-            # outside the handler, whose traceback keeps the failed attempt's tensors alive
-            restore()
-            return run_in_halves(self.perturb, defense, x, y, generator).detach()
+                restore()  # and attack once more: this network is not folded a second time
+        raise AssertionError("the second attempt returns or raises")
 
     def _suggest_smaller_rounds(self, error: torch.OutOfMemoryError, images: int) -> None:
         if not getattr(error, "__notes__", None):

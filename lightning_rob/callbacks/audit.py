@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 
 from lightning_rob.attacks import Attack
 from lightning_rob.audit.auditor import build_report, column_names, measure
@@ -67,7 +66,7 @@ class RobustAudit(EvaluationCallback):
         record: str = "audit.json",
         group_size: int = GROUP_SIZE,
         unpack: Unpack | None = None,
-        preprocess: Callable[[Tensor], Tensor] | None = None,
+        preprocess: Callable[..., Any] | None = None,
         dataloader_idx: int | None = None,
     ) -> None:
         settings = EvaluationSettings(

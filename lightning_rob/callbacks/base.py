@@ -66,7 +66,7 @@ class EvaluationCallback(Callback, ABC):
         settings: EvaluationSettings,
         every_n_epochs: int = 1,
         unpack: Unpack | None = None,
-        preprocess: Callable[[Tensor], Tensor] | None = None,
+        preprocess: Callable[..., Any] | None = None,
         dataloader_idx: int | None = None,
     ) -> None:
         at_least_one(every_n_epochs=every_n_epochs)
@@ -98,6 +98,12 @@ class EvaluationCallback(Callback, ABC):
     @abstractmethod
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log the results; called on every process."""
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """How batches become images, as arguments of another callback."""
+        names = ("unpack", "preprocess", "dataloader_idx")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def suffix(self) -> str:

@@ -58,7 +58,9 @@ def check_measured(trainer: Trainer, monitor: str) -> None:
 
 def _known(trainer: Trainer) -> list[str]:
     evaluations = [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
-    return [f"{PREFIX}{name}{e.suffix}" for e in evaluations for name in e.attacks]
+    names = [f"{PREFIX}{name}{e.suffix}" for e in evaluations for name in e.attacks]
+    worst = [f"{PREFIX}worst{e.suffix}" for e in evaluations if e.target is full_defense]
+    return [*names, *dict.fromkeys(worst)]
 
 
 class RobustCheckpoint(ModelCheckpoint):

@@ -74,7 +74,7 @@ class TransferMatrixEval(EvaluationCallback):
         norm: Norm | None = None,
         group_size: int = GROUP_SIZE,
         unpack: Unpack | None = None,
-        preprocess: Callable[[Tensor], Tensor] | None = None,
+        preprocess: Callable[..., Any] | None = None,
         dataloader_idx: int | None = None,
     ) -> None:
         if not attacks:

@@ -110,7 +110,7 @@ class RobustEval(Measurement):
         private_draws: int = 1,
         group_size: int = GROUP_SIZE,
         unpack: Unpack | None = None,
-        preprocess: Callable[[Tensor], Tensor] | None = None,
+        preprocess: Callable[..., Any] | None = None,
         dataloader_idx: int | None = None,
     ) -> None:
         check_names(attacks)

@@ -7,6 +7,7 @@ from importlib import import_module
 from lightning_rob.cli.trust import explain
 from lightning_rob.errors import InputError
 from lightning_rob.processes import as_fault
+from lightning_rob.shipped import shipped_folder
 
 NOISE = re.compile(
     r"\s*(Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|"
@@ -45,8 +46,9 @@ def _unknown_name(found: re.Match[str]) -> str:
         return f"there is no file {found[1]}"
     folders = ("modules", "data", "attacks", "callbacks", "nets", "defenses")
     known = [name for f in folders for name in import_module(f"lightning_rob.{f}").__all__]
+    known += [path.stem for path in (shipped_folder() / "callbacks").glob("*.yaml")]
     close = ", ".join(dict.fromkeys(get_close_matches(found[1], known)))
-    hint = f", did you mean {close}?" if close else ": write package.module.Class for others"
+    hint = f", did you mean {close}?" if close else ": lightning-rob recipes lists plug-ins"
     return f"nothing here is called {found[1]!r}{hint}"
 
 

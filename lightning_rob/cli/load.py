@@ -17,7 +17,7 @@ from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.safe_yaml import load_file, plain_yaml
 
 
-def load(path: str | os.PathLike[str], allow_import: Sequence[str] = ()) -> Defense:
+def load(path: str | os.PathLike[str], allow_import: str | Sequence[str] = ()) -> Defense:
     """Return the defense of a checkpoint that `lightning-rob fit` wrote, in eval mode, on the CPU.
 
     No code in the file is run: it names classes of this package, and others only if allowed.
@@ -32,7 +32,9 @@ def load(path: str | os.PathLike[str], allow_import: Sequence[str] = ()) -> Defe
     return as_defense(load_module(path, allow_import)).eval()
 
 
-def load_module(path: str | os.PathLike[str], allow_import: Sequence[str] = ()) -> LightningModule:
+def load_module(
+    path: str | os.PathLike[str], allow_import: str | Sequence[str] = ()
+) -> LightningModule:
     """Return the module of a checkpoint that `lightning-rob fit` wrote, with its weights.
 
     Args:
@@ -54,7 +56,9 @@ def load_module(path: str | os.PathLike[str], allow_import: Sequence[str] = ()) 
     return module
 
 
-def load_callbacks(names: Sequence[str], allow_import: Sequence[str] = ()) -> list[Callback]:
+def load_callbacks(
+    names: str | Sequence[str], allow_import: str | Sequence[str] = ()
+) -> list[Callback]:
     """Return the callbacks of plug-in files, by path or by short name such as "arc".
 
     Args:
@@ -64,7 +68,7 @@ def load_callbacks(names: Sequence[str], allow_import: Sequence[str] = ()) -> li
     Raises:
         InputError: there is no such plug-in.
     """
-    entries = expand(list(names), Path.cwd())
+    entries = expand(_listed(names), Path.cwd())
     return [_built(Callback, _spec(entry), allow_import) for entry in entries]
 
 
@@ -76,8 +80,13 @@ def _spec(entry: Any) -> Any:
     return load_file(path, "a plug-in") if path.is_file() else {"class_path": entry}
 
 
-def _built(kind: type, spec: Any, allow_import: Sequence[str]) -> Any:
-    with allow_imports([f"{OPTION}={name}" for name in allow_import]), plain_yaml():
+def _listed(names: str | Sequence[str]) -> list[str]:
+    """Return names as a list; a text is one name."""
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _built(kind: type, spec: Any, allow_import: str | Sequence[str]) -> Any:
+    with allow_imports([f"{OPTION}={name}" for name in _listed(allow_import)]), plain_yaml():
         parser = Parser(prog="lightning_rob.load")
         parser.add_subclass_arguments(kind, "object")
         return parser.instantiate_classes(parser.parse_object({"object": spec})).object

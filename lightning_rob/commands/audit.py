@@ -16,7 +16,12 @@ def run(config: AuditConfig, run: Run) -> bool:
         raise ValueError("say whose weights: --ckpt_path CHECKPOINT")
     threat = Threat(config.norm, config.eps)
     audit = RobustAudit(
-        threat, config.steps, config.queries, max_images=config.images, seed=config.seed
+        threat,
+        config.steps,
+        config.queries,
+        max_images=config.images,
+        seed=config.seed,
+        **run.inputs,
     )
     run.trainer.callbacks.append(audit)  # type: ignore[attr-defined]
     run.trainer.test(run.model, run.data, ckpt_path=run.checkpoint, weights_only=True)

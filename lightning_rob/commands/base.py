@@ -49,9 +49,16 @@ class Run:
     overrides: tuple[tuple[str, Any], ...] = ()
 
     @property
+    def inputs(self) -> dict[str, Any]:
+        """How batches become images: what a plugged-in `RobustEval` says."""
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        found = (c.inputs for c in callbacks if isinstance(c, RobustEval))
+        return next(found, {"unpack": None, "preprocess": None, "dataloader_idx": None})
+
+    @property
     def defense(self) -> Defense:
         """The module's `defense`, or the module itself as a network."""
-        return as_defense(self.model)
+        return as_defense(self.model, self.inputs["preprocess"])
 
     def settings(self) -> dict[str, Any]:
         """Return what scores depend on beside weights and attacks."""

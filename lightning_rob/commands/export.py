@@ -15,7 +15,7 @@ from torch.export import save as save_program
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.configs import ExportConfig
 from lightning_rob.defenses import Defense
-from lightning_rob.evaluation.groups import counted, regrouped
+from lightning_rob.evaluation.groups import Unpack, counted, regrouped
 from lightning_rob.evaluation.records import versions
 from lightning_rob.files import atomic_write
 from lightning_rob.identity import fingerprint
@@ -41,7 +41,7 @@ def run(config: ExportConfig, run: Run) -> None:
     if run.checkpoint is None:
         raise ValueError("say whose weights: --ckpt_path CHECKPOINT")
     path = config.out or Path()  # which the config has checked
-    images, keys = first_images(run.data, config.images)
+    images, keys = first_images(run.data, config.images, run.inputs["unpack"])
     seed = int(getattr(run.model, "seed", 0))
     try:
         card = export(run.defense, path, images, keys, seed, config.batch_size)
@@ -54,10 +54,12 @@ def run(config: ExportConfig, run: Run) -> None:
     )
 
 
-def first_images(data: LightningDataModule, count: int) -> tuple[Tensor, Tensor]:
+def first_images(
+    data: LightningDataModule, count: int, unpack: Unpack | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the first test images [N, C, H, W] and their indices [N]."""
     data.setup("test")
-    x, _, index = next(regrouped(counted(data.test_dataloader()), count))
+    x, _, index = next(regrouped(counted(data.test_dataloader(), unpack), count))
     return x, index
 
 

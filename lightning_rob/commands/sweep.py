@@ -161,7 +161,7 @@ def _tasks(
         **{name: value for name, value in source.settings.asdict().items() if value is not None},
         "max_images": source.settings.max_images,
     }
-    depends = shared | settings | {"defense": fingerprint(target(run.defense))}
+    depends = shared | settings | {"defense": fingerprint(target(source.defense_of(run.model)))}
     clean: dict[str, Attack | None] = {CLEAN: None} if source.target is full_defense else {}
     for name, attack in (clean | target.attacks()).items():
         specs = {}
@@ -260,7 +260,9 @@ class Sweep:
             attacks = {t.name: t.attack for t in missing if t.target == target and t.attack}
             if not attacks:  # only clean images are missing, but an evaluation needs an attack
                 attacks = dict([*target.attacks().items()][:1])
-            measurements[target] = Measurement(attacks, target, target.source.settings)
+            measurements[target] = Measurement(
+                attacks, target, target.source.settings, **target.source.inputs
+            )
         if not measurements:
             return {}
         run = self.run

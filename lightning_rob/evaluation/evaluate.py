@@ -161,6 +161,8 @@ def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None =
     own = getattr(model, "defense", None)
     for candidate in (model, own):
         if isinstance(candidate, Defense):
+            if preprocess is not None and candidate.kind == "single":
+                return Single(Preprocessed(preprocess, candidate.classifiers[0]), candidate.rule)
             if preprocess is not None:
                 raise ValueError(
                     f"preprocess is for plain networks, got {type(candidate).__name__}: put the "

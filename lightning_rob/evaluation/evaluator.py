@@ -104,6 +104,11 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
     """Raise ValueError for no attacks at all, or a name that a record uses for something else."""
     if not isinstance(attacks, Mapping):
         raise TypeError(f"attacks must be a dict, name -> attack, got {type(attacks).__name__}")
+    for name, attack in attacks.items():
+        if not isinstance(attack, Attack):
+            raise TypeError(
+                f"attack {name!r} must be such as PGD(threat, 20, 2/255), got {attack!r}"
+            )
     if not attacks:
         raise ValueError("attacks must name at least one attack, got an empty dict")
     if joined := [name for name in attacks if "+" in name or "/" in name]:

@@ -113,6 +113,27 @@ def test_commands_on_a_module_of_others(foreign, tmp_path, monkeypatch, capsys):
     assert "predict is for modules of lightning_rob.modules" in capsys.readouterr().err
 
 
+def brighter(x):
+    return 0.5 * x + 0.5
+
+
+def test_commands_take_the_preprocessing_of_the_plug_in(foreign, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint = f"--ckpt_path={checkpoint_of(foreign)}"
+    plug = ["--allow-import=tests", "--trainer.callbacks+=pgd"]
+    plug += [f"--trainer.callbacks.preprocess={HERE}.brighter"]
+    net = lightning_rob.load_module(checkpoint_of(foreign), "tests")
+    clean = evaluate(net, ATTACKS, DataLoader(DATA, 40), preprocess=brighter, progress=False)
+    other = evaluate(net, ATTACKS, DataLoader(DATA, 40), progress=False)
+    assert clean.accuracy("clean") != other.accuracy("clean")
+    main(["sweep", checkpoint, *plug, "--over=eps", "--values=8/255", "--out=sweep"])
+    main(["monitor", str(foreign), "--once", "--suite=pgd", *plug[::2], "--out=m"])
+    for file in ("sweep/sweep.jsonl", "m/monitor.jsonl"):
+        lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
+        (found,) = {line["accuracy"] for line in lines if line.get("name") == "clean"}
+        assert found == pytest.approx(clean.accuracy("clean"))
+
+
 def test_plug_ins_by_short_name():
     first, second = lightning_rob.load_callbacks(["arc", "pgd"])
     assert isinstance(first, RobustEval)

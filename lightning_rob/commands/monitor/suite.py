@@ -70,13 +70,16 @@ class Suite:
         trainer.callbacks = [*others, *evaluations]  # type: ignore[attr-defined]
         for evaluation in evaluations:
             evaluation.setup(trainer, run.model, "test")  # renames clashing attacks
-        self.evaluations = [Measurement(e.attacks, e.target, e.settings) for e in evaluations]
+        self.evaluations = [
+            Measurement(e.attacks, e.target, e.settings, **e.inputs) for e in evaluations
+        ]
         if not any(evaluation.target is full_defense for evaluation in evaluations):
             raise ValueError(f"none of the attacks is on the whole defense; {ADVICE}")
         described = [
             {"attacks": {name: attack_spec(attack) for name, attack in e.attacks.items()}}
             | {"target": attack_spec(e.target)}
             | e.settings.asdict()
+            | ({"inputs": e.inputs} if any(e.inputs.values()) else {})
             for e in evaluations
         ]
         self.key = cache_key(evaluations=described, **_settings(run))
