@@ -71,12 +71,6 @@ class Threat:
             raise ValueError(f"eps must be a finite radius >= 0, got {self.eps}")
         if not self.bounds[0] < self.bounds[1]:
             raise ValueError(f"bounds must be (low, high) with low < high, got {self.bounds}")
-        span = self.bounds[1] - self.bounds[0]
-        if self.p == math.inf and not self.relative and self.eps > span:
-            raise ValueError(
-                f"eps {self.eps:g} holds every image in {list(self.bounds)}: "
-                f"did you mean {self.eps:g}/255?"
-            )
 
     def __str__(self) -> str:
         """Return norm and radius, in 255ths if it is a multiple of 1/255: "linf 8/255"."""

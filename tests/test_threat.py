@@ -54,8 +54,6 @@ def test_values_that_are_refused():
     for eps in (-1e-9, "-8/255", math.nan, math.inf):
         with pytest.raises(ValueError, match="eps must be a finite radius >= 0, got"):
             Threat(eps=eps)
-    with pytest.raises(ValueError, match="did you mean 8/255"):
-        Threat("linf", 8)
     for bounds in ((1.0, 0.0), (0.5, 0.5), (0.0, math.nan)):
         with pytest.raises(ValueError, match=r"bounds must be \(low, high\) with low < high"):
             Threat(bounds=bounds)
@@ -151,7 +149,7 @@ def test_project_l2_by_hand():
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_project_is_inside_and_idempotent(norm, dtype):
-    for eps in (0.0, 1e-8, 0.1, 1.0 if norm == "linf" else 3.0):
+    for eps in (0.0, 1e-8, 0.1, 3.0):
         threat = Threat(norm, eps)
         x = batch(5, 3, 4, 4, dtype=dtype)
         x_adv = x + noise(5, 3, 4, 4, dtype=dtype)
@@ -229,7 +227,7 @@ def test_images_are_projected_one_by_one():
 def test_start_is_inside(p):
     x = batch(7, 3, 4, 4)
     generators = (torch.Generator().manual_seed(1), Streams(torch.arange(7)))
-    for eps, generator in product((0.0, 0.1, 1.0 if p == math.inf else 5.0), generators):
+    for eps, generator in product((0.0, 0.1, 5.0), generators):
         threat = Threat(p, eps)
         start = threat.start(x, generator)
         assert start.shape == x.shape

@@ -113,11 +113,11 @@ class RobustEval(Measurement):
         preprocess: Callable[..., Any] | None = None,
         dataloader_idx: int | None = None,
     ) -> None:
-        check_names(attacks)
         settings = EvaluationSettings(
             seed, repeats, inferences, private_draws, max_images, group_size, protocol
         )
         self.given = with_threat(attacks, eps, norm)
+        check_names(self.given)  # the radius too
         # Of these `attacks` keeps those that no earlier callback of the run runs.
         super().__init__(
             self.given,

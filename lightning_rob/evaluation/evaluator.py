@@ -1,5 +1,6 @@
 """Scores of one defense, batch by batch, clean and under every attack."""
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -106,8 +107,13 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
         raise TypeError(f"attacks must be a dict, name -> attack, got {type(attacks).__name__}")
     for name, attack in attacks.items():
         if not isinstance(attack, Attack):
-            raise TypeError(
-                f"attack {name!r} must be such as PGD(threat, 20, 2/255), got {attack!r}"
+            raise TypeError(f"attack {name!r} must be such as PGD(…), got {attack!r}")
+        threat = attack.threat
+        span = threat.bounds[1] - threat.bounds[0]
+        if threat.p == math.inf and not threat.relative and threat.eps > span:
+            raise ValueError(
+                f"the ball of {name!r}, linf {threat.eps:g}, holds every image: "
+                f"did you mean {threat.eps:g}/255?"
             )
     if not attacks:
         raise ValueError("attacks must name at least one attack, got an empty dict")

@@ -256,6 +256,8 @@ def test_nothing_is_left_behind():
             ValueError,
             "labels must be whole numbers",
         ),
+        ({"attacks": {"a": PGD(Threat("linf", 8), 1, 2)}}, ValueError, "did you mean 8/255"),
+        ({"attacks": {"a": PGD}}, TypeError, "attack 'a' must be such as PGD"),
         ({"batches": [(X, Y + 3)]}, ValueError, "labels must be 0 … 3 for 4 classes"),
         ({"batches": [(X, Y - 9)]}, ValueError, "labels must be 0 … 3 for 4 classes"),
         ({"batches": [(X, torch.eye(4)[Y].long())]}, ValueError, r"images need labels \[5\], got"),
