@@ -132,16 +132,16 @@ def _globals_of(function: Any) -> list[Any]:
 
 
 def _is_library(module: str) -> bool:
-    """Whether code is that of a package whose version is recorded, or of Python."""
+    """Whether code is Python's or a package's, which changes with its version, not the user's."""
     package = (module or "builtins").split(".")[0]
-    return package in LIBRARIES or package in sys.stdlib_module_names - {"__main__"}
+    return package in LIBRARIES or (package in sys.stdlib_module_names and package != "__main__")
 
 
 def _object(value: Any) -> Any:
-    kind = [f"{type(value).__module__}.{type(value).__qualname__}", _class_code(type(value))]
     if isinstance(value, nn.Module):
         state = [*value.named_parameters(), *value.named_buffers()]
         return [_module(value), [(name, _tensor_digest(tensor)) for name, tensor in state]]
+    kind = _kind(type(value))
     if is_dataclass(value):
         return [kind, [(f.name, to_plain_data(getattr(value, f.name))) for f in fields(value)]]
     if isinstance(getattr(value, "__dict__", None), dict) and vars(value):
@@ -152,10 +152,8 @@ def _object(value: Any) -> Any:
 
 def _module(value: nn.Module) -> list[Any]:
     """Return a module without its weights: classes, code, arguments, layers."""
-    kind = type(value)
     children = [(name, _module(part)) for name, part in value.named_children()]
-    own = [f"{kind.__module__}.{kind.__qualname__}", _class_code(kind)]
-    return [own, to_plain_data(_arguments(value)), children]
+    return [_kind(type(value)), to_plain_data(_arguments(value)), children]
 
 
 def _arguments(value: Any) -> dict[str, Any]:
@@ -168,9 +166,9 @@ def _arguments(value: Any) -> dict[str, Any]:
     return _public_attributes(value) | kept
 
 
-def _class_code(kind: Any) -> list[Any]:
-    """Return the methods and constants of a class that is not a library's."""
-    found = []
+def _kind(kind: type) -> list[Any]:
+    """Return a class by its name and, if it is the user's, its methods and constants."""
+    found: list[Any] = [f"{kind.__module__}.{kind.__qualname__}"]
     for base in kind.__mro__:
         for name, value in () if _is_library(base.__module__) else vars(base).items():
             if isinstance(value, property):

@@ -142,18 +142,7 @@ class EvaluationCallback(Callback, ABC):
         if dataloader_idx == (self.dataloader_idx or 0):
             self._take(trainer, pl_module, batch)
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: Any,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Attack the batch, if images cannot be grouped."""
-        if dataloader_idx == (self.dataloader_idx or 0):
-            self._take(trainer, pl_module, batch)
+    on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attack all groups, and log the results."""
@@ -337,7 +326,8 @@ def _move_averaging_behind(trainer: Trainer) -> None:
     averaging = [c for c in callbacks if isinstance(c, WeightAveraging)]
     if averaging:
         others = [c for c in callbacks if c not in averaging]
-        place = 1 + max(i for i, c in enumerate(others) if isinstance(c, EvaluationCallback))
+        places = (i for i, c in enumerate(others) if isinstance(c, EvaluationCallback))
+        place = 1 + max(places, default=-1)
         trainer.callbacks = [*others[:place], *averaging, *others[place:]]  # type: ignore[attr-defined]
 
 

@@ -115,17 +115,20 @@ class EvaluationResult:
             for a randomized ensemble, and else the unbiased estimate from R >= n inferences.
 
         Raises:
-            ValueError: fewer inferences than submissions, of a defense that predicts at random; or
-                a defense that adapts, whose predictions of a round are not independent.
+            ValueError: of a defense that predicts at random, fewer inferences than submissions or
+                scores between right and wrong; or a defense that adapts, whose predictions of a
+                round are not independent.
         """
         if self.joint:
             raise ValueError("resubmitted is for defenses that do not adapt")
         scores = self.scores[:, self.names.index(name)]
-        right, inferences = scores.round().sum(1), scores.shape[1]
+        right, inferences = scores.sum(1), scores.shape[1]
         if not self.random:
             each = scores[:, 0] ** times
         elif inferences < times:
             raise ValueError(f"{times} submissions need inferences={times} or more")
+        elif not torch.isin(scores, torch.tensor([0.0, 1.0]).to(scores)).all():
+            raise ValueError("resubmitted needs predictions that are right or wrong, and repeats=1")
         else:  # the share of choices of n inferences that are all right
             factors = [(right - i).clamp(min=0) / (inferences - i) for i in range(times)]
             each = torch.stack(factors).prod(0)

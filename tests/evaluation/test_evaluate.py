@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -158,6 +159,9 @@ def test_resubmission_of_a_random_defense_is_unbiased():
         assert estimate == pytest.approx(float((p**times).mean()), abs=0.03)
     with pytest.raises(ValueError, match="7 submissions need inferences=7"):
         found.resubmitted("clean", 7)
+    halved = EvaluationResult({}, replace(rows, scores=scores / 2), random=True)
+    with pytest.raises(ValueError, match="right or wrong, and repeats=1"):
+        halved.resubmitted("clean", 2)
 
 
 class Noise(nn.Module):
