@@ -9,7 +9,6 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from lightning_rob.commands.configs import CONFIGS
 from lightning_rob.errors import Fault, InputError, LostRank
 
 COMMANDS = {
@@ -77,7 +76,7 @@ def _asks_for_help(args: list[str]) -> bool:
 
 
 def _help_text(command: str) -> str:
-    if command in CONFIGS:
+    if command in _configs():
         from lightning_rob.cli.options import build_parser  # jsonargparse takes a moment
 
         return str(build_parser(command).format_help()).rstrip()
@@ -88,7 +87,12 @@ def _help_text(command: str) -> str:
 
 def _reads_records(command: str) -> bool:
     """Whether a command reads records, for which it needs neither torch nor Lightning."""
-    return command in CONFIGS and CONFIGS[command].receives == "records"
+    return command in _configs() and _configs()[command].receives == "records"
+
+
+def _configs() -> Any:
+    """Return the options of the commands, which the list of commands does not need."""
+    return import_module("lightning_rob.commands.configs").CONFIGS
 
 
 def _run(args: list[str]) -> None:
@@ -121,7 +125,7 @@ def _compute(args: list[str]) -> None:
     from lightning_rob.cli.trust import allow_imports
     from lightning_rob.processes import handle_signals
 
-    with handle_signals(), allow_imports(join_values(args, CONFIGS.get(args[0]))) as rest:
+    with handle_signals(), allow_imports(join_values(args, _configs().get(args[0]))) as rest:
         run_command(rest)
 
 
