@@ -34,8 +34,8 @@ def writing_folder(trainer: Trainer) -> Path | None:
 def log_picture(trainer: Trainer, name: str, picture: Tensor) -> None:
     """Log a picture [C, H, W] in [0, 1] with TensorBoard, W&B, MLflow and Comet."""
     step = trainer.global_step
+    pixels = (255 * picture.clamp(0, 1)).round().byte().movedim(0, -1).cpu().numpy()
     for logger in trainer.loggers:
-        pixels = (255 * picture.clamp(0, 1)).round().byte().movedim(0, -1).cpu().numpy()
         match logger:
             case TensorBoardLogger():
                 logger.experiment.add_image(name, picture, step)
