@@ -3,7 +3,7 @@
 import pytest
 
 from tests.forked import two_ranks
-from tests.tiny import arc, pgd, recipe, records, robust_eval, run, same_weights, shell, weights
+from tests.tiny import arc, pgd, recipe, records, robust_eval, run, same_weights, weights
 
 TWO = ["--trainer.strategy=ddp_find_unused_parameters_true", "--trainer.devices=2"]
 CHECKPOINT = "run/version_0/checkpoints/epoch=3-step=16.ckpt"
@@ -68,9 +68,8 @@ def test_two_processes_and_any_batch_size_leave_the_same_records(trained, tmp_pa
 
 
 def test_two_processes_train_an_ensemble(tmp_path):
-    """Started by the command itself; the others are forked here."""
     short = ["--trainer.max_epochs=2", "--model.epochs=1"]
-    done = shell("fit", "--config", recipe(tmp_path), *TWO, *short)
+    done = two_ranks("fit", "--config", recipe(tmp_path), *TWO, *short)
     assert done.returncode == 0, done.stderr
     assert {r["n"] for r in records(tmp_path)} == {32}
 

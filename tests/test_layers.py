@@ -93,9 +93,17 @@ def test_lower_parts_do_not_import_lightning():
 
 
 def test_lower_parts_work_without_lightning():
+    """They can be imported, and a plain network can be evaluated."""
     modules = [dotted(path) for path in FILES if place(path) in LOWER and path.stem != "__init__"]
     code = f"""
-import importlib, sys
+import importlib, sys, torch
+from lightning_rob import PGD, Threat, evaluate
+net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+x, y = torch.rand(20, 3, 2, 2), torch.randint(3, (20,))
+batches = [(x[:7], y[:7]), (x[7:], y[7:])]
+result = evaluate(net, {{"pgd": PGD(Threat("linf", 0.1), 3, 0.05)}}, batches, progress=False)
+assert result.accuracy("worst") <= result.accuracy("clean")
+assert "95 % interval" in result.table()
 for name in {modules}:
     importlib.import_module(name)
     if loaded := {LIGHTNING} & set(sys.modules):

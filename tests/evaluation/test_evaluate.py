@@ -1,7 +1,5 @@
 """`evaluate` from a script: the same scores as `RobustEval`, any batches, resumption, bad input."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -24,17 +22,6 @@ from tests.tiny import Blobs, TinyNet
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = {"weak": PGD(THREAT, 1, 4 / 255), "pgd": PGD(THREAT, 3, 8 / 255)}
-SCRIPT = """
-import sys, torch
-from lightning_rob import PGD, Threat, evaluate
-net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
-x, y = torch.rand(20, 3, 2, 2), torch.randint(3, (20,))
-batches = [(x[:7], y[:7]), (x[7:], y[7:])]
-result = evaluate(net, {"pgd": PGD(Threat("linf", 0.1), 3, 0.05)}, batches, progress=False)
-assert result.accuracy("worst") <= result.accuracy("clean")
-print(result.table())
-assert not [name for name in sys.modules if name.partition(".")[0] == "lightning"]
-"""
 
 
 class Centering(nn.Module):
@@ -68,13 +55,6 @@ X, Y = data(5).tensors
 def net(seed=0):
     torch.manual_seed(seed)
     return TinyNet().eval()
-
-
-def test_a_script_needs_no_lightning():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "pgd" in done.stdout
-    assert "95 % interval" in done.stdout
 
 
 def test_scores_are_those_of_the_callback():
