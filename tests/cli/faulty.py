@@ -158,7 +158,11 @@ def marked(mark):
 
 
 def rank_fault(folder, kind, command, checkpoint):
-    """Fail one of two processes, which the command starts itself; return whether both end in time with a non-zero exit code."""
+    """Fail one of two processes, which the command starts itself.
+
+    Returns:
+        Whether both end in time with a non-zero exit code.
+    """
     stamp = folder / "struck"
     file = plan(folder, [fault(kind, stamp=str(stamp))], data=SMALL)
     extra = ["--ckpt_path", checkpoint] if command == "test" else []
