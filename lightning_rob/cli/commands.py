@@ -134,7 +134,9 @@ class CommandCLI(RobustCLI):
 
     def built(self, checkpoint: str | None = None) -> Run:
         """Return what was built."""
-        recipe = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
+        recipe = yaml.safe_load(
+            self.parser.dump(self.config, skip_none=False, skip_validation=True)
+        )
         model: Any = self.model
         data: Any = self.datamodule
         return Run(

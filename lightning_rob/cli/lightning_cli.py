@@ -68,7 +68,7 @@ class SaveRecipe(SaveConfigCallback):
     @cached_property
     def recipe(self) -> str:
         """The configuration as YAML."""
-        return str(self.parser.dump(self.config, skip_none=False))
+        return str(self.parser.dump(self.config, skip_none=False, skip_validation=True))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write `config.yaml` once, in a form that `--config` takes beside other files."""
@@ -115,6 +115,7 @@ class RobustCLI(LightningCLI):
 
     def __init__(self, args: Sequence[str], run: bool = True) -> None:
         args = resolve_names(join_values(args))
+        self._asked = next(iter(args), "")
         check_configs(args)
         self.checkpoint_io = SafeCheckpointIO()
         supervised = supervised_processes(self._launched_ranks, self._rank_timeout)
@@ -143,6 +144,11 @@ class RobustCLI(LightningCLI):
             raise InputError(shorten_jsonargparse_error(self._describe(error))) from error
         except RuntimeError as error:
             raise shorten_state_dict_error(error) from error
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Return the subcommand that is asked for: each parser takes as long as parsing."""
+        every = LightningCLI.subcommands()
+        return {self._asked: every[self._asked]} if self._asked in every else every
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of this package and the logger's defaults."""
