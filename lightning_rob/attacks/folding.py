@@ -4,7 +4,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -95,14 +95,17 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
         nets = list(dict.fromkeys(nets))
         owners = Counter(module for net in nets for module in set(net.modules()))
         for net in nets:
-            if net in _unfoldable or any(map(_is_customized, net.modules())):
+            modules = list(net.modules())
+            if net in _unfoldable or not any(map(_is_fixed, modules)):
+                continue
+            if any(map(_is_customized, modules)):
                 continue
             pairs, layout = _plan(net)
             for conv_name, norm_name in pairs:
                 conv, norm = net.get_submodule(conv_name), net.get_submodule(norm_name)
                 if owners[conv] > 1 or owners[norm] > 1:
                     continue
-                if type(conv) is nn.Conv2d and type(norm) is nn.BatchNorm2d and _is_fixed(norm):
+                if type(conv) is nn.Conv2d and _is_fixed(norm):
                     undo.append((conv, dict(conv._parameters), norm))
                     _fold(conv, norm, layout)
                     pairs_of.append(_Pair(net, conv, norm))
@@ -138,9 +141,9 @@ def _is_customized(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or any(getattr(module, name) for name in hooks)
 
 
-def _is_fixed(norm: nn.BatchNorm2d) -> bool:
-    """Whether the layer is affine: it normalises by stored statistics and does not update them."""
-    return norm.track_running_stats and not norm.training
+def _is_fixed(module: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
+    """Whether a layer is a BatchNorm2d that is affine: it normalises by stored statistics."""
+    return type(module) is nn.BatchNorm2d and module.track_running_stats and not module.training
 
 
 def _plan(net: nn.Module) -> Plan:
