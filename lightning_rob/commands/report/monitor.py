@@ -22,7 +22,7 @@ class Checkpoint(NamedTuple):
 def monitor(records: Sequence[Fields], name: str, level: int) -> Iterator[Block]:
     """Yield alarms, the curve of the last suite with this name as its `id`, and its numbers."""
     found = sorted(_evaluated(records), key=lambda checkpoint: checkpoint.event["step"])
-    alarms = list(_alarms(records))
+    alarms = list(dict.fromkeys(_alarms(records)))  # a later end may repeat one
     if found or alarms:
         yield heading(level, "Checkpoint by checkpoint")
     yield from map(warning, alarms)
