@@ -430,14 +430,16 @@ class CompareConfig(CommandConfig):
 
       lightning-rob compare logs/version_0/images/test-arc.csv \
           logs/version_1/images/test-arc.csv
-      lightning-rob compare test-arc.csv test-first_member-member_1_arc.csv \
-          --pairs arc=member_1_arc
+      lightning-rob compare old.csv new.csv --fail-if-worse 0.02
 
     Args:
         records: one or two CSV files
         reference: of one record: compare each attack with this one; else the first
         against_worst: of two records: compare the worst of all attacks only
         pairs: of two records: attacks of the first with those of the second, A=B,C=D
+        fail_if_worse: exit code 1 if a row fell by this share or more, with p < 0.05
+        markdown: write the table to FILE.md
+        junit: write a test case for each row to FILE.xml
 
     Raises:
         ValueError: options that exclude each other, or another number of records.
@@ -450,6 +452,9 @@ class CompareConfig(CommandConfig):
     reference: str | None = None
     against_worst: bool = False
     pairs: str | None = None
+    fail_if_worse: float | None = None
+    markdown: Path | None = None
+    junit: Path | None = None
 
     def __post_init__(self) -> None:
         if len(self.records) not in (1, 2):
@@ -462,6 +467,13 @@ class CompareConfig(CommandConfig):
             raise ValueError(
                 f"--pairs is NAME=NAME, several separated by commas, got {self.pairs!r}"
             )
+        limit = self.fail_if_worse
+        if limit is not None and not 0 < limit < 1:
+            raise ValueError(f"--fail_if_worse is a share in (0, 1), such as 0.02, got {limit:g}")
+        if limit is not None and len(self.records) == 1:
+            raise ValueError("--fail_if_worse is for two records, OLD and NEW, got one")
+        if limit is None and self.junit:
+            raise ValueError("--junit says which rows fail, and needs --fail_if_worse")
 
     @property
     def named_pairs(self) -> list[tuple[str, ...]]:

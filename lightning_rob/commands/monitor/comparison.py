@@ -81,7 +81,7 @@ def _averaged(scores: Scores) -> Scores:
 def last_results(history: History, suite: str) -> dict[Identity, CheckpointResults]:
     """Return the last evaluation of each checkpoint by a suite, the oldest first.
 
-    Those without scores are left out.
+    Evaluations without scores are left out.
     """
     found: dict[Identity, CheckpointResults] = {}
     for *results, event in history.groups():
