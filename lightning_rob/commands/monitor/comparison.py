@@ -141,6 +141,7 @@ def drops(current: CheckpointResults, previous: Sequence[CheckpointResults]) -> 
         One for each; the last alone where it is also the best.
     """
     earlier = [other for other in previous if other.position <= current.position]
+    earlier.sort(key=lambda other: other.position)  # evaluated in any order, the same is the best
     last = last_before(earlier, current.position)
     if last is None or len(current.scores[0]) < MIN_IMAGES:
         return []
