@@ -10,7 +10,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
@@ -111,7 +110,7 @@ class Destination(threading.Thread):
 
     def _deliver_one(self, key: str, notification: Fields) -> None:
         if key not in self.accepted:
-            self.send(notification)
+            self._send(notification)
             self.accepted.add(key)
             if self.failing:
                 warn(f"notifications: {self.title} accepts them again")
@@ -120,6 +119,19 @@ class Destination(threading.Thread):
         with self.changed:
             del self.waiting[key]
             self.changed.notify_all()
+
+    def _send(self, notification: Fields) -> None:
+        """Send a notification.
+
+        Raises:
+            Undelivered: for any reason: nothing that a receiver does may end the thread.
+        """
+        try:
+            self.send(notification)
+        except Undelivered:
+            raise
+        except Exception as error:  # its text may have the URL
+            raise Undelivered(type(error).__name__) from None
 
     def _report(self, reason: str) -> None:
         """Report the first of several failures."""
@@ -277,7 +289,7 @@ def _webhook(url: str) -> Send:
             raise Undelivered(f"HTTP status {error.code}", reached=True) from None
         except URLError as error:
             raise Undelivered(str(error.reason)) from None
-        except (OSError, HTTPException) as error:  # such as no response in time
+        except OSError as error:  # such as no response in time
             raise Undelivered(str(error) or type(error).__name__) from None
 
     return send
@@ -301,11 +313,7 @@ def _apprise(url: str) -> Send:
 
     def send(notification: Fields) -> None:
         kind, body = notification["kind"], f"{notification['text']}\nid {notification['id']}"
-        try:
-            accepted = target.notify(body, f"lightning-rob: {kind}", kinds[kind])
-        except Exception as error:  # of any plug-in; its text may have the URL
-            raise Undelivered(type(error).__name__) from None
-        if not accepted:
+        if not target.notify(body, f"lightning-rob: {kind}", kinds[kind]):
             raise Undelivered("apprise could not deliver it", reached=True)
 
     return send

@@ -17,7 +17,6 @@ from lightning_rob.commands.monitor.comparison import (
     final_alarms,
     judged,
     last_results,
-    violated,
     worst_scores,
 )
 from lightning_rob.commands.monitor.display import warn
@@ -222,7 +221,7 @@ class Watcher:
             return
         try:
             self._adopt(self.new_suite(first), first)
-        except (InputError, ValueError) as error:
+        except LOADING_ERRORS as error:
             if first.path.exists():
                 self.outdated, self.built_at = False, time.time()
                 name = ", ".join(self.config.suite or ["the suite"])
@@ -275,10 +274,8 @@ class Watcher:
             previous = list(last_results(self.history, self.key).values())
             current = current_results(facts["checkpoint"], position, results)
             event = facts | {"event": "evaluated", "date": timestamp(), "session": SESSION}
-            if self._has_older(file):
-                event |= {"deferred": True, "alarm": violated(self.config, current)}
-            else:
-                event |= judged(self.config, current, previous)
+            event |= judged(self.config, current, previous)
+            event |= {"deferred": True} if self._has_older(file) else {}
             lines = [self._line(*each, facts, repeat) for each in results]
             self.record(*lines, event)
 
@@ -287,7 +284,10 @@ class Watcher:
         return any(other.step < file.step for other in self.pending())
 
     def _judge_deferred(self, pending: Sequence[CheckpointFile]) -> None:
-        """Compare checkpoints that were evaluated before older ones with these, once all are."""
+        """Compare checkpoints that were evaluated before older ones with these, once all are there.
+
+        Alarms of the first comparison, with those that were there, are not repeated.
+        """
         judgements = [e for e in self.history.events("judged") if e["suite"] == self.key]
         known = set(map(identity, judgements))
         deferred = [
