@@ -77,14 +77,16 @@ def option_types(config: type[CommandConfig]) -> dict[str, Any]:
 def join_values(args: Sequence[str], config: type[CommandConfig] | None = None) -> list[str]:
     """Write `--name VALUE` as `--name=VALUE`, for `SHARED` options and those of a command.
 
-    So the value may begin with a minus sign. A command's `--flag` becomes `--flag=true`, and
-    `--name VALUE` of a list becomes `--name+=VALUE`.
+    So the value may begin with a minus sign. A command's `--flag` becomes `--flag=true`,
+    `--name VALUE` of a list becomes `--name+=VALUE`, and `--two-words` becomes `--two_words`.
     """
     kinds = option_types(config) if config else {}
     joined, rest = [], list(args)
     while rest:
         arg = rest.pop(0)
         name, equals, value = arg.partition("=")
+        if (spelled := "--" + name[2:].replace("-", "_")) in kinds:
+            name, arg = spelled, spelled + equals + value
         kind = kinds.get(name)
         follows = bool(rest) and not rest[0].startswith("--")
         own = name in kinds or SHARED.fullmatch(name)

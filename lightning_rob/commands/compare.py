@@ -1,30 +1,140 @@
 """Compare records of the same images with each other."""
 
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from xml.etree import ElementTree
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_rob.commands.configs import CompareConfig
+from lightning_rob.commands.configs import SIGNIFICANT, CompareConfig
 from lightning_rob.commands.specs import differences
 from lightning_rob.evaluation.per_image import ResultFile, read_result_file
+from lightning_rob.files import atomic_write_text
 from lightning_rob.metrics import Paired, holm, paired
 from lightning_rob.tables import STYLE
 
 Pair = tuple[str, Tensor, Tensor]  # name, scores [N] of the first and of the second
 CONDITIONS = ("target", "seed", "repeats", "inferences", "protocol", "versions")
+SETTINGS = ("target", "repeats", "inferences", "protocol")  # in which gated records are equal
+COLUMNS = ("first", "second", "difference", "95 % interval", "lost", "won", "p")
+MIN_IMAGES = 10  # fewer are too few to judge a difference
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The comparison of two accuracies on the same images.
+
+    Args:
+        name: of the row.
+        before: mean score of the first.
+        after: mean score of the second.
+        lost: number of images whose score fell.
+        won: number of images whose score rose.
+        paired: difference, interval and test.
+        p: of the test, adjusted by Holm over all rows.
+    """
+
+    name: str
+    before: float
+    after: float
+    lost: int
+    won: int
+    paired: Paired
+    p: float
+
+    def is_worse(self, limit: float) -> bool:
+        """Return whether the accuracy fell significantly, by the limit or more."""
+        # A fall by exactly the limit counts, however its mean was rounded.
+        return self.paired.difference <= ROUNDING - limit and self.p < SIGNIFICANT
+
+    @property
+    def text(self) -> str:
+        """The comparison as one line."""
+        low, high = self.paired.interval
+        return (
+            f"{self.name} changed by {100 * self.paired.difference:+.1f} points, from "
+            f"{self.before:.1%} to {self.after:.1%} (95 % interval {100 * low:.1f} … "
+            f"{100 * high:.1f}, p = {self.p:.2g})"
+        )
 
 
 def run(config: CompareConfig) -> None:
-    """Print the comparison, and what else distinguishes the records."""
+    """Print the comparison, and what else distinguishes the records.
+
+    Raises:
+        SystemExit: with code 1 if an accuracy fell by `fail_if_worse` or more.
+        ValueError: the records are not of the same images or, for `fail_if_worse`, of the same
+            attacks.
+    """
     records = [read_result_file(path) for path in config.records]
     one, other = records[0], records[-1]
+    differing = list(_other_differences(records, config))
+    if config.fail_if_worse is not None:
+        _check_gate(one, other, config)
     pairs = list(_attacks(one, config) if len(records) == 1 else _common(one, other, config))
-    print_comparison(" and ".join(str(path) for path in config.records), pairs)
-    for line in _other_differences(records, config):
+    found = compared(pairs)
+    print_comparison(" and ".join(str(path) for path in config.records), found)
+    for line in differing:
         Console().print(line, style="yellow")
+    worse = [c for c in found if config.fail_if_worse and c.is_worse(config.fail_if_worse)]
+    if config.markdown:
+        atomic_write_text(config.markdown, markdown(found, worse, differing))
+    if config.junit:
+        atomic_write_text(config.junit, junit(found, worse))
+    for comparison in worse:
+        print(f"lightning-rob: worse: {comparison.text}", file=sys.stderr)
+    if worse:
+        raise SystemExit(1)
+
+
+def compared(pairs: Sequence[Pair]) -> list[Comparison]:
+    """Compare paired scores [N] by name; p is adjusted by Holm over all of them."""
+    found = [paired(one, other) for _, one, other in pairs]
+    adjusted = holm([test.p for test in found])
+    return [
+        Comparison(name, float(one.mean()), float(other.mean()), *_moved(one, other), test, p)
+        for (name, one, other), test, p in zip(pairs, found, adjusted, strict=True)
+    ]
+
+
+def _moved(one: Tensor, other: Tensor) -> tuple[int, int]:
+    """Return how many scores [N] fell and how many rose."""
+    return int((other < one).sum()), int((other > one).sum())
+
+
+def _check_gate(one: ResultFile, other: ResultFile, config: CompareConfig) -> None:
+    """Refuse records whose accuracies mean something else, or miss what the first one has.
+
+    Raises:
+        ValueError: fewer images or other attacks, unless they are named by `pairs`; other targets
+            or protocols; too few images to judge.
+    """
+    if missing := set(one.index.tolist()) - set(other.index.tolist()):
+        raise ValueError(f"{other.path} lacks {len(missing)} of the images of {one.path}")
+    if len(one.index) < MIN_IMAGES:
+        raise ValueError(
+            f"--fail_if_worse needs {MIN_IMAGES} images, {one.path} has {len(one.index)}"
+        )
+    different = [name for name in SETTINGS if one.card.get(name) != other.card.get(name)]
+    if not config.pairs:
+        if lacking := [name for name in one.scores if name not in other.scores]:
+            raise ValueError(f"{other.path} lacks {', '.join(lacking)}: evaluate the same attacks")
+        specs = [
+            {name: card["attacks"][name].get("attack") for name in one.attacks}
+            for card in (one.card, other.card)
+        ]
+        different += [name for name in one.attacks if specs[0][name] != specs[1][name]]
+        different += [name for name in other.attacks if name not in one.attacks]
+    if different:
+        raise ValueError(
+            f"--fail_if_worse compares equal evaluations, but {one.path} and {other.path} differ "
+            f"in {', '.join(different)}; without it compare shows how, --pairs names attacks"
+        )
 
 
 def _other_differences(records: Sequence[ResultFile], config: CompareConfig) -> Iterator[str]:
@@ -77,32 +187,67 @@ def _common(one: ResultFile, other: ResultFile, config: CompareConfig) -> Iterat
         yield left, one.scores[left][first], other.scores[right][second]
 
 
-def print_comparison(title: str, pairs: Sequence[Pair], console: Console | None = None) -> None:
-    """Print a table of paired scores [N] by name."""
-    found = [paired(one, other) for _, one, other in pairs]
-    tests = " or ".join(dict.fromkeys(pair.test for pair in found))
+def _legend(found: Sequence[Comparison]) -> str:
+    tests = " or ".join(dict.fromkeys(comparison.paired.test for comparison in found))
     legend = f"interval: paired t, 95 %; p: {tests}, two-sided"
     legend += f", adjusted by Holm over {len(found)} comparisons" if len(found) > 1 else ""
-    legend += "; lost, won: images whose score fell, rose"
-    table = Table(title=title, caption=legend, **STYLE)
-    columns = ["first", "second", "difference", "95 % interval", "lost", "won", "p"]
-    table.add_column("accuracy", min_width=max((len(pair[0]) for pair in pairs), default=0))
-    for name in columns:
+    return legend + "; lost, won: images whose score fell, rose"
+
+
+def print_comparison(
+    title: str, found: Sequence[Comparison], console: Console | None = None
+) -> None:
+    """Print a table of comparisons."""
+    table = Table(title=title, caption=_legend(found), **STYLE)
+    table.add_column("accuracy", min_width=max((len(one.name) for one in found), default=0))
+    for name in COLUMNS:
         table.add_column(name, justify="right")
-    adjusted = holm([pair.p for pair in found])
-    for (name, one, other), pair, p in zip(pairs, found, adjusted, strict=True):
-        table.add_row(name, *_cells(one, other, pair, p))
+    for comparison in found:
+        table.add_row(comparison.name, *_cells(comparison))
     (console or Console()).print(table)
 
 
-def _cells(one: Tensor, other: Tensor, found: Paired, p: float) -> list[str]:
-    low, high = found.interval
+def markdown(
+    found: Sequence[Comparison], worse: Sequence[Comparison], differing: Sequence[str]
+) -> str:
+    """Return a Markdown table of comparisons; those that are worse first, as a list.
+
+    Args:
+        found: all comparisons.
+        worse: those that fell by more than is allowed.
+        differing: what else distinguishes the records.
+    """
+    lines = [f"- **worse:** {comparison.text}" for comparison in worse] + [""] * bool(worse)
+    lines += [f"| accuracy | {' | '.join(COLUMNS)} |", "|---" + "|--:" * len(COLUMNS) + "|"]
+    lines += [f"| {' | '.join([one.name, *_cells(one)])} |" for one in found]
+    lines += ["", _legend(found), *(f"\n{line}" for line in differing)]
+    return "\n".join(lines) + "\n"
+
+
+def junit(found: Sequence[Comparison], worse: Sequence[Comparison]) -> str:
+    """Return comparisons as JUnit XML: a test case each, of which those that are worse fail."""
+    counts = {"tests": str(len(found)), "failures": str(len(worse))}
+    suite = ElementTree.Element("testsuite", {"name": "lightning-rob compare", **counts})
+    for comparison in found:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname="robustness", name=comparison.name
+        )
+        if comparison in worse:
+            ElementTree.SubElement(case, "failure", message=comparison.text)
+        else:
+            ElementTree.SubElement(case, "system-out").text = comparison.text
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _cells(comparison: Comparison) -> list[str]:
+    """Return the cells of a comparison, one for each of `COLUMNS`."""
+    (low, high), p = comparison.paired.interval, comparison.p
     return [
-        f"{float(one.mean()):.1%}",
-        f"{float(other.mean()):.1%}",
-        f"{100 * found.difference:+.1f}",
+        f"{comparison.before:.1%}",
+        f"{comparison.after:.1%}",
+        f"{100 * comparison.paired.difference:+.1f}",
         f"{100 * low:.1f} … {100 * high:.1f}",
-        str(int((other < one).sum())),
-        str(int((other > one).sum())),
+        str(comparison.lost),
+        str(comparison.won),
         f"{p:.3g}" if p >= 0.001 else "<0.001",
     ]

@@ -8,10 +8,12 @@ first field is positional).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from lightning_rob.commands.destinations import check_destinations
 from lightning_rob.commands.sweep_values import SWEPT, Value, parse_values
 from lightning_rob.commands.thresholds import parse_thresholds
 
@@ -300,32 +302,34 @@ class SweepConfig(CommandConfig):
 
 @dataclass(frozen=True)
 class MonitorConfig(CommandConfig):
-    r"""Follow the checkpoints of a run, also while it trains.
+    r"""Follow the checkpoints of a run, or a deployed one.
 
     Each new one is attacked; the images that became vulnerable are named, and an alarm is
-    raised when it is worse. The exit code is 1 after an alarm.
+    raised when it is worse. The exit code is 1 after an alarm. Started again it resumes.
 
       lightning-rob monitor logs/version_0 --suite callbacks/rec_suite.yaml \
-          --alarm robust/worst=0.40 --drop significant
-
-    Started again it resumes where it was stopped.
+          --alarm robust/worst=0.40 --drop significant --notify https://example.com/hook
 
     Args:
-        run: folder of a run, or of its checkpoints; also without --run, as first argument
-        suite: attacks such as callbacks/rec_suite.yaml, one each time; else adaptive PGD and ARC
-            in the ball of the training
+        run: folder of a run or of its checkpoints, or one file; also the first argument
+        suite: attacks such as rec_suite, one each time; else PGD and ARC as in training
         alarm: alarm below an accuracy, robust/worst=0.40,acc=0.80
         drop: alarm when worst is below the last or the best checkpoint's, with p below
             this level; significant is 0.05
+        notify: POST alarms and recoveries to this URL; slack://… by apprise
+        metrics_port: serve metrics for Prometheus, and /healthz
+        metrics_host: address of that port
+        metrics_file: the same as FILE.prom, for node exporter
+        reevaluate: evaluate the newest checkpoint again after N hours
         stop_at_alarm: end with the first alarm
         every: seconds between two looks into the folder
         once: evaluate the checkpoints that are there, and end
         minutes: end after N minutes
         until: end when this file exists and no checkpoint is left
-        out: for monitor.jsonl and TensorBoard's folder monitor; else RUN
+        out: for monitor.jsonl and TensorBoard; else RUN, for a file NAME_monitor
 
     Raises:
-        ValueError: no such folder, or a value without meaning.
+        ValueError: no such folder or file, a value without meaning, or a missing package.
     """
 
     receives: ClassVar[Receives] = "checkpoints"
@@ -335,6 +339,11 @@ class MonitorConfig(CommandConfig):
     suite: list[str] | None = None
     alarm: list[str] | None = None
     drop: str | float | None = None
+    notify: list[str] | None = field(default=None, repr=False)  # some URLs are secrets
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+    metrics_file: Path | None = None
+    reevaluate: float | None = None
     stop_at_alarm: bool = False
     every: float = 30.0
     once: bool = False
@@ -345,18 +354,50 @@ class MonitorConfig(CommandConfig):
     def __post_init__(self) -> None:
         if self.run is None:
             raise ValueError("say first which run to watch: lightning-rob monitor logs/version_0")
-        if not self.run.is_dir():
-            raise ValueError(f"there is no folder {self.run}")
-        for name, time in (("every", self.every), ("minutes", self.minutes)):
+        if not self.run.exists():
+            raise ValueError(f"there is no folder or checkpoint {self.run}")
+        for name in ("every", "minutes", "reevaluate"):
+            time = getattr(self, name)
             if time is not None and not 0 < time < float("inf"):
                 raise ValueError(f"--{name} must be above 0, got {time:g}")
         _ = self.level, self.minima  # raise errors before anything is built
+        check_destinations(self.notify or ())
+        self._check_metrics()
+
+    def _check_metrics(self) -> None:
+        """Refuse options of metrics that cannot be served or written."""
+        if self.metrics_port is None and self.metrics_file is None:
+            if self.metrics_host != "127.0.0.1":
+                raise ValueError("--metrics_host is for --metrics_port, which is not given")
+            return
+        if self.metrics_port is not None and not 0 <= self.metrics_port < 65536:
+            raise ValueError(f"--metrics_port must be in 0 … 65535, got {self.metrics_port}")
+        if self.metrics_file and self.metrics_file.suffix != ".prom":
+            raise ValueError(f"--metrics_file must name a FILE.prom, got {self.metrics_file}")
+        if find_spec("prometheus_client") is None:
+            raise ValueError("metrics need a package: pip install 'lightning-rob[prometheus]'")
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """The run's folder; that of a single file."""
         run = self.run or Path()
-        return run.parent if run.resolve().name == "checkpoints" else run
+        return run.parent if self.file or run.resolve().name == "checkpoints" else run
+
+    @property
+    def file(self) -> Path | None:
+        """The checkpoint, if RUN is a single file, which is replaced by each new one."""
+        return self.run if self.run and not self.run.is_dir() else None
+
+    @property
+    def name(self) -> str:
+        """The run's name in notifications and metrics: its whole path."""
+        return str((self.file or self.folder).absolute())
+
+    @property
+    def home(self) -> Path:
+        """The folder of the history."""
+        beside = self.file and self.folder / f"{self.file.stem}_monitor"
+        return self.out or beside or self.folder
 
     @property
     def minima(self) -> dict[str, float]:
@@ -389,14 +430,16 @@ class CompareConfig(CommandConfig):
 
       lightning-rob compare logs/version_0/images/test-arc.csv \
           logs/version_1/images/test-arc.csv
-      lightning-rob compare test-arc.csv test-first_member-member_1_arc.csv \
-          --pairs arc=member_1_arc
+      lightning-rob compare old.csv new.csv --fail-if-worse 0.02
 
     Args:
         records: one or two CSV files
         reference: of one record: compare each attack with this one; else the first
         against_worst: of two records: compare the worst of all attacks only
         pairs: of two records: attacks of the first with those of the second, A=B,C=D
+        fail_if_worse: exit code 1 if a row fell by this share or more, with p < 0.05
+        markdown: write the table to FILE.md
+        junit: write a test case for each row to FILE.xml
 
     Raises:
         ValueError: options that exclude each other, or another number of records.
@@ -409,6 +452,9 @@ class CompareConfig(CommandConfig):
     reference: str | None = None
     against_worst: bool = False
     pairs: str | None = None
+    fail_if_worse: float | None = None
+    markdown: Path | None = None
+    junit: Path | None = None
 
     def __post_init__(self) -> None:
         if len(self.records) not in (1, 2):
@@ -421,6 +467,13 @@ class CompareConfig(CommandConfig):
             raise ValueError(
                 f"--pairs is NAME=NAME, several separated by commas, got {self.pairs!r}"
             )
+        limit = self.fail_if_worse
+        if limit is not None and not 0 < limit < 1:
+            raise ValueError(f"--fail_if_worse is a share in (0, 1), such as 0.02, got {limit:g}")
+        if limit is not None and len(self.records) == 1:
+            raise ValueError("--fail_if_worse is for two records, OLD and NEW, got one")
+        if limit is None and self.junit:
+            raise ValueError("--junit says which rows fail, and needs --fail_if_worse")
 
     @property
     def named_pairs(self) -> list[tuple[str, ...]]:

@@ -1,5 +1,7 @@
 """The command that compares records of the same images."""
 
+from xml.etree import ElementTree
+
 import pytest
 import torch
 
@@ -60,6 +62,63 @@ def test_an_ensemble_is_compared_with_its_first_member(tmp_path, capsys):
     assert cells[5:7] == ["0", "2"]
 
 
+def gate(tmp_path, old, new, *args) -> int:
+    """The exit code of the gate on scores under one attack; 0 lost, 1 kept."""
+    for name, scores in (("old", old), ("new", new)):
+        record(tmp_path / f"{name}.csv", {"clean": torch.ones(len(scores)), "x": bits(scores)})
+    try:
+        run("compare", tmp_path / "old.csv", tmp_path / "new.csv", *args)
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("lost", "limit", "code"),
+    [
+        (7, 0.07, 1),  # p = 2 / 2**7 for x and for worst, times 3 by Holm: 0.047
+        (7, 0.0701, 0),  # significant, but smaller than the limit
+        (6, 0.01, 0),  # p = 0.094: larger than the limit, but not significant
+    ],
+)
+def test_the_gate_fails_on_a_fall_that_is_significant_and_large(
+    tmp_path, lost, limit, code, capsys
+):
+    new = "0" * lost + "1" * (100 - lost)
+    files = ("--junit", tmp_path / "x.xml", "--markdown", tmp_path / "x.md")
+    assert gate(tmp_path, "1" * 100, new, "--fail-if-worse", limit, *files) == code
+    line = f"x changed by -{lost}.0 points, from 100.0% to {100 - lost}.0%"
+    assert (f"lightning-rob: worse: {line}" in capsys.readouterr().err) == bool(code)
+    suite = ElementTree.parse(tmp_path / "x.xml").getroot()
+    assert suite.attrib["tests"] == "3"
+    assert suite.attrib["failures"] == str(2 * code)
+    failed = [case.attrib["name"] for case in suite if case.find("failure") is not None]
+    assert failed == ["x", "worst"] * code
+    text = (tmp_path / "x.md").read_text()
+    assert f"| x | 100.0% | {100 - lost}.0% | -{lost}.0 |" in text
+    assert text.startswith("- **worse:** x changed") == bool(code)
+    assert gate(tmp_path, new, "1" * 100, "--fail-if-worse", limit) == 0  # it rose
+
+
+def test_the_gate_refuses_what_means_something_else(tmp_path, capsys):
+    assert gate(tmp_path, "1" * 9, "0" * 9, "--fail-if-worse=0.1") == 2
+    assert "needs 10 images" in capsys.readouterr().err
+    assert gate(tmp_path, "1" * 12, "0" * 10, "--fail-if-worse=0.1") == 2
+    assert "lacks 2 of the images" in capsys.readouterr().err
+    ones = torch.ones(20)
+    old = record(tmp_path / "old.csv", {"clean": ones, "x": ones, "y": ones})
+    for scores, reason in (
+        ({"clean": ones, "x": ones}, "lacks y: evaluate the same attacks"),
+        ({"clean": ones, "x": ones, "y": ones, "z": ones}, "differ in x, y, z;"),
+    ):
+        new = record(tmp_path / "new.csv", scores)
+        with pytest.raises(SystemExit) as end:
+            run("compare", old, new, "--fail-if-worse=0.1")
+        assert end.value.code == 2
+        assert reason in capsys.readouterr().err
+        run("compare", old, new, "--fail-if-worse=0.1", "--pairs", "x=x")
+
+
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
@@ -69,6 +128,9 @@ def test_an_ensemble_is_compared_with_its_first_member(tmp_path, capsys):
         ([], "one or two records, got 0"),
         (["a.csv", "b.csv", "c.csv"], "one or two records, got 3"),
         (["a.csv", "b.csv", "--reference", "x"], "--reference is for the attacks of one record"),
+        (["a.csv", "b.csv", "--fail-if-worse", "2"], "--fail_if_worse is a share in .*got 2"),
+        (["a.csv", "--fail-if-worse", "0.02"], "--fail_if_worse is for two records"),
+        (["a.csv", "b.csv", "--junit", "x.xml"], "--junit says which rows fail"),
     ],
 )
 def test_what_cannot_be_compared(args, reason):

@@ -28,6 +28,7 @@ from lightning_rob.commands.monitor.suite import Suite
 from lightning_rob.commands.report import report
 from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
+from tests.commands.test_notify import Receiver
 from tests.schema import checked
 from tests.tiny import arc, pgd, recipe, robust_eval, run
 
@@ -640,6 +641,8 @@ def test_the_report_shows_the_curve(trained, watched, put):
 BAD = {
     "say first which run": ["--once"],
     "no folder": ["nowhere", "--once"],
+    "--notify takes a URL": [".", "--notify=example.com"],
+    "--metrics_file must name": [".", "--metrics-file=x.txt"],
     "no checkpoint in": [".", "--once"],
     "leave out --ckpt_path": [".", "--ckpt_path=x.ckpt"],
     "--every must be above 0": [".", "--every=0"],
@@ -688,3 +691,122 @@ def test_a_checkpoint_without_its_scores_is_evaluated_again(trained, watched, pu
     run(*asked)
     assert evaluated(watched) == [EPOCHS[0], EPOCHS[0], EPOCHS[1]]
     assert events(watched, "evaluated")[2]["change"]["since"] == f"checkpoints/{EPOCHS[0]}"
+
+
+def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, put, capsys):
+    """A worse model of fewer steps takes the place of another, and is rolled back."""
+    put(EPOCHS[3], under="production.ckpt")
+    path = watched / "checkpoints/production.ckpt"
+    good = path.read_bytes()
+    home = watched / "checkpoints/production_monitor"
+    assert watch(trained, path, "--drop=significant") == 0
+    source = trained / "run/version_0/checkpoints" / EPOCHS[3]
+    path.with_name(f"{path.name}.sha256").unlink()
+    changed(source, path, swapped, step=2)
+    put(EPOCHS[0])  # it is not looked at
+    assert watch(trained, path, "--drop=significant") == 1
+    path.write_bytes(good)
+    assert watch(trained, path, "--drop=significant") == 0
+    assert watch(trained, path, "--drop=significant") == 0
+    found = events(home, "evaluated")
+    assert [event["step"] for event in found] == [16, 2, 16]
+    assert [len(event["alarm"]) for event in found] == [0, 1, 0]
+    lost = found[1]["change"]["newly_vulnerable"]
+    assert lost and found[2]["change"]["won_back"] == lost
+
+
+def test_the_newest_comes_first_and_is_judged_when_the_others_are_there(trained, watched, put):
+    for name in EPOCHS[:3]:
+        put(name)
+    changed(watched / "checkpoints" / EPOCHS[2], watched / "checkpoints/z.ckpt", swapped, step=20)
+    end = watched / "done"
+    end.touch()
+    assert watch(trained, watched, "--drop=significant") == 1
+    shutil.copytree(watched / "checkpoints", watched.parent / "late/checkpoints")
+    late = watched.parent / "late"
+    options = ("--suite", trained / "suite0.yaml", "--trainer.accelerator=cpu", "--until", end)
+    with pytest.raises(SystemExit) as ended:
+        run("monitor", late, *options, "--drop=significant")
+    assert ended.value.code == 1
+    assert evaluated(late) == ["z.ckpt", EPOCHS[2], EPOCHS[1], EPOCHS[0]]
+    judgements = events(late, "judged")
+    assert [event["step"] for event in judgements] == [8, 12, 20]
+    in_order = {event["step"]: event for event in events(watched, "evaluated")}
+    for event in judgements:
+        for field in ("change", "drops", "alarm"):
+            assert event[field] == in_order[event["step"]][field]
+    assert judgements[-1]["alarm"]
+    text = report([late], late / "report.html")[1].read_text()
+    lost = len(judgements[-1]["change"]["newly_vulnerable"])
+    assert re.search(rf"z\.ckpt.*\| \**{lost}\** \|", text)
+
+
+def test_a_suite_that_is_edited_is_used_at_once(trained, watched, put, monkeypatch, capsys):
+    put(EPOCHS[0])
+    suite, nested = watched / "suite.yaml", watched / "nested.yaml"
+    nested.write_text((trained / "suite0.yaml").read_text())
+    suite.write_text("- nested.yaml\n")
+    happens = [
+        lambda: nested.write_text((trained / "suite1.yaml").read_text()),
+        lambda: nested.write_text("class_path: NoSuchCallback"),
+        lambda: put(EPOCHS[1]),
+        (watched / "done").touch,
+    ]
+    monkeypatch.setattr(watcher.time, "sleep", lambda _: happens.pop(0)())
+    options = ("--until", watched / "done", "--trainer.accelerator=cpu")
+    with pytest.raises(SystemExit) as ended:
+        run("monitor", watched, "--suite", suite, *options)
+    assert ended.value.code == 1
+    names = [line["name"] for line in lines(watched) if "name" in line]
+    assert names == [*("clean", "apgd", "worst"), *("clean", "arc", "worst") * 2]
+    assert [event.get("change") for event in events(watched, "evaluated")[:2]] == [None, None]
+    (broken,) = events(watched, "broken")
+    assert "NoSuchCallback" in broken["alarm"][0]
+    assert "the former suite stays in use" in broken["alarm"][0]
+
+
+def test_the_newest_is_evaluated_again_when_it_is_due(trained, watched, put):
+    for name in EPOCHS[:2]:
+        put(name)
+    again = "--reevaluate=24"
+    assert watch(trained, watched, again) == 0
+    assert watch(trained, watched, again) == 0
+    assert evaluated(watched) == EPOCHS[:2]
+    record = watched / "monitor.jsonl"
+    dates = rf'"date": "{time.strftime("%Y")}'
+    record.write_text(record.read_text().replace(dates, '"date": "2001'))
+    assert watch(trained, watched, again, "--drop=significant") == 0
+    assert evaluated(watched) == [*EPOCHS[:2], EPOCHS[1]]
+    last = events(watched, "evaluated")[-1]
+    assert last["change"]["since"] == last["checkpoint"]
+    assert last["change"]["newly_vulnerable"] == last["change"]["won_back"] == []
+    scores = [line["reuse"]["scores"] for line in lines(watched) if line.get("name") == "worst"]
+    assert len(set(scores)) == 3
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_no_notification_is_lost(trained, watched, put, monkeypatch):
+    """Each alarm arrives; a repeated one has the same id."""
+    for name in EPOCHS:
+        put(name)
+    random = torch.Generator().manual_seed(0)
+    with Receiver() as receiver:
+        options = ("--once", "--alarm=robust/worst=0.999", "--notify", receiver.url)
+        kills = 0
+        record = watched / "monitor.jsonl"
+        while not (record.exists() and '"ended"' in record.read_text()):
+            receiver.statuses = [500, 204, 204]
+            child = forked(lambda: monitor(trained, watched, *options))
+            time.sleep(4 * float(torch.rand((), generator=random)))
+            os.kill(child, signal.SIGKILL)
+            kills += code_of(child) == -signal.SIGKILL
+            if kills == 12:
+                monitor(trained, watched, *options)
+        monitor(trained, watched, "--once", "--notify", receiver.url)
+        accepted = [post["id"] for post in receiver.posts if post["status"] == 204]
+        receiver.shutdown()
+    wanted = [line["notify"]["id"] for line in lines(watched) if "notify" in line]
+    assert evaluated(watched) == EPOCHS
+    assert len(wanted) == len(set(wanted)) >= 4
+    assert set(accepted) == set(wanted)
+    assert {event["id"] for event in events(watched, "notified")} == set(wanted)

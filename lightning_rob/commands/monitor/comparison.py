@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.commands.configs import MonitorConfig
-from lightning_rob.commands.monitor.history import Fields, History, tag
+from lightning_rob.commands.monitor.history import Fields, History, Identity, identity, tag
 from lightning_rob.commands.scores import Scores
 from lightning_rob.commands.thresholds import violations
 from lightning_rob.evaluation.records import Result
@@ -25,13 +25,14 @@ class CheckpointResults:
 
     Args:
         checkpoint: its name.
-        step: of training.
+        position: in the order of checkpoints; the training step, or the number of the evaluation
+            where a single file is replaced.
         accuracies: by name.
         scores: indices [N] and scores [N] under the worst attack.
     """
 
     checkpoint: str
-    step: int
+    position: int
     accuracies: dict[str, float]
     scores: Scores
 
@@ -77,25 +78,30 @@ def _averaged(scores: Scores) -> Scores:
     return scores[0], scores[1].double().mean(1)
 
 
-def previous_results(history: History, suite: str) -> list[CheckpointResults]:
-    """Return the evaluations by a suite whose scores are there, the oldest first."""
-    found = []
+def last_results(history: History, suite: str) -> dict[Identity, CheckpointResults]:
+    """Return the last evaluation of each checkpoint by a suite, the oldest first.
+
+    Evaluations without scores are left out.
+    """
+    found: dict[Identity, CheckpointResults] = {}
     for *results, event in history.groups():
         if event["event"] != "evaluated" or event["suite"] != suite:
             continue
         if (scores := worst_scores(history, results)) is not None:
             accuracies = {line["name"]: line["accuracy"] for line in results}
-            found.append(CheckpointResults(event["checkpoint"], event["step"], accuracies, scores))
+            checkpoint, position = event["checkpoint"], event["position"]
+            found.pop(identity(event), None)
+            found[identity(event)] = CheckpointResults(checkpoint, position, accuracies, scores)
     return found
 
 
 def current_results(
-    checkpoint: str, step: int, results: Sequence[tuple[Result, Scores]]
+    checkpoint: str, position: int, results: Sequence[tuple[Result, Scores]]
 ) -> CheckpointResults:
     """Return a new evaluation, from its results and their scores [N, R]."""
     accuracies = {result.name: result.accuracy for result, _ in results}
     worst = next(scores for result, scores in results if result.name == WORST)
-    return CheckpointResults(checkpoint, step, accuracies, _averaged(worst))
+    return CheckpointResults(checkpoint, position, accuracies, _averaged(worst))
 
 
 def change(before: CheckpointResults, after: CheckpointResults) -> Fields:
@@ -121,11 +127,11 @@ def _common(before: CheckpointResults, after: CheckpointResults) -> tuple[Tensor
     return index, old, new
 
 
-def last_before(earlier: Sequence[CheckpointResults], step: float) -> CheckpointResults | None:
-    """Return the latest evaluation of this step or an earlier one."""
-    # Of equal steps max returns the first, and the later one counts.
-    until = [other for other in reversed(earlier) if other.step <= step]
-    return max(until, key=lambda other: other.step, default=None)
+def last_before(earlier: Sequence[CheckpointResults], position: float) -> CheckpointResults | None:
+    """Return the latest evaluation at this position or an earlier one."""
+    # Of equal positions max returns the first, and the later one counts.
+    until = [other for other in reversed(earlier) if other.position <= position]
+    return max(until, key=lambda other: other.position, default=None)
 
 
 def drops(current: CheckpointResults, previous: Sequence[CheckpointResults]) -> list[Drop]:
@@ -134,8 +140,9 @@ def drops(current: CheckpointResults, previous: Sequence[CheckpointResults]) -> 
     Returns:
         One for each; the last alone where it is also the best.
     """
-    earlier = [other for other in previous if other.step <= current.step]
-    last = last_before(earlier, current.step)
+    earlier = [other for other in previous if other.position <= current.position]
+    earlier.sort(key=lambda other: other.position)  # evaluated in any order, the same is the best
+    last = last_before(earlier, current.position)
     if last is None or len(current.scores[0]) < MIN_IMAGES:
         return []
     best = max(earlier, key=lambda other: other.accuracies[WORST])
@@ -155,7 +162,7 @@ def judged(
     config: MonitorConfig, current: CheckpointResults, previous: Sequence[CheckpointResults]
 ) -> Fields:
     """Return the fields of an event that compare a checkpoint with earlier ones."""
-    before, found = last_before(previous, current.step), drops(current, previous)
+    before, found = last_before(previous, current.position), drops(current, previous)
     fields: Fields = {"change": change(before, current)} if before else {}
     fields |= {"drops": [asdict(drop) for drop in found]} if found else {}
     return fields | {"alarm": alarms(config, current, found)}

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from rich.console import Console
 
@@ -24,7 +25,8 @@ class Display:
         results = {line["name"]: line for line in lines[:-1]}
         event = lines[-1]
         if event["event"] == "evaluated":
-            self._row(results, event)
+            with suppress(OSError):
+                self._row(results, event)
         elif event["event"] == "missed":
             warn(f"missed: {event['checkpoint']} went before it could be evaluated")
         for alarm in event.get("alarm", ()):
@@ -58,8 +60,9 @@ class Display:
 
 
 def warn(text: str) -> None:
-    """Print one line on stderr."""
-    print(f"lightning-rob: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    """Print one line on stderr, if it can be written: its disk may be full."""
+    with suppress(OSError):
+        print(f"lightning-rob: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
 def _line(cells: Mapping[str, str]) -> str:

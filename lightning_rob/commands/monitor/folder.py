@@ -66,10 +66,18 @@ class CheckpointFolder:
         folder: of a run, or of checkpoints.
         history: has the files of earlier scans.
         record: records an event.
+        single: the only file, which is replaced by each new checkpoint; None takes all.
     """
 
-    def __init__(self, folder: Path, history: History, record: Callable[[Fields], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        history: History,
+        record: Callable[[Fields], None],
+        single: Path | None = None,
+    ) -> None:
         self.folder = folder
+        self.single = single
         self.history = history
         self.record = record
         self.files: dict[Path, CheckpointFile] = {}
@@ -79,6 +87,7 @@ class CheckpointFolder:
     def scan(self) -> None:
         """Find files that appeared, changed or disappeared."""
         paths = [*self.folder.glob("*.ckpt"), *self.folder.glob("checkpoints/**/*.ckpt")]
+        paths = [self.single] if self.single else paths
         found = {path: stamp for path in paths if (stamp := stamp_of(path))}
         self.files = {p: f for p, f in self.files.items() if found.get(p) == f.stamp}
         self.incomplete = {p: d for p, d in self.incomplete.items() if p in found}
@@ -92,6 +101,11 @@ class CheckpointFolder:
         new = [file for file in self.files.values() if file.identity not in done]
         first = {f.identity: f for f in sorted(new, key=lambda f: f.order, reverse=True)}
         return sorted(first.values(), key=lambda f: f.order)
+
+    @property
+    def newest(self) -> CheckpointFile | None:
+        """The last file in the order of training."""
+        return max(self.files.values(), key=lambda f: f.order, default=None)
 
     def facts(self, file: CheckpointFile) -> Fields:
         """Return the fields of a line that describe a checkpoint."""

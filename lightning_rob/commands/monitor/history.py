@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -21,6 +22,15 @@ RECORD, SCORES = "monitor.jsonl", "monitor_scores"
 def timestamp() -> str:
     """Return the current date and time, for a line."""
     return datetime.now().astimezone().isoformat(" ", "seconds")
+
+
+def seconds_of(date: str) -> float:
+    """Return the Unix time of a line's date.
+
+    Raises:
+        ValueError: it is no date.
+    """
+    return datetime.fromisoformat(date).timestamp()
 
 
 def tag(name: str) -> str:
@@ -50,6 +60,7 @@ class History:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / RECORD
+        self.writing = threading.Lock()  # notifications are recorded by threads of their own
         self.scores = ScoreFiles(folder, SCORES)
         self.file: IO[bytes] = self.path.open("a+b", buffering=0)
         try:
@@ -64,24 +75,27 @@ class History:
 
     def close(self) -> None:
         """Close the file, and with it end the lock."""
-        self.file.close()
+        with self.writing:
+            self.file.close()
 
     def append(self, *lines: Fields) -> None:
         """Append lines, the last of which is an event, all of them or none.
 
         Raises:
             OSError: they cannot be written; the file is as before.
+            ValueError: the history is closed.
         """
         rest = "".join(json.dumps(as_record(line)) + "\n" for line in lines).encode()
-        end = self.file.seek(0, os.SEEK_END)
-        try:
-            while rest:
-                rest = rest[self.file.write(rest) :]
-            os.fsync(self.file.fileno())
-        except OSError:
-            self.file.truncate(end)
-            raise
-        self.lines += lines
+        with self.writing:
+            end = self.file.seek(0, os.SEEK_END)
+            try:
+                while rest:
+                    rest = rest[self.file.write(rest) :]
+                os.fsync(self.file.fileno())
+            except OSError:
+                self.file.truncate(end)
+                raise
+            self.lines += lines
 
     def events(self, *kinds: str) -> Iterator[Fields]:
         """Yield the events of these kinds, the oldest first."""
@@ -99,9 +113,19 @@ class History:
     def unreported(self) -> list[str]:
         """Return the alarms since a monitor last ended, with an exit code that reported them."""
         alarms: list[str] = []
-        for line in self.events("evaluated", "broken", "ended"):
+        for line in self.events("evaluated", "judged", "broken", "ended"):
             alarms = [] if line["event"] == "ended" else [*alarms, *line["alarm"]]
         return alarms
+
+    def open_alarm(self) -> Fields | None:
+        """Return the event of the last alarm since which no checkpoint recovered."""
+        alarm: Fields | None = None
+        for event in self.events("evaluated", "judged", "broken", "ended"):
+            if event.get("alarm"):
+                alarm = event
+            elif alarm and ends_alarm(event, alarm):
+                alarm = None
+        return alarm
 
     def _lock(self) -> None:
         """Lock the file; the lock of a killed process ends with it, even if a child lives on."""
@@ -114,6 +138,14 @@ class History:
                 raise ValueError(
                     f"another monitor writes to {self.path}: end it, or choose another --out"
                 ) from error
+
+
+def ends_alarm(event: Fields, alarm: Fields) -> bool:
+    """Return whether an event is of a checkpoint without alarm, not before the alarmed one."""
+    kind, deferred = event["event"], "deferred" in event  # until it is judged
+    complete = kind == "judged" or (kind == "evaluated" and not deferred)
+    fine = complete and not event["alarm"] and not event.get("alarmed")
+    return bool(fine and event["position"] >= alarm.get("position", 0))
 
 
 def as_record(line: Fields) -> Fields:
@@ -161,7 +193,7 @@ class TensorBoardHistory:
         event = lines[-1]
         date = None
         with suppress(ValueError):
-            date = datetime.fromisoformat(str(event.get("date"))).timestamp()
+            date = seconds_of(str(event.get("date")))
         step = event.get("step")
         for line in lines[:-1] if event["event"] == "evaluated" else ():
             self.writer.add_scalar(tag(line["name"]), line["accuracy"], step, date)

@@ -2,8 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.pytorch import Callback
 
 from lightning_rob.attacks import Attack
@@ -17,6 +20,7 @@ from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST, worst_measurement, worst_over
 from lightning_rob.evaluation.suites import default_attacks
 from lightning_rob.identity import attack_spec, cache_key
+from lightning_rob.shipped import find
 from lightning_rob.tables import CLEAN
 from lightning_rob.threat import Threat
 
@@ -41,6 +45,44 @@ class PeriodicAction:
         if time.monotonic() - self.last >= self.every:
             self.action()
             self.last = time.monotonic()
+
+
+class SuiteFiles:
+    """The plug-in files of a suite and those that they list, which may be edited.
+
+    Args:
+        names: paths or short names, as for `--suite`.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self.read = self.contents()
+
+    def contents(self) -> dict[Path, bytes]:
+        """Return the current content of every file."""
+        found: dict[Path, bytes] = {}
+        _collect(self.names, Path(), found)
+        return found
+
+    def changed(self) -> bool:
+        """Return whether they differ from those that were read last, which are read now."""
+        before, self.read = self.read, self.contents()
+        return before != self.read
+
+
+def _collect(entry: Any, folder: Path, found: dict[Path, bytes]) -> None:
+    """Add the plug-in files that an entry of a list of plug-ins names, and those in them."""
+    if isinstance(entry, list):
+        for part in entry:
+            _collect(part, folder, found)
+    elif isinstance(entry, dict) and len(entry) == 1:  # a name with options
+        _collect(next(iter(entry)), folder, found)
+    elif isinstance(entry, str) and (file := find(entry, "callbacks", folder=folder)):
+        if file.resolve() in found:
+            return
+        with suppress(OSError, yaml.YAMLError):  # in the midst of an edit
+            found[file.resolve()] = file.read_bytes()
+            _collect(yaml.safe_load(found[file.resolve()]), file.parent, found)
 
 
 class Suite:

@@ -3,39 +3,50 @@
 import errno
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lightning_rob.commands.base import Run, without_reporting
+from lightning_rob.commands.base import Run, quiet_lightning, without_reporting
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.comparison import (
     current_results,
     final_alarms,
     judged,
-    previous_results,
+    last_results,
     worst_scores,
 )
-from lightning_rob.commands.monitor.display import Display, warn
-from lightning_rob.commands.monitor.folder import CheckpointFile, CheckpointFolder, broken_event
+from lightning_rob.commands.monitor.display import warn
+from lightning_rob.commands.monitor.folder import (
+    FACTS,
+    CheckpointFile,
+    CheckpointFolder,
+    broken_event,
+)
 from lightning_rob.commands.monitor.history import (
     Fields,
     History,
     Identity,
-    TensorBoardHistory,
     identity,
+    seconds_of,
     tag,
     timestamp,
 )
-from lightning_rob.commands.monitor.suite import PeriodicAction, Suite
+from lightning_rob.commands.monitor.notify import PATIENCE
+from lightning_rob.commands.monitor.recorder import Recorder
+from lightning_rob.commands.monitor.suite import PeriodicAction, Suite, SuiteFiles
 from lightning_rob.commands.scores import Scores
 from lightning_rob.commands.thresholds import violations
 from lightning_rob.errors import Fault, InputError
 from lightning_rob.evaluation.records import SESSION, Result
 from lightning_rob.files import UNWRITABLE, raise_thread_errors
 from lightning_rob.identity import cache_key
+
+if TYPE_CHECKING:
+    from lightning_rob.commands.monitor.metrics import Metrics
 
 NICE = 10
 LOADING_ERRORS = (InputError, RuntimeError, ValueError, KeyError, TypeError)
@@ -53,13 +64,15 @@ def run(config: MonitorConfig, build: Build) -> None:
         SystemExit: with code 1 after an alarm.
     """
     _lower_priority()
+    code: int | None = None
     try:
-        with raise_thread_errors(), closing(History(config.out or config.folder)) as history:
+        with raise_thread_errors(), closing(History(config.home)) as history:
             code = _watch(Watcher(config, history, build))
     except OSError as error:
         if error.errno not in (*UNWRITABLE, errno.ENOTDIR, errno.EEXIST, errno.EACCES):
             raise  # for example, images that cannot be read
-        raise InputError(f"the history cannot be written: {error}; see --out") from error
+        if code is None:  # else only the curves' thread failed; the next start writes them anew
+            raise InputError(f"the history cannot be written: {error}; see --out") from error
     if code:
         raise SystemExit(code)
 
@@ -73,21 +86,23 @@ def _lower_priority() -> None:
 
 def _watch(watcher: "Watcher") -> int:
     """Evaluate all checkpoints that appear, and return the exit code."""
+    patience = 0.0
     try:
-        while (first := watcher.next_file(())) is not None:
+        while (first := watcher.next_file()) is not None:
             try:
-                built = watcher.build(first.path)
+                suite = watcher.new_suite(first)
             except InputError:
                 if first.path.exists():
                     raise
                 continue  # it was deleted before it was read: the next one will do
-            watcher.follow(built, first)
+            watcher.follow(suite, first)
             break
         if not watcher.history.lines:
-            raise ValueError(f"there is no checkpoint in {watcher.config.folder}")
-        return watcher.end()
+            raise ValueError(f"there is no checkpoint in {watcher.config.run}")
+        code, patience = watcher.end(), PATIENCE
+        return code
     finally:
-        watcher.board.writer.close()
+        watcher.close(patience)
 
 
 class UnusableCheckpoint(Exception):
@@ -101,101 +116,214 @@ class Watcher:
         self.config = config
         self.history = history
         self.build = build
-        self.display = Display()
-        self.board = TensorBoardHistory(history.path.parent / "monitor", history)
-        self.folder = CheckpointFolder(config.folder, history, self.record)
-        minutes = float("inf") if config.minutes is None else config.minutes
-        self.end_time = time.monotonic() + 60 * minutes
-        self.suite = ""  # key of the suite
+        self.metrics = _metrics(config)
+        self.record = Recorder(config, history)
+        self.record.waited = self.publish
+        self.folder = CheckpointFolder(config.folder, history, self.record, config.file)
+        self.suite: Suite | None = None
+        self.suite_files = SuiteFiles(config.suite or ())
+        self.outdated = False  # whether the suite is to be built anew
+        self.built_at = 0.0
+        self.done: set[Identity] = set()
         self.first_recipe: str | None = None
         self.current_recipe: str | None = None  # of the suite's module
 
-    def record(self, *lines: Fields) -> None:
-        """Record and show lines, the last of which is an event."""
-        self.history.append(*lines)
-        self.board.add(lines)
-        self.display.show(lines)
+    @property
+    def key(self) -> str:
+        """The key of the suite."""
+        return self.suite.key if self.suite else ""
 
-    def next_file(self, done: Collection[Identity]) -> CheckpointFile | None:
-        """Wait for the next checkpoint whose identity is not done; return None at the end."""
+    def next_file(self) -> CheckpointFile | None:
+        """Wait for the next checkpoint that is not done; return None at the end."""
         while not (self.config.stop_at_alarm and self.history.unreported()):
-            over = self.config.once or (self.config.until and self.config.until.exists())
-            left = self.end_time - time.monotonic()
-            self.folder.scan()
-            pending, unsettled = self.folder.pending(done), bool(self.folder.incomplete)
+            over = self.record.is_over
+            left = self.record.end_time - time.monotonic()
+            self.look()
+            self._renew_suite()
+            pending, unsettled = self.pending(), bool(self.folder.incomplete)
+            self._judge_deferred(pending)
             if left <= 0 and pending:
                 warn(f"time is up, {len(pending)} checkpoints were not evaluated: run it again")
             if left <= 0 or (over and not pending and not unsettled):
                 return None
             if pending:
-                return pending[0]
+                # The first one decides on the attacks; after it the newest counts most.
+                newest = self.suite and not self.config.once
+                return pending[-1 if newest else 0]
             time.sleep(min(1.0 if unsettled else self.config.every, left, self.config.every))
         return None
 
-    def follow(self, built: Run, first: CheckpointFile) -> None:
+    def look(self) -> None:
+        """Look into the folder, and publish the state."""
+        self.folder.scan()
+        self.publish()
+
+    def publish(self) -> None:
+        """Publish the state as metrics."""
+        if self.metrics:
+            files = sorted(self.folder.files.values(), key=lambda file: file.order, reverse=True)
+            present = [file.identity for file in files]
+            waiting, writable = self.record.notifier.waiting, self.record.writable
+            queue = len(self.pending())
+            self.metrics.update(self.history, self.key, present, queue, waiting, writable)
+
+    def pending(self) -> list[CheckpointFile]:
+        """Return the checkpoints that wait for an evaluation, in the order of training."""
+        return self.folder.pending(self.done - self._due())
+
+    def new_suite(self, first: CheckpointFile) -> Suite:
+        """Build the suite by the recipe of a checkpoint.
+
+        Raises:
+            ValueError: the attacks do not fit, or a threshold is for an attack that it lacks.
+            InputError: the checkpoint or its recipe cannot be read.
+        """
+        built = self.build(first.path)
+        with without_reporting(built.trainer) as (evaluations, others):
+            suite = Suite(built, evaluations, others)
+        known = {tag(name): 1.0 for name in suite.names}
+        violations(self.config.minima, known, "monitor")  # raises it for an unknown name
+        return suite
+
+    def follow(self, suite: Suite, first: CheckpointFile) -> None:
         """Evaluate each checkpoint.
 
         Args:
-            built: by the recipe of the first checkpoint.
+            suite: built by the recipe of the first checkpoint.
             first: that checkpoint.
-
-        Raises:
-            ValueError: a threshold for an attack that the suite lacks.
         """
-        with without_reporting(built.trainer) as (evaluations, others):
-            suite = Suite(built, evaluations, others)
-            known = {tag(name): 1.0 for name in suite.names}
-            violations(self.config.minima, known, "monitor")  # raises it for an unknown name
-            self.suite, self.first_recipe = suite.key, first.recipe
-            self.current_recipe = first.recipe if first.unchanged else None
-            while (file := self.next_file(self._done())) is not None:
+        self._adopt(suite, first)
+        with quiet_lightning():
+            while (file := self.next_file()) is not None:
                 self.folder.in_evaluation = file.identity
                 try:
-                    self._evaluate(file, suite)
+                    self._evaluate(file)
                 finally:
                     self.folder.in_evaluation = None
+                self.done = self._done()
+
+    def _adopt(self, suite: Suite, first: CheckpointFile) -> None:
+        self.suite, self.first_recipe, self.built_at = suite, first.recipe, time.time()
+        self.current_recipe = first.recipe if first.unchanged else None
+        self.outdated, self.done = False, self._done()
+
+    def _renew_suite(self) -> None:
+        """Build the suite anew when its files have changed or its images are to be read again.
+
+        One that cannot be built is an alarm, and the former one stays in use.
+        """
+        if self.suite is None:
+            return
+        edited, old = self.suite_files.changed(), time.time() - self.built_at >= self._period
+        self.outdated |= edited or bool(old and self._due())
+        first = min(self.folder.files.values(), key=lambda file: file.order, default=None)
+        if not self.outdated or first is None:
+            return
+        try:
+            self._adopt(self.new_suite(first), first)
+        except LOADING_ERRORS as error:
+            if first.path.exists():
+                self.outdated, self.built_at = False, time.time()
+                name = ", ".join(self.config.suite or ["the suite"])
+                self.record(broken_event(name, f"{_reason(error)}; the former suite stays in use"))
+
+    @property
+    def _period(self) -> float:
+        """Seconds after which the newest checkpoint is evaluated again."""
+        hours = self.config.reevaluate
+        return float("inf") if hours is None else 3600 * hours
+
+    def _due(self) -> set[Identity]:
+        """Return the newest checkpoint if it is time to evaluate it again."""
+        newest = self.folder.newest
+        dates = [
+            event["date"]
+            for event in self.history.events("evaluated")
+            if newest and event["suite"] == self.key and identity(event) == newest.identity
+        ]
+        due = bool(dates) and time.time() - seconds_of(dates[-1]) >= self._period
+        return {newest.identity} if newest and due else set()
 
     def _done(self) -> set[Identity]:
         """Return the checkpoints that need no evaluation by this suite.
 
-        One whose scores are missing is evaluated again, for later ones are compared with it.
+        One whose scores are missing is evaluated again, for later ones are compared with it. Of a
+        single file only the last evaluation counts: an earlier model may be deployed again.
         """
-        return {
+        done = [
             identity(event)
             for *results, event in self.history.groups()
-            if event.get("suite") == self.suite
+            if event.get("suite") == self.key
+            and event["event"] in ("evaluated", "broken")
             and (event["event"] == "broken" or worst_scores(self.history, results) is not None)
-        }
+        ]
+        return set(done[-1:] if self.config.file else done)
 
-    def _evaluate(self, file: CheckpointFile, suite: Suite) -> None:
+    def _evaluate(self, file: CheckpointFile) -> None:
         """Evaluate and record a checkpoint, unless it is gone or unusable."""
-        facts = self.folder.facts(file) | {"suite": suite.key}
+        earlier = [e for e in self.history.events("evaluated") if e["suite"] == self.key]
+        repeat = sum(identity(event) == file.identity for event in earlier)
+        position = len(earlier) if self.config.file else file.step
+        facts = self.folder.facts(file) | {"suite": self.key, "position": position}
         try:
-            results = self._results(file, suite)
+            results = self._results(file)
         except UnusableCheckpoint as error:
             self.record(facts | broken_event(facts["checkpoint"], str(error)))
             return
         if results:
-            previous = previous_results(self.history, self.suite)  # before its own lines are there
-            current = current_results(facts["checkpoint"], facts["step"], results)
+            previous = list(last_results(self.history, self.key).values())
+            current = current_results(facts["checkpoint"], position, results)
             event = facts | {"event": "evaluated", "date": timestamp(), "session": SESSION}
             event |= judged(self.config, current, previous)
-            self.record(*(self._line(*each, facts) for each in results), event)
+            event |= {"deferred": True} if self._has_older(file) else {}
+            lines = [self._line(*each, facts, repeat) for each in results]
+            self.record(*lines, event)
 
-    def _line(self, result: Result, scores: Scores, facts: Fields) -> Fields:
-        """Write the scores of a result, and return its line."""
-        key = cache_key(name=result.name, **{k: facts[k] for k in ("suite", "weights", "recipe")})
-        self.history.scores.write(key, scores)
+    def _has_older(self, file: CheckpointFile) -> bool:
+        """Return whether an older checkpoint waits, with which this one is to be compared."""
+        return any(other.step < file.step for other in self.pending())
+
+    def _judge_deferred(self, pending: Sequence[CheckpointFile]) -> None:
+        """Compare checkpoints that were evaluated before older ones with these, once all are there.
+
+        Alarms of the first comparison, with those that were there, are not repeated.
+        """
+        judgements = [e for e in self.history.events("judged") if e["suite"] == self.key]
+        known = set(map(identity, judgements))
+        deferred = [
+            event
+            for event in self.history.events("evaluated")
+            if event["suite"] == self.key and event.get("deferred") and identity(event) not in known
+        ]
+        for event in sorted(deferred, key=lambda event: event["step"]):
+            if any(file.step < event["step"] for file in pending):
+                continue
+            previous = last_results(self.history, self.key)
+            if current := previous.pop(identity(event), None):
+                fields = judged(self.config, current, list(previous.values()))
+                fields["alarm"] = [a for a in fields["alarm"] if a not in event["alarm"]]
+                facts = {name: event[name] for name in ("checkpoint", "suite", "position", *FACTS)}
+                about = {"event": "judged", "date": timestamp(), "alarmed": bool(event["alarm"])}
+                self.record(facts | about | fields)
+
+    def _line(self, result: Result, scores: Scores, facts: Fields, repeat: int) -> Fields:
+        """Write the scores of a result, and return its line; repeated ones get other files."""
+        again = {"repeat": repeat} if repeat else {}
+        names = ("suite", "weights", "recipe")
+        key = cache_key(name=result.name, **{k: facts[k] for k in names}, **again)
+        self.record.when_writable(lambda: self.history.scores.write(key, scores))
         details = result.details | {"reuse": self.history.scores.reference(key)}
         return replace(result, details=details).record() | facts | {"stage": "monitor"}
 
-    def _results(self, file: CheckpointFile, suite: Suite) -> Results:
+    def _results(self, file: CheckpointFile) -> Results:
         """Return a checkpoint's results; none if the file has changed.
 
         Raises:
             UnusableCheckpoint: its weights do not fit the model or are not finite, or the model of
                 its recipe cannot be built or attacked.
         """
+        suite = self.suite
+        assert suite is not None
         try:
             if file.recipe != self.current_recipe:
                 suite.replace_module(self.build(file.path).model)
@@ -208,7 +336,7 @@ class Watcher:
             self.current_recipe = None  # the module may be that of the new file
             return []
         try:
-            return suite.evaluate(PeriodicAction(self.folder.scan, self.config.every))
+            return suite.evaluate(PeriodicAction(self.look, self.config.every))
         except Fault as error:
             raise UnusableCheckpoint(str(error)) from error
         except ValueError as error:
@@ -222,12 +350,27 @@ class Watcher:
         The last checkpoint is judged by the current options, however old its evaluation is.
         """
         alarmed = bool(self.history.unreported())
-        previous = previous_results(self.history, self.suite)
-        for text in () if alarmed else final_alarms(self.config, previous):
-            warn(f"alarm: {text}")
-            alarmed = True
-        self.record({"event": "ended", "date": timestamp(), "code": int(alarmed)})
-        return int(alarmed)
+        last = list(last_results(self.history, self.key).values())
+        found = [] if alarmed else final_alarms(self.config, last)
+        code = int(alarmed or bool(found))
+        self.record({"event": "ended", "date": timestamp(), "alarm": found, "code": code})
+        return code
+
+    def close(self, patience: float) -> None:
+        """End; wait `patience` seconds for the receivers of notifications."""
+        self.record.close(patience)
+        if self.metrics:
+            self.publish()
+            self.metrics.close()
+
+
+def _metrics(config: MonitorConfig) -> "Metrics | None":
+    """Return where metrics are published, if the options say so."""
+    if config.metrics_port is None and config.metrics_file is None:
+        return None
+    from lightning_rob.commands.monitor.metrics import Metrics  # the package is an extra
+
+    return Metrics(config)
 
 
 def _reason(error: Exception) -> str:

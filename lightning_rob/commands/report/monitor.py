@@ -22,7 +22,7 @@ class Checkpoint(NamedTuple):
 def monitor(records: Sequence[Fields], name: str, level: int) -> Iterator[Block]:
     """Yield alarms, the curve of the last suite with this name as its `id`, and its numbers."""
     found = sorted(_evaluated(records), key=lambda checkpoint: checkpoint.event["step"])
-    alarms = list(_alarms(records))
+    alarms = list(dict.fromkeys(_alarms(records)))  # a later end may repeat one
     if found or alarms:
         yield heading(level, "Checkpoint by checkpoint")
     yield from map(warning, alarms)
@@ -37,6 +37,7 @@ def monitor(records: Sequence[Fields], name: str, level: int) -> Iterator[Block]
 def _evaluated(records: Sequence[Fields]) -> Iterator[Checkpoint]:
     """Yield the complete evaluations by the suite that was used last."""
     ended = [fields for fields in records if _ends(fields)]
+    later = {_checkpoint(fields): fields for fields in records if fields.get("event") == "judged"}
     results: list[Fields] = []
     for fields in records:
         if "event" not in fields:
@@ -45,8 +46,15 @@ def _evaluated(records: Sequence[Fields]) -> Iterator[Checkpoint]:
         if _ends(fields) and fields.get("suite") == ended[-1].get("suite"):
             known = filter(None, map(attack_result, results))
             found = {r.key: replace(r, epoch=fields["step"]) for r in known}
-            yield Checkpoint(fields, found)
+            judged = later.get(_checkpoint(fields), {}) if "deferred" in fields else {}
+            alarms = [*fields.get("alarm", []), *judged.get("alarm", [])]
+            yield Checkpoint(fields | judged | {"alarm": alarms}, found)
         results = []
+
+
+def _checkpoint(fields: Fields) -> tuple[str, ...]:
+    """Return what distinguishes an evaluated checkpoint: suite, weights and recipe."""
+    return tuple(str(fields.get(name)) for name in ("suite", "weights", "recipe"))
 
 
 def _ends(fields: Fields) -> bool:

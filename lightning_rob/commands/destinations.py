@@ -1,0 +1,88 @@
+"""Destinations of notifications: URLs, checked and named without the secrets in them."""
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from urllib.parse import SplitResult, urlsplit
+
+WEB = ("http", "https")
+AUTHORIZATION = "LIGHTNING_ROB_NOTIFY_AUTHORIZATION"  # environment variable: the header's value
+
+
+def public_name(url: str) -> str:
+    """Return a URL that can be printed.
+
+    User info, path and query are left out, for many chat services have their secret in the path;
+    of other schemes than http and https only the scheme is kept.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in WEB:
+        return f"{parts.scheme}://…"
+    place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    return place + ("/…" if parts.path.strip("/") or parts.query else "")
+
+
+def public_names(urls: Sequence[str]) -> list[str]:
+    """Return the names of several URLs, numbered where they are equal."""
+    names = [public_name(url) for url in urls]
+    before = [names[:i].count(name) for i, name in enumerate(names)]
+    return [f"{name} #{n + 1}" if n else name for name, n in zip(names, before, strict=True)]
+
+
+def check_destinations(urls: Sequence[str]) -> None:
+    """Refuse URLs that cannot be notified; no error contains a secret.
+
+    Raises:
+        ValueError: not a URL, user info in a URL of http, a missing package, one secret for
+            several hosts, or a secret that is not a header.
+    """
+    for url in urls:
+        _check_url(url)
+    hosts = {urlsplit(url).netloc for url in urls if urlsplit(url).scheme in WEB}
+    if authorization() and len(hosts) > 1:
+        raise ValueError(
+            f"--notify: {AUTHORIZATION} is the secret of one host, got {', '.join(sorted(hosts))}"
+        )
+
+
+def _check_url(url: str) -> None:
+    """Refuse a URL that cannot be notified."""
+    parts = _parts(url)
+    if parts is None:
+        raise ValueError("--notify takes a URL such as https://host/path, in ASCII without spaces")
+    if parts.scheme not in WEB:
+        if find_spec("apprise") is None:
+            raise ValueError(
+                f"--notify {public_name(url)} needs apprise: pip install 'lightning-rob[notify]'"
+            )
+    elif not parts.hostname:
+        raise ValueError("--notify takes a URL such as https://host/path, got one without a host")
+    elif "@" in parts.netloc:
+        raise ValueError(
+            f"--notify {public_name(url)} has user info, which every user of the machine can see: "
+            f"put the Authorization header into the environment variable {AUTHORIZATION}"
+        )
+
+
+def _parts(url: str) -> SplitResult | None:
+    """Return the parts of a URL; None for another text."""
+    if not (url.isascii() and url.isprintable()) or " " in url or "://" not in url:
+        return None
+    try:
+        parts = urlsplit(url)
+        _ = parts.port if parts.scheme in WEB else None  # raises it for a port that is no number
+    except ValueError:
+        return None
+    return parts if parts.scheme else None
+
+
+def authorization() -> str | None:
+    """Return the secret for the Authorization header; None without one.
+
+    Raises:
+        ValueError: it has a line break or another character that a header cannot have.
+    """
+    secret = os.environ.get(AUTHORIZATION, "").strip()
+    if not (secret.isascii() and secret.isprintable()):
+        raise ValueError(f"{AUTHORIZATION} must be one line of ASCII, such as 'Bearer …'")
+    return secret or None

@@ -1,0 +1,185 @@
+"""Metrics of the monitor, read by the parsers of prometheus_client, and docs/deploy."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from configparser import RawConfigParser
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+import yaml
+
+from lightning_rob.cli.commands import parse_options
+from lightning_rob.cli.options import join_values
+from lightning_rob.commands.configs import MonitorConfig
+from lightning_rob.commands.monitor.history import History, timestamp
+from lightning_rob.errors import InputError
+from tests.commands.test_compare import record
+from tests.commands.test_notify import evaluation
+from tests.tiny import ROOT
+
+pytest.importorskip("prometheus_client")
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from lightning_rob.commands.monitor.metrics import LIFE, Metrics
+
+DEPLOY = ROOT / "docs/deploy"
+
+
+def lines_of(step, alarm=()):
+    figure, event = evaluation(step, 0.25, alarm)
+    return figure, event | {"epoch": 0, "date": timestamp()}
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Metrics of a history with two evaluations, an alarm and a missed checkpoint."""
+    config = MonitorConfig(tmp_path, metrics_port=0, metrics_file=tmp_path / "m/rob.prom")
+    metrics, history = Metrics(config), History(tmp_path)
+    history.append(*lines_of(1))
+    history.append(*lines_of(2, ["low"]))
+    history.append({"event": "missed", "checkpoint": "3.ckpt"})
+    metrics.update(history, "s", [("1", "r"), ("2", "r")], 4, {"https://a.com": 2}, True)
+    yield metrics
+    metrics.close()
+    history.close()
+
+
+def samples(families):
+    return {
+        (s.name, s.labels.get("attack") or s.labels.get("destination")): s
+        for family in families
+        for s in family.samples
+    }
+
+
+def get(metrics, path, **headers):
+    url = f"http://127.0.0.1:{metrics.server.server_port}{path}"
+    with urlopen(Request(url, headers=headers), timeout=10) as reply:
+        return reply.read().decode()
+
+
+def test_every_figure_is_served_with_its_interval(published, tmp_path):
+    """The newest checkpoint is the one whose file is there, also after an older one returned."""
+    text = get(published, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
+    assert text.endswith("# EOF\n")
+    served = samples(openmetrics.text_string_to_metric_families(text))
+    filed = samples(text_string_to_metric_families((tmp_path / "m/rob.prom").read_text()))
+    for found in (served, filed):
+        values = {key: sample.value for key, sample in found.items()}
+        assert values["lightning_rob_accuracy", "worst"] == 0.25
+        assert values["lightning_rob_accuracy_low", "worst"] == pytest.approx(0.15)
+        assert values["lightning_rob_accuracy_high", "worst"] == pytest.approx(0.35)
+        assert values["lightning_rob_images", "worst"] == 8
+        assert values["lightning_rob_notifications_waiting", "https://a.com"] == 2
+        expected = {
+            *(("checkpoint_step", 1), ("alarm", 1), ("alarms_total", 1), ("evaluations_total", 2)),
+            *(("missed_total", 1), ("broken_total", 0), ("queue_length", 4)),
+            *(("history_writable", 1), ("checkpoint_info", 1)),
+        }
+        assert {(k, values[f"lightning_rob_{k}", None]) for k, _ in expected} == expected
+        age = time.time() - values["lightning_rob_last_evaluation_timestamp_seconds", None]
+        assert 0 <= age < 60
+        assert {s.labels["run"] for s in found.values()} == {str(tmp_path)}
+        info = found["lightning_rob_checkpoint_info", None].labels
+        assert (info["checkpoint"], info["suite"]) == ("1.ckpt", "s")
+    assert [path.name for path in (tmp_path / "m").iterdir()] == ["rob.prom"]
+
+
+def test_health_is_that_of_the_last_look(published):
+    assert json.loads(get(published, "/healthz"))["healthy"]
+    published.looked_at -= LIFE
+    with pytest.raises(HTTPError) as failed:
+        get(published, "/healthz")
+    assert failed.value.code == 503
+    failed.value.close()
+
+
+def test_a_port_in_use_and_a_file_that_cannot_be_written(published, tmp_path, capsys):
+    port = published.server.server_port
+    with pytest.raises(InputError, match=f"--metrics_port {port} on 127.0.0.1 cannot be used"):
+        Metrics(MonitorConfig(tmp_path, metrics_port=port))
+    (tmp_path / "file").touch()
+    metrics = Metrics(MonitorConfig(tmp_path, metrics_file=tmp_path / "file/x.prom"))
+    history = History(tmp_path / "other")
+    for _ in range(2):
+        metrics.update(history, "s", [], 0, {}, True)
+    history.close()
+    assert capsys.readouterr().err.count("--metrics_file cannot be written") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"metrics_port": 70000}, "--metrics_port must be in 0 … 65535, got 70000"),
+        ({"metrics_file": "x.txt"}, "--metrics_file must name a FILE.prom, got x.txt"),
+        ({"metrics_host": "0.0.0.0"}, "--metrics_host is for --metrics_port"),
+        ({"reevaluate": 0.0}, "--reevaluate must be above 0"),
+    ],
+)
+def test_options_without_meaning(tmp_path, options, reason):
+    paths = {k: tmp_path / v if k == "metrics_file" else v for k, v in options.items()}
+    with pytest.raises(ValueError, match=reason.replace("got x.txt", "got .*x.txt")):
+        MonitorConfig(tmp_path, **paths)
+
+
+def commands():
+    """The monitor's command line in each file of docs/deploy."""
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    deployment = yaml.safe_load((DEPLOY / "kubernetes.yaml").read_text())
+    unit = RawConfigParser(strict=True)
+    unit.optionxform = str
+    unit.read(DEPLOY / "lightning-rob-monitor.service")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    return {
+        "compose": compose["services"]["monitor"]["command"],
+        "kubernetes": container["args"],
+        "systemd": unit["Service"]["ExecStart"].split()[1:],
+    }
+
+
+@pytest.mark.parametrize("name", ["compose", "kubernetes", "systemd"])
+def test_deployed_commands_parse(name, tmp_path):
+    command, _, *args = commands()[name]
+    assert command == "monitor"
+    options = join_values([f"--run={tmp_path}", *args], MonitorConfig)
+    config = parse_options("monitor", options)
+    assert config.minima == {"robust/worst": 0.4}
+    assert (config.metrics_port, config.reevaluate, config.level) == (9108, 24, 0.05)
+    own = {arg.partition("=")[0].rstrip("+") for arg in options} - {"--trainer.accelerator"}
+    assert own <= {f"--{name}" for name in MonitorConfig.__dataclass_fields__}
+
+
+def test_dashboard_and_rules_name_metrics_that_exist(published):
+    text = (DEPLOY / "alerts.yaml").read_text()
+    rules = [rule["expr"] for rule in yaml.safe_load(text)["groups"][0]["rules"]]
+    panels = json.loads((DEPLOY / "dashboard.json").read_text())["panels"]
+    asked = rules + [target["expr"] for panel in panels for target in panel["targets"]]
+    names = set(re.findall(r"lightning_rob_\w+", " ".join(asked)))
+    assert len(names) > 10
+    assert names <= set(re.findall(r"^(lightning_rob_\w+)", get(published, "/metrics"), re.M))
+
+
+def test_the_action_fails_and_writes_a_summary(tmp_path):
+    steps = yaml.safe_load((DEPLOY / "action.yml").read_text())["runs"]["steps"]
+    yaml.safe_load((DEPLOY / "workflow.yaml").read_text())
+    old = record(tmp_path / "old.csv", {"clean": torch.ones(20), "x": torch.ones(20)})
+    new = record(tmp_path / "new.csv", {"clean": torch.ones(20), "x": torch.zeros(20)})
+    program = tmp_path / "bin/lightning-rob"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m lightning_rob "$@"\n')
+    program.chmod(0o755)
+    env = {"BASELINE": str(old), "RECORD": str(new), "LIMIT": "0.02"}
+    env |= {"GITHUB_STEP_SUMMARY": str(tmp_path / "summary"), "PYTHONPATH": str(ROOT)}
+    env |= {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+    bash = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", steps[1]["run"]]
+    done = subprocess.run(bash, env=os.environ | env, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "| x | 100.0% |" in (tmp_path / "summary").read_text()
+    assert (tmp_path / "compare.xml").read_text().count("<failure") == 2

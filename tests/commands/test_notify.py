@@ -1,0 +1,283 @@
+"""Notifications of the monitor: a real receiver that fails, hangs, redirects; kills; secrets."""
+
+import json
+import os
+import resource
+import signal
+import threading
+import time
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from lightning_rob.commands.configs import MonitorConfig
+from lightning_rob.commands.destinations import AUTHORIZATION, check_destinations, public_names
+from lightning_rob.commands.monitor import notify
+from lightning_rob.commands.monitor.history import History
+from lightning_rob.commands.monitor.notify import Notifier
+from lightning_rob.commands.monitor.recorder import Recorder
+from tests.forked import Forked
+
+SECRET = "Bearer s3cret-token"
+
+
+class Receiver(ThreadingHTTPServer):
+    """Records what it is sent, and replies with the next status; hangs at 0."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.daemon_threads = True
+        self.statuses, self.posts, self.headers = [], [], []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.go = threading.Event()
+        threading.Thread(target=partial(self.serve_forever, 0.01), daemon=True).start()
+
+    def ids(self):
+        return [post["id"] for post in self.posts]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        server = self.server
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        status = server.statuses.pop(0) if server.statuses else 204
+        if status == 0:
+            server.go.wait(30)
+            return
+        server.posts.append(json.loads(body) | {"status": status})
+        server.headers.append(dict(self.headers))
+        self.send_response(status)
+        self.send_header("Location", f"{server.url}/elsewhere")
+        self.end_headers()
+
+    do_GET = do_POST
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def receiver(monkeypatch):
+    monkeypatch.setattr(notify, "PAUSES", (0.01, 0.02))
+    with Receiver() as server:
+        yield server
+        server.go.set()
+        server.shutdown()
+
+
+@pytest.fixture
+def history(tmp_path):
+    opened = History(tmp_path)
+    yield opened
+    opened.close()
+
+
+def evaluation(step=1, worst=0.25, alarm=()):
+    """The lines of a checkpoint."""
+    head = {"checkpoint": f"{step}.ckpt", "step": step, "position": step, "suite": "s"}
+    figure = {"name": "worst", "accuracy": worst, "interval": [worst - 0.1, worst + 0.1], "n": 8}
+    event = {"event": "evaluated", "weights": str(step), "recipe": "r", "alarm": list(alarm)}
+    return figure | head, event | head
+
+
+def record(history, notifier, *lines):
+    lines = (*lines[:-1], lines[-1] | notifier.mark(lines[-1]))
+    history.append(*lines)
+    notifier.send(lines)
+
+
+def delivered(history):
+    return [event["id"] for event in history.events("notified")]
+
+
+def test_it_is_delivered_once_by_a_receiver_that_fails_twice(
+    receiver, history, monkeypatch, capsys
+):
+    monkeypatch.setenv(AUTHORIZATION, SECRET)
+    receiver.statuses = [500, 404]
+    notifier = Notifier([f"{receiver.url}/T0/B0/hidden?token=hidden"], history, "/run")
+    record(history, notifier, *evaluation(1, 0.5))
+    record(history, notifier, *evaluation(2, 0.25, ["robust/worst is 0.25, below 0.4"]))
+    record(history, notifier, *evaluation(3, 0.5))
+    record(history, notifier, *evaluation(4, 0.5))
+    notifier.close(10)
+    accepted = [post for post in receiver.posts if post["status"] == 204]
+    assert [post["kind"] for post in accepted] == ["alarm", "recovery"]
+    assert delivered(history) == [post["id"] for post in accepted]
+    assert len(receiver.posts) == 4
+    alarm, recovery = accepted
+    assert alarm["figures"] == {"worst": {"accuracy": 0.25, "interval": [0.15, 0.35], "n": 8}}
+    assert alarm["text"] == "alarm: /run: 2.ckpt: robust/worst is 0.25, below 0.4"
+    assert recovery["text"] == "recovery: /run: 3.ckpt: robust/worst is 50.0%"
+    assert {header["Authorization"] for header in receiver.headers} == {SECRET}
+    keys = [header["Idempotency-Key"] for header in receiver.headers]
+    assert keys == receiver.ids()
+    assert notifier.waiting == {f"{receiver.url}/…": 0}
+    error = capsys.readouterr().err
+    assert f"{receiver.url}/… failed (HTTP status 500); trying again" in error
+    assert f"{receiver.url}/… accepts them again" in error
+    for text in (error, history.path.read_text()):
+        assert not any(secret in text for secret in ("hidden", "s3cret"))
+
+
+def test_one_that_hangs_blocks_neither_the_monitor_nor_others(
+    receiver, history, monkeypatch, capsys
+):
+    monkeypatch.setattr(notify, "TIMEOUT", 0.1)
+    with Receiver() as hanging:
+        hanging.statuses = [0] * 1000
+        start = time.monotonic()
+        notifier = Notifier([hanging.url, receiver.url], history, "run")
+        record(history, notifier, *evaluation(alarm=["low"]))
+        assert time.monotonic() - start < 0.1
+        notifier.close(0.5)
+        assert time.monotonic() - start < 2
+        assert len(receiver.posts) == 1
+        assert notifier.waiting == {hanging.url: 1, receiver.url: 0}
+        assert (
+            f"1 left for {hanging.url}; the next monitor delivers them" in capsys.readouterr().err
+        )
+        hanging.go.set()
+        hanging.statuses.clear()
+        again = Notifier([hanging.url, receiver.url], history, "run")
+        again.close(10)
+        assert hanging.ids() == receiver.ids() == [history.lines[1]["notify"]["id"]]
+        hanging.shutdown()
+
+
+def deliver_and_die(folder, url, when):
+    """Die by SIGKILL before a notification is sent, or before its delivery is recorded."""
+    history = History(folder)
+    append = history.append
+
+    def dying(*lines):
+        if lines[-1]["event"] == "notified":
+            os.kill(os.getpid(), signal.SIGKILL)
+        append(*lines)
+
+    history.append = dying
+    notifier = Notifier([url], history, "run")
+    if when == "before":
+        notifier.send = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    record(history, notifier, *evaluation(alarm=["low"]))
+    notifier.close(30)
+
+
+@pytest.mark.parametrize(("when", "posts"), [("before", 1), ("after", 2)])
+def test_a_kill_loses_none_and_repeats_at_most_with_the_same_id(receiver, tmp_path, when, posts):
+    dead = Forked(deliver_and_die, tmp_path, receiver.url, when).wait(60)
+    assert dead.returncode == -signal.SIGKILL, dead.stderr
+    for _ in range(2):
+        history = History(tmp_path)
+        Notifier([receiver.url], history, "run").close(10)
+        history.close()
+        assert receiver.ids() == [history.lines[1]["notify"]["id"]] * posts
+        assert len(delivered(history)) == 1
+
+
+def test_redirects_are_not_followed(receiver, history):
+    """urllib would repeat a POST as a GET without its content, and the secret elsewhere."""
+    receiver.statuses = [302, 307]
+    notifier = Notifier([receiver.url], history, "run")
+    record(history, notifier, *evaluation(alarm=["low"]))
+    notifier.close(10)
+    assert [post["status"] for post in receiver.posts] == [302, 307, 204]
+    assert len(set(receiver.ids())) == 1
+
+
+def test_only_the_first_of_equal_ends_is_notified(receiver, history):
+    """`monitor --once` every hour does not repeat its reason, and says when it is gone."""
+    notifier = Notifier([receiver.url], history, "run")
+    for _ in range(3):
+        record(history, notifier, {"event": "ended", "alarm": ["too low"], "code": 1})
+    record(history, notifier, {"event": "ended", "alarm": ["lower"], "code": 1})
+    record(history, notifier, *evaluation())
+    notifier.close(10)
+    assert [(post["kind"], post["alarm"]) for post in receiver.posts] == [
+        *(("alarm", ["too low"]), ("alarm", ["lower"]), ("recovery", []))
+    ]
+
+
+def test_an_older_checkpoint_without_alarm_is_no_recovery(history):
+    history.append(*evaluation(5, alarm=["low"]))
+    history.append(*evaluation(4))
+    assert history.open_alarm()["step"] == 5
+    history.append(*evaluation(6))
+    assert history.open_alarm() is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in apprise, on its import
+def test_apprise_delivers_to_other_schemes(receiver, history, capsys):
+    pytest.importorskip("apprise")
+    place = receiver.url.removeprefix("http://")
+    receiver.statuses = [500]
+    notifier = Notifier([f"json://user:hidden@{place}/hidden"], history, "run")
+    record(history, notifier, *evaluation(alarm=["too low"]))
+    notifier.close(10)
+    assert notifier.waiting == {"json://…": 0}
+    assert [post["status"] for post in receiver.posts] == [500, 204]
+    assert "alarm: run: 1.ckpt: too low" in receiver.posts[1]["message"]
+    error = capsys.readouterr().err
+    assert "json://… failed" in error
+    assert "hidden" not in error + history.path.read_text()
+    with pytest.raises(ValueError, match=r"--notify slack://…: apprise does not understand"):
+        Notifier(["slack://hidden"], history, "run")
+
+
+BAD = {
+    "in ASCII without spaces": ["example.com/hidden"],
+    "without spaces": ["https://example.com/hid den"],
+    "ASCII": ["https://example.com:99999/hidden"],
+    "without a host": ["https:///hidden"],
+    AUTHORIZATION: ["https://user:hidden@example.com/"],
+    "one host, got a.com, b.com": ["https://a.com/hidden", "https://b.com/?hidden"],
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_urls_that_cannot_be_notified(reason, monkeypatch):
+    monkeypatch.setenv(AUTHORIZATION, SECRET)
+    with pytest.raises(ValueError, match=reason) as refused:
+        check_destinations(BAD[reason])
+    assert not any(secret in str(refused.value) for secret in ("hid", "s3cret"))
+
+
+def test_a_secret_is_one_line_and_names_show_none(monkeypatch):
+    monkeypatch.setenv(AUTHORIZATION, "Bearer s3cret\nX: y")
+    with pytest.raises(ValueError, match="must be one line of ASCII") as refused:
+        check_destinations(["https://a.com/x"])
+    assert "s3cret" not in str(refused.value)
+    urls = ["https://a.com/x?y", "https://a.com/z", "https://a.com:8/", "mailto://u:p@a.com"]
+    shown = ["https://a.com/…", "https://a.com/… #2", "https://a.com:8", "mailto://…"]
+    assert public_names(urls) == shown
+
+
+def test_on_a_full_disk_it_waits_and_says_so(tmp_path, capsys):
+    """A limit on the size of files in place of a full disk."""
+    history = History(tmp_path)
+    recorder = Recorder(MonitorConfig(tmp_path, every=0.001), history)
+    recorder({"event": "seen", "checkpoint": "a"})
+    before = history.path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    looks = []
+
+    def look():
+        looks.append((recorder.writable, history.path.read_bytes() == before))
+        if len(looks) == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    recorder.waited = look
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+    try:
+        recorder({"event": "seen", "checkpoint": "b"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    recorder.close(0)
+    history.close()
+    assert looks == [(False, True)] * 3
+    lines = [json.loads(line)["checkpoint"] for line in history.path.read_text().splitlines()]
+    assert lines == ["a", "b"]
+    error = capsys.readouterr().err
+    assert error.count("the history cannot be written") == 1
+    assert "the history can be written again" in error
