@@ -1,12 +1,13 @@
-"""AutoAttack by the packages that offer it: the same network, images, radius and version.
+"""AutoAttack of this package and by the packages that offer it: same network, images and radius.
 
     pip install -e ".[bench,autoattack]"
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/autoattack.py
 
-Trains a SmallCNN adversarially on Digits5k for seconds, then prints a Markdown table. Every package
-gets the whole batch at once and its own defaults for the standard version; all are judged by the
-same network. "only it" and "only pyautoattack" count images that one fools and the other does not.
-A package that is not installed is left out.
+Trains a SmallCNN on Digits5k for seconds, adversarially unless `--standard`, then prints a Markdown
+table. Every package gets the whole batch at once and its own defaults for the standard version; all
+are judged by the same network. "only it" and "only the package" count images that one fools and
+pyautoattack, called directly, does not, or the other way round. Passes are per image. A package
+that is not installed is left out.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import io
 import time
 
 import torch
+from torch import nn
 
 from lightning_rob.attacks import PGD, AutoAttack
 from lightning_rob.data import Digits5k
@@ -27,58 +29,93 @@ from lightning_rob.threat import Threat
 SEED = 0
 
 
+class Counted(nn.Module):
+    """A network that counts the images of its forward and of its backward passes."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.forwards, self.backwards = net, 0, 0
+
+    def forward(self, x):
+        self.forwards += len(x)
+        logits = self.net(x)
+        if logits.requires_grad:
+            logits.register_hook(self.count_backward)
+        return logits
+
+    def count_backward(self, gradient):
+        self.backwards += len(gradient)
+
+
+class CountedSingle(Single):
+    """A plain network whose BatchNorm may be folded, and whose calls are counted."""
+
+    def __init__(self, counted):
+        super().__init__(counted.net)
+        self.counted = [counted]
+
+    def logits(self, x, generator=None):
+        return self.counted[0](x)[None]
+
+
 def digits(train):
     samples = Digits5k().source(train)
     x, y = zip(*(samples[i] for i in range(len(samples))), strict=True)
     return torch.stack(x), torch.tensor(y)
 
 
-def trained(threat, epochs):
+def trained(threat, epochs, standard):
     torch.manual_seed(SEED)
     net, (x, y) = SmallCNN(), digits(train=True)
     attack = PGD(threat, 5, threat.eps / 3)
     optimizer = torch.optim.Adam(net.parameters(), 3e-3)
     for _ in range(epochs):
         for part in torch.randperm(len(x)).split(64):
-            loss = classification_loss(net(attack(Single(net), x[part], y[part])), y[part])
+            z = x[part] if standard else attack(Single(net), x[part], y[part])
+            loss = classification_loss(net(z), y[part])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
     return net.eval().requires_grad_(False)
 
 
-def ours(net, threat):
-    attack = AutoAttack(threat)
-    return lambda x, y: attack(Single(net), x, y, torch.Generator().manual_seed(SEED))
+def own(counted, threat, **options):
+    attack, defense = AutoAttack(threat, **options), CountedSingle(counted)
+    return lambda x, y: attack(defense, x, y, torch.Generator().manual_seed(SEED))
 
 
-def pyautoattack(net, threat):
+def adapter(counted, threat):
+    return own(counted, threat, reference=True)
+
+
+def pyautoattack(counted, threat):
     import pyautoattack
 
     norm = {"linf": "Linf", "l2": "L2"}[threat.norm]
-    suite = pyautoattack.AutoAttack(net, norm=norm, eps=threat.eps, seed=SEED)
+    suite = pyautoattack.AutoAttack(counted, norm=norm, eps=threat.eps, seed=SEED)
     return lambda x, y: suite.run_standard_evaluation(x, y, batch_size=len(x))[0]
 
 
-def torchattacks(net, threat):
+def torchattacks(counted, threat):
     import torchattacks
 
     norm = {"linf": "Linf", "l2": "L2"}[threat.norm]
-    return torchattacks.AutoAttack(net, norm=norm, eps=threat.eps, seed=SEED)
+    return torchattacks.AutoAttack(counted, norm=norm, eps=threat.eps, seed=SEED)
 
 
-PACKAGES = {
-    "pyautoattack": pyautoattack,
-    "lightning_rob": ours,
-    "torchattacks": torchattacks,
+PACKAGES = {  # row -> package, and how its attack is built
+    "pyautoattack": ("pyautoattack", pyautoattack),
+    "`reference=True`": ("pyautoattack", adapter),
+    "`AutoAttack`": ("lightning_rob", own),
+    "torchattacks": ("torchattacks", torchattacks),
 }
 
 
 def measured(build, net, threat, x, y):
-    """Return one row: accuracy, seconds, largest perturbation and side effects."""
-    talk = io.StringIO()
+    """Return one row: accuracy, passes, seconds, largest perturbation and side effects."""
+    talk, counted = io.StringIO(), Counted(net)
     with contextlib.redirect_stdout(talk), contextlib.redirect_stderr(talk):
-        attack = build(net, threat)
+        attack = build(counted, threat)
         torch.manual_seed(SEED + 1)
         before, wall, cpu = torch.get_rng_state(), time.perf_counter(), time.process_time()
         x_adv = attack(x.clone(), y.clone())
@@ -87,7 +124,8 @@ def measured(build, net, threat, x, y):
     with torch.no_grad():
         right = net(x_adv).argmax(1) == y
     left_alone = torch.equal(before, torch.get_rng_state())
-    return right, seconds, float(threat.size(x_adv - x).max()), left_alone, len(talk.getvalue())
+    passes = counted.forwards / len(x), counted.backwards / len(x)
+    return right, passes, seconds, float(threat.size(x_adv - x).max()), left_alone
 
 
 def main():
@@ -96,25 +134,26 @@ def main():
     parser.add_argument("--eps", type=float, default=0.2)
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--standard", action="store_true")
     options = parser.parse_args()
     threat = Threat(options.norm, options.eps)
-    net = trained(threat, options.epochs)
+    net = trained(threat, options.epochs, options.standard)
     x, y = (part[: options.images] for part in digits(train=False))
-    print(f"{threat}, {options.images} images, torch {torch.__version__}")
+    print(f"{threat}, {len(x)} images, torch {torch.__version__}")
     clean = float((net(x).argmax(1) == y).float().mean())
-    columns = ["", "right", "only it", "only pyautoattack", "wall s", "CPU s", "largest"]
-    columns += ["torch's RNG kept", "characters printed"]
+    columns = ["", "right", "only it", "only the package", "forwards", "backwards", "wall s"]
+    columns += ["CPU s", "largest", "torch's RNG kept"]
     print(f"| {' | '.join(columns)} |\n|" + "---|" * len(columns))
-    print(f"| clean | {100 * clean:.1f} |" + " |" * 7)
+    print(f"| clean | {100 * clean:.1f} |" + " |" * 8)
     reference = None
-    for name, build in PACKAGES.items():
-        if not importlib.util.find_spec(name):
+    for name, (package, build) in PACKAGES.items():
+        if not importlib.util.find_spec(package):
             continue
-        right, seconds, largest, kept, printed = measured(build, net, threat, x, y)
+        right, passes, seconds, largest, kept = measured(build, net, threat, x, y)
         reference = right if reference is None else reference
         cells = [f"{100 * right.float().mean():.1f}", int((reference & ~right).sum())]
-        cells += [int((~reference & right).sum()), *[f"{s:.1f}" for s in seconds]]
-        cells += [f"{largest:.6f}", "yes" if kept else "no", printed]
+        cells += [int((~reference & right).sum()), *[f"{n:.0f}" for n in passes]]
+        cells += [*[f"{s:.1f}" for s in seconds], f"{largest:.6f}", "yes" if kept else "no"]
         print(f"| {name} | " + " | ".join(map(str, cells)) + " |", flush=True)
 
 

@@ -17,6 +17,7 @@ from lightning_rob.rules import Rule, expectation, mean_logits, mean_probs
 Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
 Reduction = Literal["mean", "min"]
 Declared = TypeVar("Declared", bound=Objective)
+DLR_GUARD = 1e-12  # added to divisors, as in the authors' code
 
 
 def reduces(reduction: Reduction) -> Callable[[Declared], Declared]:
@@ -132,6 +133,47 @@ def expected_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
 def worst_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the smallest margin of the draws of positive weight."""
     return _min_over_draws(weights, _margin(logits, y))
+
+
+@reduces("mean")
+def expected_dlr(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Compute the mean over draws of the difference-of-logits ratio (Croce and Hein 2020a, eq. 6).
+
+    It is the margin divided by the distance of the largest and the third largest logit, which makes
+    it independent of the logits' scale and shift.
+
+    Raises:
+        ValueError: fewer than three classes.
+    """
+    if logits.shape[-1] < 3:
+        raise ValueError(f"DLR needs three classes or more, the defense has {logits.shape[-1]}")
+    top = logits.topk(3).values
+    return expectation(weights, _margin(logits, y) / (top[..., 0] - top[..., 2] + DLR_GUARD))
+
+
+def targeted_dlr(target: Tensor) -> Objective:
+    """Return the targeted difference-of-logits ratio (Croce and Hein 2020a, eq. 7), over draws.
+
+    Args:
+        target: [B] the class that each image climbs towards.
+
+    Raises:
+        ValueError: when called, fewer than four classes.
+    """
+
+    @reduces("mean")
+    def towards_target(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+        if logits.shape[-1] < 4:
+            raise ValueError(
+                f"targeted DLR needs four classes or more, the defense has {logits.shape[-1]}"
+            )
+        pair = torch.stack((y, target), -1).expand(*logits.shape[:-1], 2)
+        right, wrong = logits.gather(-1, pair).unbind(-1)
+        top = logits.topk(4).values
+        spread = top[..., 0] - (top[..., 2] + top[..., 3]) / 2 + DLR_GUARD
+        return expectation(weights, (wrong - right) / spread)
+
+    return towards_target
 
 
 @reduces("mean")

@@ -1,5 +1,6 @@
 """Attacks: frozen dataclasses called as x_adv = attack(defense, x, y, generator)."""
 
+from lightning_rob.attacks.apgd import APGD
 from lightning_rob.attacks.arc import ARC, arc_linear, arc_suite
 from lightning_rob.attacks.autoattack import AutoAttack
 from lightning_rob.attacks.backward import SGM, InsideBounds, LinBP, SurrogateTransforms
@@ -13,12 +14,14 @@ from lightning_rob.attacks.decorators import (
     WithBackward,
 )
 from lightning_rob.attacks.deepfool import DeepFool
+from lightning_rob.attacks.fab import FAB
 from lightning_rob.attacks.foreign import Foreign
 from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.gradient import draw_gradients
 from lightning_rob.attacks.members import OnMember, RandomMember, Strongest
 from lightning_rob.attacks.optimizers import Adam, AggMo, AttackOptimizer, Nesterov, aggmo
 from lightning_rob.attacks.pgd import PGD
+from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.targeted import HighConfidence, Targeted
 from lightning_rob.attacks.transductive import (
     PartialBatchAttack,
@@ -28,8 +31,10 @@ from lightning_rob.attacks.transductive import (
 from lightning_rob.attacks.transform_ensemble import PAA, TAA, OnDifferentiable, ranking_weights
 
 __all__ = [
+    "APGD",
     "ARC",
     "CW",
+    "FAB",
     "GMSA",
     "PAA",
     "PGD",
@@ -54,6 +59,7 @@ __all__ = [
     "PartialBatchAttack",
     "Quantized8Bit",
     "RandomMember",
+    "Square",
     "Strongest",
     "SurrogateTransforms",
     "Targeted",

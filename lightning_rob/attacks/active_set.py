@@ -27,6 +27,10 @@ class ActiveBatch:
     y: Tensor
     generator: Generator
 
+    def __post_init__(self) -> None:
+        if isinstance(self.generator, Streams) and len(self.generator) != len(self):
+            raise ValueError(f"{len(self.generator)} random streams for {len(self)} images")
+
     def __len__(self) -> int:
         return len(self.index)
 
@@ -48,3 +52,16 @@ class ActiveBatch:
 def positions(x: Tensor) -> Tensor:
     """Return the positions [B] of all images of a batch."""
     return torch.arange(len(x), device=x.device)
+
+
+def derived(generator: Generator, key: int) -> Generator:
+    """Return a source of noise of its own for a part of an attack.
+
+    Of streams, the noise of an image then depends on the part alone, and not on how much has been
+    drawn for images that have left.
+
+    Args:
+        generator: a `torch.Generator` is returned as it is.
+        key: the number of the part.
+    """
+    return generator.fold_in(key) if isinstance(generator, Streams) else generator

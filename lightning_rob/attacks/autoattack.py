@@ -1,25 +1,37 @@
-"""AutoAttack, the suite that ranks robust networks, in its authors' code."""
+"""AutoAttack, the suite that ranks robust networks: this package's own, or in its authors' code."""
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
+from lightning_rob.attacks.apgd import APGD
 from lightning_rob.attacks.base import Attack
-from lightning_rob.attacks.foreign import isolated_streams, scores
+from lightning_rob.attacks.fab import FAB
+from lightning_rob.attacks.foreign import ScoreNetwork, isolated_streams, scores
+from lightning_rob.attacks.oom import run_in_chunks
+from lightning_rob.attacks.pgd import is_certain
+from lightning_rob.attacks.square import Square
 from lightning_rob.defenses import Defense
-from lightning_rob.objectives import check_logits
+from lightning_rob.objectives import check_logits, expected_ce, expected_dlr
 from lightning_rob.randomness import Generator, seed_from, uniform
 from lightning_rob.rules import Rule, mean_logits, mean_probs
 from lightning_rob.threat import Threat
 
+STAGES = {
+    "standard": ("apgd-ce", "apgd-t", "fab-t", "square"),
+    "plus": ("apgd-ce", "apgd-dlr", "fab", "square", "apgd-t", "fab-t"),
+    "rand": ("apgd-ce", "apgd-dlr"),
+}
 CLASSES = {"apgd-ce": 2, "apgd-dlr": 3, "apgd-t": 4, "fab": 2, "fab-t": 2, "square": 2}  # needed
+TARGETS = 9  # wrong classes attacked in turn, in every version
 NORMS = {math.inf: "Linf", 2.0: "L2"}
 
 
@@ -33,14 +45,14 @@ class AutoAttack(Attack):
     vote: it stops at images on which such a defense is still right half of the time. Use ARC or
     PGD on the expected loss there. `RobustEval` evaluates its images on the defense in any case.
 
-    The package draws noise for a batch, not for an image: the same batch and generator give the
-    same images, another batch gives other random starts. An evaluation attacks the same images
-    together; elsewhere `batch_size=1` gives each image its own noise, at the price of speed.
-    Warnings of the package (no gradients, Square Attack the strongest …) go to the logger
-    "auto-attack".
+    The stages are `APGD`, `FAB` and `Square` with the settings of the authors' code. Noise is drawn
+    for each image: its result does not depend on the batch. With `reference` it is that code, the
+    package pyautoattack, which draws noise for a batch: another batch gives other random starts,
+    unless `batch_size=1`. Its warnings (no gradients, Square Attack the strongest …) go to the
+    logger "auto-attack".
 
     Args:
-        threat: a ball for linf or l2, images within [0, 1].
+        threat: a ball for linf or l2.
         version: "standard" (APGD-CE, APGD-T, FAB-T, Square with 5,000 queries), "plus" (all six),
             "rand" (APGD-CE and APGD-DLR on the mean gradient of 20 predictions), or "custom".
         attacks: the attacks of a "custom" version, in this order and with one restart, else as in
@@ -48,14 +60,19 @@ class AutoAttack(Attack):
         draws: draws of a random defense for one prediction; None as many as the defense takes.
         batch_size: number of images attacked at a time; None for the whole batch.
         queries: number of queries of the Square Attack, for each image.
+        reference: run the authors' code.
+        early_stop: let images leave a run of APGD as soon as they are misclassified, where the
+            attacked function is what the defense predicts by, without randomness. Turn it off
+            where the images are to fool another defense (`TransferFromStatic`, `OnMember`): the
+            runs then end at the last misclassified iterates, as those of the authors' code do.
 
     Raises:
-        ValueError: another norm or other bounds, an unknown version or attack, attacks for a
-            version that has its own; when called, fewer classes than an attack's loss needs.
-        ModuleNotFoundError: when called, without the package.
+        ValueError: another norm, for the authors' code bounds other than [0, 1] or a relative
+            radius, an unknown version or attack, attacks for a version that has its own; when
+            called, fewer classes than an attack's loss needs.
+        ModuleNotFoundError: when called with `reference`, without the package.
     """
 
-    batch_dependent: ClassVar[bool] = True
     made_for: ClassVar[tuple[str, ...]] = ("ensemble",)
     knowledge: ClassVar[str] = "the weights and the predictions; Square uses the predictions alone"
     threat: Threat
@@ -64,6 +81,8 @@ class AutoAttack(Attack):
     draws: int | None = None
     batch_size: int | None = None
     queries: int = 5000
+    reference: bool = False
+    early_stop: bool = True
 
     def __post_init__(self) -> None:
         attacks = None if self.attacks is None else tuple(self.attacks)
@@ -88,16 +107,27 @@ class AutoAttack(Attack):
     def _check_threat(self) -> None:
         if self.threat.p not in NORMS:
             raise ValueError(f"AutoAttack is for linf and l2, not for norm {self.threat.norm}")
-        if self.threat.relative:
-            raise ValueError(f"AutoAttack is for a radius in pixel units, got {self.threat}")
-        if self.threat.bounds != (0, 1):
-            raise ValueError(f"AutoAttack needs images in [0, 1], not in {self.threat.bounds}")
+        if self.reference and self.threat.relative:
+            raise ValueError(f"pyautoattack is for a radius in pixel units, got {self.threat}")
+        if self.reference and self.threat.bounds != (0, 1):
+            raise ValueError(f"pyautoattack needs images in [0, 1], not in {self.threat.bounds}")
+
+    @property
+    def batch_dependent(self) -> bool:  # type: ignore[override]
+        """Whether the authors' code, which draws noise for a batch, is run."""
+        return self.reference
+
+    @property
+    def stops_on_gradient_logits(self) -> bool:
+        """Whether logits computed for a gradient decide which images are already fooled."""
+        return not self.reference
 
     def require_package(self) -> None:
-        """Raise ModuleNotFoundError without the package pyautoattack."""
-        if find_spec("pyautoattack") is None:
+        """Raise ModuleNotFoundError if the authors' code is to run and is missing."""
+        if self.reference and find_spec("pyautoattack") is None:
             raise ModuleNotFoundError(
-                'AutoAttack needs pyautoattack: pip install "lightning-rob[autoattack]"'
+                "AutoAttack(reference=True) needs pyautoattack: pip install "
+                '"lightning-rob[autoattack]"'
             )
 
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
@@ -106,6 +136,70 @@ class AutoAttack(Attack):
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        if self.reference:
+            return self._by_package(defense, x, y, generator)
+        if self.batch_size is None:
+            return self._by_stages(defense, x, y, generator)
+        return run_in_chunks(self._by_stages, self.batch_size, defense, x, y, generator)
+
+    def _by_stages(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Run the stages one after the other, each on the images that are still right."""
+        target, x_final = MeanPrediction(defense, self.draws, x.device), x.clone()
+        left = ActiveBatch(positions(x), x, y.long(), derived(generator, 0))
+        with torch.no_grad():
+            clean = target.logits(x, left.generator)
+        check_logits(clean, y)
+        left = left.select(clean[0].argmax(-1) == y)
+        stages = self.stages(clean.shape[-1], self.early_stop and _is_prediction(defense))
+        for number, stage in enumerate(stages, 1):
+            if not len(left):
+                break
+            noise = derived(left.generator, number)
+            x_adv = stage.perturb(target, left.x, left.y, noise)
+            with torch.no_grad():
+                fooled = target.logits(x_adv, noise)[0].argmax(-1) != left.y
+            x_final[left.index[fooled]] = x_adv[fooled]
+            left = left.select(~fooled)
+        return x_final
+
+    def stages(self, classes: int, early_stop: bool = True) -> list[Attack]:
+        """Return the attacks of this version.
+
+        Args:
+            classes: their number.
+            early_stop: of APGD.
+
+        Raises:
+            ValueError: an attack needs more classes.
+        """
+        names = self.attacks or STAGES[self.version]
+        self._check_classes(names, classes)
+        ce = APGD(
+            self.threat,
+            restarts=5 if self.version == "plus" else 1,
+            draws=20 if self.version == "rand" else None,
+            early_stop=early_stop,
+        )
+        stages = {
+            "apgd-ce": ce,
+            "apgd-dlr": replace(ce, objective=expected_dlr),
+            "apgd-t": APGD(self.threat, targets=TARGETS, early_stop=early_stop),
+            "fab": FAB(self.threat, targets=0, restarts=ce.restarts),
+            "fab-t": FAB(self.threat, targets=TARGETS),
+            "square": Square(self.threat, self.queries),
+        }
+        return [stages[name] for name in names]
+
+    def _check_classes(self, names: Sequence[str], classes: int) -> None:
+        for name in names:
+            if classes < CLASSES[name]:
+                raise ValueError(
+                    f"{name} needs {CLASSES[name]} classes or more, the defense has {classes}: "
+                    "name other attacks, with version='custom'"
+                )
+
+    def _by_package(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Run the authors' code batch by batch."""
         drawn = uniform(torch.zeros(len(x), device=x.device), generator=generator)
         size = self.batch_size or len(x)
         batches = zip(*(torch.split(whole, size) for whole in (x, y, drawn)), strict=True)
@@ -118,7 +212,7 @@ class AutoAttack(Attack):
         single = x.float().contiguous()
 
         def model(images: Tensor) -> Tensor:
-            return scores(defense, images.to(x.dtype), generator, self.draws)
+            return scores(defense, images.to(x.dtype), generator, self.draws).float()
 
         with _isolated():
             with torch.no_grad():
@@ -145,18 +239,50 @@ class AutoAttack(Attack):
             seed=seed,
             version=self.version,
         )
-        for name in suite.attacks_to_run:
-            if classes < CLASSES[name]:
-                raise ValueError(
-                    f"{name} needs {CLASSES[name]} classes or more, the defense has {classes}: "
-                    "name other attacks, with version='custom'"
-                )
+        self._check_classes(suite.attacks_to_run, classes)
         for part in (suite.apgd_targeted, suite.fab):
             part.n_target_classes = min(part.n_target_classes, classes - 1)
         if self.version == "custom":  # the package's default is 5, the standard version's is 1
             suite.apgd.n_restarts = suite.fab.n_restarts = 1
         suite.square.n_queries = self.queries
         return suite
+
+
+def _is_prediction(defense: Defense) -> bool:
+    """Return whether the defense predicts, without randomness, by the function attacked."""
+    pooled = defense.rule in (mean_logits, mean_probs) or len(defense.weights) == 1
+    return pooled and is_certain(defense, expected_ce)
+
+
+class MeanPrediction(Defense):
+    """A defense as the single function that AutoAttack attacks; see `scores`.
+
+    Args:
+        defense: the defense.
+        draws: draws of a random defense for one prediction; None as many as the defense takes.
+        device: of the images.
+    """
+
+    kind = "single"
+
+    def __init__(self, defense: Defense, draws: int | None, device: torch.device) -> None:
+        super().__init__(torch.ones(1, device=device), mean_logits)
+        self.defense = defense
+        self.draws = draws
+
+    @property
+    def classifiers(self) -> list[nn.Module]:
+        """The function: AutoAttack accepts an image by one prediction, also of a random defense."""
+        return [ScoreNetwork(self.defense, None, self.draws)]
+
+    @property
+    def transductive(self) -> bool:
+        """Whether the defense's predictions depend on the whole batch."""
+        return self.defense.transductive
+
+    def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
+        """Compute the scores of [B, C, H, W] -> [1, B, K]."""
+        return scores(self.defense, x, generator, self.draws)[None]
 
 
 @contextmanager

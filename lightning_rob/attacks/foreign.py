@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_rob.attacks.base import Attack
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Generator, seed_from, uniform
-from lightning_rob.rules import expectation, mean_logits
+from lightning_rob.rules import Rule, expectation, mean_logits
 from lightning_rob.threat import Norm, Threat
 
 TOLERANCE = 1e-4  # relative: rounding of a package that projects by another order of operations
@@ -102,8 +102,8 @@ class ScoreNetwork(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, K]."""
-        return scores(self.defense, x, self.generator, self.draws)
+        """[B, C, H, W] -> [B, K] float32."""
+        return scores(self.defense, x, self.generator, self.draws).float()
 
 
 def scores(defense: Defense, x: Tensor, generator: Generator, draws: int | None) -> Tensor:
@@ -116,14 +116,28 @@ def scores(defense: Defense, x: Tensor, generator: Generator, draws: int | None)
         draws: draws for one prediction; None as many as the defense takes.
 
     Returns:
-        [B, K] float32: the logits of a single network, the mean logits under the rule
-        `mean_logits`, else the log of the mean probabilities.
+        [B, K], of at least single precision; see `scores_of`.
     """
-    logits, weights = defense.sample_logits(x, generator, draws)
-    logits, weights = logits.float(), weights.to(logits)
+    return scores_of(*defense.sample_logits(x, generator, draws), defense.rule)
+
+
+def scores_of(logits: Tensor, weights: Tensor, rule: Rule) -> Tensor:
+    """Return a score for each class, the largest for the class that the mean predicts.
+
+    Args:
+        logits: [S, B, K] of the draws.
+        weights: [S] of the draws.
+        rule: that predicts from them.
+
+    Returns:
+        [B, K]: the logits of a single draw, the mean logits under the rule `mean_logits`, else the
+        log of the mean probabilities.
+    """
+    logits = logits.float() if logits.itemsize < 4 else logits
+    weights = weights.to(logits)
     if len(logits) == 1:
         return logits[0]
-    if defense.rule is mean_logits:
+    if rule is mean_logits:
         return expectation(weights, logits)
     return (logits.log_softmax(-1) + weights.log()[:, None, None]).logsumexp(0)
 

@@ -185,6 +185,15 @@ def better(a: Tensor, value_a: Tensor, b: Tensor, value_b: Tensor) -> tuple[Tens
     )
 
 
+def is_certain(defense: Defense, objective: Objective) -> bool:
+    """Return whether one evaluation proves that an image is always misclassified."""
+    try:
+        _check_predictions_are_certain(defense, objective)
+    except TypeError:
+        return False
+    return True
+
+
 def _check_predictions_are_certain(defense: Defense, objective: Objective) -> None:
     """Raise TypeError if one evaluation does not prove that an image is always misclassified."""
     pooled = reduction_of(objective) is None

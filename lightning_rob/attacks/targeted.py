@@ -89,14 +89,19 @@ class Targeted(AttackDecorator):
         scores = self._evaluate(_log_mean_probs, defense, x, y, generator)
         if (wrong := scores.shape[1] - 1) < max(self.ranks):
             raise ValueError(f"rank must be 1 … {wrong} of {wrong + 1} classes, got {self.rank}")
-        order = scores.argsort(1, descending=True)
-        return order[order != y[:, None]].reshape(len(x), wrong)
+        return wrong_classes(scores, y)
 
     def _evaluate(
         self, objective: Objective, defense: Defense, x: Tensor, y: Tensor, generator: Generator
     ) -> Tensor:
         evaluate = ObjectiveGradient(objective, self.attack.draws)
         return evaluate.value(defense, x, y, generator, check=True)
+
+
+def wrong_classes(scores: Tensor, y: Tensor) -> Tensor:
+    """Return the classes [B, K - 1] other than y [B] by falling score [B, K]."""
+    order = scores.argsort(1, descending=True)
+    return order[order != y[:, None]].reshape(len(y), scores.shape[1] - 1)
 
 
 def _log_mean_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:

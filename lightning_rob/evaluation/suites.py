@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -14,8 +13,8 @@ from lightning_rob.attacks import (
     PGD,
     TAA,
     Attack,
-    AutoAttack,
     OnDifferentiable,
+    Square,
     SurrogateTransforms,
     TransferFromStatic,
     arc_suite,
@@ -187,7 +186,7 @@ def suite_for(
         defense: the defense.
         threat: linf or l2, in pixel units.
         steps: of the default PGD; others have a multiple of it.
-        queries: of the Square Attack, which is left out if its package is missing.
+        queries: of the Square Attack.
 
     Raises:
         ValueError: a threat that not all attacks support, or one without a radius.
@@ -202,8 +201,7 @@ def suite_for(
     pgd = replace(pgd, objective=objective, backward=surrogate_for(defense))
     attacks: dict[str, Attack] = {"noise": RandomCorners(threat)}
     attacks |= _gradient_attacks(defense, pgd)
-    if find_spec("pyautoattack") and threat.bounds == (0, 1):
-        attacks["square"] = AutoAttack(threat, "custom", ("square",), queries=queries)
+    attacks["square"] = Square(threat, queries)
     adaptive = _adaptive_attacks(defense, kind, pgd)
     averaged = None if kind == "transformed" else replace(pgd, draws=DRAWS)
     return AttackSuite(kind, "pgd", tuple(adaptive), attacks | adaptive, averaged)

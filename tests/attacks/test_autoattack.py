@@ -1,4 +1,4 @@
-"""AutoAttack is its authors' package; what it attacks of a random defense."""
+"""AutoAttack of this package and of its authors; what it attacks of a random defense."""
 
 import copy
 import sys
@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rob.attacks import ARC, PGD, AutoAttack, attacking
+from lightning_rob.attacks import APGD, ARC, FAB, PGD, AutoAttack, Square, attacking
+from lightning_rob.attacks.autoattack import CLASSES
 from lightning_rob.attacks.foreign import scores
 from lightning_rob.defenses import Defense, Ensemble, Single
+from lightning_rob.objectives import expected_dlr
 from lightning_rob.randomness import Streams, normal, seed_from, uniform
 from lightning_rob.rules import majority, mean_logits, mean_probs, random_member
 from lightning_rob.threat import Threat
@@ -27,15 +29,20 @@ from tests.attacks.common import (
 pyautoattack = pytest.importorskip("pyautoattack")
 
 LINF, L2 = Threat("linf", "24/255"), Threat("l2", 0.5)
-FIRST = AutoAttack(LINF, "custom", ("apgd-ce",))
+FIRST = AutoAttack(LINF, "custom", ("apgd-ce",), reference=True)
+OWN = replace(FIRST, reference=False)
 ATTACKS = {
     "apgd-ce": FIRST,
     "apgd-ce-l2": replace(FIRST, threat=L2),
-    "apgd-dlr": AutoAttack(LINF, "custom", ("apgd-dlr",)),
-    "apgd-t-fab-t": AutoAttack(LINF, "custom", ("apgd-t", "fab-t")),
-    "fab-l2": AutoAttack(L2, "custom", ("fab",)),
+    "apgd-dlr": replace(FIRST, attacks=("apgd-dlr",)),
+    "apgd-t-fab-t": replace(FIRST, attacks=("apgd-t", "fab-t")),
+    "fab-l2": replace(FIRST, threat=L2, attacks=("fab",)),
 }
 every_attack = pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+
+
+def as_package(attack):
+    return replace(attack, reference=True)
 
 
 @pytest.fixture
@@ -94,8 +101,10 @@ def test_is_the_package(attack, single):
 @pytest.mark.slow
 def test_the_four_by_name_are_the_standard_version(single):
     x, y = images(60, seed=1)
-    four = AutoAttack(LINF, "custom", ("apgd-ce", "apgd-t", "fab-t", "square"))
-    assert torch.equal(four(single, x, y, seeded()), AutoAttack(LINF)(single, x, y, seeded()))
+    four = AutoAttack(LINF, "custom", ("apgd-ce", "apgd-t", "fab-t", "square"), queries=50)
+    standard = AutoAttack(LINF, queries=50)
+    for one, other in ((four, standard), (as_package(four), as_package(standard))):
+        assert torch.equal(one(single, x, y, seeded()), other(single, x, y, seeded()))
 
 
 @pytest.mark.slow
@@ -103,16 +112,53 @@ def test_the_four_by_name_are_the_standard_version(single):
 @pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
 def test_version_is_the_package(version, threat, single):
     x, y = images(60, seed=1)
-    attack = AutoAttack(threat, version)
+    attack = AutoAttack(threat, version, reference=True)
     whole = is_the_package(attack, single, x, y)
     first = right(single, replace(FIRST, threat=threat)(single, x, y, seeded()), y)
     assert whole.sum() <= first.sum() + 1
 
 
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
+def test_each_stage_is_as_strong_as_that_of_the_package(threat, name, single):
+    """On 100 images, where a part is fooled; noise decides few, except those of Square."""
+    x, y = images(100, seed=1)
+    attack = AutoAttack(threat, "custom", (name,), queries=200)
+    if name == "square":
+        attack = attack.rescaled(1.5 * threat.eps)
+    x_adv = attack(single, x, y, seeded())
+    assert_inside(attack.threat, x_adv, x)
+    ours = right(single, x_adv, y)
+    theirs = right(single, as_package(attack)(single, x, y, seeded()), y)
+    assert ours.sum() <= theirs.sum() + (6 if name == "square" else 2)
+    assert name == "square" or (ours != theirs).sum() <= 4
+    assert 0 < ours.sum() < right(single, x, y).sum() - 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["standard", "plus"])
+@pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
+def test_a_version_is_as_strong_as_that_of_the_package(version, threat, single):
+    x, y = images(200, seed=1)
+    attack = AutoAttack(Threat(threat.norm, 0.7 * threat.eps), version)
+    ours = right(single, attack(single, x, y, seeded()), y)
+    theirs = right(single, as_package(attack)(single, x, y, seeded()), y)
+    assert torch.equal(ours, theirs)
+
+
+def test_versions_have_the_settings_of_the_paper():
+    standard, plus, rand = (AutoAttack(LINF, v).stages(10) for v in ("standard", "plus", "rand"))
+    assert standard == [APGD(LINF), APGD(LINF, targets=9), FAB(LINF), Square(LINF)]
+    dlr = APGD(LINF, objective=expected_dlr, restarts=5)
+    assert plus[:3] == [APGD(LINF, restarts=5), dlr, FAB(LINF, targets=0, restarts=5)]
+    assert plus[3:] == [Square(LINF), APGD(LINF, targets=9), FAB(LINF)]
+    assert rand == [APGD(LINF, draws=20), APGD(LINF, objective=expected_dlr, draws=20)]
+
+
 def test_more_attacks_leave_no_image_more(single):
     x, y = images(40, seed=2)
-    both = replace(FIRST, attacks=("apgd-ce", "fab"))
-    one, more = (right(single, a(single, x, y, seeded()), y) for a in (FIRST, both))
+    both = replace(OWN, attacks=("apgd-ce", "fab"))
+    one, more = (right(single, a(single, x, y, seeded()), y) for a in (OWN, both))
     assert (more <= one).all()
     weaker = right(single, PGD(LINF, 10, "8/255")(single, x, y, seeded()), y)
     assert one.mean() <= weaker.mean() + 0.02
@@ -130,27 +176,31 @@ class Hyperplane(nn.Module):
 
 @pytest.mark.parametrize("name", ["apgd-ce", "fab", "fab-t"])
 @pytest.mark.parametrize("norm", ["linf", "l2"])
-def test_fools_those_whose_distance_is_within_the_radius(norm, name):
+@pytest.mark.parametrize("reference", [False, True])
+def test_fools_those_whose_distance_is_within_the_radius(norm, name, reference):
     w = torch.randn(12, generator=seeded(1))
     net, x = Hyperplane(w), 0.3 + 0.4 * torch.rand((40, 3, 2, 2), generator=seeded(2))
     y = net(x).argmax(1)
     distance = (net(x)[:, 1]).abs() / (w.abs().sum() if norm == "linf" else w.norm())
     eps = distance.median().item() + 1e-3
-    attack = AutoAttack(Threat(norm, eps), "custom", (name,))
+    attack = AutoAttack(Threat(norm, eps), "custom", (name,), reference=reference)
     fooled = right(Single(net), attack(Single(net), x, y, seeded()), y) == 0
     assert torch.equal(fooled, distance.detach() < eps)
     assert 15 <= fooled.sum() <= 25
 
 
-def test_robust_and_wrong_images_are_returned_unchanged(single):
+@pytest.mark.parametrize("attack", [OWN, FIRST], ids=["own", "package"])
+def test_robust_and_wrong_images_are_returned_unchanged(attack, single):
     x, y = images(30, seed=3)
     y[:5] = (y[:5] + 1) % 4
-    x_adv = FIRST(single, x, y, seeded())
+    x_adv = attack(single, x, y, seeded())
     kept = right(single, x_adv, y) == 1
     kept[:5] = True
     assert 5 < kept.sum() < 30
     assert torch.equal(x_adv[kept], x[kept])
-    double = FIRST(single.double(), x.double() * 0.999, y, seeded())
+    double = attack(single.double(), x.double() * 0.999, y, seeded())
+    kept = right(single, double, y) == 1
+    kept[:5] = True
     single.float()
     assert torch.equal(double[kept], x.double()[kept] * 0.999)
     assert_inside(LINF, double, x.double() * 0.999)
@@ -193,7 +243,7 @@ def test_streams_of_all_images_make_the_seed(single):
     assert not torch.equal(first, changed)
 
 
-def test_one_at_a_time_the_batch_does_not_matter(single):
+def test_the_package_one_at_a_time_does_not_depend_on_the_batch(single):
     attack, (x, y) = replace(FIRST, batch_size=1), images(4, seed=8)
     index = torch.arange(100, 104)
     whole = attack(single, x, y, Streams.from_index(index, 7))
@@ -203,12 +253,13 @@ def test_one_at_a_time_the_batch_does_not_matter(single):
     assert (whole != x).flatten(1).any(1).sum() > 0
 
 
-def test_batches_of_a_size(single):
+@pytest.mark.parametrize("attack", [OWN, FIRST], ids=["own", "package"])
+def test_batches_of_a_size(attack, single):
     x, y = images(4, seed=8)
     noise = Streams.from_index(torch.arange(4), 1)
     parts = torch.arange(4).split(3)
-    expected = [FIRST(single, x[part], y[part], noise[part]) for part in parts]
-    found = replace(FIRST, batch_size=3)(single, x, y, noise)
+    expected = [attack(single, x[part], y[part], noise[part]) for part in parts]
+    found = replace(attack, batch_size=3)(single, x, y, noise)
     assert torch.equal(found, torch.cat(expected))
 
 
@@ -237,14 +288,14 @@ def test_single_network_is_seen_by_its_logits(single):
 def test_member_of_no_weight_does_not_count(nets):
     x, y = images(8, seed=9)
     idle = Ensemble(nets, [1.0, 0.0], rule=mean_probs)
-    x_adv = FIRST(idle, x, y, seeded())
-    torch.testing.assert_close(x_adv, FIRST(Single(nets[0]), x, y, seeded()), rtol=0, atol=1e-5)
+    x_adv = OWN(idle, x, y, seeded())
+    torch.testing.assert_close(x_adv, OWN(Single(nets[0]), x, y, seeded()), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("rule", [random_member, majority])
 def test_ensemble(nets, rule):
     defense, (x, y) = Ensemble(nets, [0.6, 0.4], rule=rule), images(30, seed=10)
-    for attack in (FIRST, replace(FIRST, threat=L2)):
+    for attack in (FIRST, OWN, replace(OWN, threat=L2)):
         x_adv = attack(defense, x, y, seeded())
         assert_inside(attack.threat, x_adv, x)
         assert right(defense, x_adv, y).mean() < right(defense, x, y).mean() - 0.2
@@ -266,8 +317,8 @@ def test_stops_at_half_an_error(nets):
     defense, (x, y) = Ensemble([Wrong(nets[0]), nets[1]], [0.6, 0.4]), images(20, seed=11)
     left = right(defense, x, y)
     assert left.mean() > 0.3
-    x_adv = FIRST(defense, x, y, seeded())
-    assert torch.equal(x_adv, x)
+    for attack in (FIRST, OWN):
+        assert torch.equal(attack(defense, x, y, seeded()), x)
     assert right(defense, ARC(LINF, 10, LINF.eps)(defense, x, y), y).mean() < left.mean() - 0.05
 
 
@@ -294,15 +345,19 @@ def assert_is_reproducible(attack, defense):
     assert torch.equal(attack(defense, x, y, Streams.from_index(torch.arange(4))), x_adv)
 
 
-def test_random_defense(single):
-    assert_is_reproducible(FIRST, Noisy(single.net))
+@pytest.mark.parametrize("attack", [OWN, FIRST], ids=["own", "package"])
+def test_random_defense(attack, single):
+    assert_is_reproducible(attack, Noisy(single.net))
 
 
 @pytest.mark.slow
 def test_random_defense_by_its_mean_gradient(single):
     defense = Noisy(single.net)
     assert_is_reproducible(AutoAttack(LINF, "rand"), defense)
-    assert defense.calls >= 2 * 20 * 100
+    assert defense.calls >= 20
+    calls, defense.calls = defense.calls, 0
+    assert_is_reproducible(AutoAttack(LINF, "rand", reference=True), defense)
+    assert defense.calls >= 2 * 20 * 100 > calls
 
 
 def test_draws(single):
@@ -318,8 +373,12 @@ def test_draws(single):
 WRONG = {
     "norm": (lambda: AutoAttack(Threat(1)), "AutoAttack is for linf and l2, not for norm 1"),
     "bounds": (
-        lambda: AutoAttack(Threat(bounds=(-1, 1))),
-        r"AutoAttack needs images in \[0, 1\], not in \(-1, 1\)",
+        lambda: AutoAttack(Threat(bounds=(-1, 1)), reference=True),
+        r"pyautoattack needs images in \[0, 1\], not in \(-1, 1\)",
+    ),
+    "relative": (
+        lambda: AutoAttack(Threat(relative=True), reference=True),
+        "pyautoattack is for a radius in pixel units, got linf",
     ),
     "version": (lambda: AutoAttack(LINF, "best"), "version must be 'standard', .* got 'best'"),
     "needless": (
@@ -343,10 +402,11 @@ def test_wrong_arguments(build, message):
         build()
 
 
-def test_too_few_classes():
+@pytest.mark.parametrize("reference", [False, True])
+def test_too_few_classes(reference):
     net, (x, y) = Hyperplane(torch.ones(36)), images(4)
     with pytest.raises(ValueError, match="apgd-t needs 4 classes or more, the defense has 2: name"):
-        AutoAttack(LINF)(Single(net), x, y % 2, seeded())
+        AutoAttack(LINF, reference=reference)(Single(net), x, y % 2, seeded())
 
 
 def test_without_the_package(single, monkeypatch):
@@ -354,7 +414,8 @@ def test_without_the_package(single, monkeypatch):
     x, y = images(2)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "lightning-rob\[autoattack\]"'):
         FIRST(single, x, y, seeded())
+    assert OWN(single, x, y, seeded()).shape == x.shape
 
 
 def test_a_list_of_attacks_is_a_tuple():
-    assert AutoAttack(LINF, "custom", ["apgd-ce"]) == FIRST
+    assert AutoAttack(LINF, "custom", ["apgd-ce"]) == OWN

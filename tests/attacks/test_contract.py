@@ -15,8 +15,10 @@ from torch.nn.functional import cross_entropy
 
 from lightning_rob import attacks, objectives, transforms
 from lightning_rob.attacks import (
+    APGD,
     ARC,
     CW,
+    FAB,
     GMSA,
     PAA,
     PGD,
@@ -35,6 +37,7 @@ from lightning_rob.attacks import (
     PartialBatchAttack,
     Quantized8Bit,
     RandomMember,
+    Square,
     Strongest,
     Targeted,
     ThroughAdaptation,
@@ -98,7 +101,17 @@ ENTRIES = {
     "cw": (CW(L2, 20, 0.05, binary_steps=3, initial_const=0.1), "ensemble"),
     "deepfool": (DeepFool(LINF), "ensemble"),
     "deepfool-l2": (DeepFool(L2, 20, candidates=1, overshoot=0.1), "ensemble"),
-    "autoattack": (AutoAttack(LINF, "custom", ("apgd-ce",)), "ensemble"),
+    "apgd": (APGD(LINF, 10), "ensemble"),
+    "apgd-l2": (APGD(L2, 5, targets=2, restarts=2, draws=2), "random"),
+    "fab": (FAB(LINF, 5, 2), "ensemble"),
+    "fab-l2": (FAB(L2, 5, 0, 2), "ensemble"),
+    "square": (Square(LINF, 200), "ensemble"),
+    "square-l2": (Square(L2, 150), "ensemble"),
+    "autoattack": (
+        AutoAttack(LINF, "custom", ("apgd-ce", "square"), queries=10),
+        "ensemble",
+    ),
+    "reference": (AutoAttack(LINF, "custom", ("apgd-ce",), reference=True), "ensemble"),
     "foreign": (Foreign(LINF, sign_step), "ensemble"),
     "taa": (TAA(FIXED), "transformed"),
     "taa-target": (TAA(DeepFool(L2), "rotate_180"), "transformed"),
@@ -128,15 +141,15 @@ def entries(*names, where=lambda attack: True):
     return pytest.mark.parametrize(
         ("attack", "kind"),
         [
-            pytest.param(*ENTRIES[name], id=name, marks=[missing] if name == "autoattack" else [])
+            pytest.param(*ENTRIES[name], id=name, marks=[missing] if name == "reference" else [])
             for name in names or ENTRIES
             if where(ENTRIES[name][0])
         ],
     )
 
 
-FAMILIES = ("pgd", "arc", "cw", "deepfool")  # each has a loop of its own
-OWN_CHECKS = (*FAMILIES, "autoattack", "targeted", "high-confidence")
+FAMILIES = ("pgd", "apgd", "arc", "cw", "deepfool", "fab", "square")  # each has a loop of its own
+OWN_CHECKS = (*FAMILIES, "autoattack", "reference", "targeted", "high-confidence")
 
 
 @cache
@@ -242,7 +255,18 @@ def of_radius(attack, eps):
     )
 
 
-@entries(*FAMILIES, "deepfool-l2", "arc-l2", "pgd-l2", "taa-target", "high-confidence", "8-bit")
+@entries(
+    *FAMILIES,
+    "apgd-l2",
+    "fab-l2",
+    "square-l2",
+    "deepfool-l2",
+    "arc-l2",
+    "pgd-l2",
+    "taa-target",
+    "high-confidence",
+    "8-bit",
+)
 def test_no_radius_no_change(attack, defense):
     x, y = images(5, seed=8)
     x = (x * 255).round() / 255
@@ -253,15 +277,17 @@ def test_no_radius_no_change(attack, defense):
 def test_without_limits_nothing_is_left(attack, defense):
     """A radius that reaches every image: an attack that is not blind gets to zero."""
     eps = 1.0 if attack.threat.norm == "linf" else 6.0
-    steps = {"step_size": eps if isinstance(attack, ARC) else eps / 8, "steps": 40}
-    if isinstance(attack, CW | DeepFool):  # these stop at the boundary of the members' mean
-        steps, defense = {}, Single(defense.members[0])
+    steps = {name: eps if isinstance(attack, ARC) else eps / 8 for name in attack.lengths}
+    steps |= {"queries": 400} if isinstance(attack, Square) else {"steps": 40}
+    if isinstance(attack, CW | DeepFool | FAB | Square):
+        defense = Single(defense.members[0])  # these stop at the boundary of the members' mean
+        steps = {} if isinstance(attack, CW | DeepFool) else steps
     x, y = images(40, seed=7)
     x_adv = replace(of_radius(attack, eps), **steps)(defense, x, y, seeded())
     assert accuracy(defense, x_adv, y) == 0
 
 
-@entries(*FAMILIES, "deepfool-l2", "arc-l2", "pgd-l2")
+@entries(*FAMILIES, "apgd-l2", "fab-l2", "square-l2", "deepfool-l2", "arc-l2", "pgd-l2")
 def test_stays_inside_other_bounds(attack, defense):
     """Bounds whose differences are not exact in single precision."""
     x, y = images(16, seed=5)
@@ -322,7 +348,7 @@ def test_repeats_itself_in_inference_mode(attack, defense):
     assert not again.is_inference()
 
 
-@entries("pgd", "arc-l2", "autoattack")
+@entries("pgd", "apgd", "arc-l2", "square", "autoattack", "reference")
 def test_randomness_is_the_generator(attack, defense):
     x, y = images(6, seed=9)
     assert not torch.equal(attack(defense, x, y, seeded(3)), attack(defense, x, y, seeded(4)))

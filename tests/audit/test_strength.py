@@ -51,13 +51,6 @@ def test_noisy_scores_need_more_than_two_images():
     assert many(torch.ones(1))
 
 
-def test_black_box_is_not_silent_without_its_package(nets, blobs, monkeypatch):
-    monkeypatch.setattr("lightning_rob.evaluation.suites.find_spec", lambda _: None)
-    (found,) = audit(Single(nets[0]), *blobs, THREAT, checks=[black_box]).findings
-    assert found.severity == "note"
-    assert "Not checked" in found.text and 'pip install "lightning-rob[autoattack]"' in found.text
-
-
 def test_the_adaptive_attack_was_not_run(nets, blobs):
     """The user's own evaluation runs PGD on a randomized ensemble, for which ARC was made."""
     ensemble = Ensemble([nets[0], nets[1]], [0.5, 0.5])

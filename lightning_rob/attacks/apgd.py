@@ -1,0 +1,301 @@
+"""Auto-PGD: projected gradient ascent that chooses its own step sizes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.foreign import scores_of
+from lightning_rob.attacks.gradient import ObjectiveAt, ObjectiveGradient
+from lightning_rob.attacks.pgd import better, is_certain
+from lightning_rob.attacks.targeted import wrong_classes
+from lightning_rob.defenses import Defense
+from lightning_rob.defenses.transductive import PerImageLayer
+from lightning_rob.objectives import (
+    Objective,
+    ce_of_rule,
+    expected_ce,
+    margin_of_rule,
+    targeted_dlr,
+)
+from lightning_rob.randomness import Generator, normal, uniform
+from lightning_rob.rules import Rule
+from lightning_rob.threat import Threat, scale
+
+ALPHA = 0.75  # share of the gradient step in a move; the rest is the previous move
+RHO = 0.75  # a step size stays if at least this share of the last moves raised the objective
+
+
+@dataclass(frozen=True)
+class APGD(Attack):
+    """Auto-PGD (Croce and Hein 2020a, Algorithm 1): no step size to choose.
+
+    z = P(x_k + eta steepest(gradient)),
+    x_k+1 = P(x_k + alpha (z - x_k) + (1 - alpha) (x_k - x_k-1)),
+    with eta = 2 eps at first. At checkpoints w_j, eta is halved and the best iterate continued from
+    if no more than rho of the moves since w_j-1 raised the objective, or if neither eta nor the
+    best value has changed since. The start is random, on the surface of the ball.
+
+    An image is returned where the defense predicts it correctly with probability 0, else at the
+    best value of the objective, the clean image included. A defense that draws its classifiers
+    anew, for which one wrong prediction is no proof, is attacked to the end on all images.
+
+    Args:
+        threat: the ball and the bounds; linf or l2.
+        steps: number of gradient steps of a run.
+        objective: the objective to maximise, of `lightning_rob.objectives`: `expected_ce`,
+            `expected_dlr`, `expected_margin` …
+        targets: number of wrong classes, by falling score of the clean image, towards each of which
+            a run of its own climbs the targeted DLR loss; the objective then only decides which run
+            is kept. 0 climbs the objective. With more than there are, all wrong classes.
+        restarts: number of runs from fresh random starts, of each target.
+        draws: how often a random defense is drawn per step; None for as often as for a prediction.
+        early_stop: return an image as soon as the defense misclassifies it with certainty; it then
+            costs no further passes. Otherwise its run goes on, and ends at the last misclassified
+            iterate, as in the authors' code: turn it off where the images are to fool another
+            defense (`TransferFromStatic`, `OnMember`).
+
+    Raises:
+        ValueError: a count out of range, a norm other than linf and l2; when called, fewer classes
+            than the loss needs, three for DLR and four for targeted DLR.
+    """
+
+    threat: Threat
+    steps: int = 100
+    objective: Objective = expected_ce
+    targets: int = 0
+    restarts: int = 1
+    draws: int | None = None
+    early_stop: bool = True
+
+    def __post_init__(self) -> None:
+        counts = {"steps": self.steps, "restarts": self.restarts, "draws": self.draws}
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        if self.targets < 0:
+            raise ValueError(f"targets must not be negative, got {self.targets}")
+        if self.threat.p not in (2, float("inf")):
+            raise ValueError(f"APGD is for linf and l2, not for norm {self.threat.norm}")
+
+    @property
+    def stops_on_gradient_logits(self) -> bool:
+        """Whether logits computed for a gradient decide which images are already fooled."""
+        return True  # without early_stop too: they decide which iterate is returned
+
+    def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
+        """Return whether it follows the loss of an ensemble's rule."""
+        of_rule = (ce_of_rule(rule), margin_of_rule(rule))
+        return suite_kind == "ensemble" and self.objective in of_rule
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        y, certain = y.long(), is_certain(defense, self.objective)
+        everyone = ActiveBatch(positions(x), x, y, derived(generator, 0))
+        objective = ObjectiveGradient(self.objective, self.draws)
+        clean = objective(defense, x, y, everyone.generator, check=True)
+        order = wrong_classes(scores_of(clean.logits, clean.weights, defense.rule), y)
+        best, best_value = x.clone(), _finite(clean.value)
+        if certain:
+            best_value = best_value.masked_fill(clean.fooled(y), torch.inf)
+        for number, rank in enumerate(self._runs(order.shape[1])):
+            left = everyone.select(_rows_left(best_value, defense))
+            if not len(left) or not (best_value < torch.inf).any():
+                break
+            noise, rows = derived(left.generator, number + 1), left.index
+            start = surface_point(self.threat, left.x, noise)
+            target = None if rank is None else order[rows, rank]
+            run = Ascent.begin(left.x, left.y, noise, start, 2 * self.threat.eps, target)
+            found = self._ascend(defense, run, certain)
+            best[rows], best_value[rows] = better(best[rows], best_value[rows], *found)
+        return best
+
+    def _runs(self, wrong: int) -> Iterator[int | None]:
+        """Yield the rank of the target of each run; None without targets."""
+        for rank in range(min(self.targets, wrong)) if self.targets else [None]:
+            for _ in range(self.restarts):
+                yield rank
+
+    def _ascend(self, defense: Defense, run: "Ascent", certain: bool) -> tuple[Tensor, Tensor]:
+        """Return the last images [b, …] of a run and their values [b], infinite if they fool."""
+        x_adv, value = run.x.clone(), torch.full_like(run.value, torch.inf)
+        checks = checkpoints(self.steps)
+        leaves = self.early_stop and certain and _may_leave(defense)
+        objective = ObjectiveGradient(self.objective, self.draws)
+        for step in range(self.steps + 1):
+            climbed = ObjectiveGradient(run.objective(self.objective), self.draws)
+            at = climbed(defense, run.x_adv, run.y, run.generator)
+            run.observe(at, first=step == 0)
+            if certain:
+                run.keep_fooling(at.fooled(run.y))
+            if leaves and run.fools.any():
+                x_adv[run.index[run.fools]] = run.fooling[run.fools]
+                run = run.select(~run.fools)
+                if not len(run):
+                    break
+            if step in checks:
+                run.reconsider_step_size(checks[step])
+            if step < self.steps:
+                run.move(self.threat, ALPHA if step else 1.0)
+        if not len(run):
+            return x_adv, value
+        if run.target is not None:  # values of the loss towards other targets do not compare
+            with torch.no_grad():
+                run.best_value = objective.value(defense, run.best, run.y, run.generator)
+        x_adv[run.index] = _where(run.fools, run.fooling, run.best)
+        value[run.index] = _finite(run.best_value).masked_fill(run.fools, torch.inf)
+        return x_adv, value
+
+
+@dataclass
+class Ascent(ActiveBatch):
+    """The state of a run, of the images that it still attacks.
+
+    Args:
+        x_adv: [b, C, H, W] the current iterates, x_k.
+        previous: [b, C, H, W] the iterates before, x_k-1.
+        gradient: [b, C, H, W] at the current iterates.
+        best: [b, C, H, W] the best iterates.
+        best_gradient: [b, C, H, W] at the best iterates.
+        best_value: [b] the objective there.
+        step_size: [b] eta, in units of the threat's radius.
+        value: [b] the objective after the last move.
+        rises: [b] moves since the last checkpoint that raised the objective.
+        best_before: [b] the best value at the last checkpoint.
+        halved: [b] whether the last checkpoint halved the step size.
+        fooling: [b, C, H, W] the last iterates that fooled.
+        fools: [b] whether there is one.
+        target: [b] the classes climbed towards, if any.
+    """
+
+    x_adv: Tensor
+    previous: Tensor
+    gradient: Tensor
+    best: Tensor
+    best_gradient: Tensor
+    best_value: Tensor
+    step_size: Tensor
+    value: Tensor
+    rises: Tensor
+    best_before: Tensor
+    halved: Tensor
+    fooling: Tensor
+    fools: Tensor
+    target: Tensor | None
+
+    @classmethod
+    def begin(
+        cls,
+        x: Tensor,
+        y: Tensor,
+        generator: Generator,
+        start: Tensor,
+        step_size: float,
+        target: Tensor | None,
+    ) -> "Ascent":
+        """Begin a run on all images of a batch from their starts [B, C, H, W]."""
+        zero, zeros = torch.zeros_like(x), x.new_zeros(len(x))
+        never = zeros - torch.inf
+        images = (start, start, zero, start, zero)
+        # the authors' code compares the value after the first move with 0, and so does this
+        numbers = (never, zeros + step_size, zeros, zeros, never, zeros == 0)
+        fooling = (x, zeros > 0)
+        return cls(positions(x), x, y, generator, *images, *numbers, *fooling, target)
+
+    def objective(self, untargeted: Objective) -> Objective:
+        """Return the objective that the images climb."""
+        return untargeted if self.target is None else targeted_dlr(self.target)
+
+    def observe(self, at: ObjectiveAt, first: bool) -> None:
+        """Take in the gradients and values of the current iterates."""
+        self.gradient = at.gradient.nan_to_num(0.0, 0.0, 0.0)
+        self.best_gradient, _ = better(self.best_gradient, self.best_value, self.gradient, at.value)
+        self.best, self.best_value = better(self.best, self.best_value, self.x_adv, at.value)
+        if first:
+            self.best_before = self.best_value
+        else:
+            self.rises = self.rises + (at.value > self.value)
+            self.value = at.value
+
+    def keep_fooling(self, fooled: Tensor) -> None:
+        """Keep the current iterates that fool, given as a mask [b]."""
+        self.fooling = _where(fooled, self.x_adv, self.fooling)
+        self.fools = self.fools | fooled
+
+    def reconsider_step_size(self, moves: int) -> None:
+        """Halve the step sizes that no longer help, after this number of moves."""
+        stuck = ~self.halved & (self.best_before >= self.best_value)
+        self.halved = (self.rises <= RHO * moves) | stuck
+        self.best_before, self.rises = self.best_value, torch.zeros_like(self.rises)
+        self.step_size = torch.where(self.halved, self.step_size / 2, self.step_size)
+        self.x_adv = _where(self.halved, self.best, self.x_adv)
+        self.gradient = _where(self.halved, self.best_gradient, self.gradient)
+
+    def move(self, threat: Threat, alpha: float) -> None:
+        """Move to the next iterates."""
+        length = self.step_size * threat.unit(self.x)
+        z = threat.project(self.x_adv + scale(threat.steepest(self.gradient), length), self.x)
+        move = alpha * (z - self.x_adv) + (1 - alpha) * (self.x_adv - self.previous)
+        self.previous, self.x_adv = self.x_adv, threat.project(self.x_adv + move, self.x)
+
+
+def checkpoints(steps: int) -> dict[int, int]:
+    """Return the checkpoints w_j and the moves since the one before, as the authors round them.
+
+    The first interval is 0.22 of the steps, each is 0.03 shorter than the last, and at least 0.06.
+    """
+    moves, shortest, shrink = (max(int(share * steps), 1) for share in (0.22, 0.06, 0.03))
+    found, at = {}, moves
+    while at <= steps:
+        found[at] = moves
+        moves = max(moves - shrink, shortest)
+        at += moves
+    return found
+
+
+def surface_point(
+    threat: Threat, x: Tensor, generator: Generator = None, share: float = 1.0
+) -> Tensor:
+    """Draw a point of the ball's surface, within the bounds.
+
+    Args:
+        threat: the ball; for linf a uniform direction of the cube, else of the sphere.
+        x: [B, …] images.
+        generator: see `lightning_rob.randomness.uniform`.
+        share: of the radius.
+
+    Returns:
+        [B, …] images.
+    """
+    if threat.p == float("inf"):
+        direction = 2 * uniform(x, *x.shape[1:], generator=generator) - 1
+    else:
+        direction = normal(x, *x.shape[1:], generator=generator)
+    radius = share * threat.eps * threat.unit(x)
+    delta = scale(direction, radius / threat.size(direction).clamp_min(1e-12))
+    return threat.apply(threat.confine(delta, x), x)
+
+
+def _where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return per image a where the condition [B] holds, else b [B, …]."""
+    return torch.where(condition.view(-1, *[1] * (a.dim() - 1)), a, b)
+
+
+def _finite(value: Tensor) -> Tensor:
+    """Return the objective [B] without infinities, which stand for images that fool."""
+    return value.clamp_max(torch.finfo(value.dtype).max)
+
+
+def _may_leave(defense: Defense) -> bool:
+    """Return whether predictions stay the same when other images leave the batch."""
+    per_image = any(isinstance(layer, PerImageLayer) for layer in defense.modules())
+    return not defense.transductive and not per_image
+
+
+def _rows_left(value: Tensor, defense: Defense) -> Tensor:
+    """Return the mask [B] of the images that a further run attacks."""
+    left = value < torch.inf
+    return left if _may_leave(defense) else torch.ones_like(left)

@@ -1,0 +1,199 @@
+"""Fast Adaptive Boundary attack: the smallest perturbation, by steps to linearised boundaries."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
+from lightning_rob.attacks.apgd import surface_point
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.foreign import scores
+from lightning_rob.attacks.targeted import wrong_classes
+from lightning_rob.defenses import Defense
+from lightning_rob.objectives import check_logits
+from lightning_rob.randomness import Generator
+from lightning_rob.threat import TINY, Threat, scale
+
+ALPHA = 0.1  # largest share of the projection of the image itself in a step
+BETA = 0.9  # share of the distance that remains in the step back towards the image
+ETA = 1.05  # length of a step, in distances to the boundary
+SHORTEST = 1e-8  # smallest distance to a boundary, as in the authors' code
+
+
+@dataclass(frozen=True)
+class FAB(Attack):
+    """Fast Adaptive Boundary attack (Croce and Hein 2020b, Algorithm 1).
+
+    Each step linearises the boundary between the label and another class, and moves beyond the
+    projections onto it, within the bounds, of the iterate and, by a share alpha, of the image:
+    x_k+1 = (1 - alpha) (x_k + eta d(x_k)) + alpha (x + eta d(x)). From an iterate that is
+    misclassified the search goes back towards the image, x + beta (x_k+1 - x). An image is returned
+    as soon as it is misclassified within the ball; else unchanged.
+
+    It attacks the mean prediction of a defense, `lightning_rob.attacks.foreign.scores`, as
+    AutoAttack does.
+
+    Args:
+        threat: the ball and the bounds; linf or l2.
+        steps: number of steps of a run.
+        targets: number of wrong classes, by falling score of the clean image, whose boundaries are
+            searched, each in a run of its own; with more than there are, all of them. 0 moves to
+            the nearest of all boundaries, at the price of a gradient for each.
+        restarts: number of runs, of each target; the first from the image, others from random
+            points at half the radius.
+        draws: how often a random defense is drawn for each evaluation; None for as often as for a
+            prediction.
+
+    Raises:
+        ValueError: a count out of range, a norm other than linf and l2.
+    """
+
+    threat: Threat
+    steps: int = 100
+    targets: int = 9
+    restarts: int = 1
+    draws: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = {"steps": self.steps, "restarts": self.restarts, "draws": self.draws}
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        if self.targets < 0:
+            raise ValueError(f"targets must not be negative, got {self.targets}")
+        if self.threat.p not in (2, math.inf):
+            raise ValueError(f"FAB is for linf and l2, not for norm {self.threat.norm}")
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        noise, y = derived(generator, 0), y.long()
+        with torch.no_grad():
+            clean = scores(defense, x, noise, self.draws)
+        check_logits(clean[None], y)
+        order = wrong_classes(clean, y)
+        left = Search(positions(x), x, y, noise, x, order).select(clean.argmax(-1) == y)
+        x_final = x.clone()
+        for number, (columns, at_random) in enumerate(self._runs(order.shape[1])):
+            if not len(left):
+                break
+            noise, start = derived(left.generator, number + 1), left.x
+            if at_random:
+                start = surface_point(self.threat, left.x, noise, share=0.5)
+            classes = left.classes[:, columns]
+            run = Search(positions(left.x), left.x, left.y, noise, start, classes)
+            x_adv, found = self._search(defense, run)
+            x_final[left.index[found]] = x_adv[found]
+            left = left.select(~found)
+        return x_final
+
+    def _runs(self, wrong: int) -> Iterator[tuple[slice, bool]]:
+        """Yield the classes of each run, as columns of all wrong ones, and if its start is random.
+
+        Args:
+            wrong: the number of wrong classes.
+        """
+        single = [slice(rank, rank + 1) for rank in range(min(self.targets, wrong))]
+        for columns in single or [slice(None)]:
+            for restart in range(self.restarts):
+                yield columns, restart > 0
+
+    def _search(self, defense: Defense, run: "Search") -> tuple[Tensor, Tensor]:
+        """Return images [b, …], and which of them are misclassified within the ball [b]."""
+        x_adv, found = run.x.clone(), torch.zeros_like(run.y, dtype=torch.bool)
+        for _ in range(self.steps):
+            run.x_adv = self._step(defense, run)
+            with torch.no_grad():
+                wrong = scores(defense, run.x_adv, run.generator, self.draws).argmax(-1) != run.y
+            inside = wrong & (self.threat.distance(run.x_adv, run.x) <= self.threat.eps)
+            if inside.any():
+                x_adv[run.index[inside]], found[run.index[inside]] = run.x_adv[inside], True
+                run, wrong = run.select(~inside), wrong[~inside]
+                if not len(run):
+                    break
+            back = run.x + BETA * (run.x_adv - run.x)
+            run.x_adv = torch.where(wrong.view(-1, *[1] * (back.dim() - 1)), back, run.x_adv)
+        return x_adv, found
+
+    def _step(self, defense: Defense, run: "Search") -> Tensor:
+        """Return the next iterates [b, …]."""
+        z = run.x_adv.detach().requires_grad_()
+        values = scores(defense, z, run.generator, self.draws)
+        gaps = values.gather(1, run.y[:, None]) - values.gather(1, run.classes)
+        normal, gap = nearest_hyperplane(gaps, z, self.threat)
+        z, x = z.detach(), run.x
+        gap_of_x = gap + (normal * (x - z)).flatten(1).sum(1)
+        points, normals = torch.cat([z, x]), torch.cat([normal, normal])
+        delta = to_hyperplane(points, normals, torch.cat([gap, gap_of_x]), self.threat)
+        of_z, of_x = self.threat.size(delta).clamp_min(SHORTEST).chunk(2)
+        alpha = (of_z / (of_z + of_x)).clamp_max(ALPHA)
+        beyond_z, beyond_x = (points + ETA * delta).chunk(2)
+        mixed = scale(beyond_z, 1 - alpha) + scale(beyond_x, alpha)
+        return mixed.clamp(*self.threat.bounds)
+
+
+@dataclass
+class Search(ActiveBatch):
+    """The searches of the images that are not found yet.
+
+    Args:
+        x_adv: [b, C, H, W] the iterates.
+        classes: [b, G] the wrong classes whose boundaries are searched.
+    """
+
+    x_adv: Tensor
+    classes: Tensor
+
+
+def nearest_hyperplane(gaps: Tensor, z: Tensor, threat: Threat) -> tuple[Tensor, Tensor]:
+    """Return the normal [B, …] of the nearest linearised boundary, and the gap [B] to it at z.
+
+    Args:
+        gaps: [B, G] values that are zero on one boundary each, computed from z.
+        z: [B, …] images that require gradients.
+        threat: its norm measures the distance.
+    """
+    normal, nearest_gap = torch.zeros_like(z), gaps[:, 0].detach()
+    nearest = torch.full_like(nearest_gap, torch.inf)
+    for rank, gap in enumerate(gaps.unbind(1), 1):
+        (w,) = torch.autograd.grad(gap.sum(), z, retain_graph=rank < gaps.shape[1])
+        distance = gap.detach().abs() / threat.dual(w).clamp_min(TINY)
+        nearer = distance < nearest
+        normal = torch.where(nearer.view(-1, *[1] * (z.dim() - 1)), w, normal)
+        nearest_gap = torch.where(nearer, gap.detach(), nearest_gap)
+        nearest = torch.minimum(distance, nearest)
+    return normal, nearest_gap
+
+
+def to_hyperplane(x: Tensor, w: Tensor, gap: Tensor, threat: Threat) -> Tensor:
+    """Return the shortest d [B, …] with w.d = -gap and x + d within the bounds.
+
+    Where no such d exists it is the one that comes closest. The solution is
+    d = -sign(w) min(lambda |w|^(q-1), room to the bound), pixel by pixel, and lambda is found by
+    Newton's method: w.d is concave in lambda, and linear between the pixels' arrivals at their
+    bounds, so that the steps never overshoot and end at the exact solution.
+
+    Args:
+        x: [B, …] images.
+        w: [B, …] normals.
+        gap: [B] distances in units of the normals, positive on the side that they point to.
+        threat: linf or l2, and the bounds.
+    """
+    flat = w.flatten(1)
+    largest = flat.abs().amax(1).clamp_min(TINY)
+    flat, gap = scale(flat, torch.where(gap < 0, -1, 1) / largest), gap.abs() / largest
+    (low, high), at = threat.bounds, x.flatten(1)
+    room = torch.where(flat > 0, at - low, high - at) * (flat != 0)
+    speed = (flat != 0).to(flat) if threat.p == math.inf else flat.abs()
+    slope, reach = flat.abs() * speed, flat.abs() * room
+    length, most = torch.zeros_like(gap), torch.finfo(gap.dtype).max
+    for _ in range(flat.shape[1] + 1):
+        arrived = length[:, None] * speed >= room
+        left = gap - (reach * arrived).sum(1)
+        further = left / slope.masked_fill(arrived, 0).sum(1).clamp_min(TINY)
+        if not (further > length).any():
+            break
+        length = torch.maximum(further, length).clamp_max(most)
+    return (-flat.sign() * torch.minimum(length[:, None] * speed, room)).view_as(x)

@@ -1,0 +1,234 @@
+"""Square Attack: random search over square windows of the image, without gradients."""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.foreign import scores
+from lightning_rob.defenses import Defense
+from lightning_rob.objectives import check_logits, linear
+from lightning_rob.randomness import Generator, uniform
+from lightning_rob.threat import Threat, scale
+
+SCHEDULE = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # queries after which p is halved
+AHEAD = 50  # queries whose random numbers are drawn at once
+GUARD = 1e-12  # added to divisors, as in the authors' code
+
+Proposal = tuple[Tensor, Tensor]  # rows [r] of a batch, and candidate images [r, C, H, W] for them
+
+
+@dataclass(frozen=True)
+class Square(Attack):
+    """Square Attack (Andriushchenko et al. 2020): random search, by the scores alone.
+
+    Each query changes a window of an image; the change is kept if it lowers the margin, the label's
+    score minus the largest other one. For linf (Algorithm 2) each channel of the window moves to
+    +eps or -eps; the search starts with vertical stripes of these. For l2 (Algorithm 3) the norm of
+    a second window moves into the first one, in the form of two opposite pyramids; the search
+    starts with tiles of these. A window covers a share p of the image, halved after 10, 50, 200,
+    500, 1,000, 2,000 … queries. Windows are drawn for each image. A change that leaves an image as
+    it is costs no pass, but counts.
+
+    It attacks the mean prediction of a defense, `lightning_rob.attacks.foreign.scores`, as
+    AutoAttack does. Images that are fooled leave; the others are returned at their smallest margin.
+
+    Args:
+        threat: the ball and the bounds; linf or l2.
+        queries: number of changes tried on each image.
+        p: share of the image in the first windows.
+        draws: how often a random defense is drawn for a query; None for as often as for a
+            prediction.
+
+    Raises:
+        ValueError: a count below 1, a share outside (0, 1], a norm other than linf and l2; when
+            called, images that are not [B, C, H, W].
+    """
+
+    knowledge: ClassVar[str] = "the predictions"
+    threat: Threat
+    queries: int = 5000
+    p: float = 0.8
+    draws: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, count in {"queries": self.queries, "draws": self.draws}.items():
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        if not 0 < self.p <= 1:
+            raise ValueError(f"p must be a share of the image in (0, 1], got {self.p}")
+        if self.threat.p not in (2, math.inf):
+            raise ValueError(f"Square is for linf and l2, not for norm {self.threat.norm}")
+
+    @torch.no_grad()
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        if x.dim() != 4:
+            raise ValueError(f"Square is for images [B, C, H, W], got shape {list(x.shape)}")
+        walk = Walk(positions(x), x, y.long(), derived(generator, 0), x, x.new_zeros(len(x)), x)
+        walk.margin = self._margin(defense, walk, x, check=True)
+        x_final, walk = x.clone(), walk.select(walk.margin > -torch.inf)
+        if len(walk):
+            walk.best = self._start(walk)
+            walk.margin = self._margin(defense, walk, walk.best)
+        for query in range(self.queries):
+            fooled = walk.margin == -torch.inf
+            if fooled.any():
+                x_final[walk.index[fooled]] = walk.best[fooled]
+                walk = walk.select(~fooled)
+            if not len(walk):
+                return x_final
+            if query % AHEAD == 0:
+                walk.numbers = uniform(walk.x, AHEAD, 5 + x.shape[1], generator=walk.generator)
+            rows, candidate = self._propose(walk, query)
+            if len(rows):
+                tried = walk.select(rows)
+                tried.generator = derived(tried.generator, query)
+                margin = self._margin(defense, tried, candidate)
+                keep = margin < tried.margin
+                walk.best[rows[keep]], walk.margin[rows[keep]] = candidate[keep], margin[keep]
+        x_final[walk.index] = walk.best
+        return x_final
+
+    def _margin(self, defense: Defense, walk: "Walk", x: Tensor, check: bool = False) -> Tensor:
+        """Return the margins [b] of images [b, C, H, W], minus infinity for those that fool."""
+        values = scores(defense, x, walk.generator, self.draws)
+        if check:
+            check_logits(values[None], walk.y)
+        margin = -linear(values[None], values.new_ones(1), walk.y)
+        return margin.masked_fill(values.argmax(-1) != walk.y, -torch.inf)
+
+    def _start(self, walk: "Walk") -> Tensor:
+        """Return the images [b, C, H, W] that the search starts from."""
+        x, (channels, height, width) = walk.x, walk.x.shape[1:]
+        if self.threat.p == math.inf:
+            signs = _signs(uniform(x, channels, 1, width, generator=walk.generator))
+            return (x + scale(signs.expand_as(x), self._radius(x))).clamp(*self.threat.bounds)
+        side = max(min(height, width) // 5, 1)
+        down, across = height // side, width // side
+        numbers = uniform(x, 1 + channels, down, across, 1, 1, generator=walk.generator)
+        tiles = _signs(numbers[:, 1:]) * _turned(pyramids(side).to(x), numbers[:, :1])
+        tiles = tiles.transpose(3, 4).reshape(len(x), channels, down * side, across * side)
+        top, left = (height - down * side) // 2, (width - across * side) // 2
+        delta = torch.zeros_like(x)
+        delta[:, :, top : top + down * side, left : left + across * side] = tiles
+        return self._on_sphere(delta, x)
+
+    def _propose(self, walk: "Walk", query: int) -> Proposal:
+        """Return the images that a query changes, and their candidates."""
+        numbers, (height, width) = walk.numbers[:, query % AHEAD], walk.x.shape[2:]
+        share = self.p / 2 ** sum(query > last for last in SCHEDULE)
+        side = max(round(math.sqrt(share * height * width)), 1)
+        if self.threat.p == math.inf:
+            return self._window_of_signs(walk, numbers, min(side, height, width))
+        side = max(side, 3)
+        return self._window_of_pyramids(walk, numbers, min(side + 1 - side % 2, height, width))
+
+    def _window_of_signs(self, walk: "Walk", numbers: Tensor, side: int) -> Proposal:
+        """Move each channel of a window to +eps or -eps; images that this changes."""
+        window = _window(numbers[:, :2], side, walk.x)
+        signs = _signs(numbers[:, 5:, None])
+        before = walk.x.flatten(2).gather(2, window)
+        new = (before + scale(signs, self._radius(walk.x))).clamp(*self.threat.bounds)
+        current = walk.best.flatten(2)
+        rows = (new != current.gather(2, window)).flatten(1).any(1).nonzero()[:, 0]
+        return rows, current[rows].scatter(2, window[rows], new[rows]).view_as(walk.x[rows])
+
+    def _window_of_pyramids(self, walk: "Walk", numbers: Tensor, side: int) -> Proposal:
+        """Move the norm in a second window, and what is left of eps, into pyramids in a first."""
+        x, delta = walk.x, (walk.best - walk.x).flatten(2)
+        first, second = (_window(numbers[:, at : at + 2], side, x) for at in (0, 2))
+        both = torch.zeros_like(delta).scatter(2, first, 1.0).scatter(2, second, 1.0)
+        in_windows = (delta * both).square().sum(2, keepdim=True)
+        unused = (self._radius(x) ** 2 - self.threat.size(delta) ** 2).clamp_min(0) / x.shape[1]
+        new = _turned(pyramids(side).to(x), numbers[:, 4, None, None]).flatten(1)[:, None]
+        new = new * _signs(numbers[:, 5:, None]) + _normalized(delta.gather(2, first))
+        new = _normalized(new) * (unused[:, None, None] + in_windows).sqrt()
+        delta = delta.scatter(2, second, 0.0).scatter(2, first, new)
+        return positions(x), self._on_sphere(delta.view_as(x), x)
+
+    def _on_sphere(self, delta: Tensor, x: Tensor) -> Tensor:
+        """Scale perturbations [b, …] to the radius, and add them within the bounds."""
+        size = self.threat.size(delta).clamp_min(GUARD)
+        return self.threat.apply(scale(delta, self._radius(x) / size), x)
+
+    def _radius(self, x: Tensor) -> Tensor:
+        return self.threat.eps * self.threat.unit(x)
+
+
+@dataclass
+class Walk(ActiveBatch):
+    """The searches of the images that are not fooled yet.
+
+    Args:
+        best: [b, C, H, W] the images of smallest margin.
+        margin: [b] their margins; minus infinity for images that fool.
+        numbers: [b, AHEAD, n] random numbers of the next queries.
+    """
+
+    best: Tensor
+    margin: Tensor
+    numbers: Tensor
+
+
+def _window(numbers: Tensor, side: int, x: Tensor) -> Tensor:
+    """Return the flat positions [b, C, side * side] of a window, placed by numbers [b, 2]."""
+    height, width = x.shape[2:]
+    room = numbers.new_tensor([height - side + 1, width - side + 1])
+    top, left = (numbers * room).long().unbind(1)
+    steps = torch.arange(side, device=x.device)
+    rows, columns = top[:, None] + steps, left[:, None] + steps
+    flat = (rows[:, :, None] * width + columns[:, None, :]).flatten(1)
+    return flat[:, None].expand(-1, x.shape[1], -1)
+
+
+def _signs(numbers: Tensor) -> Tensor:
+    """Return -1 or +1 for numbers in [0, 1)."""
+    return torch.where(numbers < 0.5, -1.0, 1.0).to(numbers)
+
+
+def _turned(pattern: Tensor, numbers: Tensor) -> Tensor:
+    """Return the pattern [side, side], turned where numbers [..., 1, 1] are below one half."""
+    return torch.where(numbers < 0.5, pattern.T, pattern)
+
+
+def _normalized(window: Tensor) -> Tensor:
+    """Scale each channel of a window [b, C, n] to norm 1."""
+    norm: Tensor = torch.linalg.vector_norm(window, dim=2, keepdim=True)
+    return window / (norm + GUARD)
+
+
+@cache
+def pyramids(side: int) -> Tensor:
+    """Return the change of an l2 window: a pyramid above an inverted one (eqs. 2 and 3).
+
+    Args:
+        side: of the window.
+
+    Returns:
+        [side, side] of norm 1.
+    """
+    upper, lower = (_pyramid(height, side) for height in (side // 2, side - side // 2))
+    pattern: Tensor = torch.cat([upper, -lower]) / (2.0 if side > 1 else 1.0) ** 0.5
+    return pattern
+
+
+def _pyramid(height: int, width: int) -> Tensor:
+    """Return values [height, width] of norm 1 that fall from ring to ring around the middle.
+
+    They are sums of 1 / k^2, from the pixel's ring k to the outermost one.
+    """
+    middle = height // 2, width // 2
+    rows, columns = (
+        (torch.arange(n) - m).abs() for n, m in zip((height, width), middle, strict=True)
+    )
+    rings = torch.maximum(rows[:, None], columns[None, :])
+    steps = 1 / torch.arange(1.0, max(middle) + 2) ** 2
+    values = steps.flip(0).cumsum(0).flip(0)[rings]
+    norm: Tensor = torch.linalg.vector_norm(values)
+    return values / norm.clamp_min(GUARD)

@@ -1,0 +1,226 @@
+"""APGD walks as its authors' code does, and never ends weaker than it began."""
+
+import pytest
+import torch
+
+from lightning_rob.attacks import APGD, PGD, attacking
+from lightning_rob.attacks.active_set import derived
+from lightning_rob.attacks.apgd import checkpoints, surface_point
+from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single
+from lightning_rob.objectives import expected_ce, expected_dlr, expected_margin, worst_ce
+from lightning_rob.randomness import Streams
+from lightning_rob.rules import mean_probs
+from lightning_rob.threat import Threat
+from lightning_rob.transforms import GaussianNoise
+from tests.attacks.common import accuracy, assert_inside, images, right, seeded, trained_net
+from tests.counting import Counting
+
+LINF, L2 = Threat("linf", "24/255"), Threat("l2", 0.5)
+both_norms = pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
+
+
+class Recording(torch.nn.Module):
+    """A network that keeps the images that it is called on."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.seen = net, []
+
+    def forward(self, x):
+        self.seen.append(x.detach().clone())
+        return self.net(x)
+
+
+@pytest.fixture
+def double(monkeypatch):
+    """In double precision, where rounding decides nothing in a hundred steps."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def package_iterates(threat, loss, net, x, y, start, rank=None):
+    """The images that the authors' code calls the network on, from a given start."""
+    base = pytest.importorskip("pyautoattack.autopgd_base")
+    norm = {"linf": "Linf", "l2": "L2"}[threat.norm]
+    kind = base.APGDAttack_targeted if loss == "dlr-targeted" else base.APGDAttack
+    recording = Recording(net)
+    attack = kind(recording, norm=norm, eps=threat.eps, device="cpu")
+    attack.loss = loss
+    attack.init_hyperparam(x)
+    if rank is not None:
+        attack.y_target = net(x).sort(dim=1)[1][:, -2 - rank]
+    attack.attack_single_run(x, y, x_init=start)
+    return recording.seen
+
+
+LOSSES = {
+    "ce": ("ce", {}),
+    "dlr": ("dlr", {"objective": expected_dlr}),
+    "targeted dlr": ("dlr-targeted", {"targets": 1}),
+}
+
+
+@both_norms
+@pytest.mark.parametrize(("loss", "options"), LOSSES.values(), ids=LOSSES)
+def test_iterates_are_those_of_the_package(threat, loss, options, double):
+    """Image by image, from the same start, until the image is fooled."""
+    net, (x, y) = trained_net(1).double().eval(), images(8, seed=1)
+    x, lengths = x.double(), []
+    for i in range(len(x)):
+        noise = Streams.from_index(torch.tensor([i]), 1)
+        start = surface_point(threat, x[i : i + 1], derived(derived(noise, 0), 1))
+        recording = Recording(net)
+        APGD(threat, **options)(Single(recording), x[i : i + 1], y[i : i + 1], noise)
+        ours = recording.seen[1:]  # the first is the clean image
+        rank = 0 if "targets" in options else None
+        with attacking(Single(net)):
+            theirs = package_iterates(threat, loss, net, x[i : i + 1], y[i : i + 1], start, rank)
+        ours = ours[: len(theirs)]  # a last one evaluates the objective, if there are targets
+        for step, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-9, msg=f"image {i}, {step}")
+        lengths.append(len(ours))
+        assert len(ours) == 101 or (net(ours[-1]).argmax(1) != y[i]).all()
+    assert max(lengths) == 101 and min(lengths) < 101
+
+
+@both_norms
+def test_without_early_stop_the_images_are_those_of_the_package(threat, double):
+    """The last misclassified iterate of the first run that finds one."""
+    base = pytest.importorskip("pyautoattack.autopgd_base")
+    net, (x, y) = trained_net(1).double().eval(), images(12, seed=1)
+    x, norm = x.double(), {"linf": "Linf", "l2": "L2"}[threat.norm]
+    attack = base.APGDAttack(net, norm=norm, eps=threat.eps, device="cpu")
+    attack.init_hyperparam(x)
+    noise = Streams.from_index(torch.arange(12), 1)
+    start = surface_point(threat, x, derived(derived(noise, 0), 1))
+    x_adv = APGD(threat, early_stop=False)(Single(net), x, y, noise)
+    with attacking(Single(net)):
+        best, right_still, _, fooling = attack.attack_single_run(x, y, x_init=start)
+    expected = torch.where(right_still.view(-1, 1, 1, 1), best, fooling)
+    assert 0 < right_still.sum() < 12
+    torch.testing.assert_close(x_adv, expected, rtol=0, atol=1e-9)
+
+
+def test_checkpoints_are_those_of_the_paper():
+    """p_j = 0, 0.22, 0.41, 0.57, 0.70, 0.80, 0.87, 0.93, 0.99."""
+    assert list(checkpoints(100)) == [22, 41, 57, 70, 80, 87, 93, 99]
+    assert list(checkpoints(3)) == [1, 2, 3]
+
+
+@both_norms
+def test_starts_lie_on_the_surface(threat):
+    x = torch.full((50, 3, 4, 4), 0.5)
+    distance = threat.distance(surface_point(threat, x, seeded()), x)
+    torch.testing.assert_close(distance, torch.full_like(distance, threat.eps))
+
+
+@both_norms
+@pytest.mark.parametrize("objective", [expected_ce, expected_dlr, expected_margin])
+def test_is_as_strong_as_pgd_with_restarts(threat, objective):
+    defense, (x, y) = Single(trained_net(1)), images(100, seed=2)
+    pgd = PGD(threat, 40, threat.eps / 8, expected_margin, restarts=3, early_stop=True)
+    reference = right(defense, pgd(defense, x, y, seeded()), y)
+    x_adv = APGD(threat, 100, objective)(defense, x, y, seeded())
+    assert_inside(threat, x_adv, x)
+    assert right(defense, x_adv, y).sum() <= reference.sum() + 3
+    assert 0 < reference.mean() < 0.9
+
+
+def test_targets_and_restarts_only_add():
+    """Each run attacks the images that are left, from the streams of its own number."""
+    defense, (x, y) = Single(trained_net(1)), images(100, seed=2)
+    left = []
+    for options in ({"restarts": 1}, {"restarts": 4}, {"targets": 1}, {"targets": 3}):
+        attack = APGD(Threat("linf", 0.08), 3, **options)
+        x_adv = attack(defense, x, y, Streams.from_index(torch.arange(100), 1))
+        left.append(right(defense, x_adv, y))
+    assert (left[1] <= left[0]).all()
+    assert (left[3] <= left[2]).all()
+    assert left[1].sum() + left[3].sum() < left[0].sum() + left[2].sum() < 200
+
+
+def test_misclassified_images_are_returned_as_they_are():
+    defense, (x, y) = Single(trained_net(1)), images(10)
+    wrong = (y + 1) % 4
+    for attack in (APGD(LINF, 5), APGD(LINF, 5, targets=2)):
+        assert torch.equal(attack(defense, x, wrong, seeded()), x)
+
+
+def test_fooled_images_cost_nothing_more():
+    net = Counting(trained_net(1)).eval()
+    x, y = images(40, seed=3)
+    APGD(Threat("linf", 0.5), 20)(Single(net), x, y, seeded())
+    assert net.linearised == sorted(net.linearised, reverse=True)
+    assert len(net.linearised) < 10 and net.linearised == net.backwards
+    net.clear()
+    APGD(Threat("linf", 1e-4), 20)(Single(net), x, y, seeded())
+    assert net.linearised[1:] == [net.linearised[1]] * 21
+
+
+def test_a_randomized_ensemble_is_left_at_the_best_value():
+    """One member may still be right: the image goes on, and ends at the largest objective."""
+    ensemble, (x, y) = Ensemble([trained_net(1), trained_net(2)], [0.6, 0.4]), images(60, seed=4)
+    for objective in (expected_ce, worst_ce):
+        x_adv = APGD(LINF, 30, objective)(ensemble, x, y, seeded())
+        with attacking(ensemble), torch.no_grad():
+            values = [objective(ensemble.logits(z), ensemble.weights, y) for z in (x, x_adv)]
+        fooled = right(ensemble, x_adv, y) == 0
+        assert (fooled | (values[1] >= values[0])).all()
+    assert accuracy(ensemble, x_adv, y) < accuracy(ensemble, x, y) - 0.2
+    reference = PGD(LINF, 30, LINF.eps / 8)(ensemble, x, y, seeded())
+    x_adv = APGD(LINF, 30)(ensemble, x, y, seeded())
+    assert accuracy(ensemble, x_adv, y) <= accuracy(ensemble, reference, y) + 0.02
+
+
+def test_a_random_defense_is_attacked_to_the_end():
+    """One wrong prediction is no proof: no image leaves."""
+    net, (x, y) = Counting(trained_net(1)).eval(), images(12, seed=5)
+    defense = RandomTransforms(net, [GaussianNoise(alpha=0.1)], size=1, draws=2)
+    x_adv = APGD(Threat("linf", 0.5), 10, draws=4)(defense, x, y, seeded())
+    assert net.linearised == [4 * 12] * 12
+    assert_inside(Threat("linf", 0.5), x_adv, x)
+
+
+def test_a_defense_with_weights_for_each_image_keeps_its_batch():
+    """DENT's scales and shifts belong to the images of the batch that it adapted to."""
+    (x, y), defense = images(12, seed=6), DENT(trained_net(1), steps=2)
+    adapted = defense.adapt(x, seeded())
+    x_adv = APGD(LINF, 10)(adapted, x, y, seeded())
+    assert accuracy(adapted, x_adv, y) < accuracy(adapted, x, y)
+
+
+def test_rule_that_pools_is_certain():
+    ensemble = Ensemble([trained_net(1), trained_net(2)], [0.6, 0.4], rule=mean_probs)
+    x, y = images(60, seed=4)
+    assert accuracy(ensemble, APGD(LINF, 30)(ensemble, x, y, seeded()), y) < 0.6
+
+
+WRONG = {
+    "steps": (lambda: APGD(LINF, 0), "steps must be at least 1, got 0"),
+    "restarts": (lambda: APGD(LINF, restarts=0), "restarts must be at least 1, got 0"),
+    "draws": (lambda: APGD(LINF, draws=0), "draws must be at least 1, got 0"),
+    "targets": (lambda: APGD(LINF, targets=-1), "targets must not be negative, got -1"),
+    "norm": (lambda: APGD(Threat(3)), "APGD is for linf and l2, not for norm 3"),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_arguments(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("classes", "options", "message"),
+    [
+        (2, {"objective": expected_dlr}, "DLR needs three classes or more, the defense has 2"),
+        (3, {"targets": 1}, "targeted DLR needs four classes or more, the defense has 3"),
+    ],
+)
+def test_too_few_classes(classes, options, message):
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, classes))
+    x, _ = images(4)
+    with pytest.raises(ValueError, match=message):
+        APGD(LINF, 5, **options)(Single(net), x, net(x).argmax(1), seeded())

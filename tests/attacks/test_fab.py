@@ -1,0 +1,138 @@
+"""FAB walks as its authors' code does, and its projections are the shortest."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.attacks import FAB, attacking
+from lightning_rob.attacks.fab import to_hyperplane
+from lightning_rob.defenses import Single
+from lightning_rob.threat import Threat
+from tests.attacks.common import assert_inside, images, right, seeded, trained_net
+from tests.attacks.test_apgd import Recording, double  # noqa: F401 (a fixture)
+
+LINF, L2 = Threat("linf", "24/255"), Threat("l2", 0.5)
+both_norms = pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
+
+
+@both_norms
+def test_projection_is_the_shortest_of_the_box(threat):
+    """By the conditions of optimality: pixels not at their bound move by lambda |w|^(q-1)."""
+    x = torch.rand((200, 30), generator=seeded(), dtype=torch.float64)
+    w = torch.randn((200, 30), generator=seeded(1), dtype=torch.float64)
+    w[:, 3], x[:, 4], x[:, 5] = 0, 0, 1
+    gap = 6 * torch.randn(200, generator=seeded(2), dtype=torch.float64)
+    d = to_hyperplane(x, w, gap, threat)
+    assert ((x + d >= -1e-12) & (x + d <= 1 + 1e-12)).all()
+    left = gap + (w * d).sum(1)
+    reached = left.abs() < 1e-9
+    assert 20 < reached.sum() < 200
+    free = (x + d > 1e-9) & (x + d < 1 - 1e-9) & (w != 0)
+    assert not free[~reached].any()
+    rate = d.abs() if threat.norm == "linf" else d.abs() / w.abs()
+    for row in reached.nonzero()[:, 0]:
+        most = rate[row][w[row] != 0].max()
+        torch.testing.assert_close(rate[row][free[row]], most.expand(int(free[row].sum())))
+        assert (d[row] * gap[row] * w[row] <= 0).all()
+
+
+@both_norms
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+def test_projection_does_not_depend_on_the_normals_length(threat, size):
+    x, w = torch.rand((20, 12), generator=seeded()), torch.randn((20, 12), generator=seeded(1))
+    gap = torch.randn(20, generator=seeded(2))
+    d = to_hyperplane(x, size * w, size * gap, threat)
+    torch.testing.assert_close(d, to_hyperplane(x, w, gap, threat), rtol=1e-4, atol=1e-5)
+
+
+@both_norms
+def test_projection_is_that_of_the_package(threat):
+    projections = pytest.importorskip("pyautoattack.fab_projections")
+    theirs = getattr(projections, f"projection_{threat.norm}")
+    x = torch.rand((200, 30), generator=seeded(), dtype=torch.float64)
+    w = torch.randn((200, 30), generator=seeded(1), dtype=torch.float64)
+    gap = 6 * torch.randn(200, generator=seeded(2), dtype=torch.float64)
+    expected = theirs(x.float(), w.float(), ((w * x).sum(1) - gap).float())
+    found = to_hyperplane(x.float(), w.float(), gap.float(), threat)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@both_norms
+@pytest.mark.parametrize("targets", [0, 1])
+def test_iterates_are_those_of_the_package(threat, targets, double, monkeypatch):  # noqa: F811
+    """Image by image, from the image, until it is misclassified within the ball."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # where the package rounds
+    package = pytest.importorskip("pyautoattack.fab_pt")
+    net, (x, y) = trained_net(1).double().eval(), images(8, seed=1)
+    x, lengths = x.double(), []
+    for i in range(len(x)):
+        one, recording, reference = x[i : i + 1], Recording(net), Recording(net)
+        x_adv = FAB(threat, 40, targets)(Single(recording), one, y[i : i + 1], seeded())
+        norm = {"linf": "Linf", "l2": "L2"}[threat.norm]
+        fab = package.FABAttack_PT(reference, norm=norm, n_iter=40, eps=threat.eps, device="cpu")
+        fab.target_class = 2
+        with attacking(Single(net)):
+            fab.attack_single_run(one, y[i : i + 1], is_targeted=bool(targets))
+        ours, theirs = recording.seen[1:], reference.seen[1 + bool(targets) :]
+        for step, (image, other) in enumerate(zip(ours, theirs, strict=False)):
+            torch.testing.assert_close(image, other, rtol=0, atol=1e-7, msg=f"{i}, {step}")
+            first, second = net(image)[0].topk(2).values
+            if first - second < 1e-9:  # on the boundary itself: rounding decides how it goes on
+                break
+        else:
+            lengths.append(len(ours))
+            assert len(ours) == len(theirs) or torch.equal(x_adv, ours[-1])
+    assert len(lengths) > 4
+    assert max(lengths) == 80 and min(lengths) < 80
+
+
+class Hyperplane(nn.Module):
+    """Two classes on both sides of a plane."""
+
+    def __init__(self, w):
+        super().__init__()
+        self.w = nn.Parameter(w)
+
+    def forward(self, x):
+        f = (x.flatten(1) - 0.5) @ self.w
+        return torch.stack([-f, f], 1)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("targets", [0, 9])
+def test_fools_those_whose_distance_is_within_the_radius(norm, targets):
+    w = torch.randn(12, generator=seeded(1))
+    net, x = Hyperplane(w), 0.3 + 0.4 * torch.rand((40, 3, 2, 2), generator=seeded(2))
+    y = net(x).argmax(1)
+    distance = (net(x)[:, 1]).abs() / (w.abs().sum() if norm == "linf" else w.norm())
+    eps = distance.median().item() + 1e-3
+    x_adv = FAB(Threat(norm, eps), 20, targets)(Single(net), x, y, seeded())
+    assert torch.equal(right(Single(net), x_adv, y) == 0, distance.detach() < eps)
+    assert torch.equal(x_adv[distance > eps], x[distance > eps])
+
+
+@both_norms
+def test_restarts_and_targets_only_add(threat):
+    defense, (x, y) = Single(trained_net(1)), images(100, seed=2)
+    threat, left = Threat(threat.norm, threat.eps / 2), []
+    for targets, restarts in ((1, 1), (1, 3), (3, 1)):
+        x_adv = FAB(threat, 10, targets, restarts)(defense, x, y, seeded())
+        assert_inside(threat, x_adv, x)
+        left.append(right(defense, x_adv, y))
+    assert (left[1] <= left[0]).all() and (left[2] <= left[0]).all()
+    assert left[2].sum() <= left[0].sum() < right(defense, x, y).sum()
+
+
+WRONG = {
+    "steps": (lambda: FAB(LINF, 0), "steps must be at least 1, got 0"),
+    "restarts": (lambda: FAB(LINF, restarts=0), "restarts must be at least 1, got 0"),
+    "draws": (lambda: FAB(LINF, draws=0), "draws must be at least 1, got 0"),
+    "targets": (lambda: FAB(LINF, targets=-1), "targets must not be negative, got -1"),
+    "norm": (lambda: FAB(Threat(3)), "FAB is for linf and l2, not for norm 3"),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_arguments(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -1,0 +1,143 @@
+"""Square searches as its authors' code does, image by image."""
+
+import pytest
+import torch
+
+from lightning_rob.attacks import PGD, Square
+from lightning_rob.attacks.square import SCHEDULE, pyramids
+from lightning_rob.defenses import Single
+from lightning_rob.randomness import Streams
+from lightning_rob.threat import Threat
+from tests.attacks.common import assert_inside, images, right, seeded, trained_net
+from tests.counting import Counting
+
+LINF, L2 = Threat("linf", "24/255"), Threat("l2", 0.7)
+both_norms = pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
+
+
+def package_of(threat, queries, number=0):
+    """The authors' code, with windows in the last row and column too, as in the paper."""
+    square = pytest.importorskip("pyautoattack.square")
+    norm = {"linf": "Linf", "l2": "L2"}[threat.norm]
+    options = {"norm": norm, "n_queries": queries, "eps": threat.eps, "seed": number}
+
+    class OfThePaper(square.SquareAttack):
+        def random_int(self, low=0, high=1, shape=(1,)):
+            return super().random_int(low, high + 1, shape)
+
+    return lambda net: OfThePaper(net, **options, device="cpu", resc_schedule=False)
+
+
+@pytest.mark.parametrize("side", [1, 3, 4, 5, 9])
+def test_pyramids_are_those_of_the_package(side):
+    attack = package_of(L2, 1)(None)
+    attack.device = "cpu"
+    theirs = attack.eta(side)  # turned or not
+    ours = pyramids(side)
+    assert torch.allclose(ours, theirs, atol=1e-6) or torch.allclose(ours.T, theirs, atol=1e-6)
+
+
+def test_schedule_is_that_of_the_package():
+    """p halves after the same queries."""
+    attack = package_of(LINF, 10_000)(None)
+    for query in (0, 10, 11, 50, 51, 200, 201, 500, 501, 1001, 2001, 4001, 6001, 8001, 9999):
+        expected = 0.8 / 2 ** sum(query > last for last in SCHEDULE)
+        assert attack.p_selection(query) == pytest.approx(expected)
+
+
+@both_norms
+def test_windows_reach_every_pixel(threat):
+    """Uniformly placed, the last row and column included."""
+    net, x = Counting(trained_net(1)).eval(), torch.full((200, 1, 6, 6), 0.5)
+    y = net(x).argmax(1)
+    small = Threat(threat.norm, 1e-3)
+    x_adv = Square(small, 300)(Single(net), x, y, seeded())
+    assert_inside(small, x_adv, x)
+    changed = (x_adv != x).float().mean((0, 1))
+    assert changed.min() > 0.3 * changed.max()
+
+
+@pytest.mark.parametrize("size", [(3, 5, 5), (1, 12, 9), (2, 4, 3), (3, 1, 1)])
+@both_norms
+def test_images_of_any_size(threat, size):
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(torch.Size(size).numel(), 4))
+    x = torch.rand((9, *size), generator=seeded())
+    y = net(x).argmax(1)
+    x_adv = Square(threat, 60)(Single(net), x, y, seeded())
+    assert_inside(threat, x_adv, x)
+    assert (threat.distance(x_adv, x) > 0).all()
+
+
+@both_norms
+def test_a_kept_change_lowers_the_margin(threat):
+    """More queries are never weaker, image by image, and finished images cost no pass."""
+    net, (x, y) = Counting(trained_net(1)).eval(), images(60, seed=2)
+    left, before = [], right(Single(net), x, y)
+    for queries in (1, 30, 300):
+        net.clear()
+        noise = Streams.from_index(torch.arange(60), 1)
+        left.append(right(Single(net), Square(threat, queries)(Single(net), x, y, noise), y))
+        assert (left[-1] <= before).all()
+        before = left[-1]
+    assert left[2].sum() < left[1].sum() < left[0].sum()
+    assert not net.linearised
+    assert sum(net.evaluated) < 60 * 301
+
+
+def test_a_change_that_is_none_costs_no_pass():
+    """Half of the late windows of a grey image have the sign that is there already."""
+    net, (x, y) = Counting(trained_net(1)).eval(), images(30, seed=3)
+    Square(Threat("linf", 1e-4), 2000)(Single(net), x, y, seeded())
+    assert 0.4 < sum(net.evaluated[-1500:]) / (30 * 1500) < 0.6
+
+
+@pytest.mark.slow
+@both_norms
+def test_success_by_queries_is_that_of_the_package(threat):
+    """600 images: after each number of queries the shares agree within three standard errors."""
+    net, (x, y) = trained_net(1).eval(), images(700, seed=5)
+    keep = (net(x).argmax(1) == y).nonzero()[:, 0][:600]
+    x, y, threat = x[keep], y[keep], Threat(threat.norm, threat.eps * 0.8)
+    for queries in (1, 10, 100, 1000):
+        x_adv = Square(threat, queries)(Single(net), x, y, seeded(1))
+        ours = right(Single(net), x_adv, y).mean().item()
+        with torch.random.fork_rng(devices=[]):
+            # the package draws one window for a batch: many batches make images independent
+            parts = zip(x.split(10), y.split(10), range(60), strict=True)
+            found = [package_of(threat, queries, i)(net).perturb(a, b) for a, b, i in parts]
+        theirs = right(Single(net), torch.cat(found), y).mean().item()
+        error = (2 * max(theirs * (1 - theirs), 0.01) / 600) ** 0.5
+        assert abs(ours - theirs) < 3 * error, f"{queries}: {ours:.3f}, {theirs:.3f}"
+
+
+@both_norms
+def test_no_gradient_is_needed(threat):
+    """A network of steps, where PGD sees a gradient of zero."""
+    net, (x, y) = trained_net(1).eval(), images(60, seed=6)
+
+    class Steps(torch.nn.Module):
+        def forward(self, x):
+            return (net(x) * 20).round() / 20
+
+    defense = Single(Steps())
+    pgd = right(defense, PGD(threat, 10, threat.eps, random_start=False)(defense, x, y), y)
+    square = right(defense, Square(threat, 300)(defense, x, y, seeded()), y)
+    assert square.mean() < pgd.mean() - 0.15
+
+
+WRONG = {
+    "queries": (lambda: Square(LINF, 0), "queries must be at least 1, got 0"),
+    "draws": (lambda: Square(LINF, draws=0), "draws must be at least 1, got 0"),
+    "p": (lambda: Square(LINF, p=1.5), r"p must be a share of the image in \(0, 1\], got 1.5"),
+    "norm": (lambda: Square(Threat(3)), "Square is for linf and l2, not for norm 3"),
+    "shape": (
+        lambda: Square(LINF)(Single(torch.nn.Linear(6, 4)), torch.rand(3, 6), torch.zeros(3).int()),
+        r"Square is for images \[B, C, H, W\], got shape \[3, 6\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_arguments(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
