@@ -27,6 +27,7 @@ from lightning_rob.evaluation.images import save_images
 from lightning_rob.evaluation.per_image import PerImageResults
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import (
+    SESSION,
     Result,
     append_records,
     threat_model_card,
@@ -281,7 +282,7 @@ class RobustEval(Measurement):
             path = _unused(folder / "images" / f"{self._stem(trainer)}.csv")
             defense = self.evaluator.defense
             card = self._card(trainer, pl_module, defense, dict(found.details))
-            card |= {"stage": stage, **checkpoint_position(trainer)}
+            card |= {"stage": stage, "session": SESSION, **checkpoint_position(trainer)}
             found.save(path, card)
             self.evaluator.store.copy_images(path.parent)
         trainer.strategy.barrier("the record is written")

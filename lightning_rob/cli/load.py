@@ -13,7 +13,9 @@ from lightning_rob.cli.plugins import expand
 from lightning_rob.cli.trust import OPTION, allow_imports
 from lightning_rob.commands.checkpoints import config_in_checkpoint, load_weights, read_checkpoint
 from lightning_rob.defenses import Defense
+from lightning_rob.errors import InputError
 from lightning_rob.evaluation.evaluate import as_defense
+from lightning_rob.nets.hub import CONFIG, HUB, WEIGHTS, hub_folder
 from lightning_rob.safe_yaml import load_file, plain_yaml
 
 
@@ -23,7 +25,9 @@ def load(path: str | os.PathLike[str], allow_import: str | Sequence[str] = ()) -
     No code in the file is run: it names classes of this package, and others only if allowed.
 
     Args:
-        path: the checkpoint.
+        path: the checkpoint; a folder that `lightning-rob export --format safetensors` wrote; or
+            "hf-hub:org/name" or "hf-hub:org/name@revision", such a folder on the Hugging Face hub,
+            of which only model.safetensors and config.json are fetched.
         allow_import: packages of yours that it may name, as of `--allow-import`.
 
     Raises:
@@ -38,13 +42,13 @@ def load_module(
     """Return the module of a checkpoint that `lightning-rob fit` wrote, with its weights.
 
     Args:
-        path: the checkpoint.
+        path: the checkpoint, folder or repository, as of `load`.
         allow_import: packages of yours that it may name, as of `--allow-import`.
 
     Raises:
         InputError: no such file, not a checkpoint, or one without a recipe.
     """
-    checkpoint = read_checkpoint(str(path))
+    checkpoint = read_checkpoint(_local(str(path)))
     recipe = config_in_checkpoint(checkpoint, str(path))
     if recipe is None:
         raise ValueError(
@@ -54,6 +58,16 @@ def load_module(
     module: LightningModule = _built(LightningModule, yaml.safe_load(recipe)["model"], allow_import)
     load_weights(module, checkpoint)
     return module
+
+
+def _local(path: str) -> str:
+    """Return the path of a checkpoint or folder; of a repository of the hub, its folder."""
+    if not path.startswith(HUB):
+        return path
+    try:
+        return str(hub_folder(path.removeprefix(HUB), (CONFIG, WEIGHTS)))
+    except (OSError, ValueError) as error:
+        raise InputError(str(error)) from error
 
 
 def load_callbacks(

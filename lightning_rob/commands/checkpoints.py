@@ -1,19 +1,23 @@
 """Checkpoints as commands read them: content, weights and the recipe stored in them."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lightning_rob.errors import InputError
+from lightning_rob.nets.hub import CONFIG, ENTRY, WEIGHTS
 from lightning_rob.nets.weights import read_file
 from lightning_rob.safe_yaml import load
 
 RECIPE = "lightning_rob_recipe"  # key of a checkpoint
+SAVED = "saved_state"  # first component of a folder's tensors that are not of the state dict
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
-    """Load a checkpoint on the CPU without running code from it.
+    """Load a checkpoint, or a folder of `export`, on the CPU without running code from it.
 
     Raises:
         InputError: missing, or not a checkpoint.
@@ -21,7 +25,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     if not Path(path).exists():
         raise InputError(f"there is no checkpoint {path}")
     try:
-        checkpoint = read_file(path)
+        checkpoint = _read_folder(Path(path)) if Path(path).is_dir() else read_file(path)
     except (ValueError, OSError) as error:
         raise InputError(str(error)) from error
     if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get("state_dict"), dict)):
@@ -30,6 +34,39 @@ def read_checkpoint(path: str) -> dict[str, Any]:
             "a recipe of Assembled (configs/assembled.yaml)"
         )
     return checkpoint
+
+
+def _read_folder(folder: Path) -> dict[str, Any]:
+    """Return the files that `lightning-rob export --format safetensors` wrote as a checkpoint."""
+    try:
+        config = json.loads((folder / CONFIG).read_text("utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is a folder without {CONFIG}: name a checkpoint") from None
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG} is no JSON: {error}") from error
+    entry = config.get(ENTRY) if isinstance(config, dict) else None
+    if not (isinstance(entry, dict) and entry.keys() >= {"model", "checkpoint"}):
+        raise ValueError(
+            f"{folder} is not of lightning-rob export: its {CONFIG} has no {ENTRY!r}; a network "
+            "of timm is lightning_rob.nets.ZooNet('hf-hub:org/name')"
+        )
+    tensors = read_file(folder / WEIGHTS)
+    state = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{SAVED}.")}
+    saved: dict[str, Any] = _with_tensors(entry["checkpoint"], tensors)
+    return saved | {"state_dict": state, RECIPE: yaml.safe_dump({"model": entry["model"]})}
+
+
+def _with_tensors(tree: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return nested dicts and lists with tensors in place of {"tensor": name}."""
+    if isinstance(tree, list):
+        return [_with_tensors(part, tensors) for part in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if tree.keys() == {"tensor"}:
+        if str(tree["tensor"]) not in tensors:
+            raise ValueError(f"{WEIGHTS} has no {tree['tensor']!r}, which {CONFIG} names")
+        return tensors[str(tree["tensor"])]
+    return {key: _with_tensors(part, tensors) for key, part in tree.items()}
 
 
 def load_weights(model: Any, checkpoint: dict[str, Any]) -> None:

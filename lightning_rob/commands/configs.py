@@ -112,10 +112,16 @@ class ExportConfig(CommandConfig):
     Equal keys draw equal noise: the images' indices give the predictions of `predict`.
     Under attack draw new keys for every query: torch.randint(2**62, (B,)).
 
+    For lightning_rob.load and the Hugging Face hub, as model.safetensors, config.json and
+    a model card with the accuracies recorded for these weights:
+
+      lightning-rob export --ckpt_path last.ckpt --format safetensors --out FOLDER
+
     Args:
-        out: FILE.pt2, the program
-        batch: N images at a time, or dynamic
-        images: N test images on which predictions are compared
+        out: FILE.pt2, the program; or the folder
+        format: pt2 or safetensors
+        batch: N images at a time, or dynamic; of a program
+        images: N test images on which predictions are compared; of a program
 
     Raises:
         ValueError: another kind of file, or a number below 1.
@@ -125,10 +131,17 @@ class ExportConfig(CommandConfig):
     usage: ClassVar[str] = "--ckpt_path CHECKPOINT --out FILE.pt2 [options of test]"
 
     out: Path | None = None
+    format: str = "pt2"
     batch: int | str = "dynamic"
     images: int = 64
 
     def __post_init__(self) -> None:
+        if self.format not in ("pt2", "safetensors"):
+            raise ValueError(f"--format must be pt2 or safetensors, got {self.format!r}")
+        if self.format == "safetensors":
+            if self.out is None or self.out.suffix in (".pt2", ".safetensors"):
+                raise ValueError(f"--out must name a folder for safetensors, got {self.out}")
+            return
         if self.out is None:
             raise ValueError("say where the program goes to: --out FILE.pt2")
         if self.out.suffix != ".pt2":

@@ -1,4 +1,4 @@
-"""`lightning-rob export`: a whole defense as one file that needs torch alone."""
+"""`lightning-rob export`: a whole defense as a program that needs torch alone, or as a folder."""
 
 import json
 from copy import deepcopy
@@ -14,6 +14,7 @@ from torch.export import save as save_program
 
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.configs import ExportConfig
+from lightning_rob.commands.model_folder import write_model_folder
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.groups import Unpack, counted, regrouped
 from lightning_rob.evaluation.records import versions
@@ -41,6 +42,10 @@ def run(config: ExportConfig, run: Run) -> None:
     if run.checkpoint is None:
         raise ValueError("say whose weights: --ckpt_path CHECKPOINT")
     path = config.out or Path()  # which the config has checked
+    if config.format == "safetensors":
+        write_model_folder(run, path)
+        print(f"{type(run.defense).__name__} in {path}: lightning_rob.load({str(path)!r})")
+        return
     images, keys = first_images(run.data, config.images, run.inputs["unpack"])
     seed = int(getattr(run.model, "seed", 0))
     try:

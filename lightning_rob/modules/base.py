@@ -3,7 +3,7 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -113,6 +113,33 @@ class RobustModule(LightningModule, ABC):
 
     def on_robust_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Receive the values that a robust evaluation has just logged, by name."""
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **options: Any) -> Self:
+        """Return the module of a checkpoint, as Lightning does: built from the arguments given.
+
+        Checkpoints of `lightning-rob fit` hold a recipe in place of arguments: call
+        `lightning_rob.load_module(path)`, which builds the module from it, or `lightning_rob.load`
+        for its defense alone.
+
+        Args:
+            checkpoint_path: the file.
+            *args: those of Lightning.
+            **options: those of Lightning, and the arguments of the class.
+
+        Raises:
+            TypeError: arguments of the class are missing.
+        """
+        saved = super().load_from_checkpoint
+        try:
+            module: Self = saved(checkpoint_path, *args, **options)
+        except TypeError as error:
+            raise TypeError(
+                f"{cls.__name__}.load_from_checkpoint needs the arguments of the class ({error}); "
+                f"lightning_rob.load_module({str(checkpoint_path)!r}) takes them from the recipe "
+                "that lightning-rob fit saves in a checkpoint"
+            ) from error
+        return module
 
     def saved_state(self, checkpoint: Mapping[str, Any], name: str) -> Any:
         """Return the entry that `on_save_checkpoint` added to a checkpoint.

@@ -265,7 +265,7 @@ class TransformTraining(RobustModule):
             )
         self.current, self.pending = saved["current"], saved["pending"]
         self.state = TrainingState(**saved["state"])
-        if self.trainer.state.fn != "fit":
+        if self._trainer is None or self.trainer.state.fn != "fit":  # `lightning_rob.load` has none
             return
         if self.state.finished or max(saved["processes"], self.trainer.world_size) > 1:
             if not self.state.finished:

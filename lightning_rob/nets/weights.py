@@ -5,7 +5,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat, takewhile
+from itertools import product, repeat, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,13 @@ def load_weights(
         net: the network, changed in place.
         path: the file.
         prefix: place of the network in the file, or a part of it; None searches.
-        rename: components of names in the file and the network's names for them, such as
-            {"fc": "linear"}; applied before the search.
+        rename: components of names in the file, or several in a row, and the network's names for
+            them, such as {"fc": "linear", "layer.0.block": "block1.layer"}; the longest one counts;
+            applied before the search.
         drop: parts of names in the file to ignore, such as "sub_block1.".
-        normalizer: place of the images' `mean` and `std` in the file, or its end, such as
-            "model0.normalizer"; the network then normalises by them. With None, statistics in the
-            file must equal the network's, unless dropped.
+        normalizer: place of the images' `mean` and `std` (or `mu` and `sigma`) in the file, or
+            its end, such as "model0.normalizer"; the network then normalises by them. With None,
+            statistics in the file must equal the network's, unless dropped.
 
     Returns:
         The network.
@@ -164,7 +165,7 @@ def _candidates(
     statistics = {
         f"{place}.{name}".strip(".")
         for place in _foreign_statistics(net, tensors)
-        for name in ("mean", "std")
+        for name in _pair_at(tensors, place)
     }
     kept = {name: entry for name, entry in tensors.items() if name not in statistics}
     return _renamed(kept, rename or {})
@@ -178,7 +179,9 @@ def _without_parts(tensors: State, drop: Sequence[str]) -> State:
 
 def _renamed(tensors: State, rename: Mapping[str, str]) -> State:
     """Replace components of names; raise ValueError if two names become one."""
-    names = {name: ".".join(rename.get(c, c) for c in name.split(".")) for name in tensors}
+    parts = "|".join(map(re.escape, sorted(rename, key=len, reverse=True)))
+    whole = re.compile(rf"(?<![^.])(?:{parts})(?![^.])")
+    names = {n: whole.sub(lambda m: rename[m[0]], n) if rename else n for n in tensors}
     twice = [name for name, times in Counter(names.values()).items() if times > 1]
     if twice:
         raise ValueError(f"rename {dict(rename)} gives two entries the name {twice[0]}")
@@ -297,8 +300,17 @@ def _consecutive(numberings: Sequence[Numbering], around: tuple[str, str]) -> in
 # Mean and standard deviation of the images, which some authors save beside the weights
 
 
+STATISTICS = (("mean", "std"), ("mu", "sigma"))
+
+
+def _pair_at(tensors: Mapping[str, Tensor], place: str) -> tuple[str, str]:
+    """Return the names of the mean and the standard deviation at a place."""
+    under = f"{place}." if place else ""
+    return next(pair for pair in STATISTICS if f"{under}{pair[0]}" in tensors)
+
+
 def _statistics(tensors: Mapping[str, Tensor], under: str | None = None) -> State:
-    """Find `mean` and `std` of one shape beside each other.
+    """Find `mean` and `std`, or `mu` and `sigma`, of one shape beside each other.
 
     Args:
         tensors: tensors of a checkpoint by dotted names.
@@ -307,14 +319,20 @@ def _statistics(tensors: Mapping[str, Tensor], under: str | None = None) -> Stat
     Returns:
         [2, C] (mean, std) by place.
     """
-    places = [name.removesuffix("mean") for name in tensors if f".{name}".endswith(".mean")]
-    pairs = {place: (tensors[f"{place}mean"], tensors.get(f"{place}std")) for place in places}
-    return {
-        place.removesuffix("."): torch.stack([mean.flatten(), std.flatten()])
-        for place, (mean, std) in pairs.items()
-        if std is not None and std.shape == mean.shape and mean.ndim
-        if under is None or f".{place}".endswith(f".{under}.")
-    }
+    found: State = {}
+    for (first, second), name in product(STATISTICS, tensors):
+        place = name.removesuffix(first)
+        mean, std = tensors[name], tensors.get(f"{place}{second}")
+        if not f".{name}".endswith(f".{first}") or std is None:
+            continue
+        at = place.removesuffix(".")
+        if std.shape == mean.shape and mean.ndim and _is_under(at, under):
+            found.setdefault(at, torch.stack([mean.flatten(), std.flatten()]))
+    return found
+
+
+def _is_under(place: str, under: str | None) -> bool:
+    return under in (None, place) or f".{place}".endswith(f".{under}")
 
 
 def _foreign_statistics(net: nn.Module, tensors: State) -> State:
@@ -330,7 +348,7 @@ def _check_statistics(net: nn.Module, tensors: State, path: object) -> None:
             continue
         does = f"normalises by {_rounded(own[0])}" if own else "has no Normalize"
         last = f"{place}.".rpartition(".")[0].rpartition(".")[2]
-        drop = [f"{last}.{name}".strip(".") for name in ("mean", "std")]
+        drop = [f"{last}.{name}".strip(".") for name in _pair_at(tensors, place)]
         raise ValueError(
             f"{path} normalises by {_rounded(statistics)} ({place}), {type(net).__name__} {does}:"
             f" pass normalizer={place!r} to take the file's, or drop={drop} to ignore them"

@@ -3,11 +3,28 @@
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
+
+Activation = Literal["relu", "silu"]
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
+SHORTCUTS = ("active", "input", "3x3")
+
+
+def _check(name: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+def _padding(stride: int, same: bool) -> tuple[nn.Module | None, int]:
+    """Return a padding layer, or None, and the padding of the 3x3 convolution behind it.
+
+    TensorFlow's SAME padding puts a strided convolution's zeros below and to the right only.
+    """
+    return (nn.ZeroPad2d((0, 1, 0, 1)), 0) if same and stride > 1 else (None, 1)
 
 
 class PreActivation(nn.Module, ABC):
@@ -19,15 +36,20 @@ class PreActivation(nn.Module, ABC):
         inputs: input channels.
         width: output channels.
         stride: 2 halves height and width.
+        activation: in place of ReLU.
+        same: TensorFlow's SAME padding of the strided convolution.
     """
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    def __init__(
+        self, inputs: int, width: int, stride: int, activation: Activation, same: bool
+    ) -> None:
         super().__init__()
         self.bn1 = nn.BatchNorm2d(inputs)
-        self.relu1 = nn.ReLU()
-        self.conv1 = nn.Conv2d(inputs, width, 3, stride=stride, padding=1, bias=False)
+        self.relu1 = ACTIVATIONS[activation]()
+        self.pad1, padding = _padding(stride, same)
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride=stride, padding=padding, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        self.relu2 = nn.ReLU()
+        self.relu2 = ACTIVATIONS[activation]()
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
 
     @abstractmethod
@@ -46,7 +68,8 @@ class PreActivation(nn.Module, ABC):
         """Compute [B, inputs, H, W] -> [B, width, H / stride, W / stride]."""
         active = self.relu1(self.bn1(x))
         skipped = self.skip(x, active)
-        residual: Tensor = self.conv2(self.relu2(self.bn2(self.conv1(active))))
+        padded = active if self.pad1 is None else self.pad1(active)
+        residual: Tensor = self.conv2(self.relu2(self.bn2(self.conv1(padded))))
         return residual + skipped
 
 
@@ -64,10 +87,14 @@ class WideBlock(PreActivation):
         inputs: input channels.
         width: output channels.
         stride: 2 halves height and width.
+        activation: in place of ReLU.
+        same: TensorFlow's SAME padding of the strided convolution.
     """
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__(inputs, width, stride)
+    def __init__(
+        self, inputs: int, width: int, stride: int, activation: Activation, same: bool
+    ) -> None:
+        super().__init__(inputs, width, stride, activation, same)
         self.convShortcut = _projection(inputs, width, stride)
 
     def skip(self, x: Tensor, active: Tensor) -> Tensor:
@@ -75,10 +102,12 @@ class WideBlock(PreActivation):
         return x if self.convShortcut is None else self.convShortcut(active)
 
 
-def _wide_stage(inputs: int, width: int, blocks: int, stride: int) -> nn.Sequential:
+def _wide_stage(
+    inputs: int, width: int, blocks: int, stride: int, activation: Activation, same: bool
+) -> nn.Sequential:
     """Return blocks of one width, under the name `layer` as published."""
-    rest = [WideBlock(width, width, 1) for _ in range(blocks - 1)]
-    layer = nn.Sequential(WideBlock(inputs, width, stride), *rest)
+    rest = [WideBlock(width, width, 1, activation, same) for _ in range(blocks - 1)]
+    layer = nn.Sequential(WideBlock(inputs, width, stride, activation, same), *rest)
     return nn.Sequential(OrderedDict(layer=layer))
 
 
@@ -93,7 +122,8 @@ class WideResNet(nn.Module):
     """Wide residual network of 6n + 4 layers without dropout (Zagoruyko and Komodakis 2016).
 
     Its entries are named as in the checkpoints of ARC and of TRADES (conv1, block1.layer.0.bn1 …
-    bn1, fc); some of these hold an unused `sub_block1`, to be dropped when they are loaded.
+    bn1, fc); some of these hold an unused `sub_block1`, to be dropped when they are loaded. The
+    network of Gowal et al. 2020 (section 2, appendix A) has `activation="silu", same=True`.
 
     Args:
         depth: 6n + 4: 10, 16, 22, 28, 34, 40.
@@ -101,9 +131,11 @@ class WideResNet(nn.Module):
         classes: K.
         mean: [C] of images in [0, 1], one number per channel.
         std: [C], likewise.
+        activation: "relu", or "silu" (Swish), x sigmoid(x).
+        same: TensorFlow's SAME padding of strided convolutions, below and to the right only.
 
     Raises:
-        ValueError: there is no network of this depth or width.
+        ValueError: there is no network of this depth or width, or no such activation.
     """
 
     def __init__(
@@ -113,8 +145,11 @@ class WideResNet(nn.Module):
         classes: int = 10,
         mean: Sequence[float] = CIFAR10_MEAN,
         std: Sequence[float] = CIFAR10_STD,
+        activation: Activation = "relu",
+        same: bool = False,
     ) -> None:
         super().__init__()
+        _check("activation", activation, tuple(ACTIVATIONS))
         if depth < 10 or depth % 6 != 4:
             raise ValueError(f"depth must be 6n + 4 (10, 16, 22, 28, 34, …), got {depth}")
         if widen < 1:
@@ -122,11 +157,11 @@ class WideResNet(nn.Module):
         blocks, width = (depth - 4) // 6, 16 * widen
         self.normalize = Normalize(mean, std)
         self.conv1 = nn.Conv2d(len(mean), 16, 3, padding=1, bias=False)
-        self.block1 = _wide_stage(16, width, blocks, 1)
-        self.block2 = _wide_stage(width, 2 * width, blocks, 2)
-        self.block3 = _wide_stage(2 * width, 4 * width, blocks, 2)
+        self.block1 = _wide_stage(16, width, blocks, 1, activation, same)
+        self.block2 = _wide_stage(width, 2 * width, blocks, 2, activation, same)
+        self.block3 = _wide_stage(2 * width, 4 * width, blocks, 2, activation, same)
         self.bn1 = nn.BatchNorm2d(4 * width)
-        self.relu = nn.ReLU()
+        self.relu = ACTIVATIONS[activation]()
         self.fc = nn.Linear(4 * width, classes)
         self.apply(_kaiming)
 
@@ -150,37 +185,61 @@ class WRN28_4(WideResNet):
 
 
 class PreActBlock(PreActivation):
-    """Pre-activation block of `PreActResNet18`; its projection is called `shortcut.0`.
+    """Pre-activation block of `PreActResNet18`; its projection is the last layer of `shortcut`.
 
     Args:
         inputs: input channels.
         width: output channels.
         stride: 2 halves height and width.
+        activation: in place of ReLU.
+        shortcut: as in `PreActResNet18`.
+        same: TensorFlow's SAME padding of strided 3x3 convolutions.
     """
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__(inputs, width, stride)
-        projection = _projection(inputs, width, stride)
-        self.shortcut = None if projection is None else nn.Sequential(projection)
+    def __init__(
+        self,
+        inputs: int,
+        width: int,
+        stride: int,
+        activation: Activation,
+        shortcut: str,
+        same: bool,
+    ) -> None:
+        super().__init__(inputs, width, stride, activation, same)
+        self.projects_active = shortcut == "active"
+        self.shortcut = None
+        if shortcut == "3x3" and (inputs, stride) != (width, 1):
+            pad, padding = _padding(stride, same)
+            conv = nn.Conv2d(inputs, width, 3, stride=stride, padding=padding, bias=False)
+            self.shortcut = nn.Sequential(pad or nn.Identity(), conv)
+        elif (projection := _projection(inputs, width, stride)) is not None:
+            self.shortcut = nn.Sequential(projection)
 
     def skip(self, x: Tensor, active: Tensor) -> Tensor:
         """Return the input, projected where the shape changes."""
-        return x if self.shortcut is None else self.shortcut(active)
-
-
-def _stage(inputs: int, width: int, stride: int) -> nn.Sequential:
-    return nn.Sequential(PreActBlock(inputs, width, stride), PreActBlock(width, width, 1))
+        source = active if self.projects_active else x
+        return x if self.shortcut is None else self.shortcut(source)
 
 
 class PreActResNet18(nn.Module):
     """ResNet-18 of ARC's CIFAR tables: pre-activation stages of 64, 128, 256 and 512 channels.
 
-    Its entries are named as in the checkpoints of ARC (conv1, layer1.0.bn1 … bn, linear).
+    Its entries are named as in the checkpoints of ARC (conv1, layer1.0.bn1 … bn, linear). That of
+    Gowal et al. 2020 has `activation="silu", shortcut="3x3", same=True`.
 
     Args:
         classes: K.
         mean: [C] of images in [0, 1], one number per channel.
         std: [C], likewise.
+        width: channels of the first stage; the others have 2, 4 and 8 times as many.
+        activation: "relu", or "silu" (Swish), x sigmoid(x).
+        shortcut: the projection where the shape changes: 1x1 of the "active" input, behind batch
+            norm and activation, 1x1 of the block's "input" itself, or "3x3" of the block's input.
+        same: TensorFlow's SAME padding of strided 3x3 convolutions, below and to the right only.
+        final_norm: batch norm and activation before the mean over the image.
+
+    Raises:
+        ValueError: there is no such activation or shortcut.
     """
 
     def __init__(
@@ -188,17 +247,30 @@ class PreActResNet18(nn.Module):
         classes: int = 10,
         mean: Sequence[float] = CIFAR10_MEAN,
         std: Sequence[float] = CIFAR10_STD,
+        width: int = 64,
+        activation: Activation = "relu",
+        shortcut: Literal["active", "input", "3x3"] = "active",
+        same: bool = False,
+        final_norm: bool = True,
     ) -> None:
         super().__init__()
+        _check("activation", activation, tuple(ACTIVATIONS))
+        _check("shortcut", shortcut, SHORTCUTS)
+
+        def stage(inputs: int, width: int, stride: int) -> nn.Sequential:
+            shapes = [(inputs, width, stride), (width, width, 1)]
+            blocks = [PreActBlock(*shape, activation, shortcut, same) for shape in shapes]
+            return nn.Sequential(*blocks)
+
         self.normalize = Normalize(mean, std)
-        self.conv1 = nn.Conv2d(len(mean), 64, 3, padding=1, bias=False)
-        self.layer1 = _stage(64, 64, 1)
-        self.layer2 = _stage(64, 128, 2)
-        self.layer3 = _stage(128, 256, 2)
-        self.layer4 = _stage(256, 512, 2)
-        self.bn = nn.BatchNorm2d(512)
-        self.relu = nn.ReLU()
-        self.linear = nn.Linear(512, classes)
+        self.conv1 = nn.Conv2d(len(mean), width, 3, padding=1, bias=False)
+        self.layer1 = stage(width, width, 1)
+        self.layer2 = stage(width, 2 * width, 2)
+        self.layer3 = stage(2 * width, 4 * width, 2)
+        self.layer4 = stage(4 * width, 8 * width, 2)
+        self.bn = nn.BatchNorm2d(8 * width) if final_norm else nn.Identity()
+        self.relu = ACTIVATIONS[activation]() if final_norm else nn.Identity()
+        self.linear = nn.Linear(8 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, K] of images [B, C, H, W] in [0, 1]; 32x32 images are pooled at 4x4."""

@@ -1,21 +1,39 @@
-"""Networks of torchvision and timm by name."""
+"""Networks of torchvision, timm, RobustBench and the Hugging Face hub by name."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Literal, NamedTuple
+from inspect import signature
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_rob.nets.hub import CONFIG, HUB, WEIGHTS, hub_folder
 from lightning_rob.nets.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
+from lightning_rob.nets.robustbench import DEFAULT_FOLDER, NETWORKS, classes_of
 from lightning_rob.nets.weights import load_weights
+
+ROBUSTBENCH = "robustbench/"
+CLASSES = 10  # K where neither the caller nor the weights' name says it
 
 
 class Found(NamedTuple):
-    """Network of a zoo and the statistics of its training images."""
+    """Network of a zoo and the statistics of its training images.
+
+    Args:
+        net: its network.
+        mean: [C] of images in [0, 1].
+        std: [C], likewise.
+        file: of its weights, if it is still to be loaded.
+        layout: names in that file, as options of `load_weights`.
+    """
 
     net: nn.Module
     mean: Sequence[float] = IMAGENET_MEAN
     std: Sequence[float] = IMAGENET_STD
+    file: str | Path | None = None
+    layout: Mapping[str, Any] = {}
 
 
 def _known(name: str, names: Iterable[str], kind: str) -> str:
@@ -37,10 +55,11 @@ def _swap_head(net: nn.Module, fresh: nn.Module) -> nn.Module:
     return net
 
 
-def torchvision_net(name: str, classes: int, weights: str | None) -> Found:
+def torchvision_net(name: str, classes: int | None, weights: str | None) -> Found:
     """Build a classifier of torchvision, named as in `torchvision.models.list_models`."""
     from torchvision import models
 
+    classes = CLASSES if classes is None else classes
     _known(name, models.list_models(module=models), "torchvision network")
     fresh = models.get_model(name, weights=None, num_classes=classes)
     if weights is None:
@@ -51,12 +70,17 @@ def torchvision_net(name: str, classes: int, weights: str | None) -> Found:
     return Found(_swap_head(models.get_model(name, weights=chosen), fresh), images.mean, images.std)
 
 
-def timm_net(name: str, classes: int, weights: str | None) -> Found:
-    """Build a network of timm; weights are a tag of timm, or DEFAULT."""
+def _timm() -> Any:
     try:
         import timm
     except ImportError as error:
         raise ImportError('timm networks need timm: pip install "lightning-rob[timm]"') from error
+    return timm
+
+
+def timm_net(name: str, classes: int | None, weights: str | None) -> Found:
+    """Build a network of timm; weights are a tag of timm, or DEFAULT."""
+    timm, classes = _timm(), CLASSES if classes is None else classes
     if not timm.is_model(name):
         _known(name, timm.list_models(), "timm network")
     if weights not in (None, "DEFAULT"):
@@ -67,44 +91,88 @@ def timm_net(name: str, classes: int, weights: str | None) -> Found:
     return Found(net, images.get("mean", IMAGENET_MEAN), images.get("std", IMAGENET_STD))
 
 
+def robustbench_net(name: str, classes: int | None, weights: str | None) -> Found:
+    """Build the architecture of RobustBench's weights, "Wong2020Fast" or "cifar10/L2/Standard"."""
+    if weights is not None and "." not in weights:
+        raise ValueError(f"weights of RobustBench are the path of their file, got {weights!r}")
+    name = name if "/" in name else f"{DEFAULT_FOLDER}/{name}"
+    published = NETWORKS[_known(name, NETWORKS, "robustbench network")]
+    net = published.build(classes=classes_of(name) if classes is None else classes)
+    if hasattr(net, "normalize"):  # one layer normalizes, that of `ZooNet`
+        net.normalize = nn.Identity()
+    return Found(net, *published.statistics, weights, published.layout)
+
+
+def hub_net(name: str, classes: int | None, weights: str | None) -> Found:
+    """Build a timm network from the `config.json` of a hub's repository, "org/name@revision"."""
+    timm, file = _timm(), weights or WEIGHTS
+    folder = hub_folder(name, (CONFIG, file))
+    config = json.loads((folder / CONFIG).read_text("utf-8"))
+    if not isinstance(config, dict) or not isinstance(config.get("architecture"), str):
+        raise ValueError(
+            f"{HUB}{name} names no architecture of timm in {CONFIG}; a defense that lightning-rob "
+            f"has exported is opened by lightning_rob.load({HUB + name!r})"
+        )
+    options = config.get("model_args") or {}
+    if refused := sorted(options.keys() & signature(timm.create_model).parameters.keys()):
+        raise ValueError(f"{HUB}{name}: model_args may not set {', '.join(refused)}")
+    architecture = _known(config["architecture"], timm.list_models(), "timm network")
+    count = config.get("num_classes", 1000) if classes is None else classes
+    net = timm.create_model(architecture, num_classes=count, **options)
+    images = config.get("pretrained_cfg") or {}
+    mean, std = images.get("mean", IMAGENET_MEAN), images.get("std", IMAGENET_STD)
+    return Found(net, mean, std, folder / file)
+
+
 ZOOS = {"torchvision": torchvision_net, "timm": timm_net}
 
 
 class ZooNet(nn.Module):
-    """Network of torchvision or timm, for images in [0, 1].
+    """Network of torchvision, timm, RobustBench or the Hugging Face hub, for images in [0, 1].
 
     Args:
-        name: the network's name in the zoo, such as resnet18.
-        source: the zoo.
-        classes: K; pretrained weights for another K get a new last layer.
+        name: the network's name in the zoo, such as resnet18; "robustbench/Carmon2019Unlabeled" (of
+            another data set or threat, "robustbench/cifar10/L2/Rice2020Overfitting"); or
+            "hf-hub:org/name", at a revision "hf-hub:org/name@revision", in timm's format.
+        source: the zoo of a name without such a prefix.
+        classes: K; pretrained weights of torchvision and timm for another K get a new last layer.
+            None: those of the data set of RobustBench or of the hub's file, else 10.
         weights: None for random weights; a checkpoint's path, recognised by its suffix (x.pt,
             x.ckpt, x.safetensors); or their name in the zoo: DEFAULT, IMAGENET1K_V1 (torchvision),
-            a1_in1k (timm).
+            a1_in1k (timm). Of a hub the file's name in the repository; None is model.safetensors,
+            and a pickle is read, as weights only, if it is named.
         mean: [C] of images in [0, 1]; None: those of the weights or of timm, else ImageNet's.
         std: [C], likewise.
 
     Raises:
         ValueError: the zoo has no such network or weights.
-        ImportError: timm is not installed.
+        FileNotFoundError: there is no such file.
+        ImportError: timm or huggingface_hub is needed and not installed.
     """
 
     def __init__(
         self,
         name: str,
         source: Literal["torchvision", "timm"] = "torchvision",
-        classes: int = 10,
+        classes: int | None = None,
         weights: str | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        from_file = weights is not None and "." in weights
-        find = ZOOS[_known(source, ZOOS, "zoo")]
-        found = find(name, classes, None if from_file else weights)
+        if name.startswith(ROBUSTBENCH):
+            found = robustbench_net(name.removeprefix(ROBUSTBENCH), classes, weights)
+        elif name.startswith(HUB):
+            found = hub_net(name.removeprefix(HUB), classes, weights)
+        else:
+            is_file = weights is not None and "." in weights
+            find = ZOOS[_known(source, ZOOS, "zoo")]
+            found = find(name, classes, None if is_file else weights)
+            found = found._replace(file=weights if is_file else None)
         self.normalize = Normalize(mean or found.mean, std or found.std)
         self.net = found.net
-        if weights and from_file:
-            load_weights(self, weights)
+        if found.file is not None:
+            load_weights(self, found.file, **found.layout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, K] of images [B, C, H, W] in [0, 1]."""

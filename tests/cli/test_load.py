@@ -17,7 +17,7 @@ from lightning_rob.cli.trust import VARIABLE as ALLOWED
 from lightning_rob.environment import VARIABLE, callbacks
 from lightning_rob.errors import InputError
 from tests.callbacks.test_any_module import DATA, Classifier
-from tests.tiny import recipe
+from tests.tiny import TinyNet, recipe
 
 
 class OwnImages(LightningDataModule):
@@ -63,6 +63,11 @@ def test_a_defense_of_ours(tmp_path, monkeypatch):
     main(["fit", f"--config={recipe(tmp_path)}"])
     (path,) = tmp_path.rglob("checkpoints/*.ckpt")
     defense = lightning_rob.load(path, ["tests"])
+    arguments = {"net": TinyNet, "attack": ATTACKS["pgd"], "epochs": 2, "probs": [0.9, 0.1]}
+    same = lightning_rob.BAT.load_from_checkpoint(path, **arguments).defense.eval()
+    assert torch.equal(same.logits(DATA[:4][0]), defense.logits(DATA[:4][0]))
+    with pytest.raises(TypeError, match=r"'net'.*lightning_rob.load_module\('.*ckpt'\) takes them"):
+        lightning_rob.BAT.load_from_checkpoint(path)
     state = torch.load(path, weights_only=True)["state_dict"]
     assert not defense.training
     for name, value in defense.state_dict().items():

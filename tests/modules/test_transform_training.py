@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+import lightning_rob
 from lightning_rob.data.base import IndexedSubset, InMemoryImages
 from lightning_rob.data.transformed import TransformedCache
 from lightning_rob.errors import InputError
@@ -76,6 +77,11 @@ def test_every_sub_model_is_trained_in_turn_and_ends_with_its_best_weights(unint
             logits = model.members[member].eval()(changed)
         loss = torch.nn.functional.cross_entropy(logits, images.y).item()
         assert loss == pytest.approx(min(found[name]), rel=1e-4)
+
+
+def test_a_checkpoint_is_loaded_without_a_trainer(uninterrupted):
+    module = lightning_rob.load_module(uninterrupted / LAST)
+    assert same_weights(module.state_dict(), weights(uninterrupted / LAST))
 
 
 def blobs():

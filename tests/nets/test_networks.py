@@ -37,6 +37,7 @@ from lightning_rob.nets import (
 from lightning_rob.nets.resnet import PaddedShortcut
 from tests.nets import MEAN, STD, TINY, images, with_statistics
 
+GOWAL = {"activation": "silu", "same": True}
 NETS = {
     "small": (partial(SmallCNN, width=4), 1, 28),
     "mnist": (partial(MNISTNet, width=4, channels=3, size=32), 3, 32),
@@ -48,6 +49,8 @@ NETS = {
     "mobilenet": (MobileNetV1, 3, 32),
     "vgg": (VGG16, 3, 32),
     "wide": (partial(WideResNet, 16, 2), 3, 32),
+    "wide-gowal": (partial(WideResNet, 10, 1, **GOWAL), 3, 32),
+    "preact-gowal": (partial(PreActResNet18, width=4, shortcut="3x3", **GOWAL), 3, 32),
     "dann": (partial(DANNNet, width=4), 1, 28),
     "dann-resnet18": (partial(DANNResNet18, width=4), 3, 32),
     "squeezenet": (partial(ZooNet, "squeezenet1_0"), 3, 64),
@@ -266,6 +269,8 @@ IMPOSSIBLE = [
     *((partial(WideResNet, d), rf"depth must be 6n \+ 4 .*got {d}") for d in (4, 20, 29)),
     *((partial(ResNet, d), rf"depth must be 6n \+ 2 .*got {d}") for d in (2, 18, 21, 34)),
     (partial(WideResNet, 10, 0), "widen must be at least 1, got 0"),
+    (partial(WideResNet, activation="tanh"), "activation must be one of relu, silu, got 'tanh'"),
+    (partial(PreActResNet18, shortcut="B"), "must be one of active, input, 3x3, got 'B'"),
     (partial(ResNet, shortcut="C"), "shortcut must be 'A' or 'B', got 'C'"),
     (partial(DANNNet, size=15), "size must be at least 16 pixels, got 15"),
     (partial(Normalize, (0.5,), (0.5, 0.5)), "mean has 1 channels, std has 2"),

@@ -119,6 +119,9 @@ def test_renames_components(tmp_path):
         load_weights(small(), tmp_path / "net.pt")
     rename = {"fc": "linear", "conv": "layer2.0"}
     assert same(load_weights(small(), tmp_path / "net.pt", rename=rename), saved)
+    rows = {"fc": "wrong", "fc.weight": "linear.weight", "fc.bias": "linear.bias", "conv": "c"}
+    back = rename | rows | {"conv": "layer2.0"}  # the longest name counts
+    assert same(load_weights(small(), tmp_path / "net.pt", rename=back), saved)
 
 
 def test_rename_must_not_make_two_of_one(tmp_path):
@@ -210,13 +213,18 @@ def test_a_mean_and_a_std_that_are_weights(tmp_path):
     assert same(load_weights(nn.Sequential(Scaled(), nn.Linear(3, 2)), tmp_path / "net.pt"), saved)
 
 
-def test_statistics_beside_the_weights(tmp_path):
+@pytest.mark.parametrize(
+    ("names", "place"),
+    [(("normalize.mean", "normalize.std"), "normalize"), (("mu", "sigma"), "")],
+)
+def test_statistics_beside_the_weights(names, place, tmp_path):
     saved = ResNet(**TINY)
     shape = (1, 3, 1, 1)
-    mean, std = torch.tensor(MEAN).view(shape), torch.tensor(STD).view(shape)
-    numbers = {"normalize.mean": mean, "normalize.std": std}
-    torch.save({"state_dict": saved.state_dict() | numbers}, tmp_path / "net.pt")
-    net = load_weights(ResNet(**TINY), tmp_path / "net.pt", normalizer="normalize")
+    pair = torch.tensor(MEAN).view(shape), torch.tensor(STD).view(shape)
+    torch.save(saved.state_dict() | dict(zip(names, pair, strict=True)), tmp_path / "net.pt")
+    with pytest.raises(ValueError, match=f"normalizer={place!r} .*{names[0]}', '{names[1]}'"):
+        load_weights(ResNet(**TINY), tmp_path / "net.pt")
+    net = load_weights(ResNet(**TINY), tmp_path / "net.pt", normalizer=place)
     assert same(net, saved)
     assert net.normalize.std.flatten().tolist() == list(STD)
 

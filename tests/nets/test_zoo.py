@@ -1,9 +1,12 @@
-"""Networks of torchvision and timm by name."""
+"""Networks of torchvision, timm and the Hugging Face hub by name."""
 
+import json
 import sys
 
+import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lightning_rob.nets import ZooNet
 from tests.nets import images
@@ -89,3 +92,72 @@ def test_timm_is_optional(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ImportError, match=r'pip install "lightning-rob\[timm\]"'):
         ZooNet("resnet10t", source="timm")
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """The snapshot of org/net in a cache of the hub, with a network of timm in it."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "models--org--net"
+    snapshot = folder / "snapshots" / ("5" * 40)
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(snapshot.name)
+    images = {"mean": [0.5, 0.25, 0.75], "std": [0.5, 0.5, 0.25]}
+    config = {"architecture": "test_resnet", "num_classes": 7, "pretrained_cfg": images}
+    (snapshot / "config.json").write_text(json.dumps(config))
+    return snapshot
+
+
+def test_a_repository_of_the_hub(repository):
+    timm = pytest.importorskip("timm")
+    saved, x = timm.create_model("test_resnet", num_classes=7).eval(), images(size=32)
+    save_file(saved.state_dict(), repository / "model.safetensors")
+    normalised = (x - torch.tensor([0.5, 0.25, 0.75])[:, None, None]) / torch.tensor(
+        [0.5, 0.5, 0.25]
+    )[:, None, None]
+    for name in ("hf-hub:org/net", f"hf-hub:org/net@{repository.name}"):
+        with torch.no_grad():
+            torch.testing.assert_close(ZooNet(name).eval()(x), saved(normalised))
+    with pytest.raises(ValueError, match="of another shape"):
+        ZooNet("hf-hub:org/net", classes=10)
+    with pytest.raises(FileNotFoundError, match="hf-hub:org/other cannot be fetched"):
+        ZooNet("hf-hub:org/other")
+
+
+def test_a_pickle_of_the_hub_must_be_named(repository):
+    timm = pytest.importorskip("timm")
+    saved = timm.create_model("test_resnet", num_classes=7)
+    torch.save(saved.state_dict(), repository / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"has no model.safetensors \(found: .*_model.bin"):
+        ZooNet("hf-hub:org/net")
+    net = ZooNet("hf-hub:org/net", weights="pytorch_model.bin")
+    assert torch.equal(net.net.fc.weight, saved.fc.weight)
+    torch.save({"net": saved}, repository / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="which loading weights only refuses"):
+        ZooNet("hf-hub:org/net", weights="pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"lightning_rob": {}}, r"opened by lightning_rob.load\('hf-hub:org/net'\)"),
+        ({"architecture": "resnet0"}, "no timm network 'resnet0'"),
+        (
+            {"architecture": "test_resnet", "model_args": {"checkpoint_path": "x.bin"}},
+            "hf-hub:org/net: model_args may not set checkpoint_path",
+        ),
+    ],
+)
+def test_configurations_that_name_no_network(config, message, repository):
+    save_file({"x": torch.zeros(1)}, repository / "model.safetensors")
+    (repository / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        ZooNet("hf-hub:org/net")
+
+
+def test_the_hub_is_optional(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match=r'pip install "lightning-rob\[hub\]"'):
+        ZooNet("hf-hub:org/net")

@@ -1,0 +1,155 @@
+"""A defense as a folder for the hub: the same logits, and the accuracies of exactly its weights."""
+
+import json
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+
+import lightning_rob
+from lightning_rob.cli.trust import VARIABLE
+from lightning_rob.commands.configs import ExportConfig
+from lightning_rob.errors import InputError
+from tests.tiny import Blobs, pgd, recipe, robust_eval, run
+
+MONITOR = {"model__init_args__monitor": "val/robust/apgd"}
+
+
+def x():
+    return torch.stack([image for image, _ in Blobs().source(train=False)])
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A folder of a BAT ensemble that was tested, its checkpoint, and the records of the test."""
+    folder = tmp_path_factory.mktemp("exported")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run("fit", "--config", recipe(folder, **MONITOR))
+        (checkpoint,) = folder.rglob("checkpoints/*.ckpt")
+        test = json.dumps(robust_eval({"apgd": pgd()}))
+        cpu = "--trainer.accelerator=cpu"
+        run("test", "--ckpt_path", checkpoint, "--trainer.callbacks+", test, cpu)
+        out = ["--format", "safetensors", "--out", "model"]
+        run("export", "--ckpt_path", checkpoint, *out, cpu)
+        lines = Path("logs/version_0/robust.jsonl").read_text().splitlines()
+    return folder / "model", checkpoint, list(map(json.loads, lines))
+
+
+def test_the_same_logits(exported):
+    folder, checkpoint, _ = exported
+    assert {path.name for path in folder.iterdir()} == {
+        *("model.safetensors", "config.json", "README.md")
+    }
+    defense, expected = lightning_rob.load(folder), lightning_rob.load(checkpoint)
+    assert torch.equal(defense.logits(x()), expected.logits(x()))
+    assert torch.equal(defense(x()), expected(x()))
+    assert len(defense.classifiers) == 2
+    module, trained = lightning_rob.load_module(folder), lightning_rob.load_module(checkpoint)
+    assert module.best["value"] == trained.best["value"]
+    for name, tensor in trained.best["weights"].items():
+        assert torch.equal(module.best["weights"][name], tensor)
+
+
+def test_no_code_of_others_is_imported(exported, monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(InputError, match="runs only with --allow-import tests"):
+        lightning_rob.load(exported[0])
+    assert len(lightning_rob.load(exported[0], allow_import="tests").classifiers) == 2
+
+
+def test_a_repository_of_the_hub(exported, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    place = tmp_path / "models--org--net"
+    shutil.copytree(exported[0], place / "snapshots" / ("5" * 40))
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("5" * 40)
+    defense = lightning_rob.load("hf-hub:org/net")
+    assert torch.equal(defense(x()), lightning_rob.load(exported[1])(x()))
+    with pytest.raises(InputError, match="hf-hub:org/other cannot be fetched"):
+        lightning_rob.load("hf-hub:org/other")
+
+
+def test_the_card_has_the_accuracies_of_these_weights(exported):
+    folder, _, records = exported
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: lightning-rob\n")
+    assert "allow_import=['tests']" in card
+    assert "BAT on Blobs" in card
+    assert "Of Blobs, 33 images:" in card
+    assert {record["name"] for record in records} == {"clean", "apgd", "worst"}
+    for record in records:
+        low, high = record["interval"]
+        row = f"| {record['name']} | full defense | {record['accuracy']:.1%} "
+        assert row in card.replace("*", "")
+        assert f"{low:.1%} … {high:.1%}" in card
+    assert "linf 16/255" in card
+    assert f"| torch | {version('torch')} |" in card
+
+
+def test_accuracies_of_other_weights_are_left_out(exported, tmp_path, monkeypatch):
+    monkeypatch.chdir(exported[0].parent)
+    other = torch.load(exported[1], weights_only=True)
+    other["state_dict"]["members.0.last.bias"] += 1
+    place = exported[1].with_name("other.ckpt")
+    torch.save(other, place)
+    run("export", "--ckpt_path", place, "--format=safetensors", f"--out={tmp_path / 'm'}")
+    assert "No evaluation of these weights is recorded" in (tmp_path / "m/README.md").read_text()
+    place.unlink()
+
+
+def test_commands_read_the_folder(exported, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    test = json.dumps(robust_eval({"apgd": pgd()}))
+    options = ["--data=tests.tiny.Blobs", "--trainer.accelerator=cpu"]
+    run("test", "--ckpt_path", exported[0], *options, "--trainer.callbacks+", test)
+    lines = Path("logs/version_0/robust.jsonl").read_text().splitlines()
+    found = {record["name"]: record["accuracy"] for record in map(json.loads, lines)}
+    assert found == {record["name"]: record["accuracy"] for record in exported[2]}
+
+
+def test_folders_that_are_none(tmp_path):
+    with pytest.raises(InputError, match=r"a folder without config\.json: name a checkpoint"):
+        lightning_rob.load(tmp_path)
+    (tmp_path / "config.json").write_text("<html>")
+    with pytest.raises(InputError, match=r"config\.json is no JSON"):
+        lightning_rob.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"architecture": "resnet18"}')
+    with pytest.raises(InputError, match=r"no 'lightning_rob'; a network of timm is .*ZooNet"):
+        lightning_rob.load(tmp_path)
+
+
+def test_a_folder_that_would_not_be_whole_is_refused(exported, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("")
+    export = ["export", "--ckpt_path", exported[1], "--format=safetensors", "--out=m"]
+    with pytest.raises(SystemExit):
+        run(*export, "--model.monitor=./a.txt")
+    error = capsys.readouterr().err
+    assert "model.init_args.monitor is a file, './a.txt'" in error
+    assert "add --model.init_args.monitor=null" in error
+    plug = [
+        "--trainer.callbacks+=pgd",
+        "--trainer.callbacks.preprocess=tests.cli.test_load.brighter",
+    ]
+    with pytest.raises(SystemExit):
+        run(*export, *plug)
+    assert "preprocess is an option of a plug-in" in capsys.readouterr().err
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "onnx"}, "--format must be pt2 or safetensors, got 'onnx'"),
+        ({"format": "safetensors"}, "--out must name a folder for safetensors, got None"),
+        ({"format": "safetensors", "out": Path("x.pt2")}, "must name a folder .*got x.pt2"),
+    ],
+)
+def test_invalid_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        ExportConfig(**options)
