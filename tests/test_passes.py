@@ -5,14 +5,17 @@ import torch
 from torch import nn
 
 from lightning_rob.attacks import (
+    APGD,
     ARC,
     CW,
+    FAB,
     GMSA,
     PAA,
     PGD,
     TAA,
     AggMo,
     DeepFool,
+    Square,
     SurrogateTransforms,
 )
 from lightning_rob.attacks.oom import kept_for_gradients
@@ -226,6 +229,41 @@ def test_deepfool(candidates, backwards):
     assert gradients == steps * backwards
     assert net.linearised == net.evaluated[1:] + [net.linearised[-1]] * (evaluations == steps)
     assert net.linearised == sorted(net.linearised, reverse=True)
+
+
+# the attacks of AutoAttack, where no image is fooled
+
+TINY = Threat("linf", 1e-6)
+
+
+@pytest.mark.parametrize(("options", "runs"), [({}, 1), ({"restarts": 3}, 3), ({"targets": 2}, 2)])
+def test_auto_pgd(options, runs):
+    """A pass on the clean images, one at the start of a run and one a step."""
+    net = mlp(1)
+    x, y = batch(net)
+    APGD(TINY, 5, **options)(Single(net), x, y, seeded())
+    evaluations = runs if "targets" in options else 0  # what each target's run is worth
+    assert net.counts() == (evaluations, 1 + 6 * runs, 1 + 6 * runs)
+    assert {*net.linearised, *net.evaluated} == {B}
+
+
+@pytest.mark.parametrize(("targets", "backwards"), [(1, 1), (0, 4)])
+def test_fast_adaptive_boundary(targets, backwards):
+    net = mlp(1)
+    x, y = batch(net)
+    FAB(TINY, 5, targets)(Single(net), x, y, seeded())
+    assert net.counts() == (1 + 5, 5, 5 * backwards)
+
+
+def test_square():
+    """At most one forward a query, on the images that it changes."""
+    net = mlp(1)
+    x, y = batch(net)
+    Square(Threat("l2", 1e-6), 20)(Single(net), x, y, seeded())
+    assert net.evaluated == [B] * 22
+    net.clear()
+    Square(TINY, 20)(Single(net), x, y, seeded())
+    assert 2 <= len(net.evaluated) <= 22 and net.counts()[1:] == (0, 0)
 
 
 # transductive defenses

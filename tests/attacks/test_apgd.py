@@ -66,7 +66,7 @@ LOSSES = {
 @pytest.mark.parametrize(("loss", "options"), LOSSES.values(), ids=LOSSES)
 def test_iterates_are_those_of_the_package(threat, loss, options, double):
     """Image by image, from the same start, until the image is fooled."""
-    net, (x, y) = trained_net(1).double().eval(), images(8, seed=1)
+    net, (x, y) = trained_net(1).double().eval(), images(6, seed=1)
     x, lengths = x.double(), []
     for i in range(len(x)):
         noise = Streams.from_index(torch.tensor([i]), 1)
