@@ -19,6 +19,7 @@ from lightning_rob.commands.thresholds import parse_thresholds
 
 Receives = Literal["run", "trainings", "checkpoints", "data", "records"]
 SIGNIFICANT = 0.05
+ONNX = ("onnx", "onnxscript", "onnxruntime")  # the packages of the extra
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,12 @@ class TuneConfig(CommandConfig):
 
 @dataclass(frozen=True)
 class ExportConfig(CommandConfig):
-    """Write a defense, its rule and its draws included, as a program that needs torch alone.
+    """Write a defense, its rule and its draws included, as a program of torch.export or ONNX.
 
     The program is loaded back and has to give the same predictions.
 
       lightning-rob export --ckpt_path last.ckpt --out defense.pt2
+      lightning-rob export --ckpt_path last.ckpt --out defense.onnx
 
     and then, without this package:
 
@@ -111,6 +113,7 @@ class ExportConfig(CommandConfig):
 
     Equal keys draw equal noise: the images' indices give the predictions of `predict`.
     Under attack draw new keys for every query: torch.randint(2**62, (B,)).
+    ONNX is for defenses that do not predict at random; it needs lightning-rob[onnx].
 
     For lightning_rob.load and the Hugging Face hub, as model.safetensors, config.json and
     a model card with the accuracies recorded for these weights:
@@ -118,34 +121,37 @@ class ExportConfig(CommandConfig):
       lightning-rob export --ckpt_path last.ckpt --format safetensors --out FOLDER
 
     Args:
-        out: FILE.pt2, the program; or the folder
-        format: pt2 or safetensors
+        out: FILE.pt2 or FILE.onnx, the program; or the folder
         batch: N images at a time, or dynamic; of a program
         images: N test images on which predictions are compared; of a program
+        format: pt2, onnx or safetensors; default: that of the file's name
 
     Raises:
         ValueError: another kind of file, or a number below 1.
+        ModuleNotFoundError: a package of the extra `onnx` is missing.
     """
 
     receives: ClassVar[Receives] = "run"
-    usage: ClassVar[str] = "--ckpt_path CHECKPOINT --out FILE.pt2 [options of test]"
+    usage: ClassVar[str] = "--ckpt_path CHECKPOINT --out FILE [options of test]"
 
     out: Path | None = None
-    format: str = "pt2"
     batch: int | str = "dynamic"
     images: int = 64
+    format: Literal["pt2", "onnx", "safetensors"] | None = None
 
     def __post_init__(self) -> None:
-        if self.format not in ("pt2", "safetensors"):
-            raise ValueError(f"--format must be pt2 or safetensors, got {self.format!r}")
         if self.format == "safetensors":
-            if self.out is None or self.out.suffix in (".pt2", ".safetensors"):
+            if self.out is None or self.out.suffix in (".pt2", ".onnx", ".safetensors"):
                 raise ValueError(f"--out must name a folder for safetensors, got {self.out}")
             return
         if self.out is None:
             raise ValueError("say where the program goes to: --out FILE.pt2")
-        if self.out.suffix != ".pt2":
-            raise ValueError(f"--out must name a file.pt2, got {str(self.out)!r}")
+        formats = [self.format] if self.format else ["pt2", "onnx"]
+        if self.out.suffix.removeprefix(".") not in formats:
+            wanted = " or ".join(f"file.{name}" for name in formats)
+            raise ValueError(f"--out must name a {wanted}, got {str(self.out)!r}")
+        if self.out.suffix == ".onnx" and not all(map(find_spec, ONNX)):
+            raise ModuleNotFoundError("ONNX files need pip install 'lightning-rob[onnx]'")
         if self.batch != "dynamic" and not str(self.batch).isdigit():
             raise ValueError(f"--batch must be a number or dynamic, got {str(self.batch)!r}")
         at_least(1, batch=self.batch_size, images=self.images)

@@ -1,4 +1,4 @@
-"""`lightning-rob export`: a whole defense as a program that needs torch alone, or as a folder."""
+"""`lightning-rob export`: a defense as a program for torch or ONNX Runtime, or as a folder."""
 
 import json
 from copy import deepcopy
@@ -9,11 +9,10 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.export import load as load_program
-from torch.export import save as save_program
 
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.configs import ExportConfig
+from lightning_rob.commands.formats import FORMATS, Predict
 from lightning_rob.commands.model_folder import write_model_folder
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.groups import Unpack, counted, regrouped
@@ -23,7 +22,6 @@ from lightning_rob.identity import fingerprint
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms import Transform
 
-CARD = "lightning_rob.json"
 SIZES = (1, 3, 8)  # batch sizes at which predictions are compared
 TOLERANCE = 1e-5
 MAX_IMAGES = 4096  # torch chooses other kernels above some size, so there has to be a bound
@@ -83,7 +81,7 @@ def export(
 
     Args:
         defense: one that is not transductive.
-        path: the file, *.pt2.
+        path: the file: *.pt2 for torch.export, *.onnx for ONNX.
         example: [N, C, H, W] images in [0, 1] on which predictions are compared.
         keys: [N] int64, theirs; None numbers them.
         seed: of the noise, beside the keys.
@@ -94,22 +92,29 @@ def export(
         probability.
 
     Raises:
-        ValueError: it cannot be exported, or the program's predictions differ.
+        ValueError: it cannot be exported to such a file, or the program's predictions differ.
     """
     if defense.transductive:
         raise ValueError(
             f"{type(defense).__name__} is transductive: it learns from every test batch before it "
             "predicts, and an exported program cannot learn"
         )
-    net = KeyedDefense(deepcopy(defense).cpu(), seed).eval()
-    program, inputs = trace(net, _inputs(example, keys, batch), batch)
+    net, form = KeyedDefense(deepcopy(defense).cpu(), seed).eval(), FORMATS[path.suffix]
+    inputs = _inputs(example, keys, batch)
+    if not is_randomized(net.defense, inputs[0]):
+        inputs = inputs[:1]
+    elif not form.randomized:
+        raise ValueError(
+            f"{type(defense).__name__} predicts at random, by integers that overflow, for which "
+            "ONNX defines no result: export a .pt2"
+        )
+    program = trace(net, inputs, batch)
     card = _card(net, inputs, batch)
 
     def write(draft: Path) -> None:
-        with draft.open("wb") as file:
-            save_program(program, file, extra_files={CARD: json.dumps(card, indent=1)})
+        form.save(program, json.dumps(card, indent=1), draft)
         # Checked before the file gets its name, so a wrong program is never there.
-        card["largest_difference"] = _largest_difference(net, draft, inputs, batch)
+        card["largest_difference"] = _largest_difference(net, form.load(draft), inputs, batch)
 
     atomic_write(path, write)
     return card
@@ -117,10 +122,7 @@ def export(
 
 def read_card(path: Path | str) -> dict[str, Any]:
     """Return the description stored in an exported program."""
-    stored: dict[str, Any] = {CARD: ""}
-    with Path(path).open("rb") as file:
-        load_program(file, extra_files=stored)
-    card: dict[str, Any] = json.loads(stored[CARD])
+    card: dict[str, Any] = json.loads(FORMATS[Path(path).suffix].read_card(Path(path)))
     return card
 
 
@@ -156,21 +158,19 @@ class KeyedTransform(nn.Module):
         return self.transform(images, *self.transform.sample(images, Streams.from_index(keys, 0)))
 
 
-def trace(net: KeyedDefense, inputs: Inputs, batch: int | None) -> tuple[ExportedProgram, Inputs]:
-    """Return the program and its inputs: keys only if the predictions depend on them.
+def trace(net: KeyedDefense, inputs: Inputs, batch: int | None) -> ExportedProgram:
+    """Return the program of a defense.
 
     Args:
         net: in evaluation mode.
-        inputs: images [N, C, H, W] and keys [N].
+        inputs: images [N, C, H, W] and, for a randomized defense, keys [N].
         batch: images at a time; None for any number.
 
     Raises:
         ValueError: there is no such program; names the transforms that prevent it.
     """
     try:
-        if not is_randomized(net.defense, inputs[0]):
-            inputs = inputs[:1]
-        return _graph(net, inputs, batch), inputs
+        return _graph(net, inputs, batch)
     except Exception as error:  # tracing may raise any kind
         defenses = [part for part in net.defense.modules() if isinstance(part, Defense)]
         transforms = [pair for defense in defenses for pair in defense.transforms.items()]
@@ -243,14 +243,14 @@ def _card(net: KeyedDefense, inputs: Inputs, batch: int | None) -> dict[str, Any
     }
 
 
-def _largest_difference(net: KeyedDefense, path: Path, inputs: Inputs, batch: int | None) -> float:
+def _largest_difference(
+    net: KeyedDefense, program: Predict, inputs: Inputs, batch: int | None
+) -> float:
     """Return the largest difference of a probability, over several batch sizes.
 
     Raises:
         ValueError: it is above 1e-5.
     """
-    with path.open("rb") as file:
-        program = load_program(file).module()
     largest = torch.zeros(())
     for size in (batch,) if batch else (*SIZES, min(len(inputs[0]), MAX_IMAGES)):
         some = [part if batch or size > max(SIZES) else part[:24] for part in inputs]

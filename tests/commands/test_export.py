@@ -20,7 +20,7 @@ from lightning_rob.defenses import (
     TransformEnsemble,
 )
 from lightning_rob.randomness import Streams
-from lightning_rob.rules import majority, random_member
+from lightning_rob.rules import majority, mean_probs, random_member
 from lightning_rob.transforms import Affine, ColorJitter, GaussianNoise, HorizontalFlip
 from tests.tiny import Blobs, TinyNet, recipe, run
 
@@ -90,6 +90,40 @@ def written(x, keys, tmp_path_factory):
         return done[case]
 
     return of
+
+
+ONNX_CASES = {
+    "single": CASES["single"],
+    "random_member": CASES["random_member"],
+    "mean_probs": lambda: Ensemble(nets(3), [0.5, 0.3, 0.2], mean_probs),
+    "mixture": lambda: Mixture([Ensemble(nets(2)), behind("clean", "rotate_90")], [0.4, 0.6]),
+}
+
+
+@pytest.mark.parametrize("case", ONNX_CASES)
+def test_onnx_predicts_as_the_defense_does(case, x, tmp_path):
+    """In another runtime, at any batch size, without torch."""
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    defense, path = ONNX_CASES[case]().eval(), tmp_path / "x.onnx"
+    card = export(defense, path, x)
+    assert card.pop("largest_difference") <= 1e-5
+    assert read_card(path) == card
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    expected = defense(x)
+    for size in (1, 3, 8, 24):
+        part = session.run(["probabilities"], {"images": x[:size].numpy()})[0]
+        torch.testing.assert_close(torch.from_numpy(part), expected[:size], rtol=0, atol=1e-5)
+    assert len(expected.argmax(1).unique()) > 1
+
+
+def test_what_onnx_cannot_express_is_refused(x, tmp_path):
+    with pytest.raises(ValueError, match="RandomTransforms predicts at random, by integers that"):
+        export(CASES["rt"](), tmp_path / "x.onnx", x)
+    pytest.importorskip("onnxscript")
+    with pytest.raises(ValueError, match=r"ONNX cannot express it: .*kthvalue.*; export a \.pt2"):
+        export(behind("clean", "filter_median"), tmp_path / "x.onnx", x)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -195,7 +229,8 @@ def test_transforms_that_choose_by_value_have_a_program_too(x, keys, tmp_path):
     ("options", "message"),
     [
         ({}, "say where the program goes to"),
-        ({"out": Path("x.pt")}, "--out must name a file.pt2, got 'x.pt'"),
+        ({"out": Path("x.pt")}, "--out must name a file.pt2 or file.onnx, got 'x.pt'"),
+        ({"format": "onnx"}, "--out must name a file.onnx, got 'x.pt2'"),
         ({"batch": -3}, "--batch must be a number or dynamic, got '-3'"),
         ({"batch": 0}, "--batch must be at least 1, got 0"),
         ({"images": 0}, "--images must be at least 1, got 0"),
@@ -236,4 +271,4 @@ def test_options_from_a_file(tmp_path, capsys):
     assert "images: 8" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         run(*args)
-    assert "--out must name a file.pt2, got 'defense.txt'" in capsys.readouterr().err
+    assert "--out must name a file.pt2 or file.onnx, got 'defense.txt'" in capsys.readouterr().err

@@ -3,9 +3,9 @@
 import json
 import sys
 
-import huggingface_hub
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from lightning_rob.nets import ZooNet
@@ -97,8 +97,8 @@ def test_timm_is_optional(monkeypatch):
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """The snapshot of org/net in a cache of the hub, with a network of timm in it."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     folder = tmp_path / "models--org--net"
     snapshot = folder / "snapshots" / ("5" * 40)
     snapshot.mkdir(parents=True)
