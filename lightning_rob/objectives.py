@@ -94,6 +94,17 @@ def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(logits, y).mean()
 
 
+def boosted_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """Compute -log p[y] - log(1 - the largest wrong p), p = softmax: [..., B, K], [B] -> [..., B].
+
+    MART trains on it (Wang et al., ICLR 2020, "BCE").
+    """
+    rival = _split(logits, y)[1].argmax(-1, keepdim=True)
+    others = logits.scatter(-1, rival, -torch.inf)
+    lead = logits.gather(-1, rival).squeeze(-1) - others.logsumexp(-1)
+    return cross_entropy(logits, y) + softplus(lead, threshold=50)
+
+
 @reduces("mean")
 def expected_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the mean cross-entropy over draws: adaptive PGD, EoT, GMSA-AVG."""
@@ -188,6 +199,16 @@ def min_confidence(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     return _min_over_draws(weights, _wrong_confidence(logits, y))
 
 
+@reduces("mean")
+def expected_probability_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Compute 1 + the mean over draws of the largest wrong probability minus the label's.
+
+    The Probability Margin Attack is PGD on it (Xie et al., CVPR 2025). The 1 keeps the value and
+    the gradient precise where the label's probability rounds to 1.
+    """
+    return expectation(weights, _probability_margin(logits, y))
+
+
 def ce_of_rule(rule: Rule) -> Objective:
     """Return the cross-entropy that decides a rule's prediction; of votes the expected one."""
     of_means: dict[Rule, Objective] = {
@@ -234,6 +255,11 @@ def _margin(logits: Tensor, y: Tensor) -> Tensor:
 
 def _wrong_confidence(logits: Tensor, y: Tensor) -> Tensor:
     return _split(logits.softmax(-1), y)[1].amax(-1)
+
+
+def _probability_margin(logits: Tensor, y: Tensor) -> Tensor:
+    right, wrong = _split(logits, y)
+    return _wrong_confidence(logits, y) + (wrong.logsumexp(-1) - right).sigmoid()
 
 
 def _min_over_draws(weights: Tensor, values: Tensor) -> Tensor:

@@ -7,22 +7,32 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback
 from torch import nn
 
+from lightning_rob import RobustEval, evaluate
 from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.cli.plugins import expand
 from lightning_rob.data import ImageData
-from lightning_rob.nets import VGG16, WRN28_4, MobileNetV1, PreActResNet18, ResNet20, ZooNet
+from lightning_rob.nets import (
+    VGG16,
+    WRN28_4,
+    MobileNetV1,
+    PreActResNet18,
+    ResNet20,
+    SmallCNN,
+    ZooNet,
+)
 from lightning_rob.threat import Threat, pixels
 from lightning_rob.transforms import named
 from tests.nets.test_weights import dverge_state
-from tests.tiny import ROOT, recipe, records, run
+from tests.tiny import ROOT, pgd, recipe, records, robust_eval, run, same_weights, weights
 
 NETS = sorted((ROOT / "configs/mixins").glob("net_*.yaml"))
 GROUPS = sorted((ROOT / "configs/mixins").glob("group_*.yaml"))
-OTHER_MIX_INS = {"ddp", "debug", "rt_released"}
+OTHER_MIX_INS = {"ddp", "debug", "ema", "finetune", "rt_released"}
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 ASSEMBLED = [p for p in CONFIGS if "class_path: PretrainedEnsemble" in p.read_text()]
 RECIPES = [p for p in CONFIGS if p not in ASSEMBLED]
@@ -32,7 +42,9 @@ VOTERS = [  # on transformation ensembles, or of many steps
     p for p in PLUGINS if re.search(r"TAA|PAA|VotingRuleEval|Algorithm 2\)", p.read_text())
 ]
 SUITES = ["cw_all", "rec_all", "rec_suite"]
-CALLBACKS = [p for p in PLUGINS if p not in (*RT_ONLY, *VOTERS) and p.stem not in SUITES]
+OF_32_PIXELS = ["corruptions"]  # tests/callbacks/test_corruption_eval.py
+NOT_TINY = [*SUITES, *OF_32_PIXELS]
+CALLBACKS = [p for p in PLUGINS if p not in (*RT_ONLY, *VOTERS) and p.stem not in NOT_TINY]
 # Four images of noise, of the size of the recipe's own: no download, nothing to decode.
 EMBEDDED = "--data=tests.test_configs.Colour"
 GREY = "--data=tests.test_configs.Grey"
@@ -446,6 +458,55 @@ def test_mix_in_parses(mix_in, tmp_path):
     built = RobustCLI([*args, "--trainer.devices=1", "--trainer.accelerator=cpu"], run=False)
     strategy = type(built.trainer.strategy).__name__
     assert strategy == ("DDPStrategy" if mix_in == "ddp" else "SingleDeviceStrategy")
+
+
+class Average(Callback):
+    """Keeps the moving average of the weights by its definition."""
+
+    mean: dict[str, torch.Tensor] | None = None
+
+    def on_train_batch_end(self, trainer, module, *_):
+        now = {k: v.clone() for k, v in module.state_dict().items() if v.is_floating_point()}
+        old = self.mean or now
+        self.mean = {k: 0.999 * old[k] + 0.001 * now[k] for k in now}
+
+
+def test_ema_mix_in_evaluates_saves_and_tests_the_average(tmp_path):
+    """A test by the trainer of the fit too, to which Lightning would give the trained weights."""
+    model = {
+        "class_path": "AdversarialTraining",
+        "init_args": {"net": {"class_path": "tests.tiny.TinyNet"}},
+    }
+    callbacks = [robust_eval({"apgd": pgd()}), {"class_path": "RobustCheckpoint"}]
+    file = recipe(tmp_path, model=model, **{"trainer__callbacks+": callbacks})
+    args = ["--config", str(file), "--config", "ema", "--trainer.max_epochs=2"]
+    built, average = RobustCLI(args, run=False), Average()
+    trainer, module = built.trainer, built.model
+    trainer.callbacks.append(average)
+    trainer.fit(module, built.datamodule)
+    for name, value in average.mean.items():
+        torch.testing.assert_close(module.state_dict()[name], value)
+    (evaluation,) = [c for c in trainer.callbacks if isinstance(c, RobustEval)]
+    found = evaluate(module, evaluation.attacks, built.datamodule.val_dataloader(), progress=False)
+    assert torch.equal(found.scores, evaluation.result.scores)
+    best = trainer.checkpoint_callback.best_model_path
+    trainer.test(module, built.datamodule, ckpt_path=best, verbose=False, weights_only=True)
+    assert same_weights(module.state_dict(), weights(best))
+
+
+def test_finetune_mix_in_starts_from_a_file_at_a_low_learning_rate(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    start = SmallCNN()
+    torch.save(start.state_dict(), "start.pt")
+    args = ["--config", "madry_digits", "--config", "finetune", GREY, *SMALL]
+    built = RobustCLI([*args, "--model.weights=start.pt"], run=False)
+    built.trainer.fit(built.model, built.datamodule)
+    trained = dict(built.model.defense.net.named_parameters())
+    steps = [(trained[name] - w).abs().max() for name, w in start.named_parameters()]
+    assert max(steps).item() == pytest.approx(0.001, rel=0.01)  # Adam's first step is the rate
+    with pytest.raises(SystemExit):
+        run("fit", *args)
+    assert "pretrained.pt" in capsys.readouterr().err
 
 
 ARCHITECTURES = {

@@ -1,6 +1,7 @@
 """One process and two give the same figures; monitoring changes nothing."""
 
 import pytest
+import torch
 
 from tests.forked import two_ranks
 from tests.tiny import arc, pgd, recipe, records, robust_eval, run, same_weights, weights
@@ -74,6 +75,29 @@ def test_two_processes_train_an_ensemble(tmp_path):
     done = two_ranks("fit", "--config", recipe(tmp_path), *TWO, *short)
     assert done.returncode == 0, done.stderr
     assert {r["n"] for r in records(tmp_path)} == {32}
+
+
+def test_two_processes_perturb_weights_like_one(tmp_path):
+    """The perturbation follows the mean gradient: of one batch of 16 images, or two of 8."""
+    init = {
+        "net": {"class_path": "tests.modules.support.WithoutNorm"},
+        "attack": pgd(),
+        "trades_beta": 6.0,
+        "awp": 0.1,
+        "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
+    }
+    options = {
+        "model": {"class_path": "AdversarialTraining", "init_args": init},
+        "data": {"class_path": "tests.tiny.Blobs", "init_args": {"train_size": 48}},
+        "trainer__callbacks+": [],
+    }
+    trained = []
+    for name, processes in {"one": [], "two": TWO}.items():
+        (tmp_path / name).mkdir()
+        start("fit", "--config", recipe(tmp_path / name, **options), *processes)
+        trained.append(weights(tmp_path / name / "run/version_0/checkpoints/epoch=3-step=4.ckpt"))
+    for one, other in zip(*(each.values() for each in trained), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_training_is_the_same_with_and_without_callbacks(tmp_path):

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from lightning_rob.objectives import (
     NonFiniteLogitsError,
     TargetedMargin,
+    boosted_cross_entropy,
     ce_of_mean_logits,
     ce_of_mean_probs,
     check_labels,
@@ -15,6 +16,7 @@ from lightning_rob.objectives import (
     cross_entropy,
     expected_ce,
     expected_margin,
+    expected_probability_margin,
     linear,
     min_confidence,
     reduces,
@@ -24,7 +26,7 @@ from lightning_rob.objectives import (
 )
 
 CROSS_ENTROPIES = [expected_ce, worst_ce, ce_of_mean_probs, ce_of_mean_logits]
-OBJECTIVES = [*CROSS_ENTROPIES, linear, expected_margin, confident]
+OBJECTIVES = [*CROSS_ENTROPIES, linear, expected_margin, confident, expected_probability_margin]
 WEIGHTS = torch.tensor([0.5, 0.3, 0.2])
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES)
 
@@ -55,6 +57,8 @@ def reference(objective, logits, weights, y):
             weights[i] * (max(z[c] for c in wrong) - z[y]) for i, z in enumerate(logits)
         ),
         confident: sum(weights[i] * max(probs[i][c] for c in wrong) for i in range(s)),
+        expected_probability_margin: 1
+        + sum(weights[i] * (max(p[c] for c in wrong) - p[y]) for i, p in enumerate(probs)),
     }[objective]
 
 
@@ -125,6 +129,29 @@ def test_gradient_survives_confidence(objective, margin):
     assert total[1].item() == pytest.approx(-odds, rel=1e-4)
     assert total[2].item() == pytest.approx(math.exp(1 - margin), rel=1e-4)
     assert share * total[0].item() == pytest.approx(share * math.exp(-margin), rel=1e-4)
+
+
+@pytest.mark.parametrize("margin", [30.0, 60.0, 80.0])
+def test_gradient_of_the_probability_margin_survives_confidence(margin):
+    logits = torch.tensor([[[0.0, margin, 1.0]]], requires_grad=True)
+    value = expected_probability_margin(logits, torch.ones(1), torch.tensor([1]))
+    (gradient,) = torch.autograd.grad(value.sum(), logits)
+    far, near = math.exp(-margin), math.exp(1 - margin)
+    assert value.item() == pytest.approx(far + 2 * near, rel=1e-4)
+    expected = [far, -far - 2 * near, 2 * near]
+    assert gradient[0, 0].tolist() == [pytest.approx(g, rel=1e-4) for g in expected]
+
+
+def test_boosted_cross_entropy():
+    logits, y = draws(1, 50, 10, seed=1, dtype=torch.float64)
+    probs = logits[0].softmax(-1)
+    right = probs.gather(1, y[:, None])[:, 0]
+    rival = probs.scatter(1, y[:, None], 0).amax(1)
+    expected = -right.log() - (1 - rival).log()
+    torch.testing.assert_close(boosted_cross_entropy(logits[0], y), expected, rtol=1e-9, atol=1e-12)
+    two = torch.tensor([[1e4, 0.0], [-1e4, 0.0], [60.0, 0.0]])  # of two classes twice the usual
+    zero = torch.zeros(3, dtype=torch.int64)
+    torch.testing.assert_close(boosted_cross_entropy(two, zero), 2 * cross_entropy(two, zero))
 
 
 @every_objective

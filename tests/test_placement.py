@@ -225,6 +225,7 @@ def test_games(device, name):
 LOSSES = {
     "AdversarialTraining": lambda net: AdversarialTraining(net, PLAIN),
     "TRADES": lambda net: AdversarialTraining(net, PGD(LINF, 1, 0.05), trades_beta=6.0),
+    "MART, AWP": lambda net: AdversarialTraining(net, PLAIN, mart_beta=5.0, awp=0.01),
     "FreeTraining": lambda net: FreeTraining(net, LINF),
     "TADV": lambda net: TADVTraining(net, PLAIN),
     "ADP": lambda net: ADP(net, 2),

@@ -166,6 +166,16 @@ class EvaluationCallback(Callback, ABC):
             "versions": versions(),
         }
 
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep averaged weights for a test or validation: Lightning would take the others back.
+
+        It does so if the same trainer has fitted with a `WeightAveraging` callback.
+        """
+        if trainer.state.fn != "fit" and "current_model_state" in checkpoint:
+            checkpoint["current_model_state"] = checkpoint["state_dict"]
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies under which a process has no whole network; order the callbacks.
 

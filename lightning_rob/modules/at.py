@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.nn.functional import kl_div
@@ -12,18 +14,22 @@ from lightning_rob.attacks import Attack, attacking
 from lightning_rob.attacks.pgd import is_pgd
 from lightning_rob.defenses import Defense, Single
 from lightning_rob.modules.base import RobustModule
+from lightning_rob.modules.weight_perturbation import loss_at_perturbed_weights
 from lightning_rob.nets import load_weights
 from lightning_rob.objectives import (
     Objective,
+    boosted_cross_entropy,
     check_labels,
     classification_loss,
     expected_ce,
 )
 from lightning_rob.rules import expectation
 
+PERTURBABLE = ("32-true", "64-true", "bf16-mixed")  # weights of 16 bits round small changes away
+
 
 class AdversarialTraining(RobustModule):
-    """Train on adversarial images of the current network (Madry et al. 2018), or by TRADES.
+    """Train on adversarial images of the network (Madry et al. 2018), or by TRADES or MART.
 
     With `defense: RandomTransforms` this is the training of RT and, with an attack, of AdvRT
     (Sitawarin et al. 2022).
@@ -42,9 +48,15 @@ class AdversarialTraining(RobustModule):
         criterion: loss of an image's draws; RT uses `ce_of_mean_probs`.
         weights: checkpoint with the network's initial weights, of any layout, see
             `lightning_rob.nets.load_weights`.
+        mart_beta: weight of MART's divergence (Wang et al., ICLR 2020; lambda in the paper, which
+            takes 5); its attack maximises the cross-entropy.
+        awp: radius gamma of adversarial weight perturbation (Wu et al. 2020), with any of the
+            losses, as a share of each layer's norm: 0.005 in the paper. It costs one more forward
+            and backward pass per batch.
 
     Raises:
-        ValueError: a fraction outside (0, 1], or TRADES with an attack or defense it cannot use.
+        ValueError: a fraction outside (0, 1], TRADES and MART together or with an attack or
+            defense they cannot use, or a radius that is not positive.
     """
 
     def __init__(
@@ -59,24 +71,27 @@ class AdversarialTraining(RobustModule):
         draws: int | None = None,
         criterion: Objective = expected_ce,
         weights: str | None = None,
+        mart_beta: float | None = None,
+        awp: float | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction must be in (0, 1], got {fraction}")
-        if trades_beta is not None and (fraction != 1 or not _can_attack_for_trades(attack)):
-            raise ValueError(
-                "TRADES needs a PGD attack with random_start and fraction 1, "
-                f"got {attack} and fraction {fraction}"
-            )
+        _check_loss(attack, fraction, trades_beta, mart_beta)
+        if awp is not None and not awp > 0:
+            raise ValueError(f"awp must be a positive share such as 0.005, got {awp}")
         self.net = (net(),)  # a tuple: a second submodule would save the weights twice
         self.defense = defense(self.net[0])
-        if trades_beta is not None and self.defense.kind != "single":
-            raise ValueError(f"TRADES is for a single network, got {type(self.defense).__name__}")
+        if (trades_beta, mart_beta) != (None, None) and self.defense.kind != "single":
+            name = "MART" if trades_beta is None else "TRADES"
+            raise ValueError(f"{name} is for a single network, got {type(self.defense).__name__}")
         if draws is not None and draws < 1:
             raise ValueError(f"draws must be at least 1, got {draws}")
         self.attack = attack
         self.fraction = fraction
         self.trades_beta = trades_beta
+        self.mart_beta = mart_beta
+        self.awp = awp
         self.draws = draws
         self.criterion = criterion
         self.weights = weights
@@ -86,17 +101,44 @@ class AdversarialTraining(RobustModule):
         if stage == "fit" and self.weights is not None:
             load_weights(self.net[0], self.weights)
 
+    def check_trainer(self, trainer: Trainer) -> None:
+        """Refuse precisions in which a weight perturbation would be lost or overflow.
+
+        Raises:
+            MisconfigurationException: `awp` with weights or gradients of 16 bits.
+        """
+        if self.awp is not None and trainer.precision not in PERTURBABLE:
+            raise MisconfigurationException(
+                f"awp is for precision {', '.join(PERTURBABLE)}, got {trainer.precision}"
+            )
+
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the cross-entropy on the batch, `fraction` of it attacked, or the TRADES loss."""
+        """Return the cross-entropy on the batch, `fraction` of it attacked, or TRADES' or MART's.
+
+        With `awp` the loss is that of the perturbed weights; its gradient is of the weights.
+        """
+        batch = (x, self._perturbed(x, y), y)
+        if self.awp is None:
+            return self._loss_on(*batch)
+        return loss_at_perturbed_weights(self.defense, self._loss_on, batch, self.awp)
+
+    def _perturbed(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the batch with `fraction` of its images attacked."""
+        if self.attack is None:
+            return x
+        attack = self.attack if self.trades_beta is None else self._divergence_attack(x)
+        count = round(self.fraction * len(x))
+        noise = self.noise and self.noise[torch.arange(count)]
+        return torch.cat([attack(self.defense, x[:count], y[:count], noise), x[count:]])
+
+    def _loss_on(self, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
+        """Return the loss of images, attacked images and labels at the current weights."""
         if self.trades_beta is not None:
-            x_adv = self._divergence_attack(x)(self.defense, x, y, self.noise)
             return self._trades_loss(x, x_adv, y, self.trades_beta)
-        if self.attack is not None:
-            count = round(self.fraction * len(x))
-            noise = self.noise and self.noise[torch.arange(count)]
-            x = torch.cat([self.attack(self.defense, x[:count], y[:count], noise), x[count:]])
+        if self.mart_beta is not None:
+            return self._mart_loss(x, x_adv, y, self.mart_beta)
         own_noise = self.noise and self.noise.fold_in(1)  # independent of the attack's draws
-        logits, weights = self.defense.sample_logits(x, own_noise, self.draws)
+        logits, weights = self.defense.sample_logits(x_adv, own_noise, self.draws)
         check_labels(y, logits.shape[-1])
         return self.criterion(logits, weights, y).mean()
 
@@ -112,6 +154,31 @@ class AdversarialTraining(RobustModule):
         log_probs = self.defense.logits(x_adv)[0].log_softmax(-1)
         divergence = kl_div(log_probs, clean.softmax(-1), reduction="batchmean")
         return classification_loss(clean, y) + beta * divergence
+
+    def _mart_loss(self, x: Tensor, x_adv: Tensor, y: Tensor, beta: float) -> Tensor:
+        clean, adversarial = (self.defense.logits(images)[0] for images in (x, x_adv))
+        check_labels(y, clean.shape[-1])
+        probs = clean.softmax(-1)
+        divergence = kl_div(adversarial.log_softmax(-1), probs, reduction="none").sum(-1)
+        misclassified = 1 - probs.gather(1, y[:, None])[:, 0]
+        return (boosted_cross_entropy(adversarial, y) + beta * misclassified * divergence).mean()
+
+
+def _check_loss(
+    attack: Attack | None, fraction: float, trades_beta: float | None, mart_beta: float | None
+) -> None:
+    """Raise ValueError for TRADES or MART with what they cannot use, or with each other."""
+    if trades_beta is not None and mart_beta is not None:
+        raise ValueError(f"give trades_beta {trades_beta} or mart_beta {mart_beta}, not both")
+    if trades_beta is not None and (fraction != 1 or not _can_attack_for_trades(attack)):
+        raise ValueError(
+            "TRADES needs a PGD attack with random_start and fraction 1, "
+            f"got {attack} and fraction {fraction}"
+        )
+    if mart_beta is not None and (fraction != 1 or attack is None):
+        raise ValueError(
+            f"MART needs an attack and fraction 1, got {attack} and fraction {fraction}"
+        )
 
 
 def _can_attack_for_trades(attack: Attack | None) -> bool:

@@ -40,6 +40,13 @@ class ConvNet(nn.Sequential):
         )
 
 
+class WithoutNorm(nn.Sequential):
+    """A network in which no image of a batch changes another's logits."""
+
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
 def directional_derivatives(module, x, y, seed=0, width=1e-6):
     """The loss's derivative along random weights: by backward, and by central differences."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,12 +1,18 @@
 """Adversarial training: its losses against hand-written references, and what it attacks."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 from torch.nn import functional as F
 
 from lightning_rob.attacks import PGD
 from lightning_rob.defenses import RandomTransforms
 from lightning_rob.modules import AdversarialTraining
+from lightning_rob.modules.weight_perturbation import loss_at_perturbed_weights
 from lightning_rob.objectives import ce_of_mean_probs
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
@@ -31,6 +37,10 @@ def reference_trades(net, x, y, attack, beta, noise):
             0, 1
         )
     net.train()
+    return x_adv, trades(net, x, x_adv, y, beta)
+
+
+def trades(net, x, x_adv, y, beta):
     clean = net(x)
     robust = F.kl_div(F.log_softmax(net(x_adv), 1), F.softmax(clean, 1), reduction="batchmean")
     return F.cross_entropy(clean, y) + beta * robust
@@ -70,7 +80,90 @@ def test_trades_is_the_papers_formula():
     twin = TinyNet()
     twin.load_state_dict(module.defense.net.state_dict())
     expected = reference_trades(twin, x, y, attack, 4.0, Streams.from_index(index, 1))
-    torch.testing.assert_close(module.loss(x, y), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(module.loss(x, y), expected[1], rtol=1e-5, atol=1e-6)
+
+
+def mart(net, x, x_adv, y, beta):
+    """Wang et al. 2020, eq. 11, image by image."""
+    total = 0
+    for p, q, label in zip(net(x).softmax(1), net(x_adv).softmax(1), y, strict=True):
+        bce = -q[label].log() - (1 - max(q[k] for k in range(4) if k != label)).log()
+        total += bce + beta * (p * (p / q).log()).sum() * (1 - p[label])
+    return total / len(x)
+
+
+def plain(net, x, x_adv, y):
+    return F.cross_entropy(net(x_adv), y)
+
+
+def at_perturbed_weights(net, loss, gamma):
+    """Wu et al. 2020: a copy takes a step uphill, each layer is rescaled to gamma of its norm."""
+    proxy = copy.deepcopy(net)
+    loss(proxy).backward()
+    moved = copy.deepcopy(net)
+    for name in ("first", "last"):
+        g, w = getattr(proxy, name).weight.grad, getattr(moved, name).weight
+        w.data += gamma * w.norm() * g / g.norm()
+    value = loss(moved)
+    value.backward()
+    return value, moved
+
+
+LOSSES = {
+    "plain": (plain, {}),
+    "trades": (trades, {"trades_beta": 4.0}),
+    "mart": (mart, {"mart_beta": 5.0}),
+}
+
+
+def trained_by(name, **options):
+    attack = PGD(THREAT, steps=2, step_size=6 / 255)
+    module = AdversarialTraining(TinyNet, attack, **LOSSES[name][1], **options)
+    module.noise = Streams.from_index(torch.arange(8), 1)
+    return module, *batch()
+
+
+@pytest.mark.parametrize("gamma", [None, 0.1])
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradient_are_the_papers(name, gamma):
+    """And the weights stay, and BatchNorm sees the batch once, at the perturbed weights."""
+    module, x, y = trained_by(name, awp=gamma)
+    before = copy.deepcopy(module.defense.net)
+    x_adv = module._perturbed(x, y)
+
+    def reference(net):
+        return LOSSES[name][0](net, x, x_adv, y, *LOSSES[name][1].values())
+
+    loss = module.loss(x, y)
+    loss.backward()
+    expected, moved = at_perturbed_weights(before, reference, gamma or 0.0)
+    near = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(loss, expected, **near)
+    net = module.defense.net
+    for one, other in zip(net.buffers(), moved.buffers(), strict=True):
+        torch.testing.assert_close(one, other, **near)
+    for one, other, old in zip(*(n.parameters() for n in (net, moved, before)), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, **near)
+        assert torch.equal(one, old)
+    assert not gamma or loss.item() > reference(before).item() + 0.01
+
+
+def test_weights_are_perturbed_under_autocast_too():
+    """Autocast keeps its copies of weights: those of the first pass are not used in the second."""
+    module, x, y = trained_by("plain")
+    arguments = (x, module._perturbed(x, y), y)
+    perturbed = partial(
+        loss_at_perturbed_weights, module.defense, module._loss_on, arguments, gamma=0.1
+    )
+    full = perturbed()
+    with torch.autocast("cpu", torch.bfloat16):
+        half, unmoved = perturbed(), module._loss_on(*arguments)
+    assert half.item() == pytest.approx(full.item(), abs=0.1 * (full - unmoved).item())
+    one, other = (
+        torch.cat([g.flatten() for g in torch.autograd.grad(value, list(module.parameters()))])
+        for value in (half, full)
+    )
+    assert (one - other).norm() < 0.2 * other.norm()
 
 
 @pytest.mark.parametrize(
@@ -148,3 +241,25 @@ def test_trades_is_for_a_single_network():
     attack = PGD(Threat("linf", 0.1), 2, 0.05)
     with pytest.raises(ValueError, match="TRADES is for a single network, got RandomTransforms"):
         AdversarialTraining(TinyNet, attack, trades_beta=6.0, defense=random_defense)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attack": None}, "MART needs an attack and fraction 1, got None"),
+        ({"fraction": 0.5}, "MART needs an attack and fraction 1, .* fraction 0.5"),
+        ({"trades_beta": 6.0}, "give trades_beta 6.0 or mart_beta 5.0, not both"),
+        ({"defense": random_defense}, "MART is for a single network, got RandomTransforms"),
+        ({"awp": 0.0}, "awp must be a positive share such as 0.005, got 0.0"),
+    ],
+)
+def test_mart_and_awp_refuse(options, message):
+    with pytest.raises(ValueError, match=message):
+        AdversarialTraining(TinyNet, **({"attack": Spy(), "mart_beta": 5.0} | options))
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_awp_refuses_weights_of_16_bits(precision):
+    trainer = Trainer(accelerator="cpu", precision=precision, logger=False)
+    with pytest.raises(MisconfigurationException, match=f"awp is for .* got {precision}"):
+        AdversarialTraining(TinyNet, Spy(), awp=0.005).check_trainer(trainer)

@@ -1,0 +1,80 @@
+"""Adversarial weight perturbation."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.func import functional_call
+from torch.nn.utils import parameters_to_vector
+
+TINY = 1e-20
+
+
+def loss_at_perturbed_weights(
+    defense: nn.Module,
+    loss: Callable[..., Tensor],
+    batch: tuple[Tensor, ...],
+    gamma: float,
+) -> Tensor:
+    """Return the loss at weights that were moved to raise it (Wu et al. 2020, eq. 10, one step).
+
+    The tensor w of a layer's weights becomes w + v with v = gamma ||w|| g / ||g||, where g is the
+    gradient of the loss, the mean over all processes. v is a constant to autograd, so that the
+    gradient with respect to w is that at w + v, and w itself never changes. Biases and the weights
+    of normalization layers are not perturbed. BatchNorm's statistics are those of w + v.
+
+    The optimizer's own weight decay then is that of w; the authors' code decays w + v.
+
+    Args:
+        defense: the weights to perturb are in this module.
+        loss: function of the batch, and of the current weights of `defense`.
+        batch: arguments of the loss.
+        gamma: radius of the perturbation as a share of each tensor's norm.
+
+    Returns:
+        A scalar.
+    """
+    module = _LossModule(defense, loss)
+    weights = {
+        name: weight
+        for name, weight in module.named_parameters()
+        if weight.requires_grad and weight.dim() > 1 and "weight" in name.rpartition(".")[2]
+    }
+    statistics = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    value = functional_call(module, statistics, batch)
+    gradients = torch.autograd.grad(
+        value, list(weights.values()), allow_unused=True, materialize_grads=True
+    )
+    moved = {
+        name: weight + gamma * weight.detach().norm() / gradient.norm().clamp_min(TINY) * gradient
+        for (name, weight), gradient in zip(
+            weights.items(), _mean_over_processes(gradients), strict=True
+        )
+    }
+    at_moved: Tensor = functional_call(module, moved, batch)
+    return at_moved
+
+
+class _LossModule(nn.Module):
+    """A loss as a module, in which `functional_call` replaces the weights of the defense."""
+
+    def __init__(self, defense: nn.Module, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.defense = defense
+        self.loss = loss
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        """Return the loss."""
+        return self.loss(*batch)
+
+
+def _mean_over_processes(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the mean of gradients over the processes of a run, as DDP takes it in backward."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return gradients
+    joined = parameters_to_vector(gradients)
+    distributed.all_reduce(joined)
+    parts = torch.split(
+        joined / distributed.get_world_size(), [len(g.flatten()) for g in gradients]
+    )
+    return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
