@@ -19,7 +19,7 @@ from lightning_rob.plots import blank, save, shade
 
 ROOT = Path(__file__).parent.parent
 METHODS = ("iat", "adp", "gal", "trs", "dverge")
-PLUGINS = ("apgd", "arc", "arc_two_radii", "arc_warm", "members")
+PLUGINS = ("adaptive_pgd", "arc", "arc_two_radii", "arc_warm", "members")
 
 
 def trained(method, folder):
@@ -67,7 +67,7 @@ def main():
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--figure", type=Path, default=Path("transfer.png"))
     options = parser.parse_args()
-    names, matrices = ("clean", "apgd", "arc", "arc_two_radii", "arc_warm"), {}
+    names, matrices = ("clean", "adaptive_pgd", "arc", "arc_two_radii", "arc_warm"), {}
     print(f"| method | {' | '.join(names)} | PGD on the member itself | on another |")
     print(f"|---|{'---|' * (len(names) + 2)}")
     for method in METHODS:

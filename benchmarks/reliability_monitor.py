@@ -48,7 +48,7 @@ def fit(top: Path) -> Path:
     options = {"model__init_args__monitor": None, "model__init_args__epochs": CHECKPOINTS // 2}
     options |= {"trainer__max_epochs": CHECKPOINTS, "trainer__callbacks+": [kept]}
     path = recipe(top, **options)
-    suite = robust_eval({"apgd": pgd(steps=20), "arc": arc(steps=20)})
+    suite = robust_eval({"adaptive_pgd": pgd(steps=20), "arc": arc(steps=20)})
     (top / "suite.yaml").write_text(yaml.safe_dump(suite))
     assert ended(forked(lambda: run("fit", "--config", path))) == 0
     return top / "run/version_0/checkpoints"

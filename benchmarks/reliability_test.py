@@ -36,7 +36,7 @@ def _attack(kind: str, **options: object) -> dict:
 
 def _recipe(folder: Path, **attack: object) -> Path:
     """Train two convolutional networks with BatchNorm on photographs by BAT, an epoch each."""
-    attacks = {"apgd": _attack("PGD", **attack), "arc": _attack("ARC", step_size="8/255")}
+    attacks = {"adaptive_pgd": _attack("PGD", **attack), "arc": _attack("ARC", step_size="8/255")}
     logger = {
         "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
         "init_args": {"save_dir": str(folder), "name": "run"},

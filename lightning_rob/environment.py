@@ -8,7 +8,7 @@ VARIABLE = "LIGHTNING_ROB_CALLBACKS"
 
 
 def callbacks() -> list[Any]:
-    """Return the plug-ins that LIGHTNING_ROB_CALLBACKS names, such as "apgd,arc".
+    """Return the plug-ins that LIGHTNING_ROB_CALLBACKS names, such as "adaptive_pgd,arc".
 
     Lightning asks for them whenever a `Trainer` is built. Without the variable nothing is imported.
 

@@ -246,7 +246,7 @@ def test_recipe_of_trained_networks_tests(file, tmp_path, monkeypatch, capsys):
 
 
 def named_attacks(file):
-    return ["transfer_pgd"] if "DENT" in file.read_text() else ["apgd", "arc"]
+    return ["transfer_pgd"] if "DENT" in file.read_text() else ["adaptive_pgd", "arc"]
 
 
 @pytest.mark.parametrize("file", CALLBACKS, ids=lambda p: p.stem)
@@ -266,14 +266,14 @@ def test_callback_plugs_into_a_recipe(file, tmp_path):
 
 def test_plugins_add_up_and_an_attack_in_several_runs_once(tmp_path):
     plain = recipe(tmp_path, **{"trainer__callbacks+": [], "model__init_args__monitor": None})
-    plugins = [f"--trainer.callbacks+={name}" for name in ("apgd", "rec_suite")]
+    plugins = [f"--trainer.callbacks+={name}" for name in ("adaptive_pgd", "rec_suite")]
     run("fit", "--config", plain, "--trainer.max_epochs=2", "--model.epochs=1", *plugins)
     found = [r["name"] for r in records(tmp_path) if r["epoch"] == 0]
     names = [name for name in found if name != "clean"]
     assert sorted(names) == sorted({*names})
-    assert {"apgd", "apgd_logits", "arc", "worst"} <= set(names)
+    assert {"adaptive_pgd", "adaptive_pgd_logits", "arc", "worst"} <= set(names)
     worst = next(r for r in records(tmp_path) if r["name"] == "worst")
-    assert worst["over"][0] == "apgd"
+    assert worst["over"][0] == "adaptive_pgd"
     assert {"arc", "arc_two_radii"} <= {*worst["over"]}
 
 
@@ -340,9 +340,9 @@ def test_plugins_can_be_saved_with_a_run(tmp_path):
 
 
 IN_L2 = {  # plug-in -> the lengths of its attacks at l2 128/255, in 255ths
-    "apgd": [32],
-    "apgd_logits": [32],
-    "apgd_restarts": [32],
+    "adaptive_pgd": [32],
+    "adaptive_pgd_logits": [32],
+    "adaptive_pgd_restarts": [32],
     "arc": [32],
     "arc_top4": [32],
     "arc_two_radii": [32, 128],
@@ -477,7 +477,7 @@ def test_ema_mix_in_evaluates_saves_and_tests_the_average(tmp_path):
         "class_path": "AdversarialTraining",
         "init_args": {"net": {"class_path": "tests.tiny.TinyNet"}},
     }
-    callbacks = [robust_eval({"apgd": pgd()}), {"class_path": "RobustCheckpoint"}]
+    callbacks = [robust_eval({"adaptive_pgd": pgd()}), {"class_path": "RobustCheckpoint"}]
     file = recipe(tmp_path, model=model, **{"trainer__callbacks+": callbacks})
     args = ["--config", str(file), "--config", "ema", "--trainer.max_epochs=2"]
     built, average = RobustCLI(args, run=False), Average()
@@ -540,7 +540,9 @@ def test_recipe_runs_with_a_network_mix_in(mix_in, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = shortened(ROOT / "configs/bat_cifar10_resnet20_linf.yaml")
     content = yaml.safe_load(base.read_text())
-    content["trainer"]["callbacks+"] = [shrunk(plugged("apgd"))]  # the others do not see the net
+    content["trainer"]["callbacks+"] = [
+        shrunk(plugged("adaptive_pgd"))
+    ]  # the others do not see the net
     base.write_text(yaml.safe_dump(content))
     run("fit", "--config", base, "--config", mix_in, EMBEDDED, *SMALL)
 
@@ -593,7 +595,7 @@ def test_the_first_member_is_attacked_as_the_ensemble_is():
         return [attack for n in names for attack in plugged(n)["init_args"]["attacks"].values()]
 
     alone = attacks("first_member", "first_member_arc")
-    assert alone == attacks("apgd", "arc", "arc_two_radii", "arc_warm")
+    assert alone == attacks("adaptive_pgd", "arc", "arc_two_radii", "arc_warm")
     demo = yaml.safe_load((ROOT / "configs/demo.yaml").read_text())["trainer"]["callbacks+"]
     each, twice, first = (callback["init_args"] for callback in demo[1:])
     whole = each["attacks"] | twice["attacks"]

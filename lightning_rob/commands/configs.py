@@ -281,8 +281,8 @@ class SweepConfig(CommandConfig):
     attack, or the neighbours, the competing classes that ARC searches.
 
       lightning-rob sweep --ckpt_path last.ckpt --over probability \
-          --values 0.5:1:0.05 --best apgd \
-          --trainer.callbacks+=callbacks/apgd.yaml --trainer.callbacks+=callbacks/arc.yaml
+          --values 0.5:1:0.05 --best adaptive_pgd \
+          --trainer.callbacks+=adaptive_pgd --trainer.callbacks+=arc
 
     The same command again resumes. A recorded result is used only if weights, attack,
     data, seed and versions are the same.

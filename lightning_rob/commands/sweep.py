@@ -133,7 +133,9 @@ def measurement_plan(
     variable = VARIABLES[str(config.over)]
     attacks = [attack for callback in callbacks for attack in callback.attacks.values()]
     if not attacks:
-        raise ValueError("no attacks to sweep: add --trainer.callbacks+=callbacks/apgd.yaml")
+        raise ValueError(
+            "no attacks to sweep: add --trainer.callbacks+=callbacks/adaptive_pgd.yaml"
+        )
     parts = [part for attack in attacks for part in walk(attack)]
     if not any(hasattr(part, variable.field or "threat") for part in parts):
         raise ValueError(f"no attack has {variable.field} to sweep over: add callbacks/arc.yaml")

@@ -37,7 +37,7 @@ DISSIMILARITY = 0.3  # the bound on PAA of Liao et al. (2020)
 AGGMO = (0.0, 0.9, 0.99, 0.999, 0.9999, 0.99999)  # momenta of Sitawarin et al. (2022)
 RECIPES: dict[SuiteKind, str] = {
     "single": "callbacks/autoattack.yaml",
-    "ensemble": "callbacks/apgd_logits.yaml",
+    "ensemble": "callbacks/adaptive_pgd_logits.yaml",
     "randomized": "callbacks/arc_two_radii.yaml",
     "random": "callbacks/rt_best.yaml",
     "transformed": "callbacks/votes_adaptive.yaml",
@@ -77,9 +77,9 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
     steps, draws = 20, DRAWS if defense.kind == "random_transforms" else None
     pgd = PGD(threat, steps, threat.eps / 4, draws=draws, random_start=False)
     attacks: dict[str, Attack] = {
-        "apgd": pgd,
-        "apgd_logits": replace(pgd, objective=ce_of_mean_logits),
-        "apgd_restarts": replace(pgd, restarts=5, random_start=True),
+        "adaptive_pgd": pgd,
+        "adaptive_pgd_logits": replace(pgd, objective=ce_of_mean_logits),
+        "adaptive_pgd_restarts": replace(pgd, restarts=5, random_start=True),
     }
     if defense.kind == "ensemble" and not threat.relative:
         attacks |= arc_suite(threat, steps)

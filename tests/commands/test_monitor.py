@@ -599,12 +599,18 @@ def test_a_suite_of_its_own_where_none_is_given(trained, watched, put):
     put(EPOCHS[3])
     run("monitor", watched, "--once", "--trainer.accelerator=cpu", "--data.test_size=8")
     found = {line["name"]: line for line in lines(watched) if "name" in line}
-    attacks = ["apgd", "apgd_logits", "apgd_restarts", "arc", "arc_two_radii"]
-    assert list(found) == ["clean", *attacks, "worst"]
+    attacks = [
+        "adaptive_pgd",
+        "adaptive_pgd_logits",
+        "adaptive_pgd_restarts",
+        "arc",
+        "arc_two_radii",
+    ]
+    assert list(found) == ["clean", *ours, "arc", "arc_two_radii", "worst"]
     assert found["arc"]["attack"]["class_path"] == "lightning_rob.ARC"
     # The step is eps, as in the paper, and eps the radius of the training.
     assert found["arc"]["attack"]["init_args"]["step_size"] == pytest.approx(16 / 255)
-    assert found["apgd"]["threat"]["init_args"]["eps"] == pytest.approx(16 / 255)
+    assert found["adaptive_pgd"]["threat"]["init_args"]["eps"] == pytest.approx(16 / 255)
     weaker = min(line["accuracy"] for line in found.values() if line["name"] != "worst")
     assert found["worst"]["accuracy"] <= weaker + 1e-9
 

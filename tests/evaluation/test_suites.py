@@ -39,12 +39,12 @@ def test_a_threat_that_attacks_are_not_made_for(threat):
 
 def test_default_attacks():
     plain, ensemble = Single(TinyNet()), Ensemble([TinyNet(), TinyNet()])
-    names = ["apgd", "apgd_logits", "apgd_restarts"]
+    names = ["adaptive_pgd", "adaptive_pgd_logits", "adaptive_pgd_restarts"]
     assert list(default_attacks(plain, THREAT)) == names
     found = default_attacks(ensemble, THREAT)
     assert list(found) == [*names, "arc", "arc_two_radii"]
     assert isinstance(found["arc"], ARC)
     random = default_attacks(RandomTransforms(TinyNet(), {"GaussianNoise": {}}, 1, 3), THREAT)
-    assert random["apgd"].draws == 10
+    assert random["adaptive_pgd"].draws == 10
     with pytest.raises(ValueError, match="a DENT adapts to its attacker"):
         default_attacks(DENT(SmallCNN(4, 3, 4)), THREAT)
