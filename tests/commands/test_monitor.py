@@ -606,7 +606,7 @@ def test_a_suite_of_its_own_where_none_is_given(trained, watched, put):
         "arc",
         "arc_two_radii",
     ]
-    assert list(found) == ["clean", *ours, "arc", "arc_two_radii", "worst"]
+    assert list(found) == ["clean", *attacks, "worst"]
     assert found["arc"]["attack"]["class_path"] == "lightning_rob.ARC"
     # The step is eps, as in the paper, and eps the radius of the training.
     assert found["arc"]["attack"]["init_args"]["step_size"] == pytest.approx(16 / 255)
