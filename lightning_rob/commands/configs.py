@@ -117,9 +117,9 @@ class ExportConfig(CommandConfig):
 
     Args:
         out: FILE.pt2, the program; or the folder
-        format: pt2 or safetensors
         batch: N images at a time, or dynamic; of a program
         images: N test images on which predictions are compared; of a program
+        format: pt2 or safetensors
 
     Raises:
         ValueError: another kind of file, or a number below 1.
@@ -129,9 +129,9 @@ class ExportConfig(CommandConfig):
     usage: ClassVar[str] = "--ckpt_path CHECKPOINT --out FILE.pt2 [options of test]"
 
     out: Path | None = None
-    format: str = "pt2"
     batch: int | str = "dynamic"
     images: int = 64
+    format: str = "pt2"
 
     def __post_init__(self) -> None:
         if self.format not in ("pt2", "safetensors"):
