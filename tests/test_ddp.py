@@ -75,6 +75,18 @@ def test_two_processes_train_an_ensemble(tmp_path):
     assert {r["n"] for r in records(tmp_path)} == {32}
 
 
+def test_two_processes_predict_into_one_file(trained, tmp_path):
+    """Of 33 images one process has 17, the other 16."""
+    files = []
+    for args in ([], TWO):
+        folder = tmp_path / str(len(args))
+        folder.mkdir()
+        start("predict", "--config", recipe(folder), "--ckpt_path", trained, *args)
+        files.append((folder / "run/version_0/predictions.csv").read_text())
+    assert [line.split(",")[0] for line in files[0].splitlines()] == ["index", *map(str, range(33))]
+    assert files[1] == files[0]
+
+
 def test_training_is_the_same_with_and_without_callbacks(tmp_path):
     (tmp_path / "with").mkdir()
     (tmp_path / "without").mkdir()
