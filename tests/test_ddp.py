@@ -1,5 +1,6 @@
 """One process and two give the same figures; monitoring changes nothing."""
 
+import pandas
 import pytest
 import torch
 
@@ -98,6 +99,18 @@ def test_two_processes_perturb_weights_like_one(tmp_path):
         trained.append(weights(tmp_path / name / "run/version_0/checkpoints/epoch=3-step=4.ckpt"))
     for one, other in zip(*(each.values() for each in trained), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_two_processes_predict_into_one_file(trained, tmp_path):
+    """Of 33 images one process has 17, the other 16."""
+    files = []
+    for args in ([], TWO):
+        folder = tmp_path / str(len(args))
+        folder.mkdir()
+        start("predict", "--config", recipe(folder), "--ckpt_path", trained, *args)
+        files.append(pandas.read_csv(folder / "run/version_0/predictions.csv"))
+    assert files[0]["index"].tolist() == list(range(33))
+    pandas.testing.assert_frame_equal(*files, atol=1e-5)
 
 
 def test_training_is_the_same_with_and_without_callbacks(tmp_path):
