@@ -1,5 +1,6 @@
 """Attacks of other packages on a defense."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,6 +79,9 @@ class Foreign(Attack):
                 "give it the same radius, or minimal=True if it searches the smallest one"
             )
         kept = torch.where(beyond.view(-1, *[1] * (x.dim() - 1)), x, found)
+        # Rounding errors; of other norms, within the tolerance, there is no projection.
+        if self.threat.p not in (2, math.inf):
+            return self.threat.apply(kept - x, x)
         return self.threat.project(kept, x)
 
 

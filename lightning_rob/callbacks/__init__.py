@@ -2,6 +2,7 @@
 
 from lightning_rob.callbacks.audit import RobustAudit
 from lightning_rob.callbacks.checkpoint import RobustCheckpoint, RobustEarlyStopping
+from lightning_rob.callbacks.corruption_eval import CorruptionEval
 from lightning_rob.callbacks.cross_eval import TransferMatrixEval
 from lightning_rob.callbacks.gallery import Gallery
 from lightning_rob.callbacks.guard import TerminateOnNonFinite
@@ -9,6 +10,7 @@ from lightning_rob.callbacks.robust_eval import RobustEval
 from lightning_rob.callbacks.votes import VotingRuleEval
 
 __all__ = [
+    "CorruptionEval",
     "Gallery",
     "RobustAudit",
     "RobustCheckpoint",

@@ -25,10 +25,14 @@ def measurers(trainer: Trainer, monitor: str) -> list[RobustEval]:
 
 
 def measured(trainer: Trainer, monitor: str) -> bool:
-    """Whether this epoch's validation logs the value; values that are not robust always are."""
+    """Whether this epoch's validation logs the value; values that are not robust always are.
+
+    `worst` counts where all attacks on the whole defense run: that of a part of them is higher.
+    """
     if not monitor.startswith(PREFIX):
         return True
-    return any(evaluation.due(trainer) for evaluation in measurers(trainer, monitor))
+    found = measurers(trainer, monitor)
+    return bool(found) and all(evaluation.due(trainer) for evaluation in found)
 
 
 def check_measured(trainer: Trainer, monitor: str) -> None:
@@ -47,7 +51,7 @@ def check_measured(trainer: Trainer, monitor: str) -> None:
             f"no RobustEval measures {monitor!r}: add one {of}, such as callbacks/pgd.yaml, or "
             f"monitor one of {_known(trainer)}"
         )
-    every = min(math.lcm(e.every_n_epochs, trainer.check_val_every_n_epoch or 1) for e in found)
+    every = math.lcm(*(e.every_n_epochs for e in found), trainer.check_val_every_n_epoch or 1)
     epochs = trainer.max_epochs
     if not trainer.enable_validation or (epochs not in (None, -1) and every > epochs):
         raise MisconfigurationException(

@@ -1,5 +1,6 @@
 """Evaluation of a defense under attacks, without Lightning."""
 
+from lightning_rob.evaluation.corruptions import common_corruptions, corruption_errors
 from lightning_rob.evaluation.evaluate import evaluate
 from lightning_rob.evaluation.evaluator import EvaluationSettings, Evaluator
 from lightning_rob.evaluation.groups import GROUP_SIZE, canonical_groups, group_loader, serves_once
@@ -17,6 +18,8 @@ __all__ = [
     "RoundProtocol",
     "Worst",
     "canonical_groups",
+    "common_corruptions",
+    "corruption_errors",
     "evaluate",
     "group_loader",
     "is_random",

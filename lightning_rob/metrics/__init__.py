@@ -1,6 +1,7 @@
 """Metrics: functions of tensors, each with its torchmetrics twin."""
 
 from lightning_rob.comparisons import holm
+from lightning_rob.metrics.corruption_error import ALEXNET_ERRORS, corruption_error
 from lightning_rob.metrics.gradient_spread import GradientSpread, gradient_spread
 from lightning_rob.metrics.intervals import (
     Paired,
@@ -24,6 +25,7 @@ from lightning_rob.metrics.transfer import (
 )
 
 __all__ = [
+    "ALEXNET_ERRORS",
     "GradientSpread",
     "Paired",
     "PerImage",
@@ -33,6 +35,7 @@ __all__ = [
     "TransferMatrix",
     "Transferability",
     "clopper_pearson",
+    "corruption_error",
     "gradient_spread",
     "holm",
     "mcnemar",

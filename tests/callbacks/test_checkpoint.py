@@ -62,6 +62,16 @@ def test_a_checkpoint_is_of_an_epoch_that_was_measured(kept):
     assert f"epoch={max(figures, key=figures.get)}-" in best
 
 
+def test_worst_of_a_cheap_attack_alone_keeps_no_checkpoint(tmp_path):
+    """One step in each epoch, beside an attack in every other one."""
+    quick = robust_eval({"quick": pgd(steps=1)})
+    folder = fit(tmp_path, quick, callback("RobustCheckpoint", save_top_k=-1))
+    assert [r["epoch"] for r in records(tmp_path) if r["name"] == "quick"] == [*range(6)]
+    figures = worst(tmp_path)
+    assert list(figures) == [*range(6)]
+    assert {p.name[:7] for p in folder.glob("epoch*.ckpt")} == {"epoch=1", "epoch=3", "epoch=5"}
+
+
 def test_lightnings_own_takes_an_old_figure_and_makes_folders(tmp_path):
     monitored = {"monitor": "val/robust/worst", "mode": "max", "every_n_epochs": 3}
     plain = callback("ModelCheckpoint", **monitored, filename="{epoch}-{val/robust/worst:.3f}")

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
-from lightning_rob import PGD, Ensemble, RobustEval, Single, Strongest, Threat, evaluate
+from lightning_rob import PGD, Ensemble, Foreign, RobustEval, Single, Strongest, Threat, evaluate
 from lightning_rob.attacks import Attack
 from lightning_rob.defenses import DENT
 from lightning_rob.evaluation import EvaluationResult, RoundProtocol
@@ -318,6 +318,28 @@ def test_the_strongest_attack_has_a_threat_if_it_is_that_of_all():
     worst = evaluate(net(), far, batches).measurement("worst").details
     assert "threat" not in worst
     assert worst["ball"] == "several"
+
+
+def test_worst_over_balls_of_several_norms_is_their_union():
+    """Tramèr and Boneh 2019: an image counts if no attack of any ball changes its prediction."""
+    attacks = {
+        "linf": PGD(Threat("linf", 0.03), 5, 0.015),
+        "l2": PGD(Threat("l2", 0.3), 5, 0.15),
+        "l1": Foreign(Threat(1, 4.0), darkest_pixels),
+    }
+    predicted = TensorDataset(x := data().tensors[0], net()(x).argmax(1))
+    found = evaluate(net(), attacks, DataLoader(predicted, 50), progress=False)
+    union = torch.stack([found.per_image(name) for name in attacks]).amin(0)
+    union = torch.minimum(union, found.per_image("clean"))
+    assert torch.equal(found.per_image("worst"), union)
+    assert all(union.mean() < found.accuracy(name) for name in attacks)
+    assert found.measurement("worst").details["ball"] == "several"
+
+
+def darkest_pixels(model, x, y):
+    """Make the four darkest values of each image white: an l1 distance of at most 4."""
+    flat = x.flatten(1)
+    return flat.scatter(1, flat.topk(4, largest=False).indices, 1.0).view_as(x)
 
 
 def test_a_part_of_the_images_of_a_sampler():

@@ -1,0 +1,92 @@
+"""Accuracy under common corruptions at validation and test."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_rob.callbacks.progress import console_of
+from lightning_rob.callbacks.robust_eval import RobustEval
+from lightning_rob.defenses import Defense
+from lightning_rob.evaluation.corruptions import (
+    CORRUPTIONS,
+    SEVERITIES,
+    common_corruptions,
+    corruption_errors,
+)
+from lightning_rob.metrics.corruption_error import (
+    ALEXNET_ERRORS,
+    check_reference,
+    corruption_error,
+)
+
+
+def corrupted(defense: Defense) -> Defense:
+    """Return the defense itself, as a target apart: `worst` is over attacks on `full_defense`."""
+    return defense
+
+
+class CorruptionEval(RobustEval):
+    """Log the accuracy under the corruptions of ImageNet-C (Hendrycks and Dietterich 2019).
+
+    Logs `{stage}/robust/fog_3` and so on, `{stage}/corruption/error`, the mean error over all
+    corruptions and severities, and with a reference `{stage}/corruption/mce`. Corruptions are no
+    adversary's choice: `{stage}/robust/worst` leaves them out. Images are corrupted as they are
+    evaluated, from 32x32 pixels; the published ImageNet-C was also stored as JPEG.
+
+    Args:
+        corruptions: their names in `lightning_rob.transforms.corruptions.Corruption`.
+        severities: 1 to 5.
+        reference: corruption -> mean error of a reference network over the five severities, for
+            mCE. "alexnet" has those that the paper publishes for ImageNet; on other data give the
+            errors of a network of your own.
+        **options: of `RobustEval`, such as `max_images`.
+
+    Raises:
+        ValueError: a severity that does not exist, a reference for other corruptions or without
+            all severities; when run, two callbacks of this kind.
+    """
+
+    def __init__(
+        self,
+        corruptions: Sequence[str] = CORRUPTIONS,
+        severities: Sequence[int] = SEVERITIES,
+        reference: Literal["alexnet"] | dict[str, float] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(common_corruptions(corruptions, severities), corrupted, **options)
+        self.corruptions, self.severities = tuple(corruptions), tuple(severities)
+        self.reference: Mapping[str, float] | None = (
+            ALEXNET_ERRORS if isinstance(reference, str) else reference
+        )
+        if self.reference is not None:
+            check_reference(self.corruptions, {len(self.severities)}, self.reference)
+        self.figures: dict[str, float] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a second callback of this kind, whose figures would be those of a part.
+
+        Raises:
+            ValueError: there are two.
+        """
+        super().setup(trainer, pl_module, stage)
+        if list(self.attacks) != list(self.given):
+            raise ValueError("two CorruptionEval have corruptions in common: give one all of them")
+
+    def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Log the accuracies, and the mean error."""
+        super().report(trainer, pl_module, stage)
+        assert self.result is not None
+        errors = corruption_errors(self.result, self.corruptions, self.severities)
+        self.figures = {"error": corruption_error(errors)}
+        if self.reference is not None:
+            self.figures["mce"] = corruption_error(errors, self.reference)
+        for name, value in self.figures.items():
+            self.log_value(pl_module, f"{stage}/corruption/{name}", value)
+
+    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Print the table, and the mean error below it."""
+        super().on_test_end(trainer, pl_module)
+        if trainer.is_global_zero:
+            mce = f", mCE {self.figures['mce']:.1%}" if "mce" in self.figures else ""
+            console_of(trainer).print(f"Mean corruption error {self.figures['error']:.1%}{mce}")

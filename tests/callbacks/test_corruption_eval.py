@@ -1,0 +1,101 @@
+"""Accuracies under corruptions, whose package is replaced by one with known results."""
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_rob import PGD, CorruptionEval, RobustEval, Threat, evaluate
+from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.evaluation import common_corruptions, corruption_errors
+from lightning_rob.metrics import ALEXNET_ERRORS, corruption_error
+from lightning_rob.modules import AdversarialTraining
+from tests.tiny import recipe
+from tests.transforms import conftest
+
+package = conftest.package  # stands in for imagecorruptions
+REFERENCE = {"darker": 0.5, "grainy": 0.25}
+PIXELS = torch.rand(12, 3, 32, 32, generator=torch.Generator().manual_seed(0)).mul(255).round()
+LEVELS = torch.linspace(0.3, 1, 12).view(-1, 1, 1, 1)
+X = (PIXELS * LEVELS).round() / 255
+Y = (X.mean((1, 2, 3)) > 0.3).long()
+
+
+class Mean(nn.Module):
+    """Predicts 1 for images whose mean is above 0.3."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        level = self.scale * (x.mean((1, 2, 3)) - 0.3)
+        return torch.stack([-level, level], 1)
+
+
+def logged_by(*callbacks):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(
+        accelerator="cpu", enable_checkpointing=False, callbacks=list(callbacks), **quiet
+    )
+    loader = DataLoader(TensorDataset(X, Y, torch.arange(12)), 5)
+    (logged,) = trainer.test(AdversarialTraining(Mean), loader, verbose=False)
+    return logged
+
+
+def test_logs_each_accuracy_and_both_means(package, capsys):
+    threat = Threat("linf", 0.01)
+    corruptions = CorruptionEval(list(REFERENCE), reference=REFERENCE)
+    logged = logged_by(RobustEval({"pgd": PGD(threat, 1, 0.01)}), corruptions)
+    darker = []
+    for severity in range(1, 6):
+        x = ((255 * X).round() * (1 - severity / 10)).floor() / 255
+        darker.append((Mean()(x).argmax(1) != Y).float().mean().item())
+        assert logged[f"test/robust/darker_{severity}"] == pytest.approx(1 - darker[-1])
+    assert 0 < darker[0] < darker[-1]
+    grainy = [1 - logged[f"test/robust/grainy_{severity}"] for severity in range(1, 6)]
+    errors = {"darker": darker, "grainy": grainy}
+    assert logged["test/corruption/error"] == pytest.approx(sum(darker + grainy) / 10)
+    assert logged["test/corruption/mce"] == pytest.approx(corruption_error(errors, REFERENCE))
+    assert logged["test/robust/worst"] == logged["test/robust/pgd"] > 1 - darker[-1]
+    assert f"mCE {logged['test/corruption/mce']:.1%}" in capsys.readouterr().out
+
+
+def test_a_script_has_the_same_figures(package):
+    names, severities = ["grainy"], [2, 5]
+    logged = logged_by(CorruptionEval(names, severities))
+    attacks = common_corruptions(names, severities)
+    result = evaluate(Mean(), attacks, [(X, Y)], progress=False)
+    errors = corruption_errors(result, names, severities)
+    assert logged["test/corruption/error"] == pytest.approx(corruption_error(errors))
+    assert "test/corruption/mce" not in logged
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"severities": [0]}, r"severity must be 1 … 5, got 0"),
+        ({"severities": [1, 1]}, r"counts once, got \[1, 1\]"),
+        ({"corruptions": ["fog"], "reference": "alexnet"}, "not of fog"),
+        ({"severities": [1, 2], "reference": "alexnet"}, "needs the severities 1 to 5"),
+    ],
+)
+def test_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        CorruptionEval(**options)
+
+
+def test_two_callbacks_with_one_corruption_are_refused(package):
+    with pytest.raises(ValueError, match="two CorruptionEval have corruptions in common"):
+        logged_by(CorruptionEval(["darker"], [1]), CorruptionEval(["darker"], [1, 2]))
+
+
+def test_the_plug_in_has_the_corruptions_of_the_paper(tmp_path):
+    options = ["--trainer.callbacks.reference=alexnet", "--trainer.callbacks.every_n_epochs=5"]
+    plugged = ["--config", str(recipe(tmp_path)), "--trainer.callbacks+=corruptions", *options]
+    built = RobustCLI(plugged, run=False)
+    (callback,) = [c for c in built.trainer.callbacks if isinstance(c, CorruptionEval)]
+    assert len(callback.attacks) == 75
+    assert callback.reference == ALEXNET_ERRORS
+    assert (callback.settings.max_images, callback.every_n_epochs) == (1000, 5)
