@@ -94,9 +94,11 @@ class Destination(threading.Thread):
             return not self.closed
 
     def _deliver(self) -> bool:
-        """Try to deliver each notification, and return whether all were."""
+        """Try to deliver each notification, no recovery before its alarm; return if all were."""
         complete = True
         for key, notification in list(self.waiting.items()):
+            if not complete and notification["kind"] == "recovery":
+                continue
             try:
                 self._deliver_one(key, notification)
             except Undelivered as error:
