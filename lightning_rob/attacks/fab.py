@@ -122,7 +122,7 @@ class FAB(Attack):
         z = run.x_adv.detach().requires_grad_()
         values = scores(defense, z, run.generator, self.draws)
         gaps = values.gather(1, run.y[:, None]) - values.gather(1, run.classes)
-        normal, gap = nearest_hyperplane(gaps, z, self.threat)
+        normal, gap = nearest_hyperplane(gaps.to(z), z, self.threat)
         z, x = z.detach(), run.x
         gap_of_x = gap + (normal * (x - z)).flatten(1).sum(1)
         points, normals = torch.cat([z, x]), torch.cat([normal, normal])
