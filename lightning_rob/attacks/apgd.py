@@ -98,7 +98,7 @@ class APGD(Attack):
         objective = ObjectiveGradient(self.objective, self.draws)
         clean = objective(defense, x, y, everyone.generator, check=True)
         order = wrong_classes(scores_of(clean.logits, clean.weights, defense.rule), y)
-        best, best_value = x.clone(), _finite(clean.value)
+        best, best_value = x.clone(), _finite(clean.value, x)
         if certain:
             best_value = best_value.masked_fill(clean.fooled(y), torch.inf)
         for number, rank in enumerate(self._runs(order.shape[1])):
@@ -146,7 +146,7 @@ class APGD(Attack):
             with torch.no_grad():
                 run.best_value = objective.value(defense, run.best, run.y, run.generator)
         x_adv[run.index] = _where(run.fools, run.fooling, run.best)
-        value[run.index] = _finite(run.best_value).masked_fill(run.fools, torch.inf)
+        value[run.index] = _finite(run.best_value, run.x).masked_fill(run.fools, torch.inf)
         return x_adv, value
 
 
@@ -284,9 +284,12 @@ def _where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.where(condition.view(-1, *[1] * (a.dim() - 1)), a, b)
 
 
-def _finite(value: Tensor) -> Tensor:
-    """Return the objective [B] without infinities, which stand for images that fool."""
-    return value.clamp_max(torch.finfo(value.dtype).max)
+def _finite(value: Tensor, x: Tensor) -> Tensor:
+    """Return the objective [B] without infinities, which stand for images that fool.
+
+    It is of the precision of the images x, also where the network's logits are of another one.
+    """
+    return value.to(x).clamp_max(torch.finfo(x.dtype).max)
 
 
 def _may_leave(defense: Defense) -> bool:

@@ -122,7 +122,7 @@ class FAB(Attack):
         z = run.x_adv.detach().requires_grad_()
         values = scores(defense, z, run.generator, self.draws)
         gaps = values.gather(1, run.y[:, None]) - values.gather(1, run.classes)
-        normal, gap = nearest_hyperplane(gaps, z, self.threat)
+        normal, gap = nearest_hyperplane(gaps.to(z), z, self.threat)
         z, x = z.detach(), run.x
         gap_of_x = gap + (normal * (x - z)).flatten(1).sum(1)
         points, normals = torch.cat([z, x]), torch.cat([normal, normal])
@@ -192,8 +192,8 @@ def to_hyperplane(x: Tensor, w: Tensor, gap: Tensor, threat: Threat) -> Tensor:
     for _ in range(flat.shape[1] + 1):
         arrived = length[:, None] * speed >= room
         left = gap - (reach * arrived).sum(1)
-        further = left / slope.masked_fill(arrived, 0).sum(1).clamp_min(TINY)
+        further = (left / slope.masked_fill(arrived, 0).sum(1).clamp_min(TINY)).clamp_max(most)
         if not (further > length).any():
             break
-        length = torch.maximum(further, length).clamp_max(most)
+        length = torch.maximum(further, length)
     return (-flat.sign() * torch.minimum(length[:, None] * speed, room)).view_as(x)

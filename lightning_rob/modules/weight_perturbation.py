@@ -21,7 +21,8 @@ def loss_at_perturbed_weights(
     The tensor w of a layer's weights becomes w + v with v = gamma ||w|| g / ||g||, where g is the
     gradient of the loss, the mean over all processes. v is a constant to autograd, so that the
     gradient with respect to w is that at w + v, and w itself never changes. Biases and the weights
-    of normalization layers are not perturbed. BatchNorm's statistics are those of w + v.
+    of normalization layers are not perturbed; of a parametrized weight (spectral norm, weight norm)
+    the parameters are that it is computed from. BatchNorm's statistics are those of w + v.
 
     The optimizer's own weight decay then is that of w; the authors' code decays w + v.
 
@@ -33,13 +34,18 @@ def loss_at_perturbed_weights(
 
     Returns:
         A scalar.
+
+    Raises:
+        ValueError: there are no such weights.
     """
     module = _LossModule(defense, loss)
     weights = {
         name: weight
         for name, weight in module.named_parameters()
-        if weight.requires_grad and weight.dim() > 1 and "weight" in name.rpartition(".")[2]
+        if weight.requires_grad and weight.dim() > 1 and _is_weight(name)
     }
+    if not weights:
+        raise ValueError("awp found no weights to perturb: all are frozen, or of biases and norms")
     statistics = {name: buffer.clone() for name, buffer in module.named_buffers()}
     value = functional_call(module, statistics, batch)
     gradients = torch.autograd.grad(
@@ -53,6 +59,14 @@ def loss_at_perturbed_weights(
     }
     at_moved: Tensor = functional_call(module, moved, batch)
     return at_moved
+
+
+def _is_weight(name: str) -> bool:
+    """Return whether a parameter is a layer's weight, or what a parametrization makes it from."""
+    path = name.split(".")
+    if "parametrizations" in path:  # layer.parametrizations.weight.original0
+        return "weight" in path[len(path) - path[::-1].index("parametrizations")]
+    return "weight" in path[-1]
 
 
 class _LossModule(nn.Module):

@@ -214,6 +214,29 @@ def test_memory_layout_does_not_matter(attack):
     assert torch.equal(x_adv, attack(Single(net), x, y, seeded()))
 
 
+class Precise(nn.Module):
+    """A network in single precision, whose images or logits are in double precision."""
+
+    def __init__(self, inner, logits):
+        super().__init__()
+        self.inner, self.logits = inner, logits
+
+    def forward(self, x):
+        return self.inner(x.float()).to(self.logits)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_images_and_logits_may_differ_in_precision(dtypes, single):
+    x, y = images(6, seed=1)
+    x, net = x.to(dtypes[0]), Single(Precise(single.net, dtypes[1]))
+    for name in ("apgd-ce", "apgd-t", "fab", "square"):
+        attack = AutoAttack(LINF, "custom", (name,), queries=20)
+        x_adv = attack(net, x, y, seeded())
+        assert x_adv.dtype == x.dtype
+        left = right(single, attack(single, x.float(), y, seeded()), y)
+        assert abs(right(net, x_adv, y).sum() - left.sum()) <= 1
+
+
 # what it leaves behind
 
 

@@ -136,3 +136,13 @@ WRONG = {
 def test_wrong_arguments(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-12])
+def test_hyperplane_out_of_reach_ends_newtons_method_at_once(size, monkeypatch):
+    """An image without gradient would else cost as many iterations as it has pixels."""
+    x, counted, minimum = torch.full((1, 3, 8, 8), 0.5), [], torch.maximum
+    monkeypatch.setattr(torch, "maximum", lambda *a: counted.append(1) or minimum(*a))
+    d = to_hyperplane(x, torch.full_like(x, size), torch.tensor([1.0]), Threat("linf", 0.1))
+    assert len(counted) <= 3
+    assert torch.equal(d, torch.full_like(x, -0.5 if size else 0.0))

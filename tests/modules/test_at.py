@@ -8,6 +8,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from lightning_rob.attacks import PGD
 from lightning_rob.defenses import RandomTransforms
@@ -256,6 +257,25 @@ def test_trades_is_for_a_single_network():
 def test_mart_and_awp_refuse(options, message):
     with pytest.raises(ValueError, match=message):
         AdversarialTraining(TinyNet, **({"attack": Spy(), "mart_beta": 5.0} | options))
+
+
+@pytest.mark.parametrize(
+    "parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm]
+)
+def test_awp_perturbs_weights_behind_a_parametrization(parametrize):
+    module, x, y = trained_by("plain", awp=0.1)
+    module.defense.net.first.weight.requires_grad_(False)
+    parametrize(module.defense.net.last).eval()
+    loss = loss_at_perturbed_weights(module.defense, module._loss_on, (x, x, y), 0.1)
+    assert loss.item() > module._loss_on(x, x, y).item() + 0.01
+
+
+def test_awp_without_weights_to_perturb():
+    module, x, y = trained_by("plain", awp=0.1)
+    for name in ("first", "last"):
+        getattr(module.defense.net, name).weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="awp found no weights to perturb"):
+        module.loss(x, y)
 
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
