@@ -45,8 +45,11 @@ def _read_folder(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder / CONFIG} is no JSON: {error}") from error
     entry = config.get(ENTRY) if isinstance(config, dict) else None
-    complete = isinstance(entry, dict) and "model" in entry
-    if not (complete and isinstance(entry.get("checkpoint"), dict)):
+    if not (
+        isinstance(entry, dict)
+        and entry.keys() >= {"model", "checkpoint"}
+        and isinstance(entry["checkpoint"], dict)
+    ):
         raise ValueError(
             f"{folder} is not of lightning-rob export: its {CONFIG} has no {ENTRY!r}; a network "
             "of timm is lightning_rob.nets.ZooNet('hf-hub:org/name')"
