@@ -299,3 +299,10 @@ def test_an_alarm_of_an_older_checkpoint_does_not_end_that_of_a_newer_one(
     assert not history.open_alarm()
     notifier.close(10)
     assert [post["kind"] for post in receiver.posts] == ["alarm", "alarm", "recovery"]
+
+
+@pytest.mark.parametrize("url", ["http://host\\hidden", "https://host;hidden", "https://a,hidden"])
+def test_a_host_that_is_none_is_refused_without_its_name(url):
+    with pytest.raises(ValueError, match="takes a URL such as") as refused:
+        check_destinations([url])
+    assert "hidden" not in str(refused.value)
