@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 import warnings
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -816,3 +816,25 @@ def test_killed_at_random_moments_no_notification_is_lost(trained, watched, put,
     assert len(wanted) == len(set(wanted)) >= 4
     assert set(accepted) == set(wanted)
     assert {event["id"] for event in events(watched, "notified")} == set(wanted)
+
+
+ODD = {
+    "no step": {"global_step": None},
+    "an endless step": {"global_step": float("inf")},
+    "no stage": {"staged": None},
+    "names that are no text": {"state_dict": {1: torch.ones(1), "a": torch.ones(1)}},
+    "sparse weights": {"state_dict": {"a": torch.eye(3).to_sparse()}},
+    "keys of two types": {"lightning_rob_recipe": "model: {1: 2, a: 3}"},
+}
+
+
+@pytest.mark.parametrize("entry", ODD)
+def test_a_checkpoint_of_odd_entries_does_not_end_the_monitor(entry, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "SETTLE", 0.0)
+    torch.save({"state_dict": {}} | ODD[entry], tmp_path / "odd.ckpt")
+    recorded = []
+    with closing(History(tmp_path)) as history:
+        watched = folder.CheckpointFolder(tmp_path, history, recorded.append)
+        for _ in range(2):
+            watched.scan()
+    assert [event["event"] for event in recorded] == ["broken"]
