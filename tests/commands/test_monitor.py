@@ -788,6 +788,24 @@ def test_the_newest_is_evaluated_again_when_it_is_due(trained, watched, put):
     assert last["change"]["newly_vulnerable"] == last["change"]["won_back"] == []
     scores = [line["reuse"]["scores"] for line in lines(watched) if line.get("name") == "worst"]
     assert len(set(scores)) == 3
+    record.write_text(record.read_text().replace(dates, '"date": "2101'))  # the clock was set back
+    assert watch(trained, watched, again) == 0
+    assert watch(trained, watched, again) == 0
+    assert len(evaluated(watched)) == 4
+
+
+def test_an_alarm_of_a_single_file_ends_by_another_suite_as_well(trained, watched, put):
+    path = watched / "checkpoints/production.ckpt"
+    for name in EPOCHS[:2]:
+        put(name, under="production.ckpt")
+        assert watch(trained, path, "--alarm=robust/worst=0.999") == 1
+    home = watched / "checkpoints/production_monitor"
+    with closing(History(home)) as history:
+        assert history.open_alarm()
+    assert watch(trained, path, "--data.test_size=16") == 0
+    with closing(History(home)) as history:
+        assert not history.open_alarm()
+    assert [event["position"] for event in events(home, "evaluated")] == [0, 1, 2]
 
 
 @pytest.mark.slow
