@@ -42,17 +42,21 @@ def _read_folder(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / CONFIG).read_text("utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{folder} is a folder without {CONFIG}: name a checkpoint") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder / CONFIG} is no JSON: {error}") from error
     entry = config.get(ENTRY) if isinstance(config, dict) else None
-    if not (isinstance(entry, dict) and entry.keys() >= {"model", "checkpoint"}):
+    if not (
+        isinstance(entry, dict)
+        and entry.keys() >= {"model", "checkpoint"}
+        and isinstance(entry["checkpoint"], dict)
+    ):
         raise ValueError(
             f"{folder} is not of lightning-rob export: its {CONFIG} has no {ENTRY!r}; a network "
             "of timm is lightning_rob.nets.ZooNet('hf-hub:org/name')"
         )
     tensors = read_file(folder / WEIGHTS)
     state = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{SAVED}.")}
-    saved: dict[str, Any] = _with_tensors(entry["checkpoint"], tensors)
+    saved = {key: _with_tensors(part, tensors) for key, part in entry["checkpoint"].items()}
     return saved | {"state_dict": state, RECIPE: yaml.safe_dump({"model": entry["model"]})}
 
 

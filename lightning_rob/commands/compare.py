@@ -1,5 +1,6 @@
 """Compare records of the same images with each other."""
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,10 +8,12 @@ from xml.etree import ElementTree
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
 from lightning_rob.commands.configs import SIGNIFICANT, CompareConfig
+from lightning_rob.commands.report.blocks import plain
 from lightning_rob.commands.specs import differences
 from lightning_rob.evaluation.per_image import ResultFile, read_result_file
 from lightning_rob.files import atomic_write_text
@@ -23,6 +26,7 @@ SETTINGS = ("target", "repeats", "inferences", "protocol")  # in which gated rec
 COLUMNS = ("first", "second", "difference", "95 % interval", "lost", "won", "p")
 MIN_IMAGES = 10  # fewer are too few to judge a difference
 ROUNDING = 1e-9
+NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")  # even escaped
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def run(config: CompareConfig) -> None:
     found = compared(pairs)
     print_comparison(" and ".join(str(path) for path in config.records), found)
     for line in differing:
-        Console().print(line, style="yellow")
+        Console().print(line, style="yellow", markup=False)
     worse = [c for c in found if config.fail_if_worse and c.is_worse(config.fail_if_worse)]
     if config.markdown:
         atomic_write_text(config.markdown, markdown(found, worse, differing))
@@ -198,12 +202,12 @@ def print_comparison(
     title: str, found: Sequence[Comparison], console: Console | None = None
 ) -> None:
     """Print a table of comparisons."""
-    table = Table(title=title, caption=_legend(found), **STYLE)
+    table = Table(title=escape(title), caption=_legend(found), **STYLE)
     table.add_column("accuracy", min_width=max((len(one.name) for one in found), default=0))
     for name in COLUMNS:
         table.add_column(name, justify="right")
     for comparison in found:
-        table.add_row(comparison.name, *_cells(comparison))
+        table.add_row(escape(comparison.name), *_cells(comparison))
     (console or Console()).print(table)
 
 
@@ -217,10 +221,11 @@ def markdown(
         worse: those that fell by more than is allowed.
         differing: what else distinguishes the records.
     """
-    lines = [f"- **worse:** {comparison.text}" for comparison in worse] + [""] * bool(worse)
+    lines = [f"- **worse:** {plain(comparison.text)}" for comparison in worse]
+    lines += [""] * bool(worse)
     lines += [f"| accuracy | {' | '.join(COLUMNS)} |", "|---" + "|--:" * len(COLUMNS) + "|"]
-    lines += [f"| {' | '.join([one.name, *_cells(one)])} |" for one in found]
-    lines += ["", _legend(found), *(f"\n{line}" for line in differing)]
+    lines += [f"| {' | '.join([plain(one.name), *_cells(one)])} |" for one in found]
+    lines += ["", _legend(found), *(f"\n{plain(line)}" for line in differing)]
     return "\n".join(lines) + "\n"
 
 
@@ -236,7 +241,8 @@ def junit(found: Sequence[Comparison], worse: Sequence[Comparison]) -> str:
             ElementTree.SubElement(case, "failure", message=comparison.text)
         else:
             ElementTree.SubElement(case, "system-out").text = comparison.text
-    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+    text = ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
+    return NOT_XML.sub("\ufffd", text) + "\n"
 
 
 def _cells(comparison: Comparison) -> list[str]:

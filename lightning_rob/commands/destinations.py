@@ -1,11 +1,13 @@
 """Destinations of notifications: URLs, checked and named without the secrets in them."""
 
 import os
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from urllib.parse import SplitResult, urlsplit
 
 WEB = ("http", "https")
+HOST = re.compile(r"[\w.:\[\]%-]*")
 AUTHORIZATION = "LIGHTNING_ROB_NOTIFY_AUTHORIZATION"  # environment variable: the header's value
 
 
@@ -71,6 +73,9 @@ def _parts(url: str) -> SplitResult | None:
     try:
         parts = urlsplit(url)
         _ = parts.port if parts.scheme in WEB else None  # raises it for a port that is no number
+        host = parts.netloc.rpartition("@")[2] if parts.scheme in WEB else ""
+        if not HOST.fullmatch(host):
+            return None  # its name, which is printed, might hold a part of the path
     except ValueError:
         return None
     return parts if parts.scheme else None

@@ -1,5 +1,6 @@
 """The command that compares records of the same images."""
 
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -156,3 +157,20 @@ def test_errors_are_one_line(tmp_path, capsys):
         error = capsys.readouterr().err
         assert error.startswith("lightning-rob: error: ")
         assert error.count("\n") == 1
+
+
+def test_odd_names_stay_in_their_cells(tmp_path, capsys):
+    name = "a|b <i> [/x] \x01"
+    ones, zeros = torch.ones(20), torch.zeros(20)
+    old = record(tmp_path / "old.csv", {"clean": ones, name: ones})
+    new = record(tmp_path / "new.csv", {"clean": ones, name: zeros})
+    files = ("--junit", tmp_path / "x.xml", "--markdown", tmp_path / "x.md")
+    with pytest.raises(SystemExit) as end:
+        run("compare", old, new, "--fail-if-worse=0.1", *files)
+    assert end.value.code == 1
+    assert "[/x]" in capsys.readouterr().out
+    cases = ElementTree.parse(tmp_path / "x.xml").getroot()
+    assert cases[1].attrib["name"] == "a|b <i> [/x] \ufffd"
+    rows = [line for line in (tmp_path / "x.md").read_text().splitlines() if line[:1] == "|"]
+    assert "<i>" not in "".join(rows)
+    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1

@@ -121,6 +121,12 @@ def test_folders_that_are_none(tmp_path):
     (tmp_path / "config.json").write_text('{"architecture": "resnet18"}')
     with pytest.raises(InputError, match=r"no 'lightning_rob'; a network of timm is .*ZooNet"):
         lightning_rob.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"lightning_rob": {"model": {}, "checkpoint": []}}')
+    with pytest.raises(InputError, match="no 'lightning_rob'"):
+        lightning_rob.load(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match=r"config\.json is no JSON"):
+        lightning_rob.load(tmp_path)
 
 
 def test_a_folder_that_would_not_be_whole_is_refused(exported, tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 import warnings
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -788,6 +788,24 @@ def test_the_newest_is_evaluated_again_when_it_is_due(trained, watched, put):
     assert last["change"]["newly_vulnerable"] == last["change"]["won_back"] == []
     scores = [line["reuse"]["scores"] for line in lines(watched) if line.get("name") == "worst"]
     assert len(set(scores)) == 3
+    record.write_text(record.read_text().replace(dates, '"date": "2101'))  # the clock was set back
+    assert watch(trained, watched, again) == 0
+    assert watch(trained, watched, again) == 0
+    assert len(evaluated(watched)) == 4
+
+
+def test_an_alarm_of_a_single_file_ends_by_another_suite_as_well(trained, watched, put):
+    path = watched / "checkpoints/production.ckpt"
+    for name in EPOCHS[:2]:
+        put(name, under="production.ckpt")
+        assert watch(trained, path, "--alarm=robust/worst=0.999") == 1
+    home = watched / "checkpoints/production_monitor"
+    with closing(History(home)) as history:
+        assert history.open_alarm()
+    assert watch(trained, path, "--data.test_size=16") == 0
+    with closing(History(home)) as history:
+        assert not history.open_alarm()
+    assert [event["position"] for event in events(home, "evaluated")] == [0, 1, 2]
 
 
 @pytest.mark.slow
@@ -817,3 +835,25 @@ def test_killed_at_random_moments_no_notification_is_lost(trained, watched, put,
     assert len(wanted) == len(set(wanted)) >= 4
     assert set(accepted) == set(wanted)
     assert {event["id"] for event in events(watched, "notified")} == set(wanted)
+
+
+ODD = {
+    "no step": {"global_step": None},
+    "an endless step": {"global_step": float("inf")},
+    "no stage": {"staged": None},
+    "names that are no text": {"state_dict": {1: torch.ones(1), "a": torch.ones(1)}},
+    "sparse weights": {"state_dict": {"a": torch.eye(3).to_sparse()}},
+    "keys of two types": {"lightning_rob_recipe": "model: {1: 2, a: 3}"},
+}
+
+
+@pytest.mark.parametrize("entry", ODD)
+def test_a_checkpoint_of_odd_entries_does_not_end_the_monitor(entry, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "SETTLE", 0.0)
+    torch.save({"state_dict": {}} | ODD[entry], tmp_path / "odd.ckpt")
+    recorded = []
+    with closing(History(tmp_path)) as history:
+        watched = folder.CheckpointFolder(tmp_path, history, recorded.append)
+        for _ in range(2):
+            watched.scan()
+    assert [event["event"] for event in recorded] == ["broken"]

@@ -281,3 +281,28 @@ def test_on_a_full_disk_it_waits_and_says_so(tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.count("the history cannot be written") == 1
     assert "the history can be written again" in error
+
+
+def test_an_alarm_of_an_older_checkpoint_does_not_end_that_of_a_newer_one(
+    receiver, history, monkeypatch
+):
+    """The newest is evaluated first: 3 and 1 are alarmed, 2 between them is fine."""
+    notifier = Notifier([receiver.url], history, "run")
+    for step, alarm in ((3, ["low"]), (2, []), (1, ["low"])):
+        *lines, event = evaluation(step, alarm=alarm)
+        record(history, notifier, *lines, event | ({"deferred": True} if step > 1 else {}))
+    for step in (2, 3):
+        _, event = evaluation(step)
+        record(history, notifier, event | {"event": "judged", "alarmed": step == 3})
+    assert history.open_alarm()
+    record(history, notifier, *evaluation(4))
+    assert not history.open_alarm()
+    notifier.close(10)
+    assert [post["kind"] for post in receiver.posts] == ["alarm", "alarm", "recovery"]
+
+
+@pytest.mark.parametrize("url", ["http://host\\hidden", "https://host;hidden", "https://a,hidden"])
+def test_a_host_that_is_none_is_refused_without_its_name(url):
+    with pytest.raises(ValueError, match="takes a URL such as") as refused:
+        check_destinations([url])
+    assert "hidden" not in str(refused.value)

@@ -17,6 +17,11 @@ from lightning_rob.errors import InputError
 from lightning_rob.files import Stamp, digest, stamp_of
 
 SETTLE = 10.0  # seconds after which an unreadable file that does not change is broken
+# A file is of anybody's making: its entries may be of any type.
+UNREADABLE = (
+    *(InputError, ValueError, OSError, TypeError),
+    *(AttributeError, ArithmeticError, RuntimeError, LookupError),
+)
 FACTS = ("file", "weights", "recipe", "epoch", "step")  # of a checkpoint, in a line
 
 
@@ -119,7 +124,7 @@ class CheckpointFolder:
         """Keep a file if it is complete; otherwise it may be being written."""
         try:
             file = self._read(path, stamp)
-        except (InputError, ValueError, OSError) as error:
+        except UNREADABLE as error:
             if stamp_of(path) == stamp:
                 self._wait(path, stamp, str(error))
             return

@@ -118,11 +118,16 @@ class History:
         return alarms
 
     def open_alarm(self) -> Fields | None:
-        """Return the event of the last alarm since which no checkpoint recovered."""
+        """Return the event of the last alarm since which no checkpoint recovered.
+
+        Its position is that of the latest alarmed checkpoint: the newest is evaluated first, and
+        an older one that is alarmed after it must not let one between them end both.
+        """
         alarm: Fields | None = None
         for event in self.events("evaluated", "judged", "broken", "ended"):
             if event.get("alarm"):
-                alarm = event
+                places = (line.get("position", 0) for line in (alarm or {}, event))
+                alarm = event | {"position": max(places)}
             elif alarm and ends_alarm(event, alarm):
                 alarm = None
         return alarm

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from lightning_rob.commands.monitor.metrics import Metrics
 
 NICE = 10
-LOADING_ERRORS = (InputError, RuntimeError, ValueError, KeyError, TypeError)
+LOADING_ERRORS = (InputError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
 
 Build = Callable[[Path], Run]  # checkpoint -> module, data and trainer by its recipe
 Results = list[tuple[Result, Scores]]
@@ -214,7 +214,7 @@ class Watcher:
         """
         if self.suite is None:
             return
-        edited, old = self.suite_files.changed(), time.time() - self.built_at >= self._period
+        edited, old = self.suite_files.changed(), self._is_old(self.built_at)
         self.outdated |= edited or bool(old and self._due())
         first = min(self.folder.files.values(), key=lambda file: file.order, default=None)
         if not self.outdated or first is None:
@@ -233,6 +233,10 @@ class Watcher:
         hours = self.config.reevaluate
         return float("inf") if hours is None else 3600 * hours
 
+    def _is_old(self, date: float) -> bool:
+        """Return whether a Unix time is a period ago, or, after the clock was set back, ahead."""
+        return abs(time.time() - date) >= self._period
+
     def _due(self) -> set[Identity]:
         """Return the newest checkpoint if it is time to evaluate it again."""
         newest = self.folder.newest
@@ -241,7 +245,7 @@ class Watcher:
             for event in self.history.events("evaluated")
             if newest and event["suite"] == self.key and identity(event) == newest.identity
         ]
-        due = bool(dates) and time.time() - seconds_of(dates[-1]) >= self._period
+        due = bool(dates) and self._is_old(seconds_of(dates[-1]))
         return {newest.identity} if newest and due else set()
 
     def _done(self) -> set[Identity]:
@@ -261,8 +265,10 @@ class Watcher:
 
     def _evaluate(self, file: CheckpointFile) -> None:
         """Evaluate and record a checkpoint, unless it is gone or unusable."""
-        earlier = [e for e in self.history.events("evaluated") if e["suite"] == self.key]
-        repeat = sum(identity(event) == file.identity for event in earlier)
+        earlier = list(self.history.events("evaluated"))
+        again = [e for e in earlier if (e["suite"], *identity(e)) == (self.key, *file.identity)]
+        repeat = len(again)
+        # Counted over all suites: an alarm by a former suite ends with the next one without alarm.
         position = len(earlier) if self.config.file else file.step
         facts = self.folder.facts(file) | {"suite": self.key, "position": position}
         try:
