@@ -94,7 +94,7 @@ def test_every_figure_is_served_with_its_interval(published, tmp_path):
 
 def test_health_is_that_of_the_last_look(published):
     assert json.loads(get(published, "/healthz"))["healthy"]
-    published.looked_at -= LIFE
+    published.looked_at -= LIFE + published.every
     with pytest.raises(HTTPError) as failed:
         get(published, "/healthz")
     assert failed.value.code == 503

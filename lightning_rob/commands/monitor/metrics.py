@@ -22,7 +22,7 @@ from lightning_rob.commands.monitor.history import (
 from lightning_rob.errors import InputError
 
 PREFIX = "lightning_rob"
-LIFE = 3600.0  # seconds without a look into the folder after which /healthz fails
+LIFE = 3600.0  # /healthz fails after as many seconds, and --every, without a look into the folder
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Metrics:
     """
 
     def __init__(self, config: MonitorConfig) -> None:
-        self.run, self.file = config.name, config.metrics_file
+        self.run, self.file, self.every = config.name, config.metrics_file, config.every
         self.families: list[Any] = []
         self.looked_at = time.monotonic()
         self.failing = False
@@ -155,9 +155,12 @@ class Metrics:
             if environ["PATH_INFO"] != "/healthz":
                 return metrics(environ, start_response)
             age = time.monotonic() - self.looked_at
-            status = "200 OK" if age < LIFE else "503 Service Unavailable"
-            start_response(status, [("Content-Type", "application/json")])
-            return [json.dumps({"healthy": age < LIFE, "seconds_since_look": age}).encode()]
+            healthy = age < LIFE + self.every
+            start_response(
+                "200 OK" if healthy else "503 Service Unavailable",
+                [("Content-Type", "application/json")],
+            )
+            return [json.dumps({"healthy": healthy, "seconds_since_look": age}).encode()]
 
         return app
 
