@@ -49,7 +49,8 @@ def atomic_save(content: object, path: Path) -> None:
     # Writing straight to a full disk, torch only reports "unexpected pos 576 vs 534".
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    atomic_write(path, lambda draft: draft.write_bytes(buffer.getbuffer()))
+    # Python 3.13 warns of a `getbuffer` that the traceback of a failed write still holds.
+    atomic_write(path, lambda draft: draft.write_bytes(buffer.getvalue()))
 
 
 def atomic_write_text(path: Path, text: str) -> None:
