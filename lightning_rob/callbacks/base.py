@@ -9,7 +9,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset
 
@@ -187,6 +189,11 @@ class EvaluationCallback(Callback, ABC):
                 f"{type(self).__name__} attacks whole networks, {type(trainer.strategy).__name__} "
                 "shards them: train with strategy ddp, or leave the callback out and call "
                 "lightning_rob.evaluate on the saved network afterwards"
+            )
+        if stage == "fit" and not is_overridden("validation_step", pl_module):
+            rank_zero_warn(
+                f"{type(self).__name__} measures nothing in fit: {type(pl_module).__name__} has no "
+                "validation_step, which may be empty (`pass`)"
             )
         _move_averaging_behind(trainer)
         if self in trainer.callbacks:  # type: ignore[attr-defined]

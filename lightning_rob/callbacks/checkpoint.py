@@ -7,6 +7,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
@@ -52,7 +53,12 @@ def check_measured(trainer: Trainer, monitor: str) -> None:
             f"monitor one of {_known(trainer)}"
         )
     every = math.lcm(*(e.every_n_epochs for e in found), trainer.check_val_every_n_epoch or 1)
-    epochs = trainer.max_epochs
+    epochs, module = trainer.max_epochs, trainer.lightning_module
+    if not is_overridden("validation_step", module):
+        raise MisconfigurationException(
+            f"{monitor!r} would never be measured: {type(module).__name__} has no validation_step, "
+            "which may be empty"
+        )
     if not trainer.enable_validation or (epochs not in (None, -1) and every > epochs):
         raise MisconfigurationException(
             f"{monitor!r} would never be measured: it is every {every} epochs, of {epochs}, with "

@@ -9,9 +9,9 @@ from typing import Any
 from lightning_rob.callbacks.loggers import run_folder
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.report.blocks import Block, heading, paragraph, table
-from lightning_rob.commands.report.evaluation import attack_table, evaluation
+from lightning_rob.commands.report.evaluation import accuracy_table, attack_table, evaluation
 from lightning_rob.commands.report.runs import AttackResult, Evaluations, attack_result, records_in
-from lightning_rob.commands.specs import class_name
+from lightning_rob.commands.specs import class_name, short
 from lightning_rob.evaluation.records import versions
 from lightning_rob.identity import fingerprint
 
@@ -24,7 +24,7 @@ tags:
 ---
 """
 USE = """```python
-import lightning_rob  # pip install lightning-rob
+import lightning_rob
 
 defense = lightning_rob.load("hf-hub:OWNER/NAME"{allowed})  # or the path of this folder
 probabilities = defense(images)  # [B, C, H, W] in [0, 1] -> [B, K]
@@ -41,8 +41,9 @@ def model_card(run: Run) -> str:
     blocks = [
         heading(1, f"{method} on {data}"),
         paragraph(
-            f"{type(defense).__name__} of {len(defense.weights)} draws under the rule {rule}, "
-            f"trained by {method}. Images lie in [0, 1]; the networks normalize inside."
+            f"{type(defense).__name__}, rule {rule}, draws {len(defense.weights)}; trained by "
+            f"{_training(run.recipe['model'], method)}. Images lie in [0, 1]; the networks "
+            "normalize inside."
         ),
         heading(2, "Use"),
         Block("", USE.format(allowed=_allowance(run.recipe["model"]))),
@@ -55,14 +56,22 @@ def model_card(run: Run) -> str:
     return FRONT + "\n" + "\n\n".join(block.markdown for block in blocks) + "\n"
 
 
+def _training(model: dict[str, Any], method: str) -> str:
+    """Return the method, whether it attacks, and the network."""
+    options = model.get("init_args", {})
+    without = " without an attack" if "attack" in options and options["attack"] is None else ""
+    return f"{method}{without}" + (f", network {short(options['net'])}" if "net" in options else "")
+
+
 def _accuracies(found: list[tuple[str, list[AttackResult]]]) -> Iterator[Block]:
     if not found:
         yield paragraph(
             "No evaluation of these weights is recorded: run lightning-rob test before the export."
         )
-    for data, results in found:
+    most = sorted(found, key=lambda pair: -max(result.n for result in pair[1]))
+    for place, (data, results) in enumerate(most):
         yield paragraph(f"Of {data}:")
-        yield from evaluation(results)
+        yield from [accuracy_table(results)] if place else evaluation(results)
         if any(result.is_attack for result in results):
             yield attack_table(results)
 

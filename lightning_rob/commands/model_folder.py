@@ -3,11 +3,10 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from lightning_rob.commands.base import Run
@@ -50,7 +49,8 @@ def write_model_folder(run: Run, folder: Path) -> None:
     config = json.dumps({"library_name": "lightning-rob", ENTRY: entry}, indent=1)
     # Copies: safetensors refuse tensors that share their memory.
     copies = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
-    atomic_write(folder / WEIGHTS, partial(save_file, copies, metadata={"format": "pt"}))
+    weights = save(copies, metadata={"format": "pt"})  # `save_file` would hide it from other users
+    atomic_write(folder / WEIGHTS, lambda draft: draft.write_bytes(weights))
     atomic_write_text(folder / CONFIG, config + "\n")
     atomic_write_text(folder / "README.md", model_card(run))
 

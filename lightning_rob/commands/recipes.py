@@ -74,8 +74,8 @@ def first_sentence(text: str) -> str:
             break
         lines.append(line.lstrip("# "))
     comment = " ".join(lines).removeprefix("Mix-in: ")
-    # A sentence ends before a capital letter; "et al. 2022" does not.
-    return re.split(r"(?<=[.:]) (?=[A-Z(])|: ", comment, maxsplit=1)[0].rstrip(".:")
+    # A sentence ends before a capital letter; "et al." does not end one.
+    return re.split(r"(?<=[.:])(?<!al\.) (?=[A-Z(])|: ", comment, maxsplit=1)[0].rstrip(".:")
 
 
 def _classes(content: object) -> tuple[str, str]:

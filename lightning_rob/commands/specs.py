@@ -45,7 +45,10 @@ def short(value: Any) -> str:
         return str(value)
     levels = value * 255
     is_level = 0 < value < 1 and abs(levels - round(levels)) < 1e-6
-    return f"{levels:.0f}/255" if is_level else f"{value:.4g}" if abs(value) < 1e4 else str(value)
+    rounded = f"{value:.4g}"
+    # A momentum of 0.99999 is not 1.
+    exact = abs(value) >= 1e4 or float(rounded).is_integer()
+    return f"{levels:.0f}/255" if is_level else str(value) if exact else rounded
 
 
 def _parts_in(value: Any) -> list[Spec]:

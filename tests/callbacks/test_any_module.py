@@ -96,6 +96,18 @@ def test_it_trains_as_without_the_callback(tmp_path):
     assert len(list(tmp_path.glob("*.ckpt"))) == 1
 
 
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+def test_a_module_without_validation_is_reported(tmp_path, monkeypatch):
+    monkeypatch.delattr(Classifier, "validation_step")
+    loaders = DataLoader(DATA, 10), DataLoader(DATA, 10)
+    with pytest.warns(UserWarning, match="RobustEval measures nothing in fit: Classifier has no"):
+        trainer(RobustEval(ATTACKS), max_epochs=1).fit(Classifier(), *loaders)
+    callbacks = RobustEval(ATTACKS), RobustCheckpoint(dirpath=tmp_path)
+    both = pytest.raises(MisconfigurationException, match="Classifier has no validation_step")
+    with pytest.warns(UserWarning, match="measures nothing in fit"), both:
+        trainer(*callbacks, max_epochs=1, enable_checkpointing=True).fit(Classifier(), *loaders)
+
+
 def unnormalized(batch):
     return 0.5 + 0.25 * batch["image"], batch["label"]
 

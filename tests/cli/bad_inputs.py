@@ -306,7 +306,7 @@ CONFIGS: dict[str, tuple[Make, str]] = {
 }
 CHECKPOINTS: dict[str, tuple[Make, str]] = {
     "missing": (given("test", "--ckpt_path", "no.ckpt"), r"there is no checkpoint no\.ckpt"),
-    "a folder": (given("test", "--ckpt_path", "FOLDER"), "is a folder, not a PyTorch checkpoint"),
+    "a folder": (given("test", "--ckpt_path", "FOLDER"), "is a folder without config.json"),
     "empty": (ckpt(lambda: b""), "it is empty"),
     "html": (ckpt(lambda: "<!DOCTYPE html>\n<html></html>"), "it is an HTML page"),
     "html after space": (ckpt(lambda: "\ufeff \n<html></html>"), "it is an HTML page"),

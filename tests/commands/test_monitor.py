@@ -821,7 +821,7 @@ def test_killed_at_random_moments_no_notification_is_lost(trained, watched, put,
         while not (record.exists() and '"ended"' in record.read_text()):
             receiver.statuses = [500, 204, 204]
             child = forked(lambda: monitor(trained, watched, *options))
-            time.sleep(1.2 * float(torch.rand((), generator=random)))
+            time.sleep(0.6 * float(torch.rand((), generator=random)))
             os.kill(child, signal.SIGKILL)
             kills += code_of(child) == -signal.SIGKILL
             if kills == 12:

@@ -26,6 +26,7 @@ def test_every_file_is_listed_with_a_sentence(capsys, monkeypatch):
     [
         ("# PGD, 20 steps.\nclass_path: PGD\n", "PGD, 20 steps"),
         ("# RT (Raff et al. 2019) on\n# digits. It is small.\n", "RT (Raff et al. 2019) on digits"),
+        ("# DENT by Chen et al. (2022). It adapts.\n", "DENT by Chen et al. (2022)"),
         ("# DENT: pass its checkpoint.\n", "DENT"),
         ("model: x\n", ""),
     ],

@@ -410,9 +410,32 @@ def test_arguments_of_attacks_as_text():
     assert other_arguments(strongest) == "margin=0.1235"
     assert threat_text(LINF) == "linf 8/255"
     assert threat_text("anything") == threat_text({}) == ""
-    values = [8 / 255, 0.2, 0.1234567, 20, float("nan"), "l2", None, [1, [0.5]], OBJECTIVE, LINF]
+    values = [
+        8 / 255,
+        0.2,
+        0.99999,
+        0.1234567,
+        20,
+        float("nan"),
+        "l2",
+        None,
+        [1, [0.5]],
+        OBJECTIVE,
+        LINF,
+    ]
     assert [short(value) for value in values] == [
-        *("8/255", "0.2", "0.1235", "20", "nan", "l2", "None", "(1, (0.5))", "expected_ce"),
+        *(
+            "8/255",
+            "0.2",
+            "0.99999",
+            "0.1235",
+            "20",
+            "nan",
+            "l2",
+            "None",
+            "(1, (0.5))",
+            "expected_ce",
+        ),
         "Threat(norm=linf, eps=8/255, bounds=(0.0, 1.0), relative=False)",
     ]
 
