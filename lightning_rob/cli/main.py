@@ -58,15 +58,23 @@ def main(args: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if args is None else args)
     if not args or args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
-        print(HELP.format(commands="\n".join(f"  {k:{width}}  {v}" for k, v in COMMANDS.items())))
+        _show(HELP.format(commands="\n".join(f"  {k:{width}}  {v}" for k, v in COMMANDS.items())))
     elif args[0] == "--version":
         print(f"lightning-rob {version('lightning-rob')}")
     elif args[0] not in COMMANDS:
         _fail(f"unknown command {args[0]!r}, choose from {', '.join(COMMANDS)}")
     elif _asks_for_help(args):
-        print(_help_text(args[0]))
+        _show(_help_text(args[0]))
     else:
         _run([arg for arg in args if arg != "all" or "--help" not in args])
+
+
+def _show(page: str) -> None:
+    """Print a page, of which a reader such as `head` may take a part."""
+    try:
+        print(page, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _asks_for_help(args: list[str]) -> bool:
