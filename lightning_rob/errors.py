@@ -1,4 +1,4 @@
-"""Exceptions that end a command with one line on stderr."""
+"""Exceptions that end a command with one line on stderr, and the check of numbers."""
 
 
 class InputError(Exception):
@@ -11,3 +11,10 @@ class Fault(Exception):
 
 class LostRank(Fault):
     """Another process of the run is gone; this one must not wait for it even while exiting."""
+
+
+def at_least(minimum: int, **numbers: int | None) -> None:
+    """Raise a ValueError that names the first number below the minimum; None is allowed."""
+    for name, number in numbers.items():
+        if number is not None and number < minimum:
+            raise ValueError(f"{name} must be at least {minimum}, got {number}")

@@ -14,6 +14,7 @@ from lightning_rob.attacks.pgd import better, is_certain
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import PerImageLayer
+from lightning_rob.errors import at_least
 from lightning_rob.objectives import (
     Objective,
     ce_of_rule,
@@ -72,10 +73,7 @@ class APGD(Attack):
     early_stop: bool = True
 
     def __post_init__(self) -> None:
-        counts = {"steps": self.steps, "restarts": self.restarts, "draws": self.draws}
-        for name, count in counts.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+        at_least(1, steps=self.steps, restarts=self.restarts, draws=self.draws)
         if self.targets < 0:
             raise ValueError(f"targets must not be negative, got {self.targets}")
         if self.threat.p not in (2, float("inf")):

@@ -12,6 +12,7 @@ from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.ensemble import sampling_probabilities
+from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
@@ -103,9 +104,7 @@ class ARC(Attack):
     def __post_init__(self) -> None:
         if self.step_size is not None:
             object.__setattr__(self, "step_size", pixels(self.step_size))
-        for name, count in {"steps": self.steps, "neighbours": self.neighbours}.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+        at_least(1, steps=self.steps, neighbours=self.neighbours)
         if self.step_size is not None and not self.step_size > 0:
             raise ValueError(f"step_size must be positive, got {self.step_size}")
         if self.threat.p not in (2, float("inf")):

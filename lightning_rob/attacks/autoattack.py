@@ -20,6 +20,7 @@ from lightning_rob.attacks.oom import run_in_chunks
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.attacks.square import Square
 from lightning_rob.defenses import Defense
+from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_logits, expected_ce, expected_dlr
 from lightning_rob.randomness import Generator, seed_from, uniform
 from lightning_rob.rules import Rule, mean_logits, mean_probs
@@ -99,10 +100,7 @@ class AutoAttack(Attack):
             )
         if unknown := set(attacks or ()) - set(CLASSES):
             raise ValueError(f"attacks must be of {list(CLASSES)}, got {sorted(unknown)}")
-        counts = {"draws": self.draws, "batch_size": self.batch_size, "queries": self.queries}
-        for name, count in counts.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+        at_least(1, draws=self.draws, batch_size=self.batch_size, queries=self.queries)
 
     def _check_threat(self) -> None:
         if self.threat.p not in NORMS:

@@ -11,6 +11,7 @@ from lightning_rob.attacks.active_set import ActiveBatch
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Defense
+from lightning_rob.errors import at_least
 from lightning_rob.objectives import Objective, expected_margin
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.threat import Threat
@@ -134,10 +135,7 @@ class CW(Attack):
     draws: int | None = None
 
     def __post_init__(self) -> None:
-        counts = {"steps": self.steps, "binary_steps": self.binary_steps, "draws": self.draws}
-        for name, count in counts.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+        at_least(1, steps=self.steps, binary_steps=self.binary_steps, draws=self.draws)
         for name in ("step_size", "initial_const"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

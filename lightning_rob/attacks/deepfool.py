@@ -10,6 +10,7 @@ from lightning_rob.attacks.arc import nearest_boundary
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.cw import brought_inside
 from lightning_rob.defenses import Defense
+from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import expectation
@@ -46,10 +47,7 @@ class DeepFool(Attack):
     draws: int | None = None
 
     def __post_init__(self) -> None:
-        counts = {"steps": self.steps, "candidates": self.candidates, "draws": self.draws}
-        for name, count in counts.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+        at_least(1, steps=self.steps, candidates=self.candidates, draws=self.draws)
         if not self.overshoot >= 0:
             raise ValueError(f"overshoot must not be negative, got {self.overshoot}")
         if self.threat.p not in (2, float("inf")):

@@ -13,6 +13,7 @@ from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.foreign import scores
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
+from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.threat import TINY, Threat, scale
@@ -58,10 +59,7 @@ class FAB(Attack):
     draws: int | None = None
 
     def __post_init__(self) -> None:
-        counts = {"steps": self.steps, "restarts": self.restarts, "draws": self.draws}
-        for name, count in counts.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+        at_least(1, steps=self.steps, restarts=self.restarts, draws=self.draws)
         if self.targets < 0:
             raise ValueError(f"targets must not be negative, got {self.targets}")
         if self.threat.p not in (2, math.inf):

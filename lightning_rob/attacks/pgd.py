@@ -12,6 +12,7 @@ from lightning_rob.attacks.base import Attack, Backward, entered
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.optimizers import AggMo, AttackOptimizer
 from lightning_rob.defenses import Defense
+from lightning_rob.errors import at_least
 from lightning_rob.objectives import (
     Objective,
     ce_of_rule,
@@ -82,10 +83,7 @@ class PGD(Attack):
         object.__setattr__(self, "momentum", tuple(self.momentum))
         if isinstance(self.backward, Sequence):
             object.__setattr__(self, "backward", tuple(self.backward))
-        counts = {"steps": self.steps, "restarts": self.restarts, "draws": self.draws}
-        for name, count in counts.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+        at_least(1, steps=self.steps, restarts=self.restarts, draws=self.draws)
         if not self.step_size > 0:
             raise ValueError(f"step_size must be positive, got {self.step_size}")
         if AggMo(self.momentum) != AggMo((0.0,)) and self.ascent:

@@ -12,6 +12,7 @@ from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.foreign import scores
 from lightning_rob.defenses import Defense
+from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_logits, linear
 from lightning_rob.randomness import Generator, uniform
 from lightning_rob.threat import Threat, scale
@@ -57,9 +58,7 @@ class Square(Attack):
     draws: int | None = None
 
     def __post_init__(self) -> None:
-        for name, count in {"queries": self.queries, "draws": self.draws}.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+        at_least(1, queries=self.queries, draws=self.draws)
         if not 0 < self.p <= 1:
             raise ValueError(f"p must be a share of the image in (0, 1], got {self.p}")
         if self.threat.p not in (2, math.inf):

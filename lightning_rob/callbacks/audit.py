@@ -16,8 +16,8 @@ from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses.transductive import give_source
+from lightning_rob.errors import at_least
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
-from lightning_rob.evaluation.evaluator import at_least_one
 from lightning_rob.evaluation.groups import Batch, Unpack
 from lightning_rob.files import atomic_write_text
 from lightning_rob.metrics import PerImage
@@ -73,7 +73,7 @@ class RobustAudit(EvaluationCallback):
             seed, max_images=max_images, group_size=group_size, protocol=protocol
         )
         super().__init__(settings, every_n_epochs, unpack, preprocess, dataloader_idx)
-        at_least_one(steps=steps, queries=queries)
+        at_least(1, steps=steps, queries=queries)
         self.threat = threat or Threat()
         self.steps = steps
         self.queries = queries

@@ -19,10 +19,10 @@ from lightning_rob.callbacks.collector import Collector, collector_of
 from lightning_rob.callbacks.progress import AttackProgress
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import reporting_adaptation
+from lightning_rob.errors import at_least
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.evaluator import (
     EvaluationSettings,
-    at_least_one,
     evaluation_precision,
 )
 from lightning_rob.evaluation.groups import (
@@ -71,7 +71,7 @@ class EvaluationCallback(Callback, ABC):
         preprocess: Callable[..., Any] | None = None,
         dataloader_idx: int | None = None,
     ) -> None:
-        at_least_one(every_n_epochs=every_n_epochs)
+        at_least(1, every_n_epochs=every_n_epochs)
         self.settings = settings
         self.every_n_epochs = every_n_epochs
         self.unpack = unpack

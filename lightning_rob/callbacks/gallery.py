@@ -12,8 +12,8 @@ from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.callbacks.loggers import log_picture, writing_folder
 from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense
+from lightning_rob.errors import at_least
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
-from lightning_rob.evaluation.evaluator import at_least_one
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.evaluation.records import append_records
@@ -66,7 +66,7 @@ class Gallery(EvaluationCallback):
         group_size: int = GROUP_SIZE,
     ) -> None:
         super().__init__(EvaluationSettings(seed, max_images=max_images, group_size=group_size))
-        at_least_one(count=count)
+        at_least(1, count=count)
         if names is not None and len(names) != 2:
             raise ValueError(f"names must be two, of the weak and the strong attack, got {names}")
         self.weak, self.strong = with_threat({"weak": weak, "strong": strong}, eps, norm).values()

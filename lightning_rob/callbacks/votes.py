@@ -17,8 +17,8 @@ from lightning_rob.callbacks.loggers import writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense, is_transform_ensemble
+from lightning_rob.errors import at_least
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
-from lightning_rob.evaluation.evaluator import at_least_one
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import NoAttack, check_within
 from lightning_rob.evaluation.records import append_records
@@ -90,7 +90,7 @@ class VotingRuleEval(EvaluationCallback):
             raise ValueError("no attack can be called 'clean': that row has another meaning")
         settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
         super().__init__(settings, every_n_epochs)
-        at_least_one(draws=draws)
+        at_least(1, draws=draws)
         self.given = with_threat(_matching(attacks, only), eps, norm)
         self.attacks = dict(self.given)  # those that no earlier callback of the run runs
         self.rules = rules or dict(VOTING_RULES)

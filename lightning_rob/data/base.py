@@ -17,6 +17,7 @@ from lightning_rob.data.sampling import (
     every_image_once,
     resume_point,
 )
+from lightning_rob.errors import at_least
 from lightning_rob.randomness import Streams, derive_seed
 
 Augment = Callable[[Tensor], Any]  # to a Tensor; jsonargparse takes Tensor to mean a factory
@@ -103,13 +104,6 @@ class IndexedSubset(Dataset[Sample]):
         for augment in self.augmentations:
             x = augment(x)
         return x, y, index
-
-
-def at_least(minimum: int, **values: int | None) -> None:
-    """Raise a ValueError that names the first value below the minimum."""
-    for name, value in values.items():
-        if value is not None and value < minimum:
-            raise ValueError(f"{name} must be at least {minimum}, got {value}")
 
 
 def packaged_file(package: str, path: str) -> Path:

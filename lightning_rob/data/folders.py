@@ -9,7 +9,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import ConcatDataset
 
-from lightning_rob.data.base import Augment, ImageData, Source, at_least
+from lightning_rob.data.base import Augment, ImageData, Source
+from lightning_rob.errors import at_least
 from lightning_rob.nets.weights import read_file
 
 

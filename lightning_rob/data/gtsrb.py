@@ -7,7 +7,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lightning_rob.data.base import Augment, ImageData, InMemoryImages, at_least
+from lightning_rob.data.base import Augment, ImageData, InMemoryImages
+from lightning_rob.errors import at_least
 
 SIGNS = 43  # classes of the data set
 

@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lightning_rob.data.base import ImageData, InMemoryImages, at_least, packaged_file
+from lightning_rob.data.base import ImageData, InMemoryImages, packaged_file
+from lightning_rob.errors import at_least
 
 CELL = 96  # pixels
 CROP = 64

@@ -13,10 +13,10 @@ from lightning_rob.defenses.transductive import (
     Source,
     SourceData,
     Transductive,
-    check_counts,
     reinitialized,
     shuffled,
 )
+from lightning_rob.errors import at_least
 from lightning_rob.nets.dann import reversed_gradient
 from lightning_rob.objectives import classification_loss
 from lightning_rob.rules import Rule, mean_probs
@@ -115,7 +115,7 @@ class DANN(Transductive):
     ) -> None:
         check_parts(net)
         super().__init__(net, rule, source)
-        check_counts(epochs=epochs, batch_size=batch_size)
+        at_least(1, epochs=epochs, batch_size=batch_size)
         if scale < 0:
             raise ValueError(f"scale must not be negative, got {scale}")
         self.epochs = epochs

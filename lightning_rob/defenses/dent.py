@@ -13,9 +13,9 @@ from lightning_rob.defenses.transductive import (
     Optimizer,
     PerImageLayer,
     Transductive,
-    check_counts,
     trainable,
 )
+from lightning_rob.errors import at_least
 from lightning_rob.rules import Rule, mean_probs
 
 Statistics = Literal["static", "batch"]
@@ -58,7 +58,7 @@ class DENT(Transductive):
         rule: Rule = mean_probs,
     ) -> None:
         super().__init__(net, rule)
-        check_counts(steps=steps)
+        at_least(1, steps=steps)
         if statistics not in ("static", "batch"):
             raise ValueError(f"statistics must be 'static' or 'batch', got {statistics!r}")
         if not any(isinstance(module, ADAPTED) for module in net.modules()):

@@ -23,12 +23,12 @@ from lightning_rob.defenses.transductive import (
     Source,
     SourceData,
     Transductive,
-    check_counts,
     learning,
     progress_bar,
     shuffled,
     trainable,
 )
+from lightning_rob.errors import at_least
 from lightning_rob.identity import cache_key, check_describable, fingerprint
 from lightning_rob.randomness import (
     Generator,
@@ -113,7 +113,7 @@ class RMC(Transductive):
         rule: Rule = mean_probs,
     ) -> None:
         super().__init__(net, rule, source)
-        check_counts(epochs=epochs, batch_size=batch_size)
+        at_least(1, epochs=epochs, batch_size=batch_size)
         if copies < 0:
             raise ValueError(f"copies must not be negative, got {copies}")
         for name, part in {"share": share, "validation": validation}.items():
@@ -220,7 +220,7 @@ class Stopping:
     stop: Stop
 
     def __post_init__(self) -> None:
-        check_counts(patience=self.patience)
+        at_least(1, patience=self.patience)
         if self.stop not in ("either", "both"):
             raise ValueError(f"stop must be 'either' or 'both', got {self.stop!r}")
 

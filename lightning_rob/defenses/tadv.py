@@ -14,10 +14,10 @@ from lightning_rob.defenses.transductive import (
     Augment,
     SourceData,
     Transductive,
-    check_counts,
     reinitialized,
     shuffled,
 )
+from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_labels, cross_entropy
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.rules import Rule, mean_probs
@@ -69,7 +69,7 @@ class TADV(Transductive):
         rule: Rule = mean_probs,
     ) -> None:
         super().__init__(net, rule, source)
-        check_counts(epochs=epochs, batch_size=batch_size)
+        at_least(1, epochs=epochs, batch_size=batch_size)
         check_fraction(fraction)
         self.attack = attack
         self.epochs = epochs

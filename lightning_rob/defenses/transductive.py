@@ -343,10 +343,3 @@ def shuffled(count: int, size: int, generator: torch.Generator) -> Sequence[Tens
     if len(parts) > 1 and len(parts[-1]) == 1:
         parts[-2:] = [torch.cat(parts[-2:])]
     return parts
-
-
-def check_counts(**counts: int | None) -> None:
-    """Raise ValueError for a count below 1; None is allowed."""
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")

@@ -11,9 +11,9 @@ from lightning_rob.defenses.transductive import (
     Source,
     SourceData,
     Transductive,
-    check_counts,
     shuffled,
 )
+from lightning_rob.errors import at_least
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, mean_probs
@@ -62,7 +62,7 @@ class URejectron(Transductive):
         super().__init__(net, rule, source)
         if not 0 <= tau <= 1:
             raise ValueError(f"tau must be in [0, 1], got {tau}")
-        check_counts(epochs=epochs, batch_size=batch_size, source_size=source_size)
+        at_least(1, epochs=epochs, batch_size=batch_size, source_size=source_size)
         self.tau = tau
         self.discriminator = discriminator
         self.epochs = epochs

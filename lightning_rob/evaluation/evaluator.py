@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_rob.attacks import Attack
 from lightning_rob.attacks.base import check_images, walk
 from lightning_rob.defenses import Defense
+from lightning_rob.errors import at_least
 from lightning_rob.evaluation.groups import GROUP_SIZE
 from lightning_rob.evaluation.per_image import BatchOutcome, PerImageResults, predicted_class
 from lightning_rob.evaluation.protocol import (
@@ -62,7 +63,7 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         counts = ("repeats", "inferences", "private_draws", "max_images", "group_size")
-        at_least_one(**{name: getattr(self, name) for name in counts})
+        at_least(1, **{name: getattr(self, name) for name in counts})
 
     @property
     def repetitions(self) -> dict[str, int]:
@@ -92,13 +93,6 @@ class EvaluationSettings:
         """Return the settings as plain data, the protocol by its repr."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return own | {"protocol": repr(self.protocol) if self.protocol else None}
-
-
-def at_least_one(**counts: int | None) -> None:
-    """Raise a ValueError that names the first count below 1."""
-    for name, number in counts.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}")
 
 
 def check_names(attacks: Mapping[str, Attack]) -> None:

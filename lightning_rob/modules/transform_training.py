@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from lightning_rob.attacks import evaluating
-from lightning_rob.data.base import ImageData, at_least
+from lightning_rob.data.base import ImageData
 from lightning_rob.data.transformed import CHUNK, TransformedCache
 from lightning_rob.defenses.transform_ensemble import TransformEnsemble, transformed
+from lightning_rob.errors import at_least
 from lightning_rob.files import atomic_save
 from lightning_rob.modules.base import Batch, RobustModule
 from lightning_rob.nets.weights import read_file

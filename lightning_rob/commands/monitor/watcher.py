@@ -239,6 +239,8 @@ class Watcher:
 
     def _due(self) -> set[Identity]:
         """Return the newest checkpoint if it is time to evaluate it again."""
+        if self.config.reevaluate is None:
+            return set()
         newest = self.folder.newest
         dates = [
             event["date"]
