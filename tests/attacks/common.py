@@ -41,22 +41,23 @@ class NonFinite(nn.Module):
 def images(count, seed=0):
     generator = seeded(seed)
     y = torch.randint(4, (count,), generator=generator)
-    noise = 0.15 * torch.randn((count, 1, 6, 6), generator=generator)
+    noise = 0.15 * torch.randn((count, 1, 6, 6), generator=generator, dtype=torch.float32)
     return (0.25 + 0.5 * PROTOTYPES[y] + noise).clamp(0, 1), y
 
 
 @cache
 def weights_of(seed):
+    """Trained in double precision: the same weights, to rounding, on every machine."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        net = ConvNet()
+        net = ConvNet().float().double()
         optimizer = torch.optim.Adam(net.parameters(), 0.01)
         for step in range(60):
             x, y = images(64, seed=1000 * seed + step)
             optimizer.zero_grad()
-            cross_entropy(net(x), y).backward()
+            cross_entropy(net(x.double()), y).backward()
             optimizer.step()
-    return net.state_dict()
+    return net.float().state_dict()
 
 
 def trained_net(seed):

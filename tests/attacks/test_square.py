@@ -47,13 +47,17 @@ def test_schedule_is_that_of_the_package():
 
 @both_norms
 def test_windows_reach_every_pixel(threat):
-    """Uniformly placed, the last row and column included."""
-    net, x = Counting(trained_net(1)).eval(), torch.full((200, 1, 6, 6), 0.5)
-    y = net(x).argmax(1)
-    small = Threat(threat.norm, 1e-3)
-    x_adv = Square(small, 200)(Single(net), x, y, seeded())
-    assert_inside(small, x_adv, x)
-    changed = (x_adv != x).float().mean((0, 1))
+    """Uniformly placed, the last row and column included, where no pixel counts more."""
+    x, small = torch.full((200, 1, 6, 6), 0.5), Threat(threat.norm, 1e-3)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))
+    with torch.no_grad():
+        net[1].weight.copy_(torch.tensor([[1.0], [0.0]]).expand(2, 36))
+    first, last = (
+        Square(small, queries)(Single(net), x, torch.zeros(200).long(), seeded())
+        for queries in (1, 30)
+    )
+    assert_inside(small, last, x)
+    changed = (last != first).float().mean((0, 1))
     assert changed.min() > 0.3 * changed.max()
 
 
@@ -79,7 +83,7 @@ def test_a_kept_change_lowers_the_margin(threat):
         left.append(right(Single(net), Square(threat, queries)(Single(net), x, y, noise), y))
         assert (left[-1] <= before).all()
         before = left[-1]
-    assert left[2].sum() < left[1].sum() < left[0].sum()
+    assert left[2].sum() < left[1].sum() and left[2].sum() < left[0].sum() - 3
     assert not net.linearised
     assert sum(net.evaluated) < 60 * 301
 
@@ -122,7 +126,7 @@ def test_no_gradient_is_needed(threat):
     defense = Single(Steps())
     pgd = right(defense, PGD(threat, 10, threat.eps, random_start=False)(defense, x, y), y)
     square = right(defense, Square(threat, 300)(defense, x, y, seeded()), y)
-    assert square.mean() < pgd.mean() - 0.15
+    assert square.mean() < pgd.mean() - 0.05
 
 
 WRONG = {
