@@ -19,7 +19,6 @@ from tests.attacks.common import (
     right,
     seeded,
     trained_net,
-    weights_of,
 )
 from tests.counting import Counting
 
