@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import reduce
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +17,7 @@ from lightning_rob.evaluation.records import with_schema
 
 Fields = dict[str, Any]
 Identity = tuple[str | None, str | None]  # SHA-256 of the weights and of the recipe's model
+JUDGED = ("evaluated", "judged", "broken", "ended")  # events that may have alarms
 RECORD, SCORES = "monitor.jsonl", "monitor_scores"
 
 
@@ -113,24 +115,13 @@ class History:
     def unreported(self) -> list[str]:
         """Return the alarms since a monitor last ended, with an exit code that reported them."""
         alarms: list[str] = []
-        for line in self.events("evaluated", "judged", "broken", "ended"):
+        for line in self.events(*JUDGED):
             alarms = [] if line["event"] == "ended" else [*alarms, *line["alarm"]]
         return alarms
 
     def open_alarm(self) -> Fields | None:
-        """Return the event of the last alarm since which no checkpoint recovered.
-
-        Its position is that of the latest alarmed checkpoint: the newest is evaluated first, and
-        an older one that is alarmed after it must not let one between them end both.
-        """
-        alarm: Fields | None = None
-        for event in self.events("evaluated", "judged", "broken", "ended"):
-            if event.get("alarm"):
-                places = (line.get("position", 0) for line in (alarm or {}, event))
-                alarm = event | {"position": max(places)}
-            elif alarm and ends_alarm(event, alarm):
-                alarm = None
-        return alarm
+        """Return the event of the last alarm since which no checkpoint recovered."""
+        return reduce(alarm_after, self.events(*JUDGED), None)
 
     def _lock(self) -> None:
         """Lock the file; the lock of a killed process ends with it, even if a child lives on."""
@@ -143,6 +134,17 @@ class History:
                 raise ValueError(
                     f"another monitor writes to {self.path}: end it, or choose another --out"
                 ) from error
+
+
+def alarm_after(alarm: Fields | None, event: Fields) -> Fields | None:
+    """Return the alarm that is open after an event, given the one before it.
+
+    Its position is that of the latest alarmed checkpoint: the newest is evaluated first, and
+    an older one that is alarmed after it must not let one between them end both.
+    """
+    if event.get("alarm"):
+        return event | {"position": max(e.get("position", 0) for e in (alarm or {}, event))}
+    return None if alarm and ends_alarm(event, alarm) else alarm
 
 
 def ends_alarm(event: Fields, alarm: Fields) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning_rob.commands.base import Run, quiet_lightning, without_reporting
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
@@ -36,7 +35,9 @@ from lightning_rob.commands.monitor.history import (
     timestamp,
 )
 from lightning_rob.commands.monitor.notify import PATIENCE
+from lightning_rob.commands.monitor.publisher import Publisher
 from lightning_rob.commands.monitor.recorder import Recorder
+from lightning_rob.commands.monitor.snapshot import Snapshot, newest_group
 from lightning_rob.commands.monitor.suite import PeriodicAction, Suite, SuiteFiles
 from lightning_rob.commands.scores import Scores
 from lightning_rob.commands.thresholds import violations
@@ -44,9 +45,6 @@ from lightning_rob.errors import Fault, InputError
 from lightning_rob.evaluation.records import SESSION, Result
 from lightning_rob.files import UNWRITABLE, raise_thread_errors
 from lightning_rob.identity import cache_key
-
-if TYPE_CHECKING:
-    from lightning_rob.commands.monitor.metrics import Metrics
 
 NICE = 10
 LOADING_ERRORS = (InputError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
@@ -116,7 +114,7 @@ class Watcher:
         self.config = config
         self.history = history
         self.build = build
-        self.metrics = _metrics(config)
+        self.publisher = Publisher(config)
         self.record = Recorder(config, history)
         self.record.waited = self.publish
         self.folder = CheckpointFolder(config.folder, history, self.record, config.file)
@@ -159,13 +157,13 @@ class Watcher:
         self.publish()
 
     def publish(self) -> None:
-        """Publish the state as metrics."""
-        if self.metrics:
+        """Publish the state as metrics and as a page."""
+        if self.publisher.wanted:
             files = sorted(self.folder.files.values(), key=lambda file: file.order, reverse=True)
-            present = [file.identity for file in files]
+            group = newest_group(self.history, self.key, [file.identity for file in files])
             waiting, writable = self.record.notifier.waiting, self.record.writable
             queue = len(self.pending())
-            self.metrics.update(self.history, self.key, present, queue, waiting, writable)
+            self.publisher.update(Snapshot(group, self.history, queue, waiting, writable))
 
     def pending(self) -> list[CheckpointFile]:
         """Return the checkpoints that wait for an evaluation, in the order of training."""
@@ -367,18 +365,8 @@ class Watcher:
     def close(self, patience: float) -> None:
         """End; wait `patience` seconds for the receivers of notifications."""
         self.record.close(patience)
-        if self.metrics:
-            self.publish()
-            self.metrics.close()
-
-
-def _metrics(config: MonitorConfig) -> "Metrics | None":
-    """Return where metrics are published, if the options say so."""
-    if config.metrics_port is None and config.metrics_file is None:
-        return None
-    from lightning_rob.commands.monitor.metrics import Metrics  # the package is an extra
-
-    return Metrics(config)
+        self.publish()
+        self.publisher.close()
 
 
 def _reason(error: Exception) -> str:
