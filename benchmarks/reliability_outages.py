@@ -3,7 +3,7 @@
     python benchmarks/reliability_outages.py [--only kills]
 
 Also its memory over 500 checkpoints, and its cost for the training that it watches. `disk` mounts
-small disks and needs root; `clock` needs libfaketime (Debian: apt-get install faketime).
+small disks and needs root.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -28,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from benchmarks.reliability_monitor import come, ended, fit, forked, history, monitor
+from lightning_rob.commands.monitor import history as monitor_history
 from lightning_rob.commands.monitor import notify
 from tests.commands.test_notify import Receiver
 from tests.tiny import ROOT
 
 ALARM = "--alarm=robust/worst=0.999"  # every checkpoint is alarmed
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 KILLS, DISKS, JUMPS, MANY, FITS = 20, 5, (90_000, -180_000, 90_000), 500, 3
 
 
@@ -179,26 +180,37 @@ def hang(top, source):
     return [(what, f"0/{total} lost", found)]
 
 
+def with_clock(offset, work):
+    """Do work with a clock that is off by the seconds in a file; timestamps of files are right."""
+    real = time.time
+
+    def seconds():
+        return float(offset.read_text() or 0)
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.now(tz) + timedelta(seconds=seconds())
+
+    time.time = lambda: real() + seconds()
+    monitor_history.datetime = Clock
+    work()
+
+
 def clock(top, source):
     """Let the clock jump forth and back during a monitor that evaluates again every 24 hours."""
-    if not FAKETIME.exists():
-        raise FileNotFoundError(f"there is no {FAKETIME}: apt-get install faketime")
     folder, total = run_of(source, top / "clock")
     over, offset = folder / "over", folder / "offset"
-    offset.write_text("+0\n")
-    env = {"LD_PRELOAD": str(FAKETIME), "FAKETIME_TIMESTAMP_FILE": str(offset)}
-    env |= {"FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    offset.write_text("0")
     with Receiver() as receiver:
-        options = [folder, "--suite", top / "suite.yaml", "--every=0.2", ALARM, "--reevaluate=24"]
-        options += ["--notify", receiver.url, f"--until={over}", "--trainer.accelerator=cpu"]
-        command = [sys.executable, "-m", "lightning_rob", "monitor", *map(str, options)]
-        child = subprocess.Popen(command, env=os.environ | env, cwd=ROOT)
-        for number, _ in enumerate((0, *JUMPS)):
+        options = ("--reevaluate=24", f"--until={over}")
+        child = forked(lambda: with_clock(offset, lambda: watch(folder, receiver, *options)))
+        for number in range(len(JUMPS) + 1):
             until(lambda: len(events(folder, "evaluated")) == total + number)  # noqa: B023
             time.sleep(2)  # for an evaluation too many
-            offset.write_text(f"{sum(JUMPS[: number + 1]):+d}\n")
+            offset.write_text(str(sum(JUMPS[: number + 1])))
         over.touch()
-        code = child.wait(60)
+        code = ended(child)
         wanted, lost, twice = delivered(folder, receiver)
         receiver.shutdown()
     again = len(events(folder, "evaluated")) - total
@@ -257,7 +269,8 @@ def cost(top, source):
         child = subprocess.Popen([*command, *args], cwd=ROOT) if watched else None
         time.sleep(8 if watched else 0)  # its imports are not the training's cost
         began = time.monotonic()
-        subprocess.run([*command, *training(folder)], cwd=ROOT, check=True)
+        env = os.environ | {"PYTHONPATH": str(ROOT)}  # the fit leaves a config.yaml where it runs
+        subprocess.run([*command, *training(folder)], cwd=folder, env=env, check=True)
         seconds[watched].append(time.monotonic() - began)
         if child:
             over.touch()
