@@ -292,8 +292,9 @@ def training(folder):
     """Return the command line of a training that keeps every epoch."""
     kept = {"class_path": "ModelCheckpoint"}
     kept["init_args"] = {"dirpath": str(folder / "run/checkpoints"), "save_top_k": -1}
+    kept["init_args"]["every_n_train_steps"] = 30  # an epoch
     options = {"trainer.max_epochs": 6, "trainer.logger": "false", "test_after_fit": "false"}
-    options |= {"trainer.enable_progress_bar": "false", "trainer.callbacks": json.dumps([kept])}
+    options |= {"trainer.enable_progress_bar": "false", "trainer.callbacks+": json.dumps(kept)}
     return ["fit", "--config=madry_digits", *(f"--{k}={v}" for k, v in options.items())]
 
 
