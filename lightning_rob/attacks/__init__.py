@@ -19,7 +19,9 @@ from lightning_rob.attacks.foreign import Foreign
 from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.gradient import draw_gradients
 from lightning_rob.attacks.members import OnMember, RandomMember, Strongest
+from lightning_rob.attacks.minimal_norm import MinimalNorm
 from lightning_rob.attacks.optimizers import Adam, AggMo, AttackOptimizer, Nesterov, aggmo
+from lightning_rob.attacks.pdgd import PDGD
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.targeted import HighConfidence, Targeted
@@ -37,6 +39,7 @@ __all__ = [
     "FAB",
     "GMSA",
     "PAA",
+    "PDGD",
     "PGD",
     "SGM",
     "TAA",
@@ -53,6 +56,7 @@ __all__ = [
     "HighConfidence",
     "InsideBounds",
     "LinBP",
+    "MinimalNorm",
     "Nesterov",
     "OnDifferentiable",
     "OnMember",

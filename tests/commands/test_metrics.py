@@ -47,7 +47,7 @@ def published(tmp_path):
     history.append(*lines_of(2, ["low"]))
     history.append({"event": "missed", "checkpoint": "3.ckpt"})
     group = newest_group(history, "s", [("1", "r"), ("2", "r")])
-    publisher.update(Snapshot(group, history, 4, {"https://a.com": 2}, True))
+    publisher.update(str(tmp_path), Snapshot(group, history, 4, {"https://a.com": 2}, True))
     yield publisher
     publisher.close()
     history.close()
@@ -111,7 +111,7 @@ def test_a_port_in_use_and_a_file_that_cannot_be_written(published, tmp_path, ca
     publisher = Publisher(MonitorConfig(tmp_path, metrics_file=tmp_path / "file/x.prom"))
     history = History(tmp_path / "other")
     for _ in range(2):
-        publisher.update(Snapshot([], history, 0, {}, True))
+        publisher.update(str(tmp_path), Snapshot([], history, 0, {}, True))
     history.close()
     assert capsys.readouterr().err.count("--metrics_file cannot be written") == 1
 

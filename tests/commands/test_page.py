@@ -18,6 +18,7 @@ from lightning_rob.commands.report.monitor import checkpoints
 from tests.commands.test_notify import evaluation
 from tests.commands.test_report import HOSTILE, Page
 
+RUN = "logs/version_0"
 OLD, NEW = "2026-01-02 03:04:05+00:00", "2026-01-03 03:04:05+00:00"
 
 
@@ -39,7 +40,8 @@ def served(tmp_path):
     history.append({"event": "notified", "id": "1", "to": "https://a.com", "date": NEW})
     history.append({"event": "broken", "checkpoint": "2.ckpt", "alarm": ["bad"], "date": NEW})
     group = newest_group(history, "s", [("1", "r")])
-    publisher.update(Snapshot(group, history, 7, {"https://a.com": 0, "https://b.com": 3}, True))
+    waiting = {"https://a.com": 0, "https://b.com": 3}
+    publisher.update(RUN, Snapshot(group, history, 7, waiting, True))
     yield publisher
     publisher.close()
     history.close()
@@ -130,21 +132,35 @@ def test_a_client_that_goes_or_stays_silent_disturbs_none(served, capsys, monkey
 
 def test_a_monitor_that_hangs_and_a_full_disk_are_named(served):
     served.health.looked_at -= LIFE + served.health.every
-    history = served.page.snapshot.history
-    served.page.snapshot = Snapshot([], history, 0, {}, writable=False)
+    history = served.page.snapshots[RUN].history
+    served.page.snapshots[RUN] = Snapshot([], history, 0, {}, writable=False)
     text = text_of(fetched(served)[1])
     assert "the monitor does not look into its folder any more" in text
     assert "the history cannot be written" in text
 
 
 def test_it_shows_what_is_new_at_the_next_request(served):
-    history = served.page.snapshot.history
+    history = served.page.snapshots[RUN].history
     before = text_of(fetched(served)[1])
     history.append(*event_of(3))
     after = text_of(fetched(served)[1])
     assert ("no alarm is open" in before, "no alarm is open" in after) == (False, True)
     assert "recovery" in after
     assert after.index("recovery") < after.index("low ")
+
+
+def test_several_models_have_a_section_each_and_an_overview(served, tmp_path):
+    history = History(tmp_path / "other")
+    history.append(*event_of(4))
+    served.update("second", Snapshot(newest_group(history, "s", []), history, 1, {}, True))
+    page = Page(fetched(served)[1])
+    text = " ".join(" ".join(page.text).split())
+    history.close()
+    assert "logs/version_0 ALARM 25.0%" in text
+    assert "second no alarm 25.0%" in text
+    assert len(set(page.ids)) == len(page.ids)
+    assert {"#run-0", "#run-1"} <= set(page.loads)
+    assert {link[1:] for link in page.loads if link.startswith("#")} <= set(page.ids)
 
 
 def test_page_and_metrics_of_one_address_share_a_server(tmp_path):

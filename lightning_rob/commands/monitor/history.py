@@ -8,7 +8,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import reduce
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -17,7 +17,7 @@ from lightning_rob.evaluation.records import with_schema
 
 Fields = dict[str, Any]
 Identity = tuple[str | None, str | None]  # SHA-256 of the weights and of the recipe's model
-JUDGED = ("evaluated", "judged", "broken", "ended")  # events that may have alarms
+JUDGED = ("evaluated", "judged", "broken", "ended", "restored")  # open or end alarms
 RECORD, SCORES = "monitor.jsonl", "monitor_scores"
 
 
@@ -115,13 +115,17 @@ class History:
     def unreported(self) -> list[str]:
         """Return the alarms since a monitor last ended, with an exit code that reported them."""
         alarms: list[str] = []
-        for line in self.events(*JUDGED):
+        for line in self.events("evaluated", "judged", "broken", "ended"):
             alarms = [] if line["event"] == "ended" else [*alarms, *line["alarm"]]
         return alarms
 
+    def alarms(self) -> "AlarmState":
+        """Return the alarms that are open after the last event."""
+        return reduce(AlarmState.after, self.events(*JUDGED), AlarmState())
+
     def open_alarm(self) -> Fields | None:
         """Return the event of the last alarm since which no checkpoint recovered."""
-        return reduce(alarm_after, self.events(*JUDGED), None)
+        return self.alarms().event
 
     def _lock(self) -> None:
         """Lock the file; the lock of a killed process ends with it, even if a child lives on."""
@@ -136,15 +140,38 @@ class History:
                 ) from error
 
 
-def alarm_after(alarm: Fields | None, event: Fields) -> Fields | None:
-    """Return the alarm that is open after an event, given the one before it.
+class AlarmState(NamedTuple):
+    """The alarms that are open.
 
-    Its position is that of the latest alarmed checkpoint: the newest is evaluated first, and
-    an older one that is alarmed after it must not let one between them end both.
+    Args:
+        checkpoint: event of the last alarm since which no checkpoint recovered; its position is
+            that of the latest alarmed checkpoint: the newest is evaluated first, and an older one
+            that is alarmed after it must not let one between them end both.
+        suite: event of a suite that cannot be built, until one is built.
     """
-    if event.get("alarm"):
-        return event | {"position": max(e.get("position", 0) for e in (alarm or {}, event))}
-    return None if alarm and ends_alarm(event, alarm) else alarm
+
+    checkpoint: Fields | None = None
+    suite: Fields | None = None
+
+    @property
+    def event(self) -> Fields | None:
+        """The event of an open alarm, that of a checkpoint first."""
+        return self.checkpoint or self.suite
+
+    def after(self, event: Fields) -> "AlarmState":
+        """Return the alarms that are open after a further event."""
+        alarm = self.checkpoint
+        if is_of_suite(event):
+            return self._replace(suite=event if event["event"] == "broken" else None)
+        if event.get("alarm"):
+            position = max(e.get("position", 0) for e in (alarm or {}, event))
+            return self._replace(checkpoint=event | {"position": position})
+        return self._replace(checkpoint=None) if alarm and ends_alarm(event, alarm) else self
+
+
+def is_of_suite(event: Fields) -> bool:
+    """Return whether an event is of the suite, and not of a checkpoint."""
+    return event["event"] == "restored" or event.get("part") == "suite"
 
 
 def ends_alarm(event: Fields, alarm: Fields) -> bool:
@@ -177,6 +204,16 @@ def _groups(content: bytes) -> tuple[list[Fields], int]:
     return lines[:kept], end
 
 
+def scalars(lines: Sequence[Fields]) -> dict[str, float]:
+    """Return the figures of some lines, the last of which is an event, by name."""
+    *results, event = lines
+    accuracies = results if event["event"] == "evaluated" else []
+    images = event.get("change", {})
+    counts = {key: images[key] for key in ("newly_vulnerable", "won_back") if key in images}
+    found = {tag(line["name"]): line["accuracy"] for line in accuracies}
+    return found | {f"monitor/{key}": len(which) for key, which in counts.items()}
+
+
 class TensorBoardHistory:
     """The history as curves, in event files of its own.
 
@@ -202,11 +239,8 @@ class TensorBoardHistory:
         with suppress(ValueError):
             date = seconds_of(str(event.get("date")))
         step = event.get("step")
-        for line in lines[:-1] if event["event"] == "evaluated" else ():
-            self.writer.add_scalar(tag(line["name"]), line["accuracy"], step, date)
-        if images := event.get("change"):
-            for key in ("newly_vulnerable", "won_back"):
-                self.writer.add_scalar(f"monitor/{key}", len(images[key]), step, date)
+        for name, value in scalars(lines).items():
+            self.writer.add_scalar(name, value, step, date)
         for alarm in event.get("alarm", ()):
             self.writer.add_text("monitor/alarm", alarm, step, date)
         self.writer.flush()

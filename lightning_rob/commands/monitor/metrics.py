@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +22,32 @@ class Metrics:
     """Publishes snapshots of a monitor; a scrape never waits for an evaluation.
 
     Args:
-        run: name of the monitored run, a label of each metric.
         file: is written at each update; None for no file.
     """
 
-    def __init__(self, run: str, file: Path | None = None) -> None:
-        self.run, self.file = run, file
-        self.families: list[Any] = []
+    def __init__(self, file: Path | None = None) -> None:
+        self.file = file
+        self.families: dict[str, list[Any]] = {}  # by run
         self.failing = False
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.app: App = make_wsgi_app(self.registry)
 
     def collect(self) -> Iterable[Any]:
-        """Return the metrics of the last snapshot, for `CollectorRegistry`."""
-        return self.families
+        """Return the metrics of the last snapshots, for `CollectorRegistry`.
 
-    def update(self, snapshot: Snapshot) -> None:
-        """Publish the state of a monitor."""
-        self.families = list(families(snapshot, self.run))
+        A family has the samples of all runs, for its name may occur only once.
+        """
+        merged: dict[str, Any] = {}
+        for family in chain(*list(self.families.values())):
+            known = merged.setdefault(family.name, copy(family))
+            if known.samples is not family.samples:
+                known.samples = [*known.samples, *family.samples]
+        return merged.values()
+
+    def update(self, run: str, snapshot: Snapshot) -> None:
+        """Publish the state of the monitor of a run."""
+        self.families[run] = list(families(snapshot, run))
         if self.file is None:
             return
         try:

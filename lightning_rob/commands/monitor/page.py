@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from importlib.metadata import version
@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from lightning_rob.commands.monitor.history import (
     JUDGED,
+    AlarmState,
     Fields,
     History,
-    alarm_after,
     as_record,
     timestamp,
 )
@@ -32,10 +32,11 @@ from lightning_rob.commands.report.blocks import (
     warning,
 )
 from lightning_rob.commands.report.evaluation import evaluation
-from lightning_rob.commands.report.formatting import NONE
+from lightning_rob.commands.report.formatting import NONE, accuracy_cell
 from lightning_rob.commands.report.monitor import checkpoints
 from lightning_rob.commands.report.page import page
 from lightning_rob.commands.report.runs import attack_result, readable
+from lightning_rob.evaluation.results import WORST
 
 REFRESH = 30  # seconds
 HELD = "refresh=off"  # the query of a page that does not refresh itself
@@ -56,20 +57,18 @@ UNITS = (("days", 2 * 86400, 86400), ("h", 7200, 3600), ("min", 120, 60), ("s", 
 
 
 class LivePage:
-    """Shows the last snapshot of a monitor; what takes long is drawn once per event.
+    """Shows the last snapshot of each run; what takes long is drawn once per event.
 
     Args:
-        run: name of the monitored run.
         host: address that it is served on.
         health: of the monitor.
     """
 
-    def __init__(self, run: str, host: str, health: Health) -> None:
-        self.run, self.health = run, health
-        self.is_local = is_local(host)
-        self.snapshot: Snapshot | None = None
+    def __init__(self, host: str, health: Health) -> None:
+        self.health, self.is_local = health, is_local(host)
+        self.snapshots: dict[str, Snapshot] = {}  # by run
         self.drawing = threading.Lock()
-        self.drawn: tuple[int, list[Block]] = 0, []
+        self.drawn: dict[str, tuple[int, list[Block]]] = {}
 
     def app(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         """Respond with the page, as a WSGI application.
@@ -82,32 +81,40 @@ class LivePage:
             return [b"open this page as localhost, or give its address to --serve-host\n"]
         held = environ["QUERY_STRING"] == HELD
         headers = HEADERS if held else [*HEADERS, ("Refresh", str(REFRESH))]
-        content = page(f"Monitor of {Path(self.run).name}", [list(self._blocks(held))]).encode()
+        names = [Path(run).name for run in self.snapshots]
+        title = f"Monitor of {', '.join(names)}" if names else "Monitor"
+        content = page(title, list(self._sections(held))).encode()
         start_response("200 OK", [*headers, ("Content-Length", str(len(content)))])
         return [content]
 
-    def _blocks(self, held: bool) -> Iterator[Block]:
-        """Yield all there is to see, what is urgent first."""
-        yield heading(1, f"Monitor of {Path(self.run).name}")
-        yield paragraph(self.run, "setup")
+    def _sections(self, held: bool) -> Iterator[list[Block]]:
+        """Yield a section for each run, and one of the page itself."""
+        snapshots = list(self.snapshots.items())
         if not self.health.healthy:
-            yield warning("the monitor does not look into its folder any more: it hangs")
-        if (snapshot := self.snapshot) is None:
-            yield paragraph("The monitor is starting: it has not looked into its folder yet.")
-        else:
-            yield from _state(snapshot, self.health.age)
-            yield from _deliveries(snapshot)
-            yield from self._figures(snapshot.history)
-        yield _footer(held)
+            yield [warning("the monitor does not look into its folder any more: it hangs")]
+        if not snapshots:
+            yield [paragraph("The monitor is starting: it has not looked into its folder yet.")]
+        if len(snapshots) > 1:
+            yield [_overview(snapshots)]
+        for number, (run, snapshot) in enumerate(snapshots):
+            yield [
+                heading(1, f"Monitor of {Path(run).name}", f"run-{number}"),
+                paragraph(run, "setup"),
+                *_state(snapshot, self.health.age),
+                *_deliveries(snapshot),
+                *self._figures(f"monitor-{number}", snapshot.history),
+            ]
+        yield [_footer(held)]
 
-    def _figures(self, history: History) -> list[Block]:
+    def _figures(self, name: str, history: History) -> list[Block]:
         """Return the figures of all checkpoints, which change only with the history."""
         with self.drawing:
             lines = list(history.lines)
-            if self.drawn[0] != len(lines):
+            count, figures = self.drawn.get(name, (0, []))
+            if count != len(lines):
                 records = [readable(as_record(line)) for line in lines]
-                self.drawn = len(lines), list(checkpoints(records, "monitor"))
-            _, figures = self.drawn
+                figures = list(checkpoints(records, name))
+                self.drawn[name] = len(lines), figures
         return [heading(2, "Checkpoint by checkpoint"), *figures] if figures else []
 
 
@@ -125,6 +132,18 @@ def _host_of(environ: dict[str, Any]) -> str:
         return urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname or ""
     except ValueError:
         return ""
+
+
+def _overview(snapshots: Sequence[tuple[str, Snapshot]]) -> Block:
+    """Return a row for each of several runs."""
+    rows = []
+    for number, (run, snapshot) in enumerate(snapshots):
+        worst = [line for line in snapshot.group[:-1] if line["name"] == WORST]
+        cells = [accuracy_cell(line["accuracy"], line["interval"]) for line in worst]
+        state = "ALARM" if snapshot.history.open_alarm() else "no alarm"
+        name = Cell(run, link=f"run-{number}")
+        rows.append([name, state, *(cells or [Cell(NONE)]), snapshot.queue])
+    return table("All models", ["model", "state", f"{WORST}>", "waiting>"], rows)
 
 
 def _state(snapshot: Snapshot, age: float) -> Iterator[Block]:
@@ -156,9 +175,9 @@ def _deliveries(snapshot: Snapshot) -> Iterator[Block]:
     """Yield who was alarmed when, the latest first."""
     lines = list(snapshot.history.lines)
     delivered = {(e["id"], e["to"]): e["date"] for e in lines if e.get("event") == "notified"}
-    rows, alarm = [], None
+    rows, alarms = [], AlarmState()
     for event in (line for line in lines if line.get("event") in JUDGED):
-        kind, alarm = kind_of(event, alarm), alarm_after(alarm, event)
+        kind, alarms = kind_of(event, alarms), alarms.after(event)
         if kind:
             reasons = "; ".join(event.get("alarm") or ["no alarm any more"])
             about = Cell(event.get("checkpoint", "the end of the monitor"), small=event["date"])

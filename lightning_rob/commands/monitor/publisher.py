@@ -30,7 +30,7 @@ class Publisher:
         served: dict[tuple[str, int], dict[str, App]] = {}
         options: dict[tuple[str, int], str] = {}
         if config.page_port is not None:
-            self.page = LivePage(config.name, config.serve_host, self.health)
+            self.page = LivePage(config.serve_host, self.health)
             address = config.serve_host, config.page_port
             served[address], options[address] = {"/": self.page.app}, "--serve"
         if self.metrics and config.metrics_port is not None:
@@ -47,13 +47,13 @@ class Publisher:
         """Whether the options ask for anything."""
         return bool(self.page or self.metrics)
 
-    def update(self, snapshot: Snapshot) -> None:
-        """Publish the state of a monitor."""
+    def update(self, run: str, snapshot: Snapshot) -> None:
+        """Publish the state of the monitor of a run."""
         self.health.look()
         if self.page:
-            self.page.snapshot = snapshot
+            self.page.snapshots[run] = snapshot
         if self.metrics:
-            self.metrics.update(snapshot)
+            self.metrics.update(run, snapshot)
 
     def close(self) -> None:
         """End the servers."""
@@ -67,4 +67,4 @@ def _metrics(config: MonitorConfig) -> "Metrics | None":
         return None
     from lightning_rob.commands.monitor.metrics import Metrics  # the package is an extra
 
-    return Metrics(config.name, config.metrics_file)
+    return Metrics(config.metrics_file)
