@@ -5,7 +5,7 @@
 A class is a number of two digits: the left half of an image is one of the digits of `Digits5k`, the
 right half another, each squeezed to half its width. A first network is trained adversarially, a
 second one on the adversarial images of the first (BAT); the probabilities are 0.9 and 0.1. ARC
-within linf 0.1 searches the G classes nearest to the predicted one.
+within linf 0.05 searches the G classes nearest to the predicted one.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from lightning_rob import ARC, PGD, Ensemble, Single, Threat, evaluate
 from lightning_rob.data import Digits5k
 from lightning_rob.nets import MNISTNet
 
-THREAT = Threat("linf", 0.1)
+THREAT = Threat("linf", 0.05)
 
 
 def digits(part):
@@ -38,13 +38,14 @@ def pairs(images, labels, count, generator):
 
 
 def trained(target, images, labels, options, generator):
-    """Train a network on PGD images of `target`, or on its own."""
+    """Train a network on PGD images of `target`, or on its own; the radius grows at first."""
     net = MNISTNet(classes=100, width=8)
     optimizer = torch.optim.Adam(net.parameters(), 0.005)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
-    attack = PGD(THREAT, 3, 0.05)
-    for _ in range(options.steps):
+    for step in range(options.steps):
         x, y = pairs(images, labels, 128, generator)
+        eps = THREAT.eps * min(1.0, (step + 1) / (0.5 * options.steps))
+        attack = PGD(Threat("linf", eps), 2, eps / 1.5)
         x_adv = attack(target or Single(net), x, y, generator)
         optimizer.zero_grad()
         cross_entropy(net.train()(x_adv), y).backward()
@@ -76,7 +77,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--images", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=300, help="of training, 128 images each")
+    parser.add_argument("--steps", type=int, default=600, help="of training, 128 images each")
     parser.add_argument("--neighbours", type=int, nargs="+", default=[1, 2, 4, 10, 50, 99])
     options = parser.parse_args()
     began, runs = time.perf_counter(), []

@@ -48,9 +48,12 @@ def trained(run, args):
         *(f"--trainer.logger.save_dir={run.parent}", f"--trainer.logger.name={run.name}"),
         "--trainer.logger.version=0",
     ]
-    checkpoint = run / "version_0/checkpoints/last.ckpt"
+    checkpoint, given = run / "version_0/checkpoints/last.ckpt", run / "options.json"
     if not checkpoint.exists():
         command_line(["fit", *args, "--test_after_fit=false", "--trainer.limit_val_batches=0"])
+        given.write_text(json.dumps(args))
+    if (found := json.loads(given.read_text())) != args:
+        raise ValueError(f"{run} was trained with {found}, not {args}: give another --folder")
     built = RobustCLI(args, run=False)
     saved = torch.load(checkpoint, weights_only=True)
     built.model.load_state_dict(saved["state_dict"])

@@ -5,8 +5,8 @@
 Tables: `madry`, RMC on an adversarially trained base beside that base, digits, linf 0.2 (the
 paper's Table 1); `order`, DENT on `Patches10`, linf 8/255, where rounds of 128 images come in
 natural order or sorted by label (Table 5); `dann`, DANN at the paper's radius, linf 0.3, with a
-weight of the discriminator of 0.1 (Table 3). Each perturbed round is answered by
---private-draws defenders. Finished images stay in --folder: the same command resumes.
+weight of the discriminator of 0.1 (Table 3). --private-draws defenders adapt to each perturbed
+round. Finished images stay in --folder: the same command resumes.
 """
 
 import argparse
