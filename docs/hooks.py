@@ -52,9 +52,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages: dict[str, str | bytes] = {
         "reference/recipes.md": recipes(),
         "reference/command_line.md": command_line(),
-        "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
-        "contributing.md": (ROOT / ".github/CONTRIBUTING.md").read_text(),
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
     }
+    for name in ("CONTRIBUTING", "SECURITY"):
+        text = (ROOT / f".github/{name}.md").read_text(encoding="utf-8")
+        pages[f"{name.lower()}.md"] = text.replace("](../docs/", "](")
     for name, (title, *modules) in REFERENCE.items():
         parts = "\n\n".join(f"::: lightning_rob.{module}" for module in modules)
         pages[f"reference/{name}.md"] = f"# {title}\n\n{parts}\n"
@@ -66,10 +68,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links that leave the folder of the pages lead to the repository."""
-    if page.file.generated_by is None:
-        return re.sub(r"\]\(\.\./(?=[\w.])", f"]({REPOSITORY}/", markdown)
-    return markdown
+    """Let links that leave the folder lead to the repository, those to tutorials to their pages."""
+    if page.file.generated_by is not None:
+        return markdown
+    markdown = re.sub(r"\]\(\.\./", f"]({REPOSITORY}/", markdown)
+    return re.sub(r"\]\((tutorials/\w+)\.py", r"](\1.md", markdown)
 
 
 def recipes() -> str:
@@ -118,7 +121,7 @@ def block(text: str, language: str = "text") -> str:
 
 def tutorial(script: Path, run: bool) -> dict[str, str | bytes]:
     """Return the page of a tutorial, and its pictures."""
-    cells = read_cells(script.read_text())
+    cells = read_cells(script.read_text(encoding="utf-8"))
     outputs = outputs_of(script) if run else [{"text": "", "pictures": []} for _ in cells]
     parts, files = [], {}
     for number, ((kind, text), output) in enumerate(zip(cells, outputs, strict=True)):
@@ -146,4 +149,4 @@ def outputs_of(script: Path) -> list[dict[str, Any]]:
         runner = ROOT / "docs/run_tutorial.py"
         store.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run([sys.executable, str(runner), str(script), str(store)], check=True)
-    return json.loads(store.read_text())
+    return json.loads(store.read_text(encoding="utf-8"))

@@ -75,6 +75,7 @@ FILES = [
     *sorted((ROOT / "configs").rglob("*.yaml")),
     *sorted((ROOT / "callbacks").rglob("*.yaml")),
     *sorted(path for path in (ROOT / "docs").rglob("*") if path.suffix in (".md", ".py")),
+    *sorted((ROOT / ".github").glob("*.md")),
     ROOT / "README.md",
 ]
 
