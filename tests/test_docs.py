@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from lightning_rob.evaluation.suites import RECIPES
 
@@ -46,6 +47,16 @@ def test_every_kind_of_defense_has_its_plug_in_on_the_page():
         assert f"`{Path(plug_in).stem}`" in table
     for kind in RECIPES:
         assert f"| `{kind}` |" in table
+
+
+def test_the_suite_of_a_randomized_ensemble_is_that_of_the_page(capsys):
+    page = PAGES["which_attack.md"].read_text()
+    script = re.search(r"```python\n(.*?)result =", page, re.S)[1]
+    exec(
+        compile(script, "which_attack.md", "exec"),
+        {"net": nn.Linear(2, 2), "other": nn.Linear(2, 2)},
+    )
+    assert f"# {capsys.readouterr().out.strip()}\n" in page
 
 
 @pytest.mark.parametrize("name", ["README.md", "evaluation.md"])
