@@ -69,7 +69,7 @@ history = Path(folder, "logs/version_0/monitor.jsonl").read_text().splitlines()
 lines = [json.loads(line) for line in history]
 figure, axis = plt.subplots(figsize=(6, 3.3), layout="constrained")
 for attack, look in {"clean": "s--", "worst": "o-"}.items():
-    found = [line for line in lines if line.get("attack_name") == attack]
+    found = [line for line in lines if line.get("name") == attack]
     axis.plot(
         [line["step"] for line in found], [line["accuracy"] for line in found], look, label=attack
     )
