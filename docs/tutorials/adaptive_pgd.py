@@ -59,10 +59,10 @@ figure.colorbar(shades, label="probability of a right prediction")
 plt.show()
 
 # %% [markdown]
-# The first member, right of its line, is fooled at once. Its loss has no upper bound and its
-# slope is twenty times that of the second member, so PGD on the expected loss goes on along
-# pixel 1, where nothing is left to win. A point of the ball that fools both members exists, and
-# ARC, which attacks member by member, finds it:
+# PGD climbs the expected loss. On its way it crosses the white corner, in which both members are
+# wrong, and leaves it again: the loss of the first member has no upper bound and a slope twenty
+# times that of the second, so that it pays more to drive the first further beyond its line than to
+# keep the second wrong. ARC attacks member by member, and stays in the corner:
 
 # %%
 for name, path in {"adaptive PGD": pgd_path, "ARC": arc_path}.items():
