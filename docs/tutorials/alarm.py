@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Monitor with an alarm
 #
-# A model is fine-tuned, its clean accuracy rises, and its robustness is gone. Let the monitor
-# find out. First, a fit of three epochs on adversarial images, and two more on images that are
-# practically clean:
+# A model is fine-tuned, its clean accuracy stays high, and its robustness is gone. Let the
+# monitor find out. First, a fit of three epochs on adversarial images, and two more on images that
+# are practically clean:
 
 # %%
 import json
@@ -83,14 +83,15 @@ plt.show()
 # The orange bars are the alarms that arrived. The output of the monitor and its exit code:
 
 # %%
-print(monitor.stdout, monitor.stderr, f"exit code {monitor.returncode}", sep="\n")
+alarms = [line for line in monitor.stderr.splitlines() if "alarm" in line]
+print(monitor.stdout, *alarms, f"exit code {monitor.returncode}", sep="\n")
 
 # %% [markdown]
 # The messages:
 
 # %%
 for message in received:
-    print(message["kind"], message["text"])
+    print(message["kind"], message["checkpoint"], *message["alarm"], sep="\n  ")
 
 # %% [markdown]
 # The exit code 1 stops a pipeline. Each alarm is delivered at least once, after a kill as well.

@@ -28,7 +28,7 @@ strong = {"pgd": PGD(threat, steps=20, step_size=0.02)}  # of the evaluation
 def fit(name, attack):
     seed_everything(0, verbose=False)
     module = AdversarialTraining(
-        SmallCNN, attack, optimizer=lambda weights: torch.optim.Adam(weights, 0.01)
+        SmallCNN, attack, optimizer=lambda weights: torch.optim.Adam(weights, 0.005)
     )
     trainer = Trainer(
         max_epochs=6,
@@ -58,8 +58,8 @@ axes[1].legend(loc="lower right")
 plt.show()
 
 # %% [markdown]
-# On the left the clean accuracy says that all is well. Only the attack shows the difference. The
-# numbers that were logged in the last epoch:
+# The clean accuracies are alike. Only the attack shows the difference. The numbers that were logged
+# in the last epoch:
 
 # %%
 for name, epochs in fits.items():
