@@ -135,6 +135,7 @@ def tutorial(script: Path, run: bool) -> dict[str, str | bytes]:
     source = (
         f"[Download this page as a Python script]({script.name}), to be run or opened in Jupyter."
     )
+    parts[1:1] = [f"![First picture]({Path(name).name})" for name in list(files)[:1]]
     parts.append(source)
     return {f"tutorials/{script.stem}.md": "\n\n".join(parts) + "\n", **files}
 

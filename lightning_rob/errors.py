@@ -1,4 +1,4 @@
-"""Exceptions that end a command with one line on stderr, and the check of numbers."""
+"""Exceptions that end a command with one line on stderr, a warning, and the check of numbers."""
 
 
 class InputError(Exception):
@@ -11,6 +11,10 @@ class Fault(Exception):
 
 class LostRank(Fault):
     """Another process of the run is gone; this one must not wait for it even while exiting."""
+
+
+class ZeroGradientWarning(UserWarning):
+    """A gradient attack has nothing to follow: its accuracy says nothing about robustness."""
 
 
 def at_least(minimum: int, **numbers: int | None) -> None:

@@ -1,7 +1,7 @@
 """The threat model: how far an adversary may change an image."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
@@ -93,6 +93,10 @@ class Threat:
             return math.inf
         return 1.0 if self.p == math.inf else self.p / (self.p - 1)
 
+    def of(self, rows: Tensor) -> "Threat":
+        """Return the threat of some of the images, given as a mask [B] or as indices."""
+        return self
+
     def size(self, delta: Tensor) -> Tensor:
         """Compute ||delta||_p of each image: [B, …] -> [B]."""
         return _norms(delta, self.p)
@@ -180,3 +184,33 @@ class Threat:
             radius = radius * uniform(x, generator=generator)
             delta = scale(d, radius / self.size(d).clamp_min(TINY))
         return self.apply(self.confine(delta, x), x)
+
+
+@dataclass(frozen=True, eq=False)
+class ThreatPerImage(Threat):
+    """A ball of its own radius around each image of one batch: eps * radii.
+
+    An attack that reads every length in units of `unit`, and takes the part `of` the images it
+    still works on, is an attack within these balls; see `Attack.takes_radii`.
+
+    Args:
+        radii: [B] factors of eps.
+    """
+
+    radii: Tensor = field(kw_only=True)
+    __eq__ = object.__eq__  # that of Threat would not see the radii
+    __hash__ = object.__hash__
+
+    def unit(self, x: Tensor) -> Tensor:
+        """Return the unit of length at each image: its factor of eps; [B, …] -> [B].
+
+        Raises:
+            ValueError: x is not the batch of the radii.
+        """
+        if len(x) != len(self.radii):
+            raise ValueError(f"{len(self.radii)} radii for {len(x)} images: take `of` these rows")
+        return super().unit(x) * self.radii.to(x)
+
+    def of(self, rows: Tensor) -> "ThreatPerImage":
+        """Return the threat of some of the images, given as a mask [B] or as indices."""
+        return replace(self, radii=self.radii[rows])

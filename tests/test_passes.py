@@ -1,5 +1,7 @@
 """How many passes each attack costs, exactly; benchmarks/attacks.py tells what these take."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,13 +10,16 @@ from lightning_rob.attacks import (
     APGD,
     ARC,
     CW,
+    DDN,
     FAB,
     GMSA,
     PAA,
+    PDGD,
     PGD,
     TAA,
     AggMo,
     DeepFool,
+    MinimalNorm,
     Square,
     SurrogateTransforms,
 )
@@ -229,6 +234,25 @@ def test_deepfool(candidates, backwards):
     assert gradients == steps * backwards
     assert net.linearised == net.evaluated[1:] + [net.linearised[-1]] * (evaluations == steps)
     assert net.linearised == sorted(net.linearised, reverse=True)
+
+
+@pytest.mark.parametrize("attack", [PDGD(L2, 20), DDN(L2, 20)])
+def test_pdgd_and_ddn(attack):
+    net = mlp(1)
+    x, y = batch(net, count=24)
+    attack(Single(net), x, y, seeded())
+    assert net.counts() == (1 + 8, 20, 20)
+
+
+@pytest.mark.parametrize(("attack", "each"), [(PGD(L2, 3, 10.0), 3), (APGD(L2, 3), 1 + 4)])
+def test_search_for_the_radius(attack, each):
+    """All images are fooled at eps: none leaves, and each radius is the attack and a forward."""
+    net = mlp(1)
+    x, y = batch(net)
+    attack = replace(attack, early_stop=False)
+    MinimalNorm(attack, 4)(Single(net), x, y, seeded())
+    assert net.counts() == (1 + 4, 4 * each, 4 * each)
+    assert {*net.linearised, *net.evaluated} == {B}
 
 
 # the attacks of AutoAttack, where no image is fooled

@@ -58,8 +58,8 @@ axes[1].legend(loc="lower right")
 plt.show()
 
 # %% [markdown]
-# The clean accuracies are alike. Only the attack shows the difference. The numbers that were logged
-# in the last epoch:
+# The clean accuracies are high in both. Only the attack shows the difference. The numbers that were
+# logged in the last epoch:
 
 # %%
 for name, epochs in fits.items():

@@ -6,6 +6,7 @@ from lightning_rob.attacks.autoattack import AutoAttack
 from lightning_rob.attacks.backward import SGM, InsideBounds, LinBP, SurrogateTransforms
 from lightning_rob.attacks.base import Attack, attacking, evaluating
 from lightning_rob.attacks.cw import CW
+from lightning_rob.attacks.ddn import DDN
 from lightning_rob.attacks.decorators import (
     Accelerated,
     Chunked,
@@ -19,7 +20,9 @@ from lightning_rob.attacks.foreign import Foreign
 from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.gradient import draw_gradients
 from lightning_rob.attacks.members import OnMember, RandomMember, Strongest
+from lightning_rob.attacks.minimal_norm import MinimalNorm
 from lightning_rob.attacks.optimizers import Adam, AggMo, AttackOptimizer, Nesterov, aggmo
+from lightning_rob.attacks.pdgd import PDGD
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.square import Square
 from lightning_rob.attacks.targeted import HighConfidence, Targeted
@@ -34,9 +37,11 @@ __all__ = [
     "APGD",
     "ARC",
     "CW",
+    "DDN",
     "FAB",
     "GMSA",
     "PAA",
+    "PDGD",
     "PGD",
     "SGM",
     "TAA",
@@ -53,6 +58,7 @@ __all__ = [
     "HighConfidence",
     "InsideBounds",
     "LinBP",
+    "MinimalNorm",
     "Nesterov",
     "OnDifferentiable",
     "OnMember",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -64,6 +65,7 @@ class APGD(Attack):
             than the loss needs, three for DLR and four for targeted DLR.
     """
 
+    takes_radii: ClassVar[bool] = True
     threat: Threat
     steps: int = 100
     objective: Objective = expected_ce
@@ -104,10 +106,11 @@ class APGD(Attack):
             if not len(left) or not (best_value < torch.inf).any():
                 break
             noise, rows = derived(left.generator, number + 1), left.index
-            start = surface_point(self.threat, left.x, noise)
+            threat = self.threat.of(rows)
+            start = surface_point(threat, left.x, noise)
             target = None if rank is None else order[rows, rank]
-            run = Ascent.begin(left.x, left.y, noise, start, 2 * self.threat.eps, target)
-            found = self._ascend(defense, run, certain)
+            run = Ascent.begin(left.x, left.y, noise, start, 2 * threat.eps, target)
+            found = self._ascend(defense, run, certain, threat)
             best[rows], best_value[rows] = better(best[rows], best_value[rows], *found)
         return best
 
@@ -117,7 +120,9 @@ class APGD(Attack):
             for _ in range(self.restarts):
                 yield rank
 
-    def _ascend(self, defense: Defense, run: "Ascent", certain: bool) -> tuple[Tensor, Tensor]:
+    def _ascend(
+        self, defense: Defense, run: "Ascent", certain: bool, threat: Threat
+    ) -> tuple[Tensor, Tensor]:
         """Return the last images [b, …] of a run and their values [b], infinite if they fool."""
         x_adv, value = run.x.clone(), torch.full_like(run.value, torch.inf)
         checks = checkpoints(self.steps)
@@ -137,7 +142,7 @@ class APGD(Attack):
             if step in checks:
                 run.reconsider_step_size(checks[step])
             if step < self.steps:
-                run.move(self.threat, ALPHA if step else 1.0)
+                run.move(threat.of(run.index), ALPHA if step else 1.0)
         if not len(run):
             return x_adv, value
         if run.target is not None:  # values of the loss towards other targets do not compare

@@ -16,10 +16,11 @@ from lightning_rob.attacks.apgd import APGD
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.fab import FAB
 from lightning_rob.attacks.foreign import ScoreNetwork, isolated_streams, scores
-from lightning_rob.attacks.oom import run_in_chunks
+from lightning_rob.attacks.oom import Work, run_in_chunks
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.attacks.square import Square
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.transductive import restricted_to
 from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_logits, expected_ce, expected_dlr
 from lightning_rob.randomness import Generator, seed_from, uniform
@@ -59,7 +60,9 @@ class AutoAttack(Attack):
         attacks: the attacks of a "custom" version, in this order and with one restart, else as in
             the standard version: "apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square".
         draws: draws of a random defense for one prediction; None as many as the defense takes.
-        batch_size: number of images attacked at a time; None for the whole batch.
+        batch_size: number of images attacked at a time; None for the whole batch. The images that
+            a stage leaves are put together for the next: give the evaluation a large `group_size`,
+            and this the size that fills the device.
         queries: number of queries of the Square Attack, for each image.
         reference: run the authors' code.
         early_stop: let images leave a run of APGD as soon as they are misclassified, where the
@@ -136,29 +139,33 @@ class AutoAttack(Attack):
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if self.reference:
             return self._by_package(defense, x, y, generator)
-        if self.batch_size is None:
-            return self._by_stages(defense, x, y, generator)
-        return run_in_chunks(self._by_stages, self.batch_size, defense, x, y, generator)
+        return self._by_stages(defense, x, y, generator)
 
     def _by_stages(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Run the stages one after the other, each on the images that are still right."""
         target, x_final = MeanPrediction(defense, self.draws, x.device), x.clone()
         left = ActiveBatch(positions(x), x, y.long(), derived(generator, 0))
-        with torch.no_grad():
-            clean = target.logits(x, left.generator)
-        check_logits(clean, y)
-        left = left.select(clean[0].argmax(-1) == y)
+        clean = self._in_chunks(_logits, target, left, x, left.generator)
+        check_logits(clean[None], y)
+        left = left.select(clean.argmax(-1) == y)
         stages = self.stages(clean.shape[-1], self.early_stop and _is_prediction(defense))
         for number, stage in enumerate(stages, 1):
             if not len(left):
                 break
             noise = derived(left.generator, number)
-            x_adv = stage.perturb(target, left.x, left.y, noise)
-            with torch.no_grad():
-                fooled = target.logits(x_adv, noise)[0].argmax(-1) != left.y
+            x_adv = self._in_chunks(stage.perturb, target, left, left.x, noise)
+            logits = self._in_chunks(_logits, target, left, x_adv, noise)
+            fooled = logits.argmax(-1) != left.y
             x_final[left.index[fooled]] = x_adv[fooled]
             left = left.select(~fooled)
         return x_final
+
+    def _in_chunks(
+        self, work: Work, target: Defense, left: ActiveBatch, x: Tensor, noise: Generator
+    ) -> Tensor:
+        """Work on `batch_size` of the images [b, C, H, W] at a time, all of them still right."""
+        with restricted_to(target, left.index):
+            return run_in_chunks(work, self.batch_size or len(x), target, x, left.y, noise)
 
     def stages(self, classes: int, early_stop: bool = True) -> list[Attack]:
         """Return the attacks of this version.
@@ -250,6 +257,12 @@ def _is_prediction(defense: Defense) -> bool:
     """Return whether the defense predicts, without randomness, by the function attacked."""
     pooled = defense.rule in (mean_logits, mean_probs) or len(defense.weights) == 1
     return pooled and is_certain(defense, expected_ce)
+
+
+@torch.no_grad()
+def _logits(target: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+    """Return the logits [b, K] of images [b, C, H, W]."""
+    return target.logits(x, generator)[0]
 
 
 class MeanPrediction(Defense):

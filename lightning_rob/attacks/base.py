@@ -149,6 +149,7 @@ class Attack(ABC):
     lengths: ClassVar[tuple[str, ...]] = ()  # the fields that are lengths in the threat's norm
     made_for: ClassVar[tuple[str, ...]] = ()  # kinds of defenses whose adaptive attack this is
     rehearses: ClassVar[bool] = False  # whether it lets the defense adapt to the whole batch
+    takes_radii: ClassVar[bool] = False  # whether the threat may be a `ThreatPerImage`
     ignores_state: ClassVar[bool] = False  # whether it sees nothing of a defense's adapted state
 
     def __call__(

@@ -1,5 +1,6 @@
 """The value and the gradient of an objective on a defense, and gradients of single draws."""
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -8,11 +9,14 @@ from torch import Tensor
 
 from lightning_rob.attacks.base import Backward, attacking
 from lightning_rob.defenses import Defense
+from lightning_rob.errors import ZeroGradientWarning
 from lightning_rob.objectives import Objective, check_logits, expected_ce, reduction_of
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, random_member
 
 Draws = tuple[Rule, Tensor, Tensor]  # a rule, the logits [S, B, K] it decides on, their weights [S]
+
+ENOUGH = 16  # images whose gradients are all zero are no accident
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class ObjectiveGradient:
     """An objective of a defense's draws, as a function of the images.
 
     Both methods raise ValueError, if `check` is set, for labels out of range and non-finite logits;
-    the check makes the host wait for the device.
+    the gradient then warns if it is zero for all images. The check makes the host wait for the
+    device.
 
     Args:
         objective: the objective.
@@ -78,8 +83,12 @@ class ObjectiveGradient:
         value = self._of(logits, weights, y, check)
         (gradient,) = torch.autograd.grad(value.sum(), x)
         logits = logits.detach()
-        deciders = ((defense.rule, logits, weights),)
-        return ObjectiveAt(value.detach(), gradient, logits, weights, deciders)
+        at = ObjectiveAt(
+            value.detach(), gradient, logits, weights, ((defense.rule, logits, weights),)
+        )
+        if check:
+            _warn_of_zero_gradients(at, y)
+        return at
 
     def _of(self, logits: Tensor, weights: Tensor, y: Tensor, check: bool) -> Tensor:
         if check:
@@ -116,6 +125,19 @@ class ObjectiveGradient:
         if defense.rule is not random_member:  # the parts' predictions are pooled
             deciders = ((defense.rule, logits, weights),)
         return ObjectiveAt(value, gradient, logits, weights, deciders)
+
+
+def _warn_of_zero_gradients(at: ObjectiveAt, y: Tensor) -> None:
+    """Warn where no image has a gradient to follow, and the defense is right on some."""
+    right = ~at.fooled(y)
+    if int(right.sum()) >= ENOUGH and not at.gradient.any():
+        warnings.warn(
+            f"the gradient is exactly zero for all {len(y)} images, though {int(right.sum())} are "
+            "not misclassified: this attack cannot move, and its accuracy says nothing. "
+            "`lightning-rob audit` finds out why; Square needs no gradient",
+            ZeroGradientWarning,
+            stacklevel=3,
+        )
 
 
 def draw_gradients(

@@ -65,6 +65,7 @@ class PGD(Attack):
     """
 
     lengths: ClassVar[tuple[str, ...]] = ("step_size",)
+    takes_radii: ClassVar[bool] = True
     threat: Threat
     steps: int
     step_size: float
@@ -128,9 +129,10 @@ class PGD(Attack):
                         gradient = gradient[rows]
                         if not len(run):
                             return x_final
-                    length = self.step_size * self.threat.unit(run.x)
+                    threat = self.threat.of(run.index)
+                    length = self.step_size * threat.unit(run.x)
                     step_taken = scale(step_rule(gradient.nan_to_num(0.0, 0.0, 0.0)), length)
-                    run.x_adv = self.threat.project(run.x_adv + step_taken, run.x)
+                    run.x_adv = threat.project(run.x_adv + step_taken, run.x)
                 if self.keep_best or self.restarts > 1:
                     run.keep_better(run.x_adv, run.value(objective, defense, run.x_adv))
                 else:

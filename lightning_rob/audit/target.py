@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from warnings import catch_warnings
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from lightning_rob.attacks import Attack, attacking, evaluating
 from lightning_rob.attacks.base import entered
 from lightning_rob.defenses import Defense, is_transform_ensemble
+from lightning_rob.errors import ZeroGradientWarning
 from lightning_rob.evaluation import AttackerDefenderSession, NoAttack
 from lightning_rob.evaluation.suites import suite_for, surrogate_for
 from lightning_rob.metrics import robust_accuracy
@@ -152,9 +154,10 @@ class AuditBatch:
     def _run(self, name: str, attack: Attack, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Attack some of the images; one with non-finite logits counts as wrong."""
         x, y = self.x[rows], self.y[rows]
+        session = self.target.session(attack, name)
         try:
-            session = self.target.session(attack, name)
-            x_adv, found = session.step(x, y, self.index[rows], INFERENCES)
+            with catch_warnings(action="ignore", category=ZeroGradientWarning):  # found by a check
+                x_adv, found = session.step(x, y, self.index[rows], INFERENCES)
         except NonFiniteLogitsError as error:
             x_adv, scores = x.clone(), x.new_zeros(len(x), INFERENCES)
             for part in () if self.target.transductive else _parts_to_retry(error.images, len(x)):

@@ -1,5 +1,6 @@
 """Base class of the callbacks that attack the module at validation and test: hooks to batches."""
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +28,7 @@ from lightning_rob.evaluation.evaluator import (
 )
 from lightning_rob.evaluation.groups import (
     Batch,
+    GroupQueue,
     Unpack,
     canonical_groups,
     choose,
@@ -45,10 +47,11 @@ class EvaluationCallback(Callback, ABC):
     """Hands each image of a validation or test to `attack_batch` once, and then calls `report`.
 
     The images come at the end of the epoch in canonical groups, or in the rounds of a protocol:
-    the same images together whatever the loader's batches and their order. Groups, not images, are
-    dealt to the processes. A loader whose sampler decides itself which images are evaluated is
-    evaluated batch by batch instead. Images are float32, outside autocast and inference mode. The
-    sanity check before training tries two images of each batch and reports nothing.
+    the same images together whatever the loader's batches and their order. Each process takes the
+    next group when it has finished its last. A loader whose sampler decides itself which images are
+    evaluated is evaluated batch by batch instead. Images are float32, outside autocast and
+    inference mode. The sanity check before training tries two images of each batch and reports
+    nothing.
 
     Args:
         settings: seed, number of images, size of groups.
@@ -296,11 +299,21 @@ class EvaluationCallback(Callback, ABC):
             found = self.protocol.rounds(self.loader, order, *share, self.unpack)
         else:
             order = self._positions(trainer, self.loader.batch_size)
-            groups = canonical_groups(order, self.settings.group_size, *share)
-            found = zip(groups, group_loader(self.loader, groups), strict=True)
+            found = self._groups(trainer, order)
         self.expected = len(order)
         for positions, batch in found:
             yield self._transferred(trainer, batch, positions)
+
+    def _groups(self, trainer: Trainer, order: Tensor) -> Iterator[tuple[Tensor, Any]]:
+        """Yield positions and batches; each process takes the next group when it is ready."""
+        groups = canonical_groups(order, self.settings.group_size)
+        if trainer.world_size == 1:
+            yield from zip(groups, group_loader(self.loader, groups), strict=True)
+            return
+        key = trainer.strategy.broadcast(secrets.token_hex(8))
+        queue = GroupQueue(groups, key, trainer.global_rank, trainer.world_size)
+        for number, batch in enumerate(group_loader(self.loader, queue)):
+            yield queue.taken[number], batch
 
     def _transferred(self, trainer: Trainer, batch: Any, positions: Tensor) -> Batch:
         """Move a batch to the device, with the hooks of module and data that Lightning calls."""

@@ -3,7 +3,9 @@
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ import yaml
 
 from lightning_rob.cli.configs import config_file, read_config
 from lightning_rob.cli.lightning_cli import USER_ERRORS, Parser, RobustCLI
+from lightning_rob.cli.models import read_models
 from lightning_rob.cli.options import allows, option_types
 from lightning_rob.cli.plugins import resolve_names
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.checkpoints import load_weights
-from lightning_rob.commands.configs import CONFIGS
+from lightning_rob.commands.configs import CONFIGS, MissingRun
 from lightning_rob.data import ImageData
 from lightning_rob.errors import InputError
 from lightning_rob.safe_yaml import parse_fraction_arg, plain_yaml
@@ -180,6 +183,26 @@ def _with_checkpoints(name: str, args: Sequence[str]) -> None:
     if args and not args[0].startswith("-"):
         args = [f"--run={args[0]}", *args[1:]]
     options = parse_options(name, args)
+    if options.models is None:
+        _function(name)(*_monitored(name, args))
+        return
+    parts = read_models(options.models, CONFIGS[name])
+    starts = {
+        label: partial(_monitored, name, [*args, *own, f"--label={label}", "--models=null"])
+        for label, own in parts.items()
+    }
+    homes: dict[Path, str] = {}
+    for label, start in starts.items():
+        with suppress(MissingRun):  # it may come
+            home = start()[0].home.resolve()
+            if (other := homes.setdefault(home, label)) != label:
+                raise ValueError(f"{other} and {label} have one history, {home}: give each its out")
+    import_module(f"lightning_rob.commands.{name}.models").run(options, starts)
+
+
+def _monitored(name: str, args: Sequence[str]) -> tuple[Any, Callable[[Path], Run]]:
+    """Return the options of a command, and the function that builds the `Run` of a checkpoint."""
+    options = parse_options(name, args)
     if any(re.match(r"--ckpt_path(=|$)", arg) for arg in args):
         raise ValueError(f"{name} takes the checkpoints of {options.run}: leave out --ckpt_path")
     plugged = [f"--trainer.callbacks+={file}" for file in options.suite or ()]
@@ -188,7 +211,7 @@ def _with_checkpoints(name: str, args: Sequence[str]) -> None:
     def build(path: Path) -> Run:
         return CheckpointCLI(name, [f"--ckpt_path={path}", *own, *args]).built(str(path))
 
-    _function(name)(options, build)
+    return options, build
 
 
 def _with_run(name: str, args: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lightning_rob.commands.destinations import check_destinations
+from lightning_rob.commands.locations import check_remote, is_remote, is_single
 from lightning_rob.commands.sweep_values import SWEPT, Value, parse_values
 from lightning_rob.commands.thresholds import parse_thresholds
 
@@ -319,6 +320,10 @@ class SweepConfig(CommandConfig):
         return parse_values(str(self.over), str(self.values))
 
 
+class MissingRun(ValueError):
+    """A folder or checkpoint that is not there, and may come."""
+
+
 @dataclass(frozen=True)
 class MonitorConfig(CommandConfig):
     r"""Follow the checkpoints of a run, or a deployed one.
@@ -330,7 +335,8 @@ class MonitorConfig(CommandConfig):
           --alarm robust/worst=0.40 --drop significant --notify https://example.com/hook
 
     Args:
-        run: folder of a run or of its checkpoints, or one file; also the first argument
+        run: folder of a run or of its checkpoints, or one file; the same as a URL,
+            s3://bucket/run; or mlflow:models/NAME@ALIAS; also the first argument
         suite: attacks such as rec_suite, one each time; else PGD and ARC as in training
         alarm: alarm below an accuracy, robust/worst=0.40,acc=0.80
         drop: alarm when worst is below the last or the best checkpoint's, with p below
@@ -345,16 +351,19 @@ class MonitorConfig(CommandConfig):
         once: evaluate the checkpoints that are there, and end
         minutes: end after N minutes
         until: end when this file exists and no checkpoint is left
-        out: for monitor.jsonl and TensorBoard; else RUN, for a file NAME_monitor
+        models: YAML file that names several models, each with its run and other options
+        label: name in notifications and metrics; else the whole path or the URL
+        out: for monitor.jsonl and TensorBoard; else RUN, for a file NAME_monitor; a URL needs it
 
     Raises:
-        ValueError: no such folder or file, a value without meaning, or a missing package.
+        ValueError: no such folder or file, a URL without `out`, a value without meaning, or a
+            missing package.
     """
 
     receives: ClassVar[Receives] = "checkpoints"
     usage: ClassVar[str] = "RUN [options of test]"
 
-    run: Path | None = None
+    run: str | Path | None = None
     suite: list[str] | None = None
     alarm: list[str] | None = None
     drop: str | float | None = None
@@ -368,13 +377,12 @@ class MonitorConfig(CommandConfig):
     once: bool = False
     minutes: float | None = None
     until: Path | None = None
+    models: Path | None = None
+    label: str | None = None
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.run is None:
-            raise ValueError("say first which run to watch: lightning-rob monitor logs/version_0")
-        if not self.run.exists():
-            raise ValueError(f"there is no folder or checkpoint {self.run}")
+        self._check_run()
         for name in ("every", "minutes", "reevaluate"):
             time = getattr(self, name)
             if time is not None and not 0 < time < float("inf"):
@@ -382,6 +390,25 @@ class MonitorConfig(CommandConfig):
         _ = self.level, self.minima  # raise errors before anything is built
         check_destinations(self.notify or ())
         self._check_metrics()
+
+    def _check_run(self) -> None:
+        """Refuse a run that cannot be watched.
+
+        Raises:
+            MissingRun: there is no such folder or file.
+            ValueError: no run, several, or a URL that cannot be read.
+        """
+        if self.models:
+            if self.run or self.label or self.out:
+                raise ValueError("--models names each run, label and out: leave out those options")
+        elif self.run is None:
+            raise ValueError("say first which run to watch: lightning-rob monitor logs/version_0")
+        elif self.url:
+            check_remote(self.url)
+            if self.out is None:
+                raise ValueError(f"{self.url} needs --out FOLDER: the history is a local file")
+        elif not Path(self.run).exists():
+            raise MissingRun(f"there is no folder or checkpoint {self.run}")
 
     def _check_metrics(self) -> None:
         """Refuse options of metrics that cannot be served or written."""
@@ -397,20 +424,36 @@ class MonitorConfig(CommandConfig):
             raise ValueError("metrics need a package: pip install 'lightning-rob[prometheus]'")
 
     @property
+    def is_over(self) -> bool:
+        """Whether no further checkpoints are awaited."""
+        return self.once or bool(self.until and self.until.exists())
+
+    @property
+    def url(self) -> str | None:
+        """RUN if it is remote, else None."""
+        return str(self.run) if is_remote(self.run) else None
+
+    @property
     def folder(self) -> Path:
-        """The run's folder; that of a single file."""
-        run = self.run or Path()
+        """The local run's folder; that of a single file."""
+        run = Path(self.run or "")
         return run.parent if self.file or run.resolve().name == "checkpoints" else run
 
     @property
     def file(self) -> Path | None:
-        """The checkpoint, if RUN is a single file, which is replaced by each new one."""
-        return self.run if self.run and not self.run.is_dir() else None
+        """The local checkpoint, if RUN is a single file."""
+        run = Path(self.run or "")
+        return run if self.run and not self.url and not run.is_dir() else None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether RUN is a single checkpoint, which is replaced by each new one."""
+        return is_single(self.url) if self.url else self.file is not None
 
     @property
     def name(self) -> str:
-        """The run's name in notifications and metrics: its whole path."""
-        return str((self.file or self.folder).absolute())
+        """The run's name in notifications and metrics."""
+        return self.label or self.url or str((self.file or self.folder).absolute())
 
     @property
     def home(self) -> Path:

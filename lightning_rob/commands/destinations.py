@@ -1,5 +1,6 @@
 """Destinations of notifications: URLs, checked and named without the secrets in them."""
 
+import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -24,11 +25,15 @@ def public_name(url: str) -> str:
     return place + ("/…" if parts.path.strip("/") or parts.query else "")
 
 
-def public_names(urls: Sequence[str]) -> list[str]:
-    """Return the names of several URLs, numbered where they are equal."""
-    names = [public_name(url) for url in urls]
-    before = [names[:i].count(name) for i, name in enumerate(names)]
-    return [f"{name} #{n + 1}" if n else name for name, n in zip(names, before, strict=True)]
+def receiver_name(url: str) -> str:
+    """Return a URL that can be printed, with a digest of what is left out of it.
+
+    So two receivers of one host have names of their own, in any order. Six digits distinguish them,
+    and are too few to find a secret by.
+    """
+    name = public_name(url)
+    digest = hashlib.sha256(url.encode()).hexdigest()[:6]
+    return f"{name} {digest}" if name.endswith("…") else name
 
 
 def check_destinations(urls: Sequence[str]) -> None:

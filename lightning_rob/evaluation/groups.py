@@ -2,7 +2,7 @@
 
 The rounding of a matrix product depends on its shape, so an image alone and the same image in a
 batch may get other logits in the last bit, and another adversarial image. An evaluation therefore
-cuts the data set into groups by position and deals groups, not images, to the processes.
+cuts the data set into groups by position; processes share groups, not images.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,27 +26,57 @@ Batch = tuple[Tensor, Tensor, Tensor]
 Unpack = Callable[[Any], Any]
 
 
-def canonical_groups(
-    positions: Tensor, size: int = GROUP_SIZE, rank: int = 0, world_size: int = 1
-) -> list[Tensor]:
-    """Return this process's groups of images.
+def canonical_groups(positions: Tensor, size: int = GROUP_SIZE) -> list[Tensor]:
+    """Return the groups of images that are attacked together.
 
     Args:
         positions: [N] places in the data set, in any order.
         size: images in a group; the last one may have fewer.
-        rank: number of this process.
-        world_size: how many processes share the groups.
 
     Returns:
-        Every `world_size`-th group of the sorted positions; a process may have none.
+        The sorted positions, cut into groups.
 
     Raises:
         ValueError: groups without images.
     """
     if size < 1:
         raise ValueError(f"group_size must be at least 1, got {size}")
-    groups = torch.split(positions.sort().values, size) if len(positions) else ()
-    return list(groups[rank::world_size])
+    return list(torch.split(positions.sort().values, size)) if len(positions) else []
+
+
+class GroupQueue:
+    """The groups of an evaluation, of which each process takes the next one when it is ready.
+
+    Attacks take longer on images that resist them, so that groups dealt beforehand would leave
+    some processes waiting for others. Only the first group of a process is that of its rank. Which
+    process attacks a group changes nothing in its results.
+
+    Args:
+        groups: positions [n] of each group, the same on every process.
+        key: name of this queue, the same on every process and used once.
+        rank: number of this process.
+        world_size: how many processes share the groups.
+
+    Attributes:
+        taken: groups that this process has taken.
+    """
+
+    def __init__(self, groups: list[Tensor], key: str, rank: int, world_size: int) -> None:
+        self.groups = groups
+        self.rank, self.world_size = rank, world_size
+        self.taken: list[Tensor] = []
+        self._key = f"lightning-rob groups {key}"
+        self._store = torch.distributed.distributed_c10d._get_default_store()
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        number = self.rank
+        while number < len(self.groups):
+            self.taken.append(self.groups[number])
+            yield self.taken[-1].tolist()
+            number = self.world_size + self._store.add(self._key, 1) - 1
 
 
 def serves_once(loader: Any, world_size: int = 1) -> bool:
@@ -81,18 +111,21 @@ def _in_any_order(sampler: Any, dataset: Any, world_size: int) -> bool:
     return type(sampler) is SequentialSampler and sampler.data_source is dataset
 
 
-def group_loader(loader: DataLoader[Any], groups: list[Tensor]) -> DataLoader[Any]:
+def group_loader(loader: DataLoader[Any], groups: list[Tensor] | GroupQueue) -> DataLoader[Any]:
     """Return a loader of the same data set and workers whose batches are these groups.
 
     Args:
         loader: the one that the user gave.
-        groups: positions [n] of each group.
+        groups: positions [n] of each group; of a queue, one worker fetches one group ahead.
     """
-    workers = min(loader.num_workers, len(groups))
+    queued = isinstance(groups, GroupQueue)
+    workers = min(loader.num_workers, 1 if queued else len(groups))
+    batches: Any = groups if isinstance(groups, GroupQueue) else [g.tolist() for g in groups]
     return DataLoader(
         loader.dataset,
-        batch_sampler=[group.tolist() for group in groups],
+        batch_sampler=batches,
         num_workers=workers,
+        prefetch_factor=(1 if queued else 2) if workers else None,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         worker_init_fn=loader.worker_init_fn,

@@ -135,6 +135,34 @@ class EvaluationResult:
         details = {"submissions": times, "interval_covers": self.covers}
         return measured(name, each, 0.0, {**self.details, **details})
 
+    def distances(self, name: str) -> Tensor:
+        """Return how far each image [N] had to be moved until the defense was always wrong.
+
+        From one run of an attack of smallest norm (`PDGD`, `DDN`, `MinimalNorm`, `CW`,
+        `DeepFool`) the median is `distances(name).median()`, and the accuracy within any radius up
+        to its eps `(distances(name) > radius).float().mean()`. Of other attacks the distances are
+        upper bounds, mostly eps.
+
+        Args:
+            name: an attack.
+
+        Returns:
+            [N] in units of the threat's eps: 0 where the clean image is predicted right with
+            probability 0, infinite where the perturbed one is not.
+
+        Raises:
+            KeyError: no attack has this name.
+            ValueError: of a defense that predicts at random or adapts, for which one wrong
+                prediction is no proof.
+        """
+        if self.random or self.joint:
+            raise ValueError("distances are for defenses that predict the same each time")
+        if name not in self.attacks:
+            raise KeyError(f"no attack is called {name!r}: choose from {', '.join(self.attacks)}")
+        sizes = self.rows.sizes[:, self.names.index(name)].double()
+        found = sizes.masked_fill(self.per_image(name) > 0, torch.inf)
+        return found.masked_fill(self.per_image(CLEAN) == 0, 0.0)
+
     @property
     def covers(self) -> str:
         """The randomness that the intervals hold."""

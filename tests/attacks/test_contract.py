@@ -18,9 +18,11 @@ from lightning_rob.attacks import (
     APGD,
     ARC,
     CW,
+    DDN,
     FAB,
     GMSA,
     PAA,
+    PDGD,
     PGD,
     TAA,
     Accelerated,
@@ -32,6 +34,7 @@ from lightning_rob.attacks import (
     Foreign,
     HighConfidence,
     InsideBounds,
+    MinimalNorm,
     OnDifferentiable,
     OnMember,
     PartialBatchAttack,
@@ -105,6 +108,11 @@ ENTRIES = {
     "apgd-l2": (APGD(L2, 5, targets=2, restarts=2, draws=2), "random"),
     "fab": (FAB(LINF, 5, 2), "ensemble"),
     "fab-l2": (FAB(L2, 5, 0, 2), "ensemble"),
+    "pdgd": (PDGD(LINF, 40), "ensemble"),
+    "ddn": (DDN(L2, 40), "ensemble"),
+    "pdgd-l2": (PDGD(L2, 40, objective=linear), "ensemble"),
+    "minimal-norm": (MinimalNorm(PGD(LINF, 5, "8/255", early_stop=True), 3), "ensemble"),
+    "minimal-norm-l2": (MinimalNorm(APGD(L2, 5, restarts=2), 3), "transformed"),
     "square": (Square(LINF, 200), "ensemble"),
     "square-l2": (Square(L2, 150), "ensemble"),
     "autoattack": (
@@ -148,8 +156,17 @@ def entries(*names, where=lambda attack: True):
     )
 
 
-FAMILIES = ("pgd", "apgd", "arc", "cw", "deepfool", "fab", "square")  # each has a loop of its own
-OWN_CHECKS = (*FAMILIES, "autoattack", "reference", "targeted", "high-confidence")
+FAMILIES = (
+    "pgd",
+    "apgd",
+    "arc",
+    "cw",
+    "deepfool",
+    "fab",
+    "pdgd",
+    "square",
+)  # each has a loop of its own
+OWN_CHECKS = (*FAMILIES, "minimal-norm", "autoattack", "reference", "targeted", "high-confidence")
 
 
 @cache
@@ -279,7 +296,7 @@ def test_without_limits_nothing_is_left(attack, defense):
     eps = 1.0 if attack.threat.norm == "linf" else 6.0
     steps = {name: eps if isinstance(attack, ARC) else eps / 8 for name in attack.lengths}
     steps |= {"queries": 400} if isinstance(attack, Square) else {"steps": 40}
-    if isinstance(attack, CW | DeepFool | FAB | Square):
+    if isinstance(attack, CW | DDN | DeepFool | FAB | PDGD | Square):
         defense = Single(defense.members[0])  # these stop at the boundary of the members' mean
         steps = {} if isinstance(attack, CW | DeepFool) else steps
     x, y = images(40, seed=7)

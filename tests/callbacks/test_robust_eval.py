@@ -18,6 +18,7 @@ from tests.tiny import Blobs, TinyNet, pgd, recipe, records, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 ATTACK = PGD(THREAT, steps=2, step_size=8 / 255)
+blind = pytest.mark.filterwarnings("ignore::lightning_rob.errors.ZeroGradientWarning")
 QUIET = {
     "accelerator": "cpu",
     "logger": False,
@@ -99,6 +100,7 @@ def evaluate_moody(batch_size, **options):
     return trainer.test(module, data, verbose=False)[0]["test/robust/pgd"]
 
 
+@blind
 def test_noise_is_keyed_by_image_and_seed_and_averaged_over_repeats():
     first = evaluate_moody(101)
     assert evaluate_moody(7) == first
@@ -194,6 +196,7 @@ def noisy_run(inferences, attacks=None, **options):
     return callback
 
 
+@blind
 def test_inferences_are_averaged_per_image_and_have_an_interval_of_their_own():
     callback = noisy_run(10)
     single = callback.result.scores
@@ -206,12 +209,14 @@ def test_inferences_are_averaged_per_image_and_have_an_interval_of_their_own():
     assert low < 0.25 < high or abs(callback.results[1].accuracy - 0.25) < 0.05
 
 
+@blind
 def test_one_inference_is_the_first_of_several_and_has_no_such_interval():
     one, ten = noisy_run(1), noisy_run(10)
     assert torch.equal(one.result.scores[..., 0], ten.result.scores[..., 0])
     assert all("over_inferences" not in result.details for result in one.results)
 
 
+@blind
 def test_the_table_tells_the_defenses_own_chance(capsys):
     noisy_run(10)
     several = capsys.readouterr().out

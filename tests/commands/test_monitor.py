@@ -1,5 +1,6 @@
 """The command `monitor`: no checkpoint twice, none missed, the images by name, alarms."""
 
+import csv
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor import folder, watcher
 from lightning_rob.commands.monitor.comparison import CheckpointResults, alarms, drops
 from lightning_rob.commands.monitor.history import History, as_record
+from lightning_rob.commands.monitor.source import LocalFolder
 from lightning_rob.commands.monitor.suite import Suite
 from lightning_rob.commands.report import report
 from lightning_rob.metrics import holm, robust_accuracy
@@ -677,6 +679,22 @@ def test_an_alarm_on_a_figure_that_is_not_measured(trained, watched, put, capsys
     assert MonitorConfig(watched / "checkpoints").folder == watched
 
 
+def test_figures_go_to_the_logger_that_is_asked_for(trained, watched, put, tmp_path):
+    for name in EPOCHS[:2]:
+        put(name)
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "csv"}}
+    assert monitor(trained, watched, "--once", f"--trainer.logger={json.dumps(logger)}") == 0
+    (file,) = tmp_path.glob("csv/*/metrics.csv")
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    found = [line for line in lines(watched) if line.get("name") in ("clean", "worst")]
+    names = {"clean": "monitor/acc", "worst": "monitor/robust/worst"}
+    logged = [float(rows[i // 2][names[line["name"]]]) for i, line in enumerate(found)]
+    assert logged == pytest.approx([line["accuracy"] for line in found])
+    assert [row["step"] for row in rows] == ["4", "8"]
+    won = events(watched, "evaluated")[1]["change"]["won_back"]
+    assert float(rows[1]["monitor/won_back"]) == len(won)
+
+
 def test_options_that_change_the_model():
     assert list(model_overrides([])) == []
     assert list(model_overrides(["--model.draws=3", "--once"])) == [("--model.draws", "3")]
@@ -769,6 +787,8 @@ def test_a_suite_that_is_edited_is_used_at_once(trained, watched, put, monkeypat
     (broken,) = events(watched, "broken")
     assert "NoSuchCallback" in broken["alarm"][0]
     assert "the former suite stays in use" in broken["alarm"][0]
+    assert broken["part"] == "suite"
+    assert not events(watched, "restored")  # by checkpoints under the former suite
 
 
 def test_the_newest_is_evaluated_again_when_it_is_due(trained, watched, put):
@@ -853,7 +873,7 @@ def test_a_checkpoint_of_odd_entries_does_not_end_the_monitor(entry, tmp_path, m
     torch.save({"state_dict": {}} | ODD[entry], tmp_path / "odd.ckpt")
     recorded = []
     with closing(History(tmp_path)) as history:
-        watched = folder.CheckpointFolder(tmp_path, history, recorded.append)
+        watched = folder.CheckpointFolder(LocalFolder(tmp_path), history, recorded.append)
         for _ in range(2):
             watched.scan()
     assert [event["event"] for event in recorded] == ["broken"]

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from lightning_rob.commands.configs import MonitorConfig
-from lightning_rob.commands.destinations import AUTHORIZATION, check_destinations, public_names
+from lightning_rob.commands.destinations import AUTHORIZATION, check_destinations, receiver_name
 from lightning_rob.commands.monitor import notify
 from lightning_rob.commands.monitor.history import History
 from lightning_rob.commands.monitor.notify import Notifier
@@ -96,7 +96,8 @@ def test_it_is_delivered_once_by_a_receiver_that_fails_twice(
 ):
     monkeypatch.setenv(AUTHORIZATION, SECRET)
     receiver.statuses = [500, 404]
-    notifier = Notifier([f"{receiver.url}/T0/B0/hidden?token=hidden"], history, "/run")
+    url = f"{receiver.url}/T0/B0/hidden?token=hidden"
+    notifier = Notifier([url], history, "/run")
     record(history, notifier, *evaluation(1, 0.5))
     record(history, notifier, *evaluation(2, 0.25, ["robust/worst is 0.25, below 0.4"]))
     record(history, notifier, *evaluation(3, 0.5))
@@ -113,10 +114,10 @@ def test_it_is_delivered_once_by_a_receiver_that_fails_twice(
     assert {header["Authorization"] for header in receiver.headers} == {SECRET}
     keys = [header["Idempotency-Key"] for header in receiver.headers]
     assert keys == receiver.ids()
-    assert notifier.waiting == {f"{receiver.url}/…": 0}
+    assert notifier.waiting == {receiver_name(url): 0}
     error = capsys.readouterr().err
-    assert f"{receiver.url}/… failed (HTTP status 500); trying again" in error
-    assert f"{receiver.url}/… accepts them again" in error
+    assert f"{receiver_name(url)} failed (HTTP status 500); trying again" in error
+    assert f"{receiver_name(url)} accepts them again" in error
     for text in (error, history.path.read_text()):
         assert not any(secret in text for secret in ("hidden", "s3cret"))
 
@@ -212,14 +213,15 @@ def test_apprise_delivers_to_other_schemes(receiver, history, capsys):
     pytest.importorskip("apprise")
     place = receiver.url.removeprefix("http://")
     receiver.statuses = [500]
-    notifier = Notifier([f"json://user:hidden@{place}/hidden"], history, "run")
+    url = f"json://user:hidden@{place}/hidden"
+    notifier = Notifier([url], history, "run")
     record(history, notifier, *evaluation(alarm=["too low"]))
     notifier.close(10)
-    assert notifier.waiting == {"json://…": 0}
+    assert notifier.waiting == {receiver_name(url): 0}
     assert [post["status"] for post in receiver.posts] == [500, 204]
     assert "alarm: run: 1.ckpt: too low" in receiver.posts[1]["message"]
     error = capsys.readouterr().err
-    assert "json://… failed" in error
+    assert f"{receiver_name(url)} failed" in error
     assert "hidden" not in error + history.path.read_text()
     with pytest.raises(ValueError, match=r"--notify slack://…: apprise does not understand"):
         Notifier(["slack://hidden"], history, "run")
@@ -249,8 +251,10 @@ def test_a_secret_is_one_line_and_names_show_none(monkeypatch):
         check_destinations(["https://a.com/x"])
     assert "s3cret" not in str(refused.value)
     urls = ["https://a.com/x?y", "https://a.com/z", "https://a.com:8/", "mailto://u:p@a.com"]
-    shown = ["https://a.com/…", "https://a.com/… #2", "https://a.com:8", "mailto://…"]
-    assert public_names(urls) == shown
+    shown = ["https://a.com/…", "https://a.com/…", "https://a.com:8", "mailto://…"]
+    names = [receiver_name(url) for url in urls]
+    assert [name.partition(" ")[0] for name in names] == shown
+    assert len(set(names)) == 4  # in any order of the URLs
 
 
 def test_on_a_full_disk_it_waits_and_says_so(tmp_path, capsys):
@@ -306,3 +310,45 @@ def test_a_host_that_is_none_is_refused_without_its_name(url):
     with pytest.raises(ValueError, match="takes a URL such as") as refused:
         check_destinations([url])
     assert "hidden" not in str(refused.value)
+
+
+def test_a_receiver_that_sends_byte_by_byte_is_ended_in_time(receiver, history, monkeypatch):
+    """Each byte begins a socket's timeout anew, so only a limit for the request ends it."""
+    monkeypatch.setattr(notify, "TIMEOUT", 0.3)
+    write = _Handler.send_response
+
+    def slow(handler, status):
+        for byte in b"HTTP/1.0 204 " + b"x" * 20:
+            handler.wfile.write(bytes([byte]))
+            time.sleep(0.1)
+
+    monkeypatch.setattr(_Handler, "send_response", slow)
+    notifier = Notifier([receiver.url], history, "run")
+    start = time.monotonic()
+    record(history, notifier, *evaluation(alarm=["low"]))
+    while len(receiver.posts) < 2:  # it is tried again
+        assert time.monotonic() - start < 2
+        time.sleep(0.01)
+    monkeypatch.setattr(_Handler, "send_response", write)
+    notifier.close(10)
+    assert notifier.waiting == {receiver.url: 0}
+
+
+def test_the_alarm_of_a_suite_ends_with_the_next_that_can_be_built(receiver, history):
+    """A fine checkpoint under the former suite does not end it."""
+    notifier = Notifier([receiver.url], history, "run")
+    broken = {"event": "broken", "part": "suite", "checkpoint": "s", "alarm": ["no such class"]}
+    record(history, notifier, broken)
+    record(history, notifier, *evaluation(1))
+    assert history.open_alarm() == broken | history.open_alarm()
+    record(history, notifier, *evaluation(2, alarm=["low"]))
+    record(history, notifier, {"event": "restored"})
+    assert history.open_alarm()["step"] == 2
+    record(history, notifier, *evaluation(3))
+    assert history.open_alarm() is None
+    record(history, notifier, broken)
+    record(history, notifier, {"event": "restored"})
+    assert history.open_alarm() is None
+    notifier.close(10)
+    kinds = [post["kind"] for post in receiver.posts]
+    assert kinds == ["alarm", "alarm", "recovery", "alarm", "recovery"]

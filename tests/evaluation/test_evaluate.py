@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from lightning_rob import PGD, Ensemble, Foreign, RobustEval, Single, Strongest, Threat, evaluate
-from lightning_rob.attacks import Attack
+from lightning_rob.attacks import Attack, MinimalNorm
 from lightning_rob.defenses import DENT
 from lightning_rob.evaluation import EvaluationResult, RoundProtocol
 from lightning_rob.evaluation.per_image import PerImageRows, read_result_file
@@ -18,6 +18,7 @@ from lightning_rob.identity import attack_spec, fingerprint
 from lightning_rob.metrics import paired, wilson
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import SmallCNN
+from tests.attacks.test_pdgd import plane
 from tests.tiny import Blobs, TinyNet
 
 THREAT = Threat("linf", 16 / 255)
@@ -142,6 +143,26 @@ def test_resubmission_of_a_random_defense_is_unbiased():
     halved = EvaluationResult({}, replace(rows, scores=scores / 2), random=True)
     with pytest.raises(ValueError, match="right or wrong, and repeats=1"):
         halved.resubmitted("clean", 2)
+
+
+def test_distances_of_one_run_are_the_accuracies_of_all_radii():
+    plane_net, x, y, distance = plane("linf")
+    x, y, distance = x.float(), y.clone(), distance.float()
+    y[:5] = 1 - y[:5]
+    threat = Threat("linf", distance[5:].median().item())
+    attacks = {"search": MinimalNorm(PGD(threat, 10, threat.eps / 4), 12)}
+    found = evaluate(plane_net.float(), attacks, [(x, y)], progress=False)
+    expected = distance.masked_fill(distance > threat.eps, torch.inf)
+    expected[:5] = 0
+    moved = found.distances("search").float()
+    torch.testing.assert_close(moved, expected, rtol=0, atol=threat.eps / 2**10)
+    for radius in (0.0, threat.eps / 2, threat.eps):
+        within = (moved > radius).float().mean().item()
+        assert within == pytest.approx(((distance > radius)[5:].sum() / 40).item(), abs=0.03)
+    with pytest.raises(KeyError, match="no attack is called 'clean': choose from search"):
+        found.distances("clean")
+    with pytest.raises(ValueError, match="defenses that predict the same each time"):
+        replace(found, random=True).distances("search")
 
 
 class Noise(nn.Module):

@@ -1,5 +1,7 @@
 """Which images are attacked together, and the worst case without the luck of the draw."""
 
+import time
+from datetime import timedelta
 from statistics import fmean
 
 import pytest
@@ -35,12 +37,14 @@ from lightning_rob.evaluation import (
     serves_once,
     worst_case,
 )
+from lightning_rob.evaluation.groups import GroupQueue
 from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack
 from lightning_rob.metrics import robust_accuracy, wilson, wilson_over_draws
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.rules import majority, mean_probs
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
+from tests.forked import Forked
 from tests.tiny import Blobs, TinyNet
 
 NOTHING = PGD(Threat("linf", 1e-9), 1, 1e-9)
@@ -54,17 +58,38 @@ QUIET = {
 }
 
 
-def test_groups_are_of_positions_whatever_their_order_and_the_processes():
+def test_groups_are_of_positions_whatever_their_order():
     positions = torch.randperm(101, generator=torch.Generator().manual_seed(0))
     alone = canonical_groups(positions, 16)
     assert [len(group) for group in alone] == [16] * 6 + [5]
     assert torch.cat(alone).tolist() == list(range(101))
-    shared = [canonical_groups(positions.flip(0), 16, rank, 3) for rank in range(3)]
-    dealt = [group.tolist() for rank in range(3) for group in shared[rank]]
-    assert sorted(dealt) == [group.tolist() for group in alone]
-    assert canonical_groups(torch.arange(5), 16, 1, 2) == []
+    assert canonical_groups(torch.arange(0), 16) == []
     with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
         canonical_groups(positions, 0)
+
+
+def take_groups(rank, store, workers):
+    """Join the other rank and take groups, slowly on rank 0."""
+    limit = timedelta(seconds=60)
+    torch.distributed.init_process_group("gloo", f"file://{store}", limit, 2, rank)
+    queue = GroupQueue(canonical_groups(torch.arange(12), 1), "of a test", rank, 2)
+    served = []
+    for (images,) in group_loader(DataLoader(DATA, 5, num_workers=workers), queue):
+        served += images.tolist()
+        time.sleep(1.0 * (rank == 0 and len(served) == 1))
+    assert torch.cat(queue.taken).tolist() == served
+    print(*served)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_process_that_is_ready_takes_the_next_group(workers, tmp_path):
+    """Each group is taken once; the first is that of the rank."""
+    ranks = [Forked(take_groups, rank, tmp_path / "store", workers) for rank in range(2)]
+    found = [rank.wait(60) for rank in ranks]
+    slow, quick = (list(map(int, rank.stdout.split())) for rank in found)
+    assert sorted(slow + quick) == list(range(12)), found
+    assert (slow[0], quick[0]) == (0, 1)
+    assert len(quick) > len(slow)
 
 
 class Stream(IterableDataset):

@@ -14,9 +14,14 @@ HEADS = {"change": "lost won p"}
 
 
 class Display:
-    """Prints the lines that go into the history."""
+    """Prints the lines that go into the history.
 
-    def __init__(self) -> None:
+    Args:
+        label: name of the model, where there are several.
+    """
+
+    def __init__(self, label: str | None = None) -> None:
+        self.prefix = f"{label}: " if label else ""
         self.console = Console(highlight=False, soft_wrap=True)
         self.has_head = False
 
@@ -28,9 +33,9 @@ class Display:
             with suppress(OSError):
                 self._row(results, event)
         elif event["event"] == "missed":
-            warn(f"missed: {event['checkpoint']} went before it could be evaluated")
+            warn(f"missed: {self.prefix}{event['checkpoint']} went before it could be evaluated")
         for alarm in event.get("alarm", ()):
-            warn(f"alarm: {alarm}")
+            warn(f"alarm: {self.prefix}{alarm}")
 
     def _row(self, results: Mapping[str, Fields], event: Fields) -> None:
         if not self.has_head:
@@ -38,7 +43,7 @@ class Display:
             self.has_head = True
         low, high = results["worst"]["interval"]
         cells = {
-            "checkpoint": event["checkpoint"].removeprefix("checkpoints/").removesuffix(".ckpt"),
+            "checkpoint": self.prefix + _short(event["checkpoint"]),
             "epoch": str(event["epoch"]),
             "step": str(event["step"]),
             "clean": f"{100 * results['clean']['accuracy']:.1f}",
@@ -71,6 +76,10 @@ def _line(cells: Mapping[str, str]) -> str:
     first, *widths = WIDTHS.values()
     head = f"{name:{first}}"
     return "  ".join([head, *(f"{n:>{w}}" for n, w in zip(numbers, widths, strict=True))])
+
+
+def _short(checkpoint: str) -> str:
+    return checkpoint.removeprefix("checkpoints/").removesuffix(".ckpt")
 
 
 def _cut(text: str, width: int) -> str:

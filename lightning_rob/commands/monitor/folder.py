@@ -1,9 +1,9 @@
-"""Checkpoint files in a run's folder, as they appear, change and disappear."""
+"""Checkpoints in a run's folder or another source, as they appear, change and disappear."""
 
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import yaml
 
 from lightning_rob.commands.checkpoints import config_in_checkpoint, read_checkpoint
 from lightning_rob.commands.monitor.history import Fields, History, Identity, identity, timestamp
+from lightning_rob.commands.monitor.source import Source, Stamp, Unreachable, Version
 from lightning_rob.errors import InputError
-from lightning_rob.files import Stamp, digest, stamp_of
+from lightning_rob.files import digest
 
 SETTLE = 10.0  # seconds after which an unreadable file that does not change is broken
 # A file is of anybody's making: its entries may be of any type.
@@ -30,7 +31,8 @@ class CheckpointFile:
     """A complete checkpoint file.
 
     Args:
-        path: the file.
+        source: has the file.
+        name: in the source.
         file: SHA-256 of its bytes.
         weights: SHA-256 of its weights.
         recipe: SHA-256 of its recipe's model.
@@ -39,13 +41,28 @@ class CheckpointFile:
         stamp: changes when the file is overwritten.
     """
 
-    path: Path
+    source: Source
+    name: str
     file: str
     weights: str
     recipe: str
     epoch: int
     step: int
     stamp: Stamp
+
+    @property
+    def path(self) -> Path:
+        """The local file; that of a remote source is fetched if necessary.
+
+        Raises:
+            Unreachable: it cannot be fetched.
+        """
+        return self.source.path(self.version)
+
+    @property
+    def version(self) -> Version:
+        """Name and stamp."""
+        return self.name, self.stamp
 
     @property
     def identity(self) -> Identity:
@@ -55,57 +72,63 @@ class CheckpointFile:
     @property
     def order(self) -> tuple[int, bool, int, str]:
         """Sorting key: training step; of equal weights first permanent files, then short names."""
-        name = self.path.name
-        return self.step, name.startswith("last"), len(name), str(self.path)
+        name = Path(self.name).name
+        return self.step, name.startswith("last"), len(name), self.name
 
     @property
     def unchanged(self) -> bool:
         """Whether the file is still the one that was read."""
-        return stamp_of(self.path) == self.stamp
+        return self.source.holds(self.version)
 
 
 class CheckpointFolder:
-    """Scans a folder, and records files that appear, are broken or are deleted too soon.
+    """Scans a source, and records checkpoints that appear, are broken or are deleted too soon.
+
+    Of a remote source the oldest checkpoint is read first, for its attacks, and then the newest. An
+    older one is read when no other waits.
 
     Args:
-        folder: of a run, or of checkpoints.
-        history: has the files of earlier scans.
+        source: of the checkpoints.
+        history: has those of earlier scans.
         record: records an event.
-        single: the only file, which is replaced by each new checkpoint; None takes all.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        history: History,
-        record: Callable[[Fields], None],
-        single: Path | None = None,
-    ) -> None:
-        self.folder = folder
-        self.single = single
+    def __init__(self, source: Source, history: History, record: Callable[[Fields], None]) -> None:
+        self.source = source
         self.history = history
         self.record = record
-        self.files: dict[Path, CheckpointFile] = {}
-        self.incomplete: dict[Path, tuple[Stamp, float]] = {}
+        self.files: dict[str, CheckpointFile] = {}
+        self.incomplete: dict[str, tuple[Stamp, float]] = {}
+        self.unread: dict[str, Stamp] = {}  # not read yet
         self.in_evaluation: Identity | None = None
+        self.unreachable: Unreachable | None = None  # why the last scan failed
 
-    def scan(self) -> None:
-        """Find files that appeared, changed or disappeared."""
-        paths = [*self.folder.glob("*.ckpt"), *self.folder.glob("checkpoints/**/*.ckpt")]
-        paths = [self.single] if self.single else paths
-        found = {path: stamp for path in paths if (stamp := stamp_of(path))}
-        self.files = {p: f for p, f in self.files.items() if found.get(p) == f.stamp}
-        self.incomplete = {p: d for p, d in self.incomplete.items() if p in found}
-        for path, stamp in found.items():
-            if path not in self.files:
-                self._add(path, stamp)
-        self._record_missed()
+    def scan(self, idle: bool = True) -> None:
+        """Find files that appeared, changed or disappeared.
+
+        Of a source that cannot be reached the checkpoints stay as they were.
+
+        Args:
+            idle: whether no checkpoint waits.
+        """
+        try:
+            self._update(self.source.stamps(), idle)
+        except Unreachable as error:
+            self.unreachable = error
+        else:
+            self.unreachable = None
+            self._record_missed()
 
     def pending(self, done: Collection[Identity]) -> list[CheckpointFile]:
         """Return the files whose identity is not done, each identity once, by training step."""
         new = [file for file in self.files.values() if file.identity not in done]
         first = {f.identity: f for f in sorted(new, key=lambda f: f.order, reverse=True)}
         return sorted(first.values(), key=lambda f: f.order)
+
+    @property
+    def first(self) -> CheckpointFile | None:
+        """The first file in the order of training, whose recipe decides on the attacks."""
+        return min(self.files.values(), key=lambda f: f.order, default=None)
 
     @property
     def newest(self) -> CheckpointFile | None:
@@ -115,51 +138,105 @@ class CheckpointFolder:
     def facts(self, file: CheckpointFile) -> Fields:
         """Return the fields of a line that describe a checkpoint."""
         known = {name: getattr(file, name) for name in FACTS}
-        return {"checkpoint": self._name(file.path), **known, "date": timestamp()}
+        return {"checkpoint": file.name, **known, "date": timestamp()}
 
-    def _name(self, path: Path) -> str:
-        return path.relative_to(self.folder).as_posix()
+    def forget(self, pending: Collection[CheckpointFile]) -> None:
+        """Delete copies of remote checkpoints that are neither pending nor the first."""
+        kept = [file.version for file in (*pending, self.first) if file]
+        self.source.keep([*kept, *((name, stamp) for name, (stamp, _) in self.incomplete.items())])
 
-    def _add(self, path: Path, stamp: Stamp) -> None:
+    def _update(self, found: dict[str, Stamp], idle: bool) -> None:
+        self.files = {n: f for n, f in self.files.items() if found.get(n) == f.stamp}
+        self.incomplete = {n: d for n, d in self.incomplete.items() if n in found}
+        gone = [n for n, stamp in self.unread.items() if found.get(n) != stamp]
+        for name in gone:
+            self.record({"event": "missed", "checkpoint": name, "date": timestamp()})
+        new = {n: stamp for n, stamp in found.items() if n not in self.files}
+        # A local file is read again: its manifest may have changed.
+        known = self._known() if new and self.source.remote else {}
+        self.unread = {n: s for n, s in new.items() if (n, s) not in known}
+        for version in new.items() & known.keys():
+            self._restore(version, known[version])
+        for name in self._chosen(list(found), idle):
+            stamp = self.unread[name]
+            self._add(name, stamp)
+            if not self.source.remote or self.source.holds((name, stamp)):
+                del self.unread[name]
+
+    def _chosen(self, names: Sequence[str], idle: bool) -> list[str]:
+        """Return the unread files that are to be read now.
+
+        Args:
+            names: of all files; of a remote source the oldest first.
+            idle: whether no checkpoint waits.
+        """
+        unread = list(self.unread)
+        if not self.source.remote or not unread:
+            return unread
+        read = [place for place, name in enumerate(names) if name not in self.unread]
+        if not read:
+            return list(dict.fromkeys([unread[0], unread[-1]]))
+        newer = [name for name in unread if names.index(name) > read[-1]]
+        again = [name for name in unread if name in self.incomplete]
+        newest = unread[-1:] if idle else []
+        return list(dict.fromkeys([*reversed(newer), *again, *newest]))
+
+    def _known(self) -> dict[Version, Fields]:
+        """Return the last event of each file that was broken, or is remote and was read."""
+        events = self.history.events("broken", "seen")
+        return {(e["checkpoint"], tuple(e["stamp"])): e for e in events if "stamp" in e}
+
+    def _restore(self, version: Version, event: Fields) -> None:
+        """Keep a file that was complete when it was read."""
+        if event["event"] == "seen":
+            facts = {fact: event[fact] for fact in FACTS}
+            self.files[version[0]] = CheckpointFile(
+                self.source, version[0], **facts, stamp=version[1]
+            )
+
+    def _add(self, name: str, stamp: Stamp) -> None:
         """Keep a file if it is complete; otherwise it may be being written."""
         try:
-            file = self._read(path, stamp)
+            file = self._read(name, stamp)
+        except Unreachable:
+            raise
         except UNREADABLE as error:
-            if stamp_of(path) == stamp:
-                self._wait(path, stamp, str(error))
+            if self.source.holds((name, stamp)):
+                self._wait(name, stamp, str(error))
             return
         if file.unchanged:
-            self.incomplete.pop(path, None)
-            self.files[path] = file
-            if self._seen(file.file) is None:
-                self.record({"event": "seen"} | self.facts(file))
+            self.incomplete.pop(name, None)
+            self.files[name] = file
+            about = {"stamp": list(stamp)} if self.source.remote else {}
+            if about or self._seen(file.file) is None:
+                self.record({"event": "seen"} | about | self.facts(file))
 
-    def _read(self, path: Path, stamp: Stamp) -> CheckpointFile:
+    def _read(self, name: str, stamp: Stamp) -> CheckpointFile:
+        path = self.source.path((name, stamp))
         file = digest(path)
         if line := self._seen(file):
-            return CheckpointFile(path, **{name: line[name] for name in FACTS}, stamp=stamp)
+            facts = {fact: line[fact] for fact in FACTS}
+            return CheckpointFile(self.source, name, **facts, stamp=stamp)
         checkpoint = read_checkpoint(str(path))
         epoch, step = (int(checkpoint.get(name, 0)) for name in ("epoch", "global_step"))
         hashes = file, weights_of(checkpoint), recipe_of(checkpoint, path)
-        return CheckpointFile(path, *hashes, epoch, step, stamp)
+        return CheckpointFile(self.source, name, *hashes, epoch, step, stamp)
 
     def _seen(self, file: str) -> Fields | None:
         """Return the event in which a file's bytes were first seen."""
         return next((x for x in self.history.events("seen") if x["file"] == file), None)
 
-    def _wait(self, path: Path, stamp: Stamp, reason: str) -> None:
+    def _wait(self, name: str, stamp: Stamp, reason: str) -> None:
         """Wait for a file to become complete; record it as broken when it no longer changes."""
-        name = self._name(path)
-        recorded = [(x["checkpoint"], x.get("stamp")) for x in self.history.events("broken")]
-        if (name, list(stamp)) in recorded:
-            self.incomplete.pop(path, None)
+        if (name, stamp) in self._known():
+            self.incomplete.pop(name, None)
             return
-        before, since = self.incomplete.get(path, (None, 0.0))
+        before, since = self.incomplete.get(name, (None, 0.0))
         if before != stamp:
-            self.incomplete[path] = stamp, time.monotonic()
+            self.incomplete[name] = stamp, time.monotonic()
         elif time.monotonic() - since >= SETTLE:
             self.record(broken_event(name, reason) | {"stamp": list(stamp)})
-            del self.incomplete[path]
+            del self.incomplete[name]
 
     def _record_missed(self) -> None:
         """Record weights that were seen, and deleted before they could be evaluated."""

@@ -117,20 +117,34 @@ class History:
             alarms = [] if line["event"] == "ended" else [*alarms, *line["alarm"]]
         return alarms
 
-    def open_alarm(self) -> Fields | None:
+    def open_alarm(self, *further: Fields) -> Fields | None:
         """Return the event of the last alarm since which no checkpoint recovered.
 
         Its position is that of the latest alarmed checkpoint: the newest is evaluated first, and
-        an older one that is alarmed after it must not let one between them end both.
+        an older one that is alarmed after it must not let one between them end both. The alarm of
+        a suite that cannot be built is open until one is built.
+
+        Args:
+            further: events that are not recorded yet.
         """
         alarm: Fields | None = None
-        for event in self.events("evaluated", "judged", "broken", "ended"):
+        recorded = self.events("evaluated", "judged", "broken", "ended")
+        for event in (*recorded, *further):
+            if is_of_suite(event):
+                continue
             if event.get("alarm"):
                 places = (line.get("position", 0) for line in (alarm or {}, event))
                 alarm = event | {"position": max(places)}
             elif alarm and ends_alarm(event, alarm):
                 alarm = None
-        return alarm
+        return alarm or self.broken_suite(*further)
+
+    def broken_suite(self, *further: Fields) -> Fields | None:
+        """Return the event of a suite that cannot be built; None once one was built."""
+        last: Fields | None = None
+        for event in (*self.events("broken", "restored"), *further):
+            last = event if is_of_suite(event) else last
+        return last if last and last["event"] == "broken" else None
 
     def _lock(self) -> None:
         """Lock the file; the lock of a killed process ends with it, even if a child lives on."""
@@ -143,6 +157,11 @@ class History:
                 raise ValueError(
                     f"another monitor writes to {self.path}: end it, or choose another --out"
                 ) from error
+
+
+def is_of_suite(event: Fields) -> bool:
+    """Return whether an event is of the suite, and not of a checkpoint."""
+    return event["event"] == "restored" or event.get("part") == "suite"
 
 
 def ends_alarm(event: Fields, alarm: Fields) -> bool:
@@ -175,6 +194,16 @@ def _groups(content: bytes) -> tuple[list[Fields], int]:
     return lines[:kept], end
 
 
+def scalars(lines: Sequence[Fields]) -> dict[str, float]:
+    """Return the figures of some lines, the last of which is an event, by name."""
+    *results, event = lines
+    accuracies = results if event["event"] == "evaluated" else []
+    images = event.get("change", {})
+    counts = {key: images[key] for key in ("newly_vulnerable", "won_back") if key in images}
+    found = {tag(line["name"]): line["accuracy"] for line in accuracies}
+    return found | {f"monitor/{key}": len(which) for key, which in counts.items()}
+
+
 class TensorBoardHistory:
     """The history as curves, in event files of its own.
 
@@ -200,11 +229,8 @@ class TensorBoardHistory:
         with suppress(ValueError):
             date = seconds_of(str(event.get("date")))
         step = event.get("step")
-        for line in lines[:-1] if event["event"] == "evaluated" else ():
-            self.writer.add_scalar(tag(line["name"]), line["accuracy"], step, date)
-        if images := event.get("change"):
-            for key in ("newly_vulnerable", "won_back"):
-                self.writer.add_scalar(f"monitor/{key}", len(images[key]), step, date)
+        for name, value in scalars(lines).items():
+            self.writer.add_scalar(name, value, step, date)
         for alarm in event.get("alarm", ()):
             self.writer.add_text("monitor/alarm", alarm, step, date)
         self.writer.flush()

@@ -4,7 +4,9 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
@@ -85,7 +87,7 @@ class Metrics:
 
     def __init__(self, config: MonitorConfig) -> None:
         self.run, self.file, self.every = config.name, config.metrics_file, config.every
-        self.families: list[Any] = []
+        self.families: dict[str, list[Any]] = {}  # by run
         self.looked_at = time.monotonic()
         self.failing = False
         self.registry = CollectorRegistry()
@@ -95,8 +97,16 @@ class Metrics:
             self._serve(config.metrics_host, config.metrics_port)
 
     def collect(self) -> Iterable[Any]:
-        """Return the metrics of the last snapshot, for `CollectorRegistry`."""
-        return self.families
+        """Return the metrics of the last snapshots, for `CollectorRegistry`.
+
+        A family has the samples of all runs, for its name may occur only once.
+        """
+        merged: dict[str, Any] = {}
+        for family in chain(*list(self.families.values())):
+            known = merged.setdefault(family.name, copy(family))
+            if known.samples is not family.samples:
+                known.samples = [*known.samples, *family.samples]
+        return merged.values()
 
     def update(
         self,
@@ -106,6 +116,7 @@ class Metrics:
         queue: int,
         waiting: Mapping[str, int],
         writable: bool,
+        run: str | None = None,
     ) -> None:
         """Publish the state of a monitor.
 
@@ -116,12 +127,14 @@ class Metrics:
             queue: how many of them are not evaluated yet.
             waiting: undelivered notifications by destination.
             writable: whether the history can be written.
+            run: name of one of several runs.
         """
         self.looked_at = time.monotonic()
         snapshot = Snapshot(
             newest_group(history, suite, present), history, queue, waiting, writable
         )
-        self.families = list(families(snapshot, self.run))
+        run = run or self.run
+        self.families[run] = list(families(snapshot, run))
         if self.file is None:
             return
         try:

@@ -6,22 +6,31 @@ event, and every delivery is an event `notified`. After a kill the next monitor 
 
 import json
 import logging
+import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPSConnection
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import (
+    HTTPHandler,
+    HTTPRedirectHandler,
+    HTTPSHandler,
+    Request,
+    build_opener,
+)
 
-from lightning_rob.commands.destinations import WEB, authorization, public_name, public_names
+from lightning_rob.commands.destinations import WEB, authorization, public_name, receiver_name
 from lightning_rob.commands.monitor.display import warn
-from lightning_rob.commands.monitor.history import Fields, History, ends_alarm, timestamp
+from lightning_rob.commands.monitor.history import Fields, History, timestamp
 from lightning_rob.evaluation.records import with_schema
 from lightning_rob.evaluation.results import WORST
 
-TIMEOUT = 10.0  # seconds without a byte from the receiver
+TIMEOUT = 10.0  # seconds for a request
 PAUSES = (1.0, 300.0)  # seconds between two attempts: the first, and after doubling the longest
 PATIENCE = 30.0  # seconds for which a monitor that ends waits for the receivers
 
@@ -156,8 +165,8 @@ class Notifier:
 
     def __init__(self, urls: Sequence[str], history: History, run: str) -> None:
         self.history, self.run = history, run
-        named = zip(public_names(urls), map(sender, urls), strict=True)
-        self.destinations = {n: Destination(n, send, self._delivered) for n, send in named}
+        named = {receiver_name(url): sender(url) for url in urls}
+        self.destinations = {n: Destination(n, s, self._delivered) for n, s in named.items()}
         done = self._notified()
         for group in history.groups():
             self._hand_over(group, done)
@@ -166,7 +175,7 @@ class Notifier:
 
     def mark(self, event: Fields) -> Fields:
         """Return the field that makes an event one to be notified, before it is recorded."""
-        kind = kind_of(event, self.history.open_alarm()) if self.destinations else None
+        kind = kind_of(event, self.history) if self.destinations else None
         note = {"id": uuid.uuid4().hex, "kind": kind, "to": list(self.destinations)}
         return {"notify": note} if kind else {}
 
@@ -214,19 +223,21 @@ class Notifier:
         self.history.append(event)
 
 
-def kind_of(event: Fields, open_alarm: Fields | None) -> str | None:
+def kind_of(event: Fields, history: History) -> str | None:
     """Return "alarm" or "recovery"; None for an event that is not notified.
 
     Args:
         event: before it is recorded.
-        open_alarm: the last alarm since which no checkpoint recovered.
+        history: up to the event.
     """
+    if event["event"] not in ("evaluated", "judged", "broken", "ended", "restored"):
+        return None
+    known = history.open_alarm() or {}
     if event.get("alarm"):
         # A monitor that is started every hour need not repeat how the last one ended.
-        known = open_alarm or {}
         repeated = event["event"] == "ended" and event["alarm"] == known.get("alarm")
         return None if repeated else "alarm"
-    return "recovery" if open_alarm and ends_alarm(event, open_alarm) else None
+    return "recovery" if known and not history.open_alarm(event) else None
 
 
 def notification(lines: Sequence[Fields], run: str) -> Fields:
@@ -275,9 +286,47 @@ class _NoRedirect(HTTPRedirectHandler):
         """Return no request: the redirect becomes an `HTTPError`."""
 
 
+class _Timed(HTTPConnection):
+    """Ends a request after `TIMEOUT` seconds; a socket's own timeout begins anew at each byte."""
+
+    def connect(self) -> None:
+        """Connect, within the same time."""
+        end = time.monotonic() + TIMEOUT
+        timer = threading.Timer(TIMEOUT, self._expire)
+        timer.daemon = True
+        timer.start()
+        super().connect()
+        if time.monotonic() >= end:
+            raise TimeoutError("timed out")
+
+    def _expire(self) -> None:
+        with suppress(OSError, AttributeError):  # there is no socket any more
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+
+class _TimedTLS(_Timed, HTTPSConnection):
+    """The same with TLS."""
+
+
+class _InTime(HTTPHandler):
+    """Opens http URLs within `TIMEOUT` seconds."""
+
+    def http_open(self, request: Request) -> Any:
+        """Open a URL."""
+        return self.do_open(_Timed, request)
+
+
+class _InTimeTLS(HTTPSHandler):
+    """Opens https URLs within `TIMEOUT` seconds."""
+
+    def https_open(self, request: Request) -> Any:
+        """Open a URL."""
+        return self.do_open(_TimedTLS, request)
+
+
 def _webhook(url: str) -> Send:
     """Return a function that sends JSON by POST; any status of 200 to 299 accepts it."""
-    opener = build_opener(_NoRedirect)
+    opener = build_opener(_NoRedirect, _InTime, _InTimeTLS)
     secret = authorization()
 
     def send(notification: Fields) -> None:

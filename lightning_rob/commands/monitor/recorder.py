@@ -5,9 +5,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
+
 from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.display import Display, warn
-from lightning_rob.commands.monitor.history import Fields, History, TensorBoardHistory
+from lightning_rob.commands.monitor.history import (
+    Fields,
+    History,
+    TensorBoardHistory,
+    scalars,
+)
 from lightning_rob.commands.monitor.notify import Notifier
 from lightning_rob.files import UNWRITABLE
 
@@ -25,7 +33,9 @@ class Recorder:
     def __init__(self, config: MonitorConfig, history: History) -> None:
         self.config = config
         self.history = history
-        self.display = Display()
+        self.display = Display(config.label)
+        self.loggers: list[Logger] = []  # beside TensorBoard
+        self.logging = True  # whether they could take the last figures
         self.board: TensorBoardHistory | None = TensorBoardHistory(
             history.path.parent / "monitor", history
         )
@@ -41,13 +51,19 @@ class Recorder:
         lines = (*lines[:-1], event)
         self.when_writable(lambda: self.history.append(*lines))
         self._draw(lines)
+        self._log(lines)
         self.display.show(lines)
         self.notifier.send(lines)
 
     @property
     def is_over(self) -> bool:
         """Whether no further checkpoints are awaited."""
-        return self.config.once or bool(self.config.until and self.config.until.exists())
+        return self.config.is_over
+
+    def take_loggers(self, trainer: Trainer) -> None:
+        """Log to a trainer's loggers, of the first suite, instead of the trainer."""
+        self.loggers = self.loggers or trainer.loggers
+        trainer.loggers = []
 
     def when_writable(self, write: Callable[[], Written]) -> Written:
         """Return what a function returns that writes; while the disk is full try again.
@@ -87,9 +103,26 @@ class Recorder:
                 warn(f"the curves end here ({error}); the next monitor writes them anew")
                 self.board = None
 
+    def _log(self, lines: Sequence[Fields]) -> None:
+        """Log the figures of an evaluation; a server that is away does not end the monitor."""
+        if not (figures := scalars(lines)):
+            return
+        try:
+            for logger in self.loggers:
+                logger.log_metrics(figures, lines[-1]["step"])
+                logger.save()
+            self.logging = True
+        except Exception as error:  # of any package
+            if self.logging:
+                warn(f"figures could not be logged ({type(error).__name__}: {error})")
+            self.logging = False
+
     def close(self, patience: float) -> None:
         """End; wait `patience` seconds for the receivers of notifications."""
         self.notifier.close(patience)
+        for logger in self.loggers:
+            with suppress(Exception):  # of any package; the history has the figures
+                logger.finalize("success")
         with suppress(OSError):
             if self.board:
                 self.board.writer.close()

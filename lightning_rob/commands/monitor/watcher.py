@@ -1,9 +1,10 @@
-"""Takes the checkpoints of a folder one by one, and evaluates each by the same suite."""
+"""Takes the checkpoints of a source one by one, and evaluates each by the same suite."""
 
 import errno
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from lightning_rob.commands.base import Run, quiet_lightning, without_reporting
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.commands.configs import MonitorConfig
+from lightning_rob.commands.monitor.bucket import Bucket
 from lightning_rob.commands.monitor.comparison import (
     current_results,
     final_alarms,
@@ -37,6 +39,8 @@ from lightning_rob.commands.monitor.history import (
 )
 from lightning_rob.commands.monitor.notify import PATIENCE
 from lightning_rob.commands.monitor.recorder import Recorder
+from lightning_rob.commands.monitor.registry import RegisteredModel
+from lightning_rob.commands.monitor.source import LocalFolder, Source
 from lightning_rob.commands.monitor.suite import PeriodicAction, Suite, SuiteFiles
 from lightning_rob.commands.scores import Scores
 from lightning_rob.commands.thresholds import violations
@@ -51,58 +55,103 @@ if TYPE_CHECKING:
 NICE = 10
 LOADING_ERRORS = (InputError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
 
+CACHE = "monitor_cache"  # in the folder of the history, for remote checkpoints
+
+Steps = Generator[float, None, int]  # yields the seconds until the next; returns the exit code
 Build = Callable[[Path], Run]  # checkpoint -> module, data and trainer by its recipe
 Results = list[tuple[Result, Scores]]
 
 
 def run(config: MonitorConfig, build: Build) -> None:
-    """Follow the folder until one of the ends that the options name.
+    """Follow the checkpoints until one of the ends that the options name.
 
     Raises:
         ValueError: there is no checkpoint, or the attacks do not fit.
-        InputError: the history cannot be written.
+        InputError: the history cannot be written, or the checkpoints cannot be read.
         SystemExit: with code 1 after an alarm.
     """
-    _lower_priority()
+    lower_priority()
     code: int | None = None
     try:
-        with raise_thread_errors(), closing(History(config.home)) as history:
-            code = _watch(Watcher(config, history, build))
+        with raise_thread_errors(), quiet_lightning(), closing(watched(config, build)) as steps:
+            code = _completed(steps)
     except OSError as error:
-        if error.errno not in (*UNWRITABLE, errno.ENOTDIR, errno.EEXIST, errno.EACCES):
-            raise  # for example, images that cannot be read
-        if code is None:  # else only the curves' thread failed; the next start writes them anew
-            raise InputError(f"the history cannot be written: {error}; see --out") from error
+        if code is None or error.errno not in UNWRITABLE:
+            raise  # else only the curves' thread failed; the next start writes them anew
     if code:
         raise SystemExit(code)
 
 
-def _lower_priority() -> None:
+def lower_priority() -> None:
     """Leave the processor to the training."""
     if hasattr(os, "setpriority"):  # not on Windows
         own = os.getpriority(os.PRIO_PROCESS, 0)
         os.setpriority(os.PRIO_PROCESS, 0, max(own, NICE))
 
 
-def _watch(watcher: "Watcher") -> int:
+def _completed(steps: Steps) -> int:
+    """Take all steps of a monitor, and return its exit code."""
+    while True:
+        try:
+            seconds = next(steps)
+        except StopIteration as end:
+            return int(end.value)
+        if seconds:
+            time.sleep(seconds)
+
+
+def watched(
+    config: MonitorConfig,
+    build: Build,
+    metrics: "Metrics | None" = None,
+    goes_on: bool = False,
+) -> Steps:
+    """Evaluate all checkpoints that appear.
+
+    Args:
+        config: options.
+        build: builds the run of a checkpoint.
+        metrics: shared with other monitors; None for those that the options name.
+        goes_on: after a failure that is not of a single checkpoint, which becomes an alarm.
+
+    Yields:
+        The seconds until the next look.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        with closing(History(config.home)) as history:
+            return (yield from _watch(Watcher(config, history, build, metrics, goes_on)))
+    except OSError as error:
+        if error.errno not in (*UNWRITABLE, errno.ENOTDIR, errno.EEXIST, errno.EACCES):
+            raise  # for example, images that cannot be read
+        raise InputError(f"the history cannot be written: {error}; see --out") from error
+
+
+def _watch(watcher: "Watcher") -> Steps:
     """Evaluate all checkpoints that appear, and return the exit code."""
     patience = 0.0
     try:
-        while (first := watcher.next_file()) is not None:
-            try:
-                suite = watcher.new_suite(first)
-            except InputError:
-                if first.path.exists():
-                    raise
-                continue  # it was deleted before it was read: the next one will do
-            watcher.follow(suite, first)
-            break
+        yield from watcher.follow()
         if not watcher.history.lines:
             raise ValueError(f"there is no checkpoint in {watcher.config.run}")
         code, patience = watcher.end(), PATIENCE
         return code
     finally:
         watcher.close(patience)
+
+
+def open_source(config: MonitorConfig) -> Source:
+    """Return the source of the checkpoints that the options name.
+
+    Raises:
+        Unreachable: it cannot be opened.
+    """
+    if config.url is None:
+        return LocalFolder(config.folder, config.file)
+    kind = RegisteredModel if config.url.startswith("mlflow:") else Bucket
+    return kind(config.url, config.home / CACHE)
 
 
 class UnusableCheckpoint(Exception):
@@ -112,17 +161,28 @@ class UnusableCheckpoint(Exception):
 class Watcher:
     """Evaluates the checkpoints of a folder, and records the results in the history."""
 
-    def __init__(self, config: MonitorConfig, history: History, build: Build) -> None:
+    def __init__(
+        self,
+        config: MonitorConfig,
+        history: History,
+        build: Build,
+        metrics: "Metrics | None" = None,
+        goes_on: bool = False,
+    ) -> None:
         self.config = config
+        self.goes_on = goes_on
         self.history = history
         self.build = build
-        self.metrics = _metrics(config)
+        self.own_metrics = None if metrics else open_metrics(config)
+        self.metrics = metrics or self.own_metrics
         self.record = Recorder(config, history)
         self.record.waited = self.publish
-        self.folder = CheckpointFolder(config.folder, history, self.record, config.file)
+        self.folder = CheckpointFolder(open_source(config), history, self.record)
+        self.looked = False  # whether the source could be listed since the start
         self.suite: Suite | None = None
         self.suite_files = SuiteFiles(config.suite or ())
         self.outdated = False  # whether the suite is to be built anew
+        self.suite_broken = False  # whether its files are, while the former suite is in use
         self.built_at = 0.0
         self.done: set[Identity] = set()
         self.first_recipe: str | None = None
@@ -133,7 +193,7 @@ class Watcher:
         """The key of the suite."""
         return self.suite.key if self.suite else ""
 
-    def next_file(self) -> CheckpointFile | None:
+    def next_file(self) -> Generator[float, None, CheckpointFile | None]:
         """Wait for the next checkpoint that is not done; return None at the end."""
         while not (self.config.stop_at_alarm and self.history.unreported()):
             over = self.record.is_over
@@ -142,20 +202,69 @@ class Watcher:
             self._renew_suite()
             pending, unsettled = self.pending(), bool(self.folder.incomplete)
             self._judge_deferred(pending)
-            if left <= 0 and pending:
-                warn(f"time is up, {len(pending)} checkpoints were not evaluated: run it again")
-            if left <= 0 or (over and not pending and not unsettled):
+            waiting = unsettled or bool(self.folder.unread)
+            if left <= 0 and (count := len(pending) + len(self.folder.unread)):
+                warn(f"time is up, {count} checkpoints were not evaluated: run it again")
+            if not pending:
+                self._end_broken_suite()
+            if left <= 0 or (over and not pending and not waiting):
                 return None
-            if pending:
+            if ready := self._ready(pending):
                 # The first one decides on the attacks; after it the newest counts most.
                 newest = self.suite and not self.config.once
-                return pending[-1 if newest else 0]
-            time.sleep(min(1.0 if unsettled else self.config.every, left, self.config.every))
+                if self._fetched(file := ready[-1 if newest else 0]):
+                    return file
+            yield min(self._pause(unsettled), left)
         return None
 
+    def _ready(self, pending: list[CheckpointFile]) -> list[CheckpointFile]:
+        """Return the checkpoints that may be evaluated now.
+
+        The first one, which is read for its attacks, follows newer ones that are not read yet.
+        """
+        if self.suite and self.folder.unread and not self.folder.unreachable:
+            return [file for file in pending if file != self.folder.first]
+        return pending
+
+    def _fetched(self, file: CheckpointFile) -> bool:
+        """Return whether a checkpoint's local file is there, fetched again if necessary.
+
+        Raises:
+            InputError: it cannot be fetched, and the monitor is about to end.
+        """
+        try:
+            return file.path.exists()
+        except InputError as error:
+            if self.record.is_over:
+                raise
+            warn(f"{error}; trying again")
+            return False
+
+    def _pause(self, unsettled: bool) -> float:
+        """Return the seconds until the next look, while no checkpoint waits."""
+        if self.folder.unread and not self.folder.unreachable:
+            return 0.0
+        return min(1.0, self.config.every) if unsettled else self.config.every
+
     def look(self) -> None:
-        """Look into the folder, and publish the state."""
-        self.folder.scan()
+        """Look for checkpoints, and publish the state, unless the source cannot be read.
+
+        Raises:
+            Unreachable: the source cannot be read, and it is the first look or the last.
+        """
+        before = self.folder.unreachable
+        self.folder.scan(idle=not self._ready(self.pending()))
+        if error := self.folder.unreachable:
+            ending = self.record.is_over and self.folder.in_evaluation is None
+            if ending or not self.looked:
+                raise error
+            if before is None:
+                warn(f"{error}; trying again")
+            return
+        if before:
+            warn(f"{self.config.run} can be read again")
+        self.looked = True
+        self.folder.forget(self.pending())
         self.publish()
 
     def publish(self) -> None:
@@ -165,7 +274,9 @@ class Watcher:
             present = [file.identity for file in files]
             waiting, writable = self.record.notifier.waiting, self.record.writable
             queue = len(self.pending())
-            self.metrics.update(self.history, self.key, present, queue, waiting, writable)
+            self.metrics.update(
+                self.history, self.key, present, queue, waiting, writable, self.config.name
+            )
 
     def pending(self) -> list[CheckpointFile]:
         """Return the checkpoints that wait for an evaluation, in the order of training."""
@@ -181,31 +292,63 @@ class Watcher:
         built = self.build(first.path)
         with without_reporting(built.trainer) as (evaluations, others):
             suite = Suite(built, evaluations, others)
+        self.record.take_loggers(built.trainer)
         known = {tag(name): 1.0 for name in suite.names}
         violations(self.config.minima, known, "monitor")  # raises it for an unknown name
         return suite
 
-    def follow(self, suite: Suite, first: CheckpointFile) -> None:
-        """Evaluate each checkpoint.
+    def follow(self) -> Generator[float, None, None]:
+        """Evaluate each checkpoint by the suite that the first one decides on.
 
-        Args:
-            suite: built by the recipe of the first checkpoint.
-            first: that checkpoint.
+        One of several monitors goes on after any failure, which is an alarm.
         """
-        self._adopt(suite, first)
-        with quiet_lightning():
-            while (file := self.next_file()) is not None:
-                self.folder.in_evaluation = file.identity
+        while True:
+            try:
+                yield from self._follow()
+                return
+            except Exception as error:
+                if not self.goes_on or self.record.is_over:
+                    raise
+                self._record_failure(error)
+            self.suite, self.done = None, set()
+            yield self.config.every
+
+    def _record_failure(self, error: Exception) -> None:
+        """Record why a model cannot be evaluated at all, unless that is known."""
+        reason = _reason(error)
+        known = self.history.broken_suite()
+        if known is None or not known["alarm"][0].endswith(reason):
+            self.record(broken_event(self.config.name, reason) | {"part": "suite"})
+
+    def _follow(self) -> Generator[float, None, None]:
+        """Evaluate each checkpoint, until the end or a failure."""
+        while (file := (yield from self.next_file())) is not None:
+            if self.suite is None:
                 try:
-                    self._evaluate(file)
-                finally:
-                    self.folder.in_evaluation = None
-                self.done = self._done()
+                    self._adopt(self.new_suite(file), file)
+                except InputError:
+                    if file.unchanged:
+                        raise
+                continue  # without a suite, it was deleted before it was read: the next will do
+            self.folder.in_evaluation = file.identity
+            try:
+                self._evaluate(file)
+            finally:
+                self.folder.in_evaluation = None
+            self.done = self._done()
+            self._end_broken_suite()
+            yield 0.0  # another model may be next
 
     def _adopt(self, suite: Suite, first: CheckpointFile) -> None:
         self.suite, self.first_recipe, self.built_at = suite, first.recipe, time.time()
         self.current_recipe = first.recipe if first.unchanged else None
         self.outdated, self.done = False, self._done()
+        self.suite_broken = False
+
+    def _end_broken_suite(self) -> None:
+        """Record that the suite is in use again, which ends its alarm."""
+        if self.suite and not self.suite_broken and self.history.broken_suite():
+            self.record({"event": "restored", "date": timestamp(), "suite": self.key})
 
     def _renew_suite(self) -> None:
         """Build the suite anew when its files have changed or its images are to be read again.
@@ -216,16 +359,18 @@ class Watcher:
             return
         edited, old = self.suite_files.changed(), self._is_old(self.built_at)
         self.outdated |= edited or bool(old and self._due())
-        first = min(self.folder.files.values(), key=lambda file: file.order, default=None)
+        first = self.folder.first
         if not self.outdated or first is None:
             return
         try:
             self._adopt(self.new_suite(first), first)
         except LOADING_ERRORS as error:
-            if first.path.exists():
+            if first.unchanged:
                 self.outdated, self.built_at = False, time.time()
+                self.suite_broken = True
                 name = ", ".join(self.config.suite or ["the suite"])
-                self.record(broken_event(name, f"{_reason(error)}; the former suite stays in use"))
+                reason = f"{_reason(error)}; the former suite stays in use"
+                self.record(broken_event(name, reason) | {"part": "suite"})
 
     @property
     def _period(self) -> float:
@@ -263,7 +408,7 @@ class Watcher:
             and event["event"] in ("evaluated", "broken")
             and (event["event"] == "broken" or worst_scores(self.history, results) is not None)
         ]
-        return set(done[-1:] if self.config.file else done)
+        return set(done[-1:] if self.config.is_single else done)
 
     def _evaluate(self, file: CheckpointFile) -> None:
         """Evaluate and record a checkpoint, unless it is gone or unusable."""
@@ -271,7 +416,7 @@ class Watcher:
         again = [e for e in earlier if (e["suite"], *identity(e)) == (self.key, *file.identity)]
         repeat = len(again)
         # Counted over all suites: an alarm by a former suite ends with the next one without alarm.
-        position = len(earlier) if self.config.file else file.step
+        position = len(earlier) if self.config.is_single else file.step
         facts = self.folder.facts(file) | {"suite": self.key, "position": position}
         try:
             results = self._results(file)
@@ -289,13 +434,16 @@ class Watcher:
 
     def _has_older(self, file: CheckpointFile) -> bool:
         """Return whether an older checkpoint waits, with which this one is to be compared."""
-        return any(other.step < file.step for other in self.pending())
+        unread = bool(self.folder.unread) and not self.config.is_single
+        return unread or any(other.step < file.step for other in self.pending())
 
     def _judge_deferred(self, pending: Sequence[CheckpointFile]) -> None:
         """Compare checkpoints that were evaluated before older ones with these, once all are there.
 
         Alarms of the first comparison, with those that were there, are not repeated.
         """
+        if self.folder.unread:
+            return
         judgements = [e for e in self.history.events("judged") if e["suite"] == self.key]
         known = set(map(identity, judgements))
         deferred = [
@@ -303,12 +451,13 @@ class Watcher:
             for event in self.history.events("evaluated")
             if event["suite"] == self.key and event.get("deferred") and identity(event) not in known
         ]
-        for event in sorted(deferred, key=lambda event: event["step"]):
-            if any(file.step < event["step"] for file in pending):
-                continue
-            previous = last_results(self.history, self.key)
-            if current := previous.pop(identity(event), None):
-                fields = judged(self.config, current, list(previous.values()))
+        oldest = min((file.step for file in pending), default=math.inf)
+        ready = [event for event in deferred if event["step"] <= oldest]
+        results = last_results(self.history, self.key) if ready else {}  # reads all scores
+        for event in sorted(ready, key=lambda event: event["step"]):
+            if current := results.get(identity(event)):
+                previous = [other for other in results.values() if other is not current]
+                fields = judged(self.config, current, previous)
                 fields["alarm"] = [a for a in fields["alarm"] if a not in event["alarm"]]
                 facts = {name: event[name] for name in ("checkpoint", "suite", "position", *FACTS)}
                 about = {"event": "judged", "date": timestamp(), "alarmed": bool(event["alarm"])}
@@ -367,12 +516,12 @@ class Watcher:
     def close(self, patience: float) -> None:
         """End; wait `patience` seconds for the receivers of notifications."""
         self.record.close(patience)
-        if self.metrics:
-            self.publish()
-            self.metrics.close()
+        self.publish()
+        if self.own_metrics:
+            self.own_metrics.close()
 
 
-def _metrics(config: MonitorConfig) -> "Metrics | None":
+def open_metrics(config: MonitorConfig) -> "Metrics | None":
     """Return where metrics are published, if the options say so."""
     if config.metrics_port is None and config.metrics_file is None:
         return None

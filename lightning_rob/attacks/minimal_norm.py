@@ -1,0 +1,111 @@
+"""The smallest radius at which an attack succeeds, searched for each image."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.decorators import AttackDecorator
+from lightning_rob.attacks.pgd import is_certain
+from lightning_rob.defenses import Defense
+from lightning_rob.errors import at_least
+from lightning_rob.objectives import check_labels, expected_ce
+from lightning_rob.randomness import Generator
+from lightning_rob.threat import ThreatPerImage
+
+
+@dataclass(frozen=True)
+class MinimalNorm(AttackDecorator):
+    """Search the smallest radius at which an attack succeeds, by bisection for each image.
+
+    The first radius is eps of the attack's threat: the accuracy within eps is that of the attack
+    itself, and images that it does not fool there are returned as it leaves them. For the others
+    each further radius is the middle between the distance of the best image found and the largest
+    radius without success. The steps of the attack keep their share of the radius. An image is
+    fooled if the defense predicts it correctly with probability 0.
+
+    Args:
+        attack: PGD or APGD; with `early_stop` it costs less and often finds an image closer than
+            the radius.
+        radii: number of radii. Where the attack never fails at a radius that suffices, the result
+            is at most eps / 2^(radii - 1) from the smallest one at which it succeeds.
+
+    Raises:
+        TypeError: an attack that cannot take a radius for each image; when called, a random
+            defense, for which one wrong prediction is no proof.
+        ValueError: no radii.
+    """
+
+    radii: int = 12
+
+    def __post_init__(self) -> None:
+        at_least(1, radii=self.radii)
+        if not self.attack.takes_radii:
+            kind = type(self.attack).__name__
+            raise TypeError(f"MinimalNorm searches the radius of PGD or APGD, not of {kind}")
+
+    @property
+    def stops_on_gradient_logits(self) -> bool:
+        """Whether logits computed for a gradient decide which images are already fooled."""
+        return True  # a rounded prediction would end the search of an image too early
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        if not is_certain(defense, expected_ce):
+            kind = type(defense).__name__
+            raise TypeError(f"MinimalNorm is for fixed classifiers, not for {kind}")
+        x_adv, y, eps = x.clone(), y.long(), self.threat.eps
+        everyone = Search(positions(x), x, y, derived(generator, 0), *x.new_zeros((2, len(x))))
+        run = everyone.select(~_is_fooled(defense, x, everyone))
+        run.high = run.high + eps
+        for number in range(self.radii if eps else 0):
+            if not len(run):
+                break
+            radius = (run.low + run.high) / 2 if number else run.high
+            noise = derived(run.generator, number + 1)
+            found = self._within(radius).perturb(defense, run.x, run.y, noise)
+            fooled = _is_fooled(defense, found, run)
+            distance = self.threat.distance(found, run.x).masked_fill(~fooled, torch.inf)
+            kept = distance < run.high if number else torch.ones_like(fooled)
+            x_adv[run.index[kept]] = found[kept]
+            run.narrow(radius, distance)
+            run = run if number else run.select(fooled)
+        return x_adv
+
+    def _within(self, radius: Tensor) -> Attack:
+        """Return the attack within radii [b], one for each image."""
+        unit = self.attack.rescaled(1.0)
+        old = unit.threat
+        threat = ThreatPerImage(old.norm, old.eps, old.bounds, old.relative, radii=radius)
+        return replace(unit, threat=threat)  # type: ignore[type-var]
+
+
+@dataclass
+class Search(ActiveBatch):
+    """The images whose radius is searched.
+
+    Args:
+        low: [b] the largest radii without success; 0 before the first.
+        high: [b] the distances of the best images.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    def narrow(self, radius: Tensor, distance: Tensor) -> None:
+        """Take in the distances [b] of the images found within radii [b]; infinite without one."""
+        self.low = torch.where(distance.isinf(), radius, self.low)
+        self.high = torch.minimum(self.high, distance)
+        # an image closer than a radius without success: the attack had failed there
+        self.low = self.low.masked_fill(self.low >= self.high, 0)
+
+
+@torch.no_grad()
+def _is_fooled(defense: Defense, x_adv: Tensor, run: Search) -> Tensor:
+    """Return the images [b] that the defense predicts correctly with probability 0."""
+    predictions = defense(x_adv, run.generator)
+    check_labels(run.y, predictions.shape[-1])
+    fooled: Tensor = predictions.gather(1, run.y[:, None])[:, 0] <= 0
+    return fooled

@@ -1,0 +1,202 @@
+"""Primal-dual gradient descent: the smallest perturbation, weighed against misclassification."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.cw import BestSoFar, brought_inside
+from lightning_rob.attacks.gradient import ObjectiveAt, ObjectiveGradient
+from lightning_rob.attacks.pgd import is_certain
+from lightning_rob.defenses import Defense
+from lightning_rob.errors import at_least
+from lightning_rob.objectives import Objective, expected_margin
+from lightning_rob.randomness import Generator
+from lightning_rob.threat import TINY, Threat, ThreatPerImage, scale
+
+LAST_STEP = 0.01  # the last step size, as a share of the first
+DUAL_STEP, LAST_DUAL_STEP = 0.1, 0.01  # of the logarithm of the ratio of weights
+FIRST_RATIO, LARGEST_RATIO = math.log(1e2), math.log(1e6)  # of the weights, constraint to distance
+AVERAGE = 0.9  # share of the running mean of the weights that stays
+HALVINGS = 8  # of the distance, at the end
+PROXIMAL_STEPS, PROXIMAL_CHANGE = 5, 0.01  # at most, and the relative change that ends them
+
+
+@dataclass(frozen=True)
+class PDGD(Attack):
+    """Smallest perturbation by primal-dual gradient descent (Matyasko and Chau 2021).
+
+    Minimises w0 ||delta||_p + w1 softplus(-m), where m is the objective, by Adam with falling step
+    sizes; all iterates are within the bounds. The weights, w0 + w1 = 1, are those of a player who
+    moves log(w1 / w0) up while the image is classified correctly and down while it is not. For l2
+    the gradient includes that of the norm (PDGD); for linf each step of Adam on softplus(-m) is
+    followed by the proximal operator of w0 / w1 ||delta||_inf in Adam's metric (PDPGD).
+
+    At the end the smallest perturbation found is projected to smaller radii, by bisection, which
+    the papers do not do. It is then projected into the ball: with a huge eps it is returned
+    unchanged. Images that the objective counts as fooled are returned unchanged. On an ensemble the
+    mean must succeed: some members stay correct.
+
+    Args:
+        threat: the ball and the bounds; linf or l2.
+        steps: number of steps, each of one forward and one backward pass, before eight forward
+            passes for the projections; the step sizes fall with the share of the steps that is
+            done. Where logits are small the direction converges slowly.
+        step_size: of Adam, in pixel units; the length by which the first step changes each pixel.
+        objective: the objective that must become positive: `expected_margin`, or `linear` (the
+            margin of the mean logits); they are equal on a single network.
+
+    Raises:
+        TypeError: when called on a random defense, for which one wrong prediction is no proof.
+        ValueError: a count below 1, a step size that is not positive, another norm.
+    """
+
+    threat: Threat
+    steps: int = 500
+    step_size: float = 0.1
+    objective: Objective = expected_margin
+
+    def __post_init__(self) -> None:
+        at_least(1, steps=self.steps)
+        if not self.step_size > 0:
+            raise ValueError(f"step_size must be positive, got {self.step_size}")
+        if self.threat.p not in (2, math.inf):
+            raise ValueError(f"PDGD is for linf and l2, not for norm {self.threat.norm}")
+
+    @property
+    def stops_on_gradient_logits(self) -> bool:
+        """Whether logits computed for a gradient decide which images are already fooled."""
+        return True  # they decide which iterates count
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        if not is_certain(defense, self.objective):
+            raise TypeError(f"PDGD is for fixed classifiers, not for {type(defense).__name__}")
+        evaluate = ObjectiveGradient(self.objective)
+        with torch.no_grad():
+            value = evaluate.value(defense, x, y, generator, check=True).to(x)
+        fooled = value > 0
+        distance = torch.full_like(value, torch.inf).masked_fill(fooled, 0)
+        best = BestSoFar(x.clone(), distance, value, fooled)
+        run = Descent.begin(x, y, derived(generator, 0)).select((~fooled).nonzero()[:, 0])
+        for step in range(self.steps if len(run) else 0):
+            at = evaluate(defense, run.x_adv, run.y, run.generator)
+            value = at.value.to(x)
+            best.update(run.index, run.x_adv, self.threat.size(run.x_adv - run.x), value, 0)
+            run.descend(at, self.threat, self.step_size * LAST_STEP ** (step / self.steps))
+            left = 1 - step / max(self.steps - 1, 1)
+            run.weigh(value, LAST_DUAL_STEP + (DUAL_STEP - LAST_DUAL_STEP) * left)
+        shorten(defense, run, best, self.threat, self.objective)
+        return brought_inside(best.x_adv, x, self.threat)
+
+
+@torch.no_grad()
+def shorten(
+    defense: Defense, run: ActiveBatch, best: BestSoFar, threat: Threat, objective: Objective
+) -> None:
+    """Move the best images back towards the boundary, which the last iterates jump over.
+
+    Args:
+        defense: the defense under attack.
+        run: the images that were not fooled from the start.
+        best: the best images, changed in place.
+        threat: its norm and bounds.
+        objective: what is positive for an image that is fooled.
+    """
+    run = run.select(best.distance[run.index].isfinite())
+    high, farthest = best.distance[run.index], best.x_adv[run.index]
+    low = torch.zeros_like(high)
+    for _ in range(HALVINGS if len(run) else 0):
+        radius = (low + high) / 2
+        ball = ThreatPerImage(threat.norm, 1.0, threat.bounds, radii=radius)
+        x_adv = ball.project(farthest, run.x)
+        value = ObjectiveGradient(objective).value(defense, x_adv, run.y, run.generator).to(x_adv)
+        best.update(run.index, x_adv, threat.size(x_adv - run.x), value, 0)
+        low, high = torch.where(value > 0, low, radius), torch.where(value > 0, radius, high)
+
+
+@dataclass
+class Descent(ActiveBatch):
+    """The state of the two players.
+
+    Args:
+        x_adv: [b, C, H, W] the iterates.
+        mean: [b, C, H, W] Adam's running mean of the gradients.
+        square: [b, C, H, W] Adam's running mean of the gradients' squares.
+        log_ratio: [b] log(w1 / w0) as last chosen.
+        w0: [b] the running mean of the weight of the distance.
+        count: number of steps taken.
+    """
+
+    x_adv: Tensor
+    mean: Tensor
+    square: Tensor
+    log_ratio: Tensor
+    w0: Tensor
+    count: int = 0
+
+    @classmethod
+    def begin(cls, x: Tensor, y: Tensor, generator: Generator) -> "Descent":
+        """Start with all images of a batch."""
+        log_ratio, zero = x.new_full((len(x),), FIRST_RATIO), torch.zeros_like(x)
+        weights = log_ratio, (-log_ratio).sigmoid()
+        return cls(positions(x), x, y, generator, x, zero, zero.clone(), *weights)
+
+    def descend(self, at: ObjectiveAt, threat: Threat, step_size: float) -> None:
+        """Move the images by one step of Adam and, for linf, by the proximal operator."""
+        self.count += 1
+        delta, slope = self.x_adv - self.x, (-at.value.to(self.x)).sigmoid()
+        gradient = scale(at.gradient.nan_to_num(0.0, 0.0, 0.0), -slope)
+        if threat.p == 2:
+            outward = scale(delta, self.w0 / threat.size(delta).clamp_min(TINY))
+            gradient = scale(gradient, 1 - self.w0) + outward
+        self.mean = self.mean.lerp(gradient, 0.1)
+        self.square = self.square.lerp(gradient.square(), 0.001)
+        root = (self.square / (1 - 0.999**self.count)).sqrt() + 1e-8
+        step = self.mean / root * (step_size / (1 - 0.9**self.count))
+        self.x_adv = (self.x_adv - step).clamp(*threat.bounds)
+        if threat.p == math.inf:
+            self.x_adv = self._shrunk(root, threat, step_size)
+
+    def _shrunk(self, root: Tensor, threat: Threat, step_size: float) -> Tensor:
+        """Return the images after the proximal operator in the metric of Adam's root [b, …].
+
+        It minimises w0 / w1 ||delta||_inf + |delta - target|^2 / 2, weighted by root / step size,
+        by proximal gradient steps (Melchior et al. 2019).
+        """
+        largest, target = root.flatten(1).amax(1), self.x_adv - self.x
+        weight, metric = self.w0 / (1 - self.w0) * step_size / largest, scale(root, 1 / largest)
+        delta, moving = target, torch.ones_like(weight, dtype=torch.bool)
+        for _ in range(PROXIMAL_STEPS):
+            shrunk = shrink_largest(delta - metric * (delta - target), weight)
+            shrunk = torch.where(per_image(moving, delta), threat.confine(shrunk, self.x), delta)
+            change = (shrunk - delta).flatten(1).norm(dim=1)
+            delta, moving = shrunk, change > PROXIMAL_CHANGE * shrunk.flatten(1).norm(dim=1)
+        return threat.apply(delta, self.x)
+
+    def weigh(self, value: Tensor, step_size: float) -> None:
+        """Move the weights by the sign of the objective's value [b] before the last step."""
+        moved = self.log_ratio - step_size * value.sign()
+        self.log_ratio = moved.clamp(-LARGEST_RATIO, LARGEST_RATIO)
+        self.w0 = AVERAGE * self.w0 + (1 - AVERAGE) * (-self.log_ratio).sigmoid()
+
+
+def shrink_largest(delta: Tensor, weight: Tensor) -> Tensor:
+    """Compute the proximal operator of weight ||delta||_inf: [B, …], [B] -> [B, …].
+
+    It cuts all entries off at the level t with sum(max(|delta| - t, 0)) = weight, or at 0: the
+    largest of (the sum of the k largest entries - weight) / k over all k.
+    """
+    falling = delta.flatten(1).abs().sort(dim=1, descending=True).values
+    counts = torch.arange(1, falling.shape[1] + 1, device=delta.device)
+    level = ((falling.cumsum(1) - weight[:, None]) / counts).amax(1).clamp_min(0)
+    reach = level.view(-1, *[1] * (delta.dim() - 1))
+    return torch.maximum(torch.minimum(delta, reach), -reach)
+
+
+def per_image(mask: Tensor, x: Tensor) -> Tensor:
+    """Return the mask [B] in the shape [B, 1, …] that broadcasts with x [B, …]."""
+    return mask.view(-1, *[1] * (x.dim() - 1))

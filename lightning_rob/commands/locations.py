@@ -1,0 +1,55 @@
+"""Places of remote checkpoints, checked before anything is fetched."""
+
+import re
+from importlib.util import find_spec
+from urllib.parse import urlsplit
+
+MODEL = re.compile(r"mlflow:models/([^/:@]+)@([\w.-]+)")
+
+
+def is_remote(run: object) -> bool:
+    """Return whether a place is no local path."""
+    return "://" in str(run) or str(run).startswith("mlflow:")
+
+
+def is_single(url: str) -> bool:
+    """Return whether a remote place is that of one checkpoint, replaced by each new one."""
+    return url.endswith(".ckpt") or url.startswith("mlflow:")
+
+
+def parse_model(url: str) -> tuple[str, str]:
+    """Return name and alias of a registered model.
+
+    Raises:
+        ValueError: another format.
+    """
+    found = MODEL.fullmatch(url)
+    if found is None:
+        raise ValueError(f"a registered model is mlflow:models/NAME@ALIAS, got {url}")
+    return found[1], found[2]
+
+
+def check_remote(url: str) -> None:
+    """Refuse a place whose checkpoints cannot be read.
+
+    Raises:
+        ValueError: not a registered model; user info in the URL, or a file system that fsspec does
+            not know; or a package is missing.
+    """
+    if url.startswith("mlflow:"):
+        parse_model(url)
+        if find_spec("mlflow") is None:
+            raise ValueError(f"{url} needs mlflow: pip install 'lightning-rob[mlflow]'")
+        return
+    from fsspec import get_filesystem_class  # not needed for a local folder
+
+    parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query:
+        raise ValueError(
+            f"{parts.scheme}://… has user info or a query, which is recorded and printed: leave "
+            "credentials to the configuration of the file system's package"
+        )
+    try:
+        get_filesystem_class(parts.scheme)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{url} cannot be read: {error}") from error

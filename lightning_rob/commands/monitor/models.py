@@ -1,0 +1,105 @@
+"""Several monitors in one process: they take turns, and a broken one does not stop the others."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from lightning_rob.commands.base import quiet_lightning
+from lightning_rob.commands.configs import MonitorConfig
+from lightning_rob.commands.monitor.display import warn
+from lightning_rob.commands.monitor.watcher import (
+    Build,
+    Steps,
+    lower_priority,
+    open_metrics,
+    watched,
+)
+from lightning_rob.files import raise_thread_errors
+
+if TYPE_CHECKING:
+    from lightning_rob.commands.monitor.metrics import Metrics
+
+Start = Callable[[], tuple[MonitorConfig, Build]]
+
+
+class Model:
+    """One of several monitors, which is started again after a failure.
+
+    Args:
+        name: of the model.
+        start: returns its options; raises an error if its checkpoints are not there.
+        config: options of the process.
+        metrics: where all models publish their state.
+    """
+
+    def __init__(
+        self, name: str, start: Start, config: MonitorConfig, metrics: "Metrics | None"
+    ) -> None:
+        self.name, self.start, self.config, self.metrics = name, start, config, metrics
+        self.steps: Steps | None = None
+        self.due = 0.0  # time of the next step
+        self.code: int | None = None
+        self.failure = ""
+
+    def step(self, last: bool) -> None:
+        """Take the next step.
+
+        Args:
+            last: whether a failure is the end.
+        """
+        try:
+            if self.steps is None:
+                self.steps = watched(*self.start(), self.metrics, goes_on=True)
+            self.due = monotonic() + next(self.steps)
+            self.failure = ""
+        except StopIteration as end:
+            self.code = int(end.value)
+        except Exception as error:  # of any kind: the others go on
+            if os.environ.get("LIGHTNING_ROB_DEBUG"):
+                raise
+            self._fail(str(error) or type(error).__name__, last)
+
+    def _fail(self, reason: str, last: bool) -> None:
+        """Report a failure once, and start again later."""
+        self.close()
+        if reason != self.failure:
+            warn(f"{self.name}: {reason}" + ("" if last else "; trying again"))
+        self.failure, self.code = reason, 2 if last else None
+        self.due = monotonic() + self.config.every
+
+    def close(self) -> None:
+        """End the monitor."""
+        if self.steps is not None:
+            self.steps.close()
+        self.steps = None
+
+
+def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
+    """Follow the checkpoints of all models, one checkpoint at a time.
+
+    Args:
+        config: options of the process.
+        starts: by the name of the model.
+
+    Raises:
+        SystemExit: with code 2 if a model failed at the end, else 1 after an alarm.
+    """
+    lower_priority()
+    end = monotonic() + 60 * (float("inf") if config.minutes is None else config.minutes)
+    with ExitStack() as stack:
+        stack.enter_context(raise_thread_errors())
+        stack.enter_context(quiet_lightning())
+        if metrics := open_metrics(config):
+            stack.callback(metrics.close)
+        models = [Model(name, start, config, metrics) for name, start in starts.items()]
+        for model in models:
+            stack.callback(model.close)
+        while waiting := [model for model in models if model.code is None]:
+            following = min(waiting, key=lambda model: model.due)
+            time.sleep(max(0.0, following.due - monotonic()))
+            following.step(last=config.is_over or monotonic() >= end)
+    if code := max(model.code or 0 for model in models):
+        raise SystemExit(code)

@@ -1,0 +1,110 @@
+"""Several models watched by one process: a broken one stops no other."""
+
+import re
+import shutil
+
+import pytest
+import yaml
+
+from lightning_rob.commands.monitor import models
+from tests.commands import test_monitor
+from tests.commands.test_monitor import EPOCHS, evaluated, events
+from tests.tiny import run
+
+trained, as_before = test_monitor.trained, test_monitor.as_before
+
+
+@pytest.fixture
+def listed(trained, tmp_path):
+    """A file of three models: a folder, a file whose suite cannot be built, and one to come."""
+    source = trained / "run/version_0/checkpoints"
+    (tmp_path / "a/checkpoints").mkdir(parents=True)
+    (tmp_path / "b").mkdir()
+    for name in EPOCHS[:2]:
+        shutil.copy(source / name, tmp_path / "a/checkpoints" / name)
+    shutil.copy(source / EPOCHS[2], tmp_path / "b/b.ckpt")
+    (tmp_path / "broken.yaml").write_text("class_path: NoSuchCallback")
+    entries = {
+        "first": {"run": str(tmp_path / "a"), "alarm": "robust/worst=0.999"},
+        "second": {"run": str(tmp_path / "b/b.ckpt"), "suite": [str(tmp_path / "broken.yaml")]},
+        "third": {"run": str(tmp_path / "c"), "data.test_size": 16},
+    }
+    entries["first"]["suite"] = entries["third"]["suite"] = str(trained / "suite0.yaml")
+    file = tmp_path / "models.yaml"
+    file.write_text(yaml.safe_dump(entries))
+    return file
+
+
+def watch(file, *args) -> int:
+    try:
+        run("monitor", "--models", file, "--trainer.accelerator=cpu", *args)
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def test_a_broken_model_stops_no_other(listed, trained, tmp_path, monkeypatch, capsys):
+    source = trained / "run/version_0/checkpoints"
+
+    def repair():
+        (tmp_path / "broken.yaml").write_text((trained / "suite0.yaml").read_text())
+        (tmp_path / "c").mkdir()
+        shutil.copy(source / EPOCHS[3], tmp_path / "c" / EPOCHS[3])
+
+    happens = iter([lambda: None, repair, lambda: None, (tmp_path / "done").touch])
+    clock = [0.0]
+
+    def sleep(seconds):
+        """Let time pass; between two looks of all models something happens."""
+        clock[0] += seconds
+        if seconds > 1:
+            next(happens, lambda: None)()
+
+    monkeypatch.setattr(models.time, "sleep", sleep)
+    monkeypatch.setattr(models, "monotonic", lambda: clock[0])
+    prom = tmp_path / "rob.prom"
+    code = watch(listed, "--until", tmp_path / "done", "--metrics-file", prom, "--every=10")
+    assert code == 1
+    homes = {"first": tmp_path / "a", "second": tmp_path / "b/b_monitor", "third": tmp_path / "c"}
+    assert sorted(evaluated(homes["first"])) == EPOCHS[:2]
+    assert evaluated(homes["second"]) == ["b.ckpt"]
+    assert evaluated(homes["third"]) == [EPOCHS[3]]
+    (broken,) = events(homes["second"], "broken")
+    assert "NoSuchCallback" in broken["alarm"][0]
+    assert len(events(homes["second"], "restored")) == 1
+    error = capsys.readouterr().err
+    assert error.count("third: there is no folder or checkpoint") == 1
+    assert "alarm: first: robust/worst is" in error
+    assert "alarm: second: " in error
+    text = prom.read_text()
+    assert text.count("# TYPE lightning_rob_accuracy gauge") == 1
+    for name, alarm in (("first", 1), ("second", 0), ("third", 0)):
+        assert f'lightning_rob_alarm{{run="{name}"}} {alarm}.0' in text
+        images = 16 if name == "third" else 33
+        assert re.search(rf'_images{{attack="worst",run="{name}"}} {images}.0', text)
+
+
+def test_once_the_others_are_evaluated_and_the_failure_is_the_exit_code(listed, tmp_path, capsys):
+    assert watch(listed, "--once") == 2
+    assert evaluated(tmp_path / "a") == EPOCHS[:2]
+    error = capsys.readouterr().err
+    assert "second: " in error and "NoSuchCallback" in error
+    assert "third: there is no folder" in error
+
+
+BAD = {
+    "must name models": "[]",
+    "must have options such as run, got 3": "a: 3",
+    "once is of the process: --once": "a: {run: ., once: true}",
+    "say first which run": "a: {drop: 0.1}",
+    "a and b have one history": "{a: {run: .}, b: {run: .}}",
+    "there is no option nosuch": "a: {run: ., nosuch: 1}",
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_files_that_name_no_models(reason, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models.yaml").write_text(BAD[reason])
+    assert watch("models.yaml", "--once") == 2
+    assert reason in capsys.readouterr().err

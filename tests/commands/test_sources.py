@@ -1,0 +1,250 @@
+"""Checkpoints in a bucket: the same figures as of a folder, no object fetched twice, faults."""
+
+import shutil
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning_rob.commands.monitor import folder, watcher
+from lightning_rob.commands.monitor.bucket import Bucket
+from lightning_rob.commands.monitor.history import History
+from lightning_rob.commands.monitor.source import Unreachable
+from tests.commands import test_monitor
+from tests.commands.test_monitor import EPOCHS, changed, evaluated, events, lines, swapped, watch
+
+trained, as_before = test_monitor.trained, test_monitor.as_before
+monitor = test_monitor.monitor
+ROOT = "/bucket/run"
+URL = f"memory:/{ROOT}"
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """An empty file system in memory that records the objects that are fetched."""
+    files = MemoryFileSystem()
+    fetched, get_file = [], MemoryFileSystem.get_file
+
+    def recorded(self, path, *args, **options):
+        fetched.append(Path(path).name)
+        return get_file(self, path, *args, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", recorded)
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    files.fetched = fetched
+    return files
+
+
+@pytest.fixture
+def put(trained, bucket):
+    """Puts a checkpoint of the fit into the bucket."""
+
+    def one(name, under=None):
+        source = trained / "run/version_0/checkpoints" / name
+        for suffix in (".sha256", ""):
+            place = f"{ROOT}/checkpoints/{under or name}{suffix}"
+            bucket.pipe_file(place, Path(f"{source}{suffix}").read_bytes())
+            time.sleep(1e-3)  # another time of change
+
+    return one
+
+
+def figures(home):
+    found = [line for line in lines(home) if "name" in line]
+    return {(line["weights"], line["name"]): (line["accuracy"], line["interval"]) for line in found}
+
+
+def judgements(home):
+    """The comparisons of each checkpoint, once all older ones are evaluated."""
+    found = events(home, "evaluated") + events(home, "judged")
+    return {e["step"]: [e.get("change"), e.get("drops")] for e in found}
+
+
+def test_a_bucket_gives_the_figures_of_a_folder_and_nothing_is_fetched_twice(
+    trained,
+    bucket,
+    put,
+    tmp_path,
+):
+    local = tmp_path / "local"
+    shutil.copytree(trained / "run/version_0/checkpoints", local / "checkpoints")
+    for name in [*EPOCHS, "last.ckpt"]:
+        put(name)
+    home = tmp_path / "home"
+    (tmp_path / "done").touch()
+    assert monitor(trained, local, "--once") == 0
+    options = ("--until", tmp_path / "done", "--out", home)
+    assert monitor(trained, URL, *options) == 0
+    assert figures(home) == figures(local)
+    assert judgements(home) == judgements(local)
+    # The first decides on the attacks, then the newest counts most.
+    assert evaluated(home) == ["last.ckpt", EPOCHS[2], EPOCHS[1], EPOCHS[0]]
+    assert sorted(n for n in bucket.fetched if n.endswith("t")) == sorted([*EPOCHS, "last.ckpt"])
+    assert [p.name for p in (home / "monitor_cache").rglob("*.ckpt")] == [EPOCHS[0]]
+    bucket.fetched.clear()
+    assert monitor(trained, URL, *options) == 0
+    assert bucket.fetched == []
+    assert len(evaluated(home)) == 4
+
+
+def test_a_bucket_that_refuses_is_reported_once_and_read_again(
+    trained,
+    bucket,
+    put,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
+    find, home, refusal = MemoryFileSystem.find, tmp_path / "home", []
+
+    def refusing(self, *args, **options):
+        if refusal:
+            raise refusal[0]
+        return find(self, *args, **options)
+
+    put(EPOCHS[0])
+    monkeypatch.setattr(MemoryFileSystem, "find", refusing)
+    happens = [
+        lambda: refusal.append(PermissionError("Access Denied")),
+        lambda: put(EPOCHS[1]),
+        lambda: None,
+        refusal.clear,
+        (tmp_path / "done").touch,
+    ]
+    monkeypatch.setattr(watcher.time, "sleep", lambda seconds: happens.pop(0)() if happens else 0)
+    assert monitor(trained, URL, "--out", home, "--until", tmp_path / "done") == 0
+    assert evaluated(home) == EPOCHS[:2]
+    error = capsys.readouterr().err
+    told = f"{URL} cannot be listed: PermissionError: Access Denied; trying again"
+    assert error.count(told) == error.count("again\n") - 1 == 1
+    assert f"{URL} can be read again" in error
+    assert not events(home, "missed")
+    refusal.append(PermissionError("Access Denied"))
+    assert monitor(trained, URL, "--out", home, "--once") == 2
+    assert "error: memory://bucket/run cannot be listed" in capsys.readouterr().err
+
+
+def test_a_single_object_that_is_replaced(trained, bucket, tmp_path):
+    source = trained / "run/version_0/checkpoints" / EPOCHS[3]
+    changed(source, tmp_path / "worse.ckpt", swapped, step=2)
+    home, url = tmp_path / "home", "memory://bucket/production.ckpt"
+    for path, code in ((source, 0), (tmp_path / "worse.ckpt", 1), (source, 0)):
+        bucket.pipe_file("/bucket/production.ckpt", path.read_bytes())
+        assert watch(trained, url, "--out", home, "--drop=significant") == code
+        time.sleep(1e-3)
+    assert [event["step"] for event in events(home, "evaluated")] == [16, 2, 16]
+    assert events(home, "evaluated")[2]["change"]["won_back"]
+    assert bucket.fetched == ["production.ckpt"] * 3
+    bucket.rm("/bucket/production.ckpt")
+    assert watch(trained, url, "--out", home) == 2
+
+
+@pytest.fixture
+def scanned(tmp_path):
+    """A scan of the bucket with its history, and its cache."""
+    with closing(History(tmp_path / "home")) as history:
+        source = Bucket(URL, tmp_path / "cache")
+        yield folder.CheckpointFolder(source, history, lambda line: history.append(line))
+
+
+def test_a_manifest_is_checked_and_a_damaged_object_is_not_fetched_again(
+    bucket, put, scanned, monkeypatch
+):
+    monkeypatch.setattr(folder, "SETTLE", 0.0)
+    put(EPOCHS[0])
+    bucket.pipe_file(f"{ROOT}/checkpoints/{EPOCHS[0]}.sha256", b"0" * 64)
+    for _ in range(4):
+        scanned.scan()
+    (broken,) = scanned.history.events("broken")
+    assert "SHA-256" in broken["alarm"][0]
+    assert bucket.fetched == [EPOCHS[0], f"{EPOCHS[0]}.sha256"]
+    put(EPOCHS[0])
+    scanned.scan()
+    assert list(scanned.files) == [f"checkpoints/{EPOCHS[0]}"]
+
+
+def test_an_object_that_is_replaced_while_it_is_fetched_is_fetched_again(
+    bucket, put, scanned, monkeypatch
+):
+    put(EPOCHS[0], under="last.ckpt")
+    get_file = MemoryFileSystem.get_file
+
+    def replaced(self, *args, **options):
+        monkeypatch.setattr(MemoryFileSystem, "get_file", get_file)
+        get_file(self, *args, **options)
+        put(EPOCHS[1], under="last.ckpt")
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", replaced)
+    scanned.scan()
+    assert not scanned.files and scanned.unread
+    scanned.scan()
+    assert [file.step for file in scanned.files.values()] == [8]
+    assert len(list(scanned.source.cache.iterdir())) == 1
+
+
+def test_an_unread_object_that_goes_is_missed(bucket, put, scanned):
+    for name in EPOCHS:
+        put(name)
+    scanned.scan()
+    assert list(scanned.files) == [f"checkpoints/{name}" for name in (EPOCHS[0], EPOCHS[3])]
+    bucket.rm(f"{ROOT}/checkpoints/{EPOCHS[1]}")
+    scanned.scan(idle=False)
+    assert [e["checkpoint"] for e in scanned.history.events("missed")] == [
+        f"checkpoints/{EPOCHS[1]}"
+    ]
+    assert list(scanned.unread) == [f"checkpoints/{EPOCHS[2]}"]
+
+
+BAD = {
+    "needs --out FOLDER": [URL],
+    "user info": ["s3://key:hidden@bucket/run", "--out=x"],
+    "nosuch://bucket/run cannot be read": ["nosuch://bucket/run", "--out=x"],
+    "a registered model is mlflow:models/NAME@ALIAS": ["mlflow:net", "--out=x"],
+    "there is no checkpoint in memory://bucket/run": [URL, "--out=x", "--once"],
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_urls_that_cannot_be_watched(reason, trained, bucket, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert monitor(trained, *BAD[reason]) == 2
+    error = capsys.readouterr().err
+    assert reason in error
+    assert "hidden" not in error
+
+
+def test_a_file_system_that_fails_to_open(tmp_path):
+    with pytest.raises(Unreachable, match="cannot be opened: ValueError: Protocol not known"):
+        Bucket("nosuch://bucket", tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")  # of mlflow
+def test_an_alias_that_moves_is_a_new_checkpoint(trained, tmp_path, monkeypatch):
+    """A rollback is one, too; a version without a Lightning checkpoint is an alarm."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setattr(folder, "SETTLE", 0.0)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    mlflow.set_tracking_uri((tmp_path / "store").as_uri())
+    client = mlflow.MlflowClient()
+    run = client.create_run(client.create_experiment("e")).info.run_id
+    client.create_registered_model("net")
+    source = trained / "run/version_0/checkpoints"
+    changed(source / EPOCHS[3], tmp_path / "worse.ckpt", swapped, step=2)
+    (tmp_path / "model.pth").touch()
+    for path in (source / EPOCHS[3], tmp_path / "worse.ckpt", tmp_path / "model.pth"):
+        client.log_artifact(run, str(path), f"model/{path.stem}")
+        client.create_model_version("net", f"runs:/{run}/model/{path.stem}", run)
+    home = tmp_path / "home"
+    place = ("mlflow:models/net@production", "--out", home)
+    assert watch(trained, *place) == 2
+    for version, code in (("1", 0), ("1", 0), ("2", 1), ("1", 0), ("3", 1)):
+        client.set_registered_model_alias("net", "production", version)
+        assert watch(trained, *place, "--every=0.01", "--drop=significant") == code
+    found = events(home, "evaluated")
+    assert [event["checkpoint"] for event in found] == [f"net-v{i}.ckpt" for i in (1, 2, 1)]
+    assert found[1]["change"]["newly_vulnerable"] == found[2]["change"]["won_back"] != []
+    (broken,) = events(home, "broken")
+    assert "net-v3.ckpt has not exactly one file of the kind .ckpt" in broken["alarm"][0]
