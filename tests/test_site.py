@@ -34,9 +34,7 @@ def test_the_site_has_every_public_name(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script", sorted((ROOT / "docs/tutorials").glob("*.py")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("name", TUTORIALS)
 def test_tutorial_runs(name):
     environment = os.environ | {"MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-W", "ignore", str(TUTORIALS[name])]
