@@ -22,7 +22,7 @@ from importlib.util import find_spec
 import torch
 from autoattack import SEED, Counted, CountedSingle, digits, trained
 
-from lightning_rob.attacks import APGD, CW, PDGD, DeepFool, MinimalNorm
+from lightning_rob.attacks import APGD, CW, DDN, PDGD, DeepFool, MinimalNorm
 from lightning_rob.objectives import expected_dlr
 from lightning_rob.threat import Threat
 
@@ -39,6 +39,7 @@ def own(threat, passes):
     attacks = {"PDGD": PDGD(threat, (passes - 9) // 2), "MinimalNorm, APGD": search}
     attacks["DeepFool"] = DeepFool(threat)
     if threat.norm == "l2":
+        attacks["DDN"] = DDN(threat, (passes - 9) // 2)
         attacks["CW"] = CW(threat, passes // 10, binary_steps=5, initial_const=1.0)
 
     def run(attack, net, x, y):

@@ -22,6 +22,8 @@ DIGITS = 16  # hexadecimal digits of a fingerprint or key
 TORCH_ATTRIBUTES = set(vars(nn.Module())) | {"training"}
 VOLATILE = TORCH_ATTRIBUTES | {"_current_fx_name"}  # Lightning's name of the running hook
 LIBRARIES = {"lightning_rob", "lightning", "torch", "torchvision", "torchmetrics", "numpy", "timm"}
+# A class's annotations since Python 3.14: a function that holds the namespace it lies in.
+ANNOTATE = {"__annotate__", "__annotate_func__"}
 # Stands for an object without a description, so that no other process takes it for one of its own.
 PROCESS = f"process {uuid4().hex}"
 
@@ -171,6 +173,8 @@ def _kind(kind: type) -> list[Any]:
     found: list[Any] = [f"{kind.__module__}.{kind.__qualname__}"]
     for base in kind.__mro__:
         for name, value in () if _is_library(base.__module__) else vars(base).items():
+            if name in ANNOTATE:
+                continue
             if isinstance(value, property):
                 parts = [part for part in (value.fget, value.fset) if part]
             else:

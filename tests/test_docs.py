@@ -4,9 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
+from torch import nn
+
+from lightning_rob.evaluation.suites import RECIPES
 
 ROOT = Path(__file__).parents[1]
-PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+FOLDERS = ("docs", ".github")
+PAGES = {page.name: page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))}
+PAGES["README.md"] = ROOT / "README.md"
 
 
 def anchors(page):
@@ -25,6 +30,33 @@ def test_links_lead_somewhere(name):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{name}: no {path}"
         assert not anchor or anchor in anchors(target), f"{name}: no #{anchor} in {target.name}"
+
+
+def test_readme_is_a_screen_with_a_picture_of_this_repository():
+    text = PAGES["README.md"].read_text()
+    assert text.count("\n") <= 60
+    (picture,) = re.findall(
+        r"!\[.*\]\(https://raw\.githubusercontent\.com/[^/]+/[^/]+/main/(.*)\)", text
+    )
+    assert (ROOT / picture).is_file()
+
+
+def test_every_kind_of_defense_has_its_plug_in_on_the_page():
+    table = PAGES["which_attack.md"].read_text()
+    for plug_in in RECIPES.values():
+        assert f"`{Path(plug_in).stem}`" in table
+    for kind in RECIPES:
+        assert f"| `{kind}` |" in table
+
+
+def test_the_suite_of_a_randomized_ensemble_is_that_of_the_page(capsys):
+    page = PAGES["which_attack.md"].read_text()
+    script = re.search(r"```python\n(.*?)result =", page, re.S)[1]
+    exec(
+        compile(script, "which_attack.md", "exec"),
+        {"net": nn.Linear(2, 2), "other": nn.Linear(2, 2)},
+    )
+    assert f"# {capsys.readouterr().out.strip()}\n" in page
 
 
 @pytest.mark.parametrize("name", ["README.md", "evaluation.md"])

@@ -77,6 +77,13 @@ def test_a_key_depends_on_arrays_functions_and_nested_values():
     assert cache_key(a=1, b=Scaled(torch.ones(2))) == cache_key(b=Scaled(torch.ones(2)), a=1)
 
 
+def test_a_class_with_annotations_is_described_to_the_end():
+    class Annotated(TinyNet):
+        scale: Any = 2.0
+
+    assert PROCESS not in str(to_plain_data(Annotated()))
+
+
 @pytest.mark.parametrize(
     "attack",
     [

@@ -74,7 +74,8 @@ FILES = [
     *sorted((ROOT / "lightning_rob").rglob("*.py")),
     *sorted((ROOT / "configs").rglob("*.yaml")),
     *sorted((ROOT / "callbacks").rglob("*.yaml")),
-    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(path for path in (ROOT / "docs").rglob("*") if path.suffix in (".md", ".py")),
+    *sorted((ROOT / ".github").glob("*.md")),
     ROOT / "README.md",
 ]
 

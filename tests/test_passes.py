@@ -10,6 +10,7 @@ from lightning_rob.attacks import (
     APGD,
     ARC,
     CW,
+    DDN,
     FAB,
     GMSA,
     PAA,
@@ -235,10 +236,11 @@ def test_deepfool(candidates, backwards):
     assert net.linearised == sorted(net.linearised, reverse=True)
 
 
-def test_pdgd():
+@pytest.mark.parametrize("attack", [PDGD(L2, 20), DDN(L2, 20)])
+def test_pdgd_and_ddn(attack):
     net = mlp(1)
     x, y = batch(net, count=24)
-    PDGD(L2, 20)(Single(net), x, y, seeded())
+    attack(Single(net), x, y, seeded())
     assert net.counts() == (1 + 8, 20, 20)
 
 

@@ -6,6 +6,7 @@ from lightning_rob.attacks.autoattack import AutoAttack
 from lightning_rob.attacks.backward import SGM, InsideBounds, LinBP, SurrogateTransforms
 from lightning_rob.attacks.base import Attack, attacking, evaluating
 from lightning_rob.attacks.cw import CW
+from lightning_rob.attacks.ddn import DDN
 from lightning_rob.attacks.decorators import (
     Accelerated,
     Chunked,
@@ -36,6 +37,7 @@ __all__ = [
     "APGD",
     "ARC",
     "CW",
+    "DDN",
     "FAB",
     "GMSA",
     "PAA",

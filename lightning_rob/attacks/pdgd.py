@@ -89,22 +89,33 @@ class PDGD(Attack):
             run.descend(at, self.threat, self.step_size * LAST_STEP ** (step / self.steps))
             left = 1 - step / max(self.steps - 1, 1)
             run.weigh(value, LAST_DUAL_STEP + (DUAL_STEP - LAST_DUAL_STEP) * left)
-        self._shorten(defense, run, best)
+        shorten(defense, run, best, self.threat, self.objective)
         return brought_inside(best.x_adv, x, self.threat)
 
-    @torch.no_grad()
-    def _shorten(self, defense: Defense, run: "Descent", best: BestSoFar) -> None:
-        """Move the best images back towards the boundary: the last iterates jump over it."""
-        run = run.select(best.distance[run.index].isfinite())
-        low, high = torch.zeros_like(run.w0), best.distance[run.index]
-        farthest, objective = best.x_adv[run.index], ObjectiveGradient(self.objective)
-        for _ in range(HALVINGS if len(run) else 0):
-            radius = (low + high) / 2
-            ball = ThreatPerImage(self.threat.norm, 1.0, self.threat.bounds, radii=radius)
-            x_adv = ball.project(farthest, run.x)
-            value = objective.value(defense, x_adv, run.y, run.generator).to(x_adv)
-            best.update(run.index, x_adv, self.threat.size(x_adv - run.x), value, 0)
-            low, high = torch.where(value > 0, low, radius), torch.where(value > 0, radius, high)
+
+@torch.no_grad()
+def shorten(
+    defense: Defense, run: ActiveBatch, best: BestSoFar, threat: Threat, objective: Objective
+) -> None:
+    """Move the best images back towards the boundary, which the last iterates jump over.
+
+    Args:
+        defense: the defense under attack.
+        run: the images that were not fooled from the start.
+        best: the best images, changed in place.
+        threat: its norm and bounds.
+        objective: what is positive for an image that is fooled.
+    """
+    run = run.select(best.distance[run.index].isfinite())
+    high, farthest = best.distance[run.index], best.x_adv[run.index]
+    low = torch.zeros_like(high)
+    for _ in range(HALVINGS if len(run) else 0):
+        radius = (low + high) / 2
+        ball = ThreatPerImage(threat.norm, 1.0, threat.bounds, radii=radius)
+        x_adv = ball.project(farthest, run.x)
+        value = ObjectiveGradient(objective).value(defense, x_adv, run.y, run.generator).to(x_adv)
+        best.update(run.index, x_adv, threat.size(x_adv - run.x), value, 0)
+        low, high = torch.where(value > 0, low, radius), torch.where(value > 0, radius, high)
 
 
 @dataclass

@@ -138,10 +138,10 @@ class EvaluationResult:
     def distances(self, name: str) -> Tensor:
         """Return how far each image [N] had to be moved until the defense was always wrong.
 
-        From one run of an attack of smallest norm (`PDGD`, `MinimalNorm`, `CW`, `DeepFool`) the
-        median is `distances(name).median()`, and the accuracy within any radius up to its eps
-        `(distances(name) > radius).float().mean()`. Of other attacks the distances are upper
-        bounds, mostly eps.
+        From one run of an attack of smallest norm (`PDGD`, `DDN`, `MinimalNorm`, `CW`,
+        `DeepFool`) the median is `distances(name).median()`, and the accuracy within any radius up
+        to its eps `(distances(name) > radius).float().mean()`. Of other attacks the distances are
+        upper bounds, mostly eps.
 
         Args:
             name: an attack.

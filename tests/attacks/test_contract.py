@@ -18,6 +18,7 @@ from lightning_rob.attacks import (
     APGD,
     ARC,
     CW,
+    DDN,
     FAB,
     GMSA,
     PAA,
@@ -108,6 +109,7 @@ ENTRIES = {
     "fab": (FAB(LINF, 5, 2), "ensemble"),
     "fab-l2": (FAB(L2, 5, 0, 2), "ensemble"),
     "pdgd": (PDGD(LINF, 40), "ensemble"),
+    "ddn": (DDN(L2, 40), "ensemble"),
     "pdgd-l2": (PDGD(L2, 40, objective=linear), "ensemble"),
     "minimal-norm": (MinimalNorm(PGD(LINF, 5, "8/255", early_stop=True), 3), "ensemble"),
     "minimal-norm-l2": (MinimalNorm(APGD(L2, 5, restarts=2), 3), "transformed"),
@@ -294,7 +296,7 @@ def test_without_limits_nothing_is_left(attack, defense):
     eps = 1.0 if attack.threat.norm == "linf" else 6.0
     steps = {name: eps if isinstance(attack, ARC) else eps / 8 for name in attack.lengths}
     steps |= {"queries": 400} if isinstance(attack, Square) else {"steps": 40}
-    if isinstance(attack, CW | DeepFool | FAB | PDGD | Square):
+    if isinstance(attack, CW | DDN | DeepFool | FAB | PDGD | Square):
         defense = Single(defense.members[0])  # these stop at the boundary of the members' mean
         steps = {} if isinstance(attack, CW | DeepFool) else steps
     x, y = images(40, seed=7)

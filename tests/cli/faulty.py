@@ -173,8 +173,10 @@ def rank_fault(folder, kind, command, checkpoint):
     with (folder / "log").open("w") as log:
         run = subprocess.Popen(list(map(str, args)), env=env, stdout=log, stderr=log, cwd=folder)
         code = run.wait(600)
-    late = time.time() - float(stamp.read_text())
-    orphans = marked(mark)
+    ended = time.time()
+    late = ended - float(stamp.read_text())
+    while (orphans := marked(mark)) and time.time() < ended + 5:
+        time.sleep(0.05)  # Python 3.14's resource tracker ends a moment after its process
     good = code != 0 and not orphans and late < LIMIT + 10
     print(f"{kind} in {command}: exit code {code}, {late:.1f} s, orphans {orphans}", flush=True)
     for pid in orphans:

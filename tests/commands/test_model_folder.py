@@ -13,7 +13,7 @@ import lightning_rob
 from lightning_rob.cli.trust import VARIABLE
 from lightning_rob.commands.configs import ExportConfig
 from lightning_rob.errors import InputError
-from tests.tiny import Blobs, pgd, recipe, robust_eval, run
+from tests.tiny import ROOT, Blobs, pgd, recipe, robust_eval, run
 
 MONITOR = {"model__init_args__monitor": "val/robust/apgd"}
 
@@ -52,6 +52,11 @@ def test_the_same_logits(exported):
     assert module.best["value"] == trained.best["value"]
     for name, tensor in trained.best["weights"].items():
         assert torch.equal(module.best["weights"][name], tensor)
+
+
+def test_the_same_defense_by_torch_hub(exported):
+    defense = torch.hub.load(str(ROOT), "load", exported[0], source="local")
+    assert torch.equal(defense(x()), lightning_rob.load(exported[0])(x()))
 
 
 def test_no_code_of_others_is_imported(exported, monkeypatch):

@@ -128,8 +128,12 @@ def test_a_batch_sampler_of_ones_own_is_respected():
     assert not serves_once(DataLoader(DATA, batch_sampler=Own(SequentialSampler(DATA), 4, False)))
 
 
+def integers(items):  # a worker of Python 3.14 imports it
+    return [int(item[0]) for item in items]
+
+
 def test_groups_come_through_the_loaders_own_workers_and_collation():
-    loader = DataLoader(DATA, 5, num_workers=1, collate_fn=lambda items: [int(i[0]) for i in items])
+    loader = DataLoader(DATA, 5, num_workers=1, collate_fn=integers)
     assert list(group_loader(loader, [])) == []
     state = torch.get_rng_state()
     assert list(group_loader(loader, [torch.tensor([7, 2]), torch.tensor([0])])) == [[7, 2], [0]]

@@ -1,0 +1,130 @@
+"""Which random transforms, how many, which rule and which attack (Sitawarin et al. 2022).
+
+    python benchmarks/papers/random_transforms.py --table groups --seeds 3
+
+Trains a SmallCNN on `Patches10` behind the transforms of `configs/rt_patches.yaml`, and in two
+tables behind others, and attacks the same test images within linf 8/255. Tables: `groups`, one
+group of transforms at a time (the paper's Table 5); `sizes`, the number S of transforms (Fig. 13);
+`rules`, decision rule and draws of a prediction (Fig. 11, 12); `autoattack`, two of its four parts
+(Table 2). Prints
+accuracies over ten predictions of each image, means over seeds with 95 % t intervals over seeds.
+Checkpoints and finished rows stay in --folder: the same command resumes.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from ensembles import cell, trained
+from torch.utils.data import DataLoader
+
+from lightning_rob import PGD, AutoAttack, RandomTransforms, SurrogateTransforms, Threat, evaluate
+from lightning_rob.attacks import aggmo
+from lightning_rob.objectives import linear
+from lightning_rob.rules import majority, mean_logits, mean_probs
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GROUPS = ("noise", "blur", "color", "edge", "compress", "geometric", "stylize")
+SIZES = (1, 2, 4, 8)
+RULES = {rule.__name__: rule for rule in (mean_probs, majority, mean_logits)}
+DRAWS = (1, 5, 20)
+THREAT = Threat("linf", 8 / 255)
+
+
+def attacks(steps, draws):
+    """Return EoT and the paper's attack for a network without residual branches (no SGM)."""
+    options = {"steps": steps, "step_size": THREAT.eps / 8, "draws": draws}
+    own = {"objective": linear, "backward": SurrogateTransforms(), "momentum": aggmo(6)}
+    return {"EoT": PGD(THREAT, **options), "linear, AggMo": PGD(THREAT, **options, **own)}
+
+
+def suites(options):
+    """Return the attacks of a table by name."""
+    tried = attacks(options.steps, options.draws)
+    if options.table == "autoattack":
+        parts = ("apgd-ce", "apgd-t")
+        tried["AutoAttack's APGD"] = AutoAttack(THREAT, "custom", parts, options.draws)
+    return tried
+
+
+def recipes(table):
+    """Return the options of `fit` by the name of the training run."""
+    if table == "groups":
+        return {group: ["--config", f"group_{group}"] for group in GROUPS}
+    if table == "sizes":
+        return {f"S = {size}": [f"--model.defense.size={size}"] for size in SIZES}
+    return {"S = 8": []}
+
+
+def variants(table, defense):
+    """Return the defenses that one trained network is evaluated as, by name."""
+    if table != "rules":
+        return {"": defense}
+    kinds = list(defense.transforms.values())
+    return {
+        f"{name}, {draws} draws": RandomTransforms(defense.net, kinds, defense.size, draws, rule)
+        for name, rule in RULES.items()
+        for draws in DRAWS
+    }
+
+
+def rows(options):
+    """Return accuracies by row and attack: a list over seeds."""
+    record = options.folder / "rows.jsonl"
+    lines = record.read_text().splitlines() if record.exists() else []
+    done = {line["key"]: line["accuracy"] for line in map(json.loads, lines)}
+    tried, table = suites(options), {}
+    budget = f"{options.images} {options.steps} {options.draws}"
+    for seed in range(options.seeds):
+        for run, extra in recipes(options.table).items():
+            args = ["--config", str(CONFIGS / "rt_patches.yaml"), *extra, *options.fit]
+            args += [f"--seed_everything={seed}", f"--data.seed={seed}"]
+            defense, data = trained(options.folder / f"{run} seed{seed}", args)
+            for name, variant in variants(options.table, defense).items():
+                key = f"{run} {name} {seed} {budget} {' '.join(tried)}"
+                if key not in done:
+                    result = evaluate(
+                        variant.eval(),
+                        tried,
+                        DataLoader(data.parts["test"], 100),
+                        inferences=10,
+                        max_images=options.images,
+                        resume=options.folder / "resume",
+                        progress=False,
+                    )
+                    done[key] = {each: 100 * result.accuracy(each) for each in ["clean", *tried]}
+                    with record.open("a") as file:
+                        file.write(json.dumps({"key": key, "accuracy": done[key]}) + "\n")
+                for each, value in done[key].items():
+                    table.setdefault(name or run, {}).setdefault(each, []).append(value)
+    return table
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--table", choices=("groups", "sizes", "rules", "autoattack"), required=True
+    )
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--images", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--draws", type=int, default=5, help="of a step of an attack")
+    parser.add_argument("--folder", type=Path, default=Path("logs/random_transforms"))
+    options, fit = parser.parse_known_args()
+    options.fit = [
+        "--model.net={class_path: SmallCNN, init_args: {channels: 3}}",
+        "--model.optimizer={class_path: torch.optim.Adam, init_args: {lr: 0.01}}",
+        "--model.lr_scheduler.init_args.T_max=10",
+        "--trainer.max_epochs=10",
+        *fit,
+    ]
+    table = rows(options)
+    names = list(next(iter(table.values())))
+    print(f"| | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
+    for name, row in table.items():
+        print(f"| {name} | {' | '.join(cell(row[each]) for each in names)} |")
+    print(f"{options.seeds} seeds, {options.images} images; 95 % t intervals over seeds")
+
+
+if __name__ == "__main__":
+    main()

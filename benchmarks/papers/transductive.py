@@ -1,0 +1,105 @@
+"""Defenses that adapt, beyond their recipes: base, order of images, radius (Chen et al. 2022).
+
+    python benchmarks/papers/transductive.py --table madry --images 20
+
+Tables: `madry`, RMC on an adversarially trained base beside that base, digits, linf 0.2 (the
+paper's Table 1); `order`, DENT on `Patches10`, linf 8/255, where rounds of 128 images come in
+natural order or sorted by label (Table 5); `dann`, DANN at the paper's radius, linf 0.3, with a
+weight of the discriminator of 0.1 (Table 3). --private-draws defenders adapt to each perturbed
+round. Finished images stay in --folder: the same command resumes.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from ensembles import trained
+from torch.utils.data import DataLoader
+
+from lightning_rob import GMSA, PGD, HighConfidence, Threat, TransferFromStatic, evaluate
+from lightning_rob.defenses import base_model
+from lightning_rob.defenses.transductive import give_source
+from lightning_rob.evaluation.protocol import RoundProtocol
+from lightning_rob.objectives import worst_ce
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+AGAINST = (
+    "{{class_path: PGD, init_args: {{threat: {{norm: linf, eps: {}}}, steps: 5, step_size: {}}}}}"
+)
+
+
+def madry(options):
+    threat = Threat("linf", 0.2)
+    pgd = PGD(threat, 40, 0.01, keep_best=True)
+    recipe = ["rmc_digits", f"--model.attack={AGAINST.format(0.2, 0.05)}"]
+    defense, loader = built("madry", recipe, 1, options)
+    yield "base", base_model(defense), {"PGD": pgd}, loader, None
+    played = {"PGD, transferred": TransferFromStatic(pgd), "GMSA-AVG": GMSA(pgd, rounds=5)}
+    yield "RMC", defense, played, loader, RoundProtocol(images=1)
+
+
+def order(options):
+    threat = Threat("linf", 8 / 255)
+    pgd = PGD(threat, 20, 2 / 255, keep_best=True)
+    recipe = ["dent_digits", f"--model.attack={AGAINST.format('8/255', '3/255')}"]
+    recipe += ["--model.net.init_args.channels=3", "--data=Patches10", "--data.train_size=5000"]
+    defense, loader = built("order", [*recipe, "--data.batch_size=128"], 128, options)
+    yield "base", base_model(defense), {"PGD": pgd}, loader, None
+    confident = TransferFromStatic(HighConfidence(pgd, untargeted=2, targeted=4))
+    played = {"PGD, transferred": TransferFromStatic(pgd), "confident": confident}
+    for name in ("natural", "by_label"):
+        yield f"DENT, {name}", defense, played, loader, RoundProtocol(name, images=128)
+
+
+def dann(options):
+    pgd = PGD(Threat("linf", 0.3), 40, 0.01, keep_best=True)
+    hardest = PGD(Threat("linf", 0.3), 40, 0.01, keep_best=True, objective=worst_ce)
+    recipe = ["dann_digits", "--model.defense.scale=0.1"]
+    defense, loader = built("dann", recipe, options.images, options)
+    yield "base", base_model(defense), {"PGD": pgd}, loader, None
+    played = {"PGD, transferred": TransferFromStatic(pgd)}
+    played["GMSA-AVG"] = GMSA(pgd, rounds=options.rounds, from_clean=False)
+    played["GMSA-MIN"] = GMSA(hardest, rounds=options.rounds, from_clean=False)
+    yield "DANN", defense, played, loader, RoundProtocol(images=options.images)
+
+
+def built(name, recipe, size, options):
+    """Return the trained recipe's defense with its labelled images, and a loader of test images."""
+    config, *rest = recipe
+    args = ["--config", str(CONFIGS / f"{config}.yaml"), *rest, *options.fit]
+    defense, data = trained(options.folder / name, args)
+    give_source(defense, data.labelled)
+    return defense, DataLoader(data.parts["test"], size)
+
+
+def main():
+    tables = {"madry": madry, "order": order, "dann": dann}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--table", choices=tables, required=True)
+    parser.add_argument("--images", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=7, help="rehearsals of GMSA on DANN")
+    parser.add_argument("--private-draws", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path("logs/transductive"))
+    options, options.fit = parser.parse_known_args()
+    print("| defense | attack | accuracy | 95 % interval |\n|---|---|---|---|")
+    for name, defense, attacks, loader, protocol in tables[options.table](options):
+        torch.manual_seed(0)
+        result = evaluate(
+            defense,
+            attacks,
+            loader,
+            max_images=options.images,
+            private_draws=options.private_draws if protocol else 1,
+            protocol=protocol,
+            resume=options.folder / "resume",
+            progress=False,
+        )
+        for attack in ["clean", *attacks]:
+            low, high = (100 * end for end in result.interval(attack))
+            accuracy = f"{100 * result.accuracy(attack):.1f}"
+            print(f"| {name} | {attack} | {accuracy} | {low:.1f} to {high:.1f} |", flush=True)
+        print(f"intervals cover {result.covers}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Generate pages of the site: the reference, the recipes, and the tutorials with output."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from run_tutorial import read_cells
+
+from lightning_rob.cli.main import COMMANDS
+from lightning_rob.commands.recipes import FOLDERS, first_sentence
+
+ROOT = Path(__file__).parents[1]
+REPOSITORY = "https://github.com/OWNER/lightning-rob/blob/main"
+REFERENCE = {  # page: title, and the modules whose public names it lists
+    "evaluation": (
+        "Evaluation",
+        "evaluation.evaluate.evaluate",
+        "evaluation",
+        "evaluation.suites",
+        "cli.load",
+    ),
+    "attacks": ("Attacks", "attacks"),
+    "defenses": ("Defenses", "defenses"),
+    "mathematics": ("Threats, rules, objectives", "threat", "rules", "objectives", "randomness"),
+    "modules": ("Training methods", "modules"),
+    "callbacks": ("Callbacks", "callbacks"),
+    "metrics": (  # a function that is called as its file is named needs its whole path
+        "Metrics",
+        "metrics",
+        "metrics.robust_accuracy.robust_accuracy",
+        "metrics.gradient_spread.gradient_spread",
+        "metrics.corruption_error.corruption_error",
+    ),
+    "audit": ("Audit", "audit.auditor", "audit.findings", "audit.target"),
+    "nets": ("Networks", "nets"),
+    "data": ("Data", "data"),
+    "transforms": ("Transforms", "transforms", "transforms.nondifferentiable", "transforms.bpda"),
+    "figures": ("Figures and precision", "plots", "precision"),
+}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages, and the pictures of the tutorials."""
+    pages: dict[str, str | bytes] = {
+        "reference/recipes.md": recipes(),
+        "reference/command_line.md": command_line(),
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
+    }
+    for name in ("CONTRIBUTING", "SECURITY"):
+        text = (ROOT / f".github/{name}.md").read_text(encoding="utf-8")
+        pages[f"{name.lower()}.md"] = text.replace("](../docs/", "](")
+    for name, (title, *modules) in REFERENCE.items():
+        parts = "\n\n".join(f"::: lightning_rob.{module}" for module in modules)
+        pages[f"reference/{name}.md"] = f"# {title}\n\n{parts}\n"
+    for script in sorted((ROOT / "docs/tutorials").glob("*.py")):
+        pages |= tutorial(script, run=config.extra["run_tutorials"])
+    for path, content in pages.items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links that leave the folder lead to the repository, those to tutorials to their pages."""
+    if page.file.generated_by is not None:
+        return markdown
+    markdown = re.sub(r"\]\(\.\./", f"]({REPOSITORY}/", markdown)
+    return re.sub(r"\]\((tutorials/\w+)\.py", r"](\1.md", markdown)
+
+
+def recipes() -> str:
+    """Return the page of all shipped files: name, and the first sentence of each."""
+    parts = ["# Recipes and plug-ins"]
+    for kind, (folder, usage) in FOLDERS.items():
+        command = usage if usage.startswith("--") else f"lightning-rob {usage}"
+        rows = [
+            f"| [`{path.stem}`]({REPOSITORY}/{path.relative_to(ROOT)}) | {sentence_of(path)} |"
+            for path in sorted((ROOT / folder).glob("*.yaml"))
+        ]
+        parts += [
+            f"## {kind.capitalize()}",
+            f"`{command}`",
+            "\n".join(["| name | |", "|---|---|", *rows]),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def sentence_of(path: Path) -> str:
+    """Return the first sentence of a recipe's comment, as a cell of a table."""
+    return first_sentence(path.read_text(encoding="utf-8")).replace("|", "\\|")
+
+
+def command_line() -> str:
+    """Return the page with the help of each command."""
+    parts = ["# Command line", block(command_help())]
+    for command in COMMANDS:
+        parts += [f"## {command}", block(command_help(command))]
+    return "\n\n".join(parts) + "\n"
+
+
+def command_help(*command: str) -> str:
+    """Return what `lightning-rob COMMAND --help` prints."""
+    line = [sys.executable, "-m", "lightning_rob", *command, "--help"]
+    environment = os.environ | {"COLUMNS": "88", "NO_COLOR": "1"}
+    return subprocess.run(
+        line, capture_output=True, text=True, check=True, cwd=ROOT, env=environment
+    ).stdout
+
+
+def block(text: str, language: str = "text") -> str:
+    """Return a fenced block."""
+    return f"```{language}\n{text.rstrip()}\n```"
+
+
+def tutorial(script: Path, run: bool) -> dict[str, str | bytes]:
+    """Return the page of a tutorial, and its pictures."""
+    cells = read_cells(script.read_text(encoding="utf-8"))
+    outputs = outputs_of(script) if run else [{"text": "", "pictures": []} for _ in cells]
+    parts, files = [], {}
+    for number, ((kind, text), output) in enumerate(zip(cells, outputs, strict=True)):
+        parts.append(text if kind == "markdown" else block(text, "python"))
+        for i, picture in enumerate(output["pictures"]):
+            name = f"{script.stem}-{number}-{i}.png"
+            files[f"tutorials/{name}"] = bytes.fromhex(picture)
+            parts.append(f"![What the code above draws]({name})")
+        if output["text"].strip():
+            parts.append(block(output["text"]))
+    source = (
+        f"[Download this page as a Python script]({script.name}), to be run or opened in Jupyter."
+    )
+    parts[1:1] = [f"![First picture]({Path(name).name})" for name in list(files)[:1]]
+    parts.append(source)
+    return {f"tutorials/{script.stem}.md": "\n\n".join(parts) + "\n", **files}
+
+
+def outputs_of(script: Path) -> list[dict[str, Any]]:
+    """Return what each cell printed and drew; a script runs once for each state of the package."""
+    digest = hashlib.sha256(script.read_bytes() + Path(__file__).read_bytes())
+    for path in sorted((ROOT / "lightning_rob").rglob("*.py")):
+        digest.update(path.read_bytes())
+    store = ROOT / f"build/tutorials/{script.stem}-{digest.hexdigest()[:16]}.json"
+    if not store.exists():
+        runner = ROOT / "docs/run_tutorial.py"
+        store.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, str(runner), str(script), str(store)], check=True)
+    return json.loads(store.read_text(encoding="utf-8"))

@@ -1,0 +1,93 @@
+# %% [markdown]
+# # Attack any network in ten lines
+#
+# Train a small network on digits that are part of the package, attack it, and look at the images.
+
+# %%
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+from lightning_rob import PGD, AutoAttack, Single, Threat, evaluate
+from lightning_rob.data import Digits5k
+from lightning_rob.nets import SmallCNN
+
+torch.manual_seed(0)
+train, test = (Digits5k().source(train) for train in (True, False))
+x, y = train.images / 255, train.labels
+net = SmallCNN()  # any nn.Module: images [B, C, H, W] in [0, 1] to logits [B, K]
+optimizer = torch.optim.Adam(net.parameters(), 0.01)
+for _ in range(3):
+    for batch in torch.randperm(len(x)).split(128):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
+        optimizer.step()
+
+# %% [markdown]
+# The attack itself is one line. Every pixel may change by 0.1:
+
+# %%
+images, labels = test.images[:500] / 255, test.labels[:500]
+threat = Threat("linf", 0.1)
+adversarial = PGD(threat, steps=20, step_size=0.02)(Single(net), images, labels)
+
+net.eval()
+figure, axes = plt.subplots(3, 8, figsize=(9, 3.9), layout="constrained")
+for column in range(8):
+    clean, attacked = images[column, 0], adversarial[column, 0]
+    before, after = (int(net(part[None, None]).argmax()) for part in (clean, attacked))
+    for axis, picture in zip(
+        axes[:, column], (clean, attacked - clean + 0.5, attacked), strict=True
+    ):
+        axis.imshow(picture.detach(), cmap="gray", vmin=0, vmax=1)
+        axis.set_axis_off()
+    axes[0, column].set_title(f"{before}")
+    axes[2, column].set_title(f"{after}", color="firebrick" if after != before else "black")
+plt.show()
+
+# %% [markdown]
+# From above: the image with its prediction, the perturbation around grey, and the perturbed image
+# with its prediction, red where it has changed.
+#
+# ## The robust accuracy
+#
+# `evaluate` scores the network image by image, under any number of attacks:
+
+# %%
+attacks = {
+    "pgd": PGD(threat, steps=20, step_size=0.02),
+    "autoattack": AutoAttack(threat, queries=500),
+}
+result = evaluate(net, attacks, [(images, labels)], progress=False)
+print(result.table())
+
+# %% [markdown]
+# `worst` is the accuracy under the strongest attack on each image: the number to report. Each
+# accuracy under attack is an upper bound, as a better attack may exist.
+#
+# ## How far is far?
+
+# %%
+from lightning_rob.plots import COLORS
+
+radii = [0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.12]
+results = [
+    evaluate(net, {"pgd": PGD(Threat("linf", r), 20, r / 5)}, [(images, labels)], progress=False)
+    for r in radii[1:]
+]
+accuracy = [result.accuracy("clean"), *(found.accuracy("pgd") for found in results)]
+bands = [result.interval("clean"), *(found.interval("pgd") for found in results)]
+
+figure, axis = plt.subplots(figsize=(6, 3.4), layout="constrained")
+axis.plot(radii, accuracy, "o-", color=COLORS[0])
+axis.fill_between(radii, *zip(*bands, strict=True), color=COLORS[0], alpha=0.15)
+axis.set(xlabel="radius of the linf ball", ylabel="accuracy under PGD", ylim=(0, 1))
+plt.show()
+
+# %% [markdown]
+# The band is the 95 % interval over images. A curve that does not fall to 0 for a large radius
+# is a sign that the attack fails: see [break a defense that only seems
+# robust](broken_defense.md).
+#
+# Next: [your own module, data and logger](../yours.md), or
+# [which attack your defense calls for](../which_attack.md).

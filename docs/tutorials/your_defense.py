@@ -1,0 +1,89 @@
+# %% [markdown]
+# # A defense of your own that adapts, and the game against it
+#
+# Some defenses change with the images that they are to predict. This one takes the statistics
+# of its batch normalization from the test batch. Write it, and play the game that decides how
+# robust it is:
+
+# %%
+import copy
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+from lightning_rob import GMSA, PGD, RoundProtocol, Single, Threat, TransferFromStatic, evaluate
+from lightning_rob.data import Digits5k
+from lightning_rob.defenses.transductive import Transductive
+from lightning_rob.nets import SmallCNN
+
+
+class BatchStatistics(Transductive):
+    """Predict with the mean and variance of the test batch (Schneider et al. 2020)."""
+
+    needs_source = False
+
+    def fit_to_batch(self, x, generator):
+        net = copy.deepcopy(self.net).train()
+        for layer in net.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.reset_running_stats()
+                layer.momentum = None  # the mean of all batches, here of one
+        with torch.no_grad():
+            net(x)
+        return self.copy_with(adapted=net.eval())
+
+
+torch.manual_seed(0)
+train, test = (Digits5k().source(train) for train in (True, False))
+x, y = train.images / 255, train.labels
+net = SmallCNN()
+optimizer = torch.optim.Adam(net.parameters(), 0.01)
+for _ in range(3):
+    for batch in torch.randperm(len(x)).split(128):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
+        optimizer.step()
+defense = BatchStatistics(net.eval())
+images, labels = test.images[:400] / 255, test.labels[:400]
+
+# %% [markdown]
+# ## Two attackers
+#
+# The first attacks the network as it was before it adapts, and hopes that the images transfer.
+# The second knows the defense. It rehearses: it adapts a copy to its images, attacks all copies
+# so far, and repeats (GMSA). In each round 100 images are attacked, the defense adapts to them
+# without labels, and predicts.
+
+# %%
+threat = Threat("linf", 0.06)
+pgd = PGD(threat, steps=10, step_size=0.015, keep_best=True)
+attacks = {"transfer": TransferFromStatic(pgd)}
+attacks |= {f"gmsa_{rounds}": GMSA(pgd, rounds=rounds) for rounds in (1, 2, 4)}
+protocol = RoundProtocol(images=100)
+result = evaluate(defense, attacks, [(images, labels)], protocol=protocol, progress=False)
+static = evaluate(Single(net), {"pgd": pgd}, [(images, labels)], progress=False)
+
+figure, axis = plt.subplots(figsize=(6, 3.3), layout="constrained")
+rounds = [1, 2, 4]
+axis.plot(rounds, [result.accuracy(f"gmsa_{n}") for n in rounds], "o-", label="GMSA")
+axis.axhline(result.accuracy("transfer"), color="#D55E00", linestyle="--", label="transfer")
+axis.axhline(static.accuracy("pgd"), color="0.5", linestyle=":", label="without the defense, PGD")
+axis.set(xlabel="rehearsals of the attacker", ylabel="accuracy", ylim=(0, 1), xticks=rounds)
+axis.legend()
+plt.show()
+
+# %%
+print(result.table())
+
+# %% [markdown]
+# The attacker who rehearses leaves less than the one who hopes for a transfer, and the gap grows
+# with the rehearsals: an evaluation by transferred images overrates the defense. Even the lowest
+# accuracy is an upper bound. `worst` of a defense that adapts is the strongest attack as a whole,
+# as each prediction depends on the whole batch.
+#
+# Your class needs `fit_to_batch` alone; evaluation, audit, records and the command line treat
+# it like the defenses of the package. To add it to the package:
+# [extending](../extending.md#a-defense).
+#
+# Next: [defenses that adapt to the test batch](../transductive.md).

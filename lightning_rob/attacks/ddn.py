@@ -1,0 +1,113 @@
+"""Decoupled direction and norm: the gradient turns the perturbation, success shortens it."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.cw import BestSoFar, brought_inside
+from lightning_rob.attacks.gradient import ObjectiveGradient
+from lightning_rob.attacks.pdgd import shorten
+from lightning_rob.attacks.pgd import is_certain
+from lightning_rob.defenses import Defense
+from lightning_rob.errors import at_least
+from lightning_rob.objectives import expected_ce, expected_margin
+from lightning_rob.randomness import Generator
+from lightning_rob.threat import TINY, Threat, scale
+
+FIRST_STEP, LAST_STEP = 1.0, 0.01  # lengths of the gradient steps, by a cosine
+
+
+@dataclass(frozen=True)
+class DDN(Attack):
+    """Smallest l2 perturbation by decoupled direction and norm (Rony et al. 2019, Algorithm 1).
+
+    A step follows the unit gradient of the cross-entropy; the perturbation is then rescaled to a
+    norm that falls by the factor 1 - gamma where the last iterate succeeded, else grows by
+    1 + gamma. Fast where the boundary is near, as on networks without adversarial training.
+
+    At the end the smallest perturbation found is projected to smaller radii, by bisection, which
+    the paper does not do. It is then projected into the ball: with a huge eps it is returned
+    unchanged. Images whose mean margin is wrong are returned unchanged. On an ensemble the mean
+    must succeed: some members stay correct.
+
+    Args:
+        threat: the ball and the bounds; l2.
+        steps: number of steps, each of one forward and one backward pass, before eight forward
+            passes for the projections.
+        gamma: relative change of the norm in a step.
+        first_norm: the norm of the first perturbation, in pixel units.
+
+    Raises:
+        TypeError: when called on a random defense, for which one wrong prediction is no proof.
+        ValueError: a count below 1, gamma not in (0, 1), a norm that is not positive, another
+            threat than l2.
+    """
+
+    threat: Threat
+    steps: int = 500
+    gamma: float = 0.05
+    first_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        at_least(1, steps=self.steps)
+        if not 0 < self.gamma < 1:
+            raise ValueError(f"gamma must be in (0, 1), got {self.gamma}")
+        if not self.first_norm > 0:
+            raise ValueError(f"first_norm must be positive, got {self.first_norm}")
+        if self.threat.p != 2:
+            raise ValueError(f"DDN is for l2, not for norm {self.threat.norm}")
+
+    @property
+    def stops_on_gradient_logits(self) -> bool:
+        """Whether logits computed for a gradient decide which images are already fooled."""
+        return True  # they decide which iterates count
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        if not is_certain(defense, expected_margin):
+            raise TypeError(f"DDN is for fixed classifiers, not for {type(defense).__name__}")
+        climbed, margin = ObjectiveGradient(expected_ce), ObjectiveGradient(expected_margin)
+        with torch.no_grad():
+            value = margin.value(defense, x, y, generator, check=True).to(x)
+        fooled = value > 0
+        distance = torch.full_like(value, torch.inf).masked_fill(fooled, 0)
+        best = BestSoFar(x.clone(), distance, value, fooled)
+        norm = x.new_full((len(x),), self.first_norm)
+        run = Walk(positions(x), x, y, derived(generator, 0), x, norm).select(~fooled)
+        for step in range(self.steps if len(run) else 0):
+            at = climbed(defense, run.x_adv, run.y, run.generator)
+            value = expected_margin(at.logits, at.weights, run.y).to(x)
+            best.update(run.index, run.x_adv, self.threat.size(run.x_adv - run.x), value, 0)
+            share = (1 + math.cos(math.pi * step / self.steps)) / 2
+            length = LAST_STEP + (FIRST_STEP - LAST_STEP) * share
+            run.norm = run.norm * torch.where(value > 0, 1 - self.gamma, 1 + self.gamma)
+            run.move(self.threat, at.gradient.nan_to_num(0.0, 0.0, 0.0), length)
+        shorten(defense, run, best, self.threat, expected_margin)
+        return brought_inside(best.x_adv, x, self.threat)
+
+
+@dataclass
+class Walk(ActiveBatch):
+    """The iterates and their norms.
+
+    Args:
+        x_adv: [b, C, H, W] the iterates.
+        norm: [b] the norms of the next perturbations, before they are cut off at the bounds.
+    """
+
+    x_adv: Tensor
+    norm: Tensor
+
+    def move(self, threat: Threat, gradient: Tensor, length: float) -> None:
+        """Follow the gradient [b, C, H, W] by a length, and rescale the perturbation."""
+        low, high = threat.bounds
+        farthest = threat.size(torch.maximum(self.x - low, high - self.x))
+        self.norm = torch.minimum(self.norm, farthest)
+        direction = scale(gradient, length / threat.size(gradient).clamp_min(TINY))
+        delta = self.x_adv - self.x + direction
+        delta = scale(delta, self.norm / threat.size(delta).clamp_min(TINY))
+        self.x_adv = (self.x + delta).clamp(low, high)

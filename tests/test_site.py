@@ -1,0 +1,42 @@
+"""The documentation site builds without a warning, and the tutorials run."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import lightning_rob
+
+ROOT = Path(__file__).parents[1]
+TUTORIALS = {path.stem: path for path in sorted((ROOT / "docs/tutorials").glob("*.py"))}
+CONSTANTS = {"ALEXNET_ERRORS", "GROUP_SIZE", "__version__"}
+
+
+@pytest.mark.skipif(find_spec("mkdocstrings") is None, reason='needs pip install -e ".[docs]"')
+def test_the_site_has_every_public_name(tmp_path):
+    from mkdocstrings import Inventory
+
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"RUN_TUTORIALS": "false", "PYTHONPATH": str(ROOT)}
+    built = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert built.returncode == 0, built.stderr
+    with (tmp_path / "objects.inv").open("rb") as file:
+        documented = set(Inventory.parse_sphinx(file))
+    public = [getattr(lightning_rob, name) for name in dir(lightning_rob) if name not in CONSTANTS]
+    assert {f"{part.__module__}.{part.__qualname__}" for part in public} <= documented
+    pages = [page.read_text() for page in tmp_path.rglob("*.html")]
+    assert len(pages) > 30
+    for page in pages:
+        assert 'src="http' not in page and "fonts.g" not in page  # no request leaves the site
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_tutorial_runs(name):
+    environment = os.environ | {"MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-W", "ignore", str(TUTORIALS[name])]
+    ran = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=600)
+    assert ran.returncode == 0, ran.stderr
