@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 PAGE = Path(__file__).parent.parent / "docs" / "running.md"
-PARTS = ("test", "faults", "trust", "monitor", "audit", "scale")
+PARTS = ("test", "faults", "trust", "monitor", "outages", "audit", "scale")
 
 
 def measured(part: str) -> list[tuple[str, str, str]]:

@@ -20,6 +20,7 @@ from lightning_rob.commands.thresholds import parse_thresholds
 
 Receives = Literal["run", "trainings", "checkpoints", "data", "records"]
 SIGNIFICANT = 0.05
+LOCAL, PORT = "127.0.0.1", 9108  # of the monitor's page and metrics
 ONNX = ("onnx", "onnxscript", "onnxruntime")  # the packages of the extra
 
 
@@ -335,13 +336,13 @@ class MonitorConfig(CommandConfig):
           --alarm robust/worst=0.40 --drop significant --notify https://example.com/hook
 
     Args:
-        run: folder of a run or of its checkpoints, or one file; the same as a URL,
-            s3://bucket/run; or mlflow:models/NAME@ALIAS; also the first argument
-        suite: attacks such as rec_suite, one each time; else PGD and ARC as in training
+        run: folder, file, s3://… or mlflow:models/NAME@ALIAS; or first argument
+        suite: attacks such as rec_suite, one each time; else PGD, ARC as trained
         alarm: alarm below an accuracy, robust/worst=0.40,acc=0.80
-        drop: alarm when worst is below the last or the best checkpoint's, with p below
-            this level; significant is 0.05
+        drop: alarm if worst fell since last or best, p < N; significant: 0.05
         notify: POST alarms and recoveries to this URL; slack://… by apprise
+        serve: show a page on localhost, port N; else --metrics_port, or 9108
+        serve_host: address of that port
         metrics_port: serve metrics for Prometheus, and /healthz
         metrics_host: address of that port
         metrics_file: the same as FILE.prom, for node exporter
@@ -351,9 +352,9 @@ class MonitorConfig(CommandConfig):
         once: evaluate the checkpoints that are there, and end
         minutes: end after N minutes
         until: end when this file exists and no checkpoint is left
-        models: YAML file that names several models, each with its run and other options
+        models: YAML file of several models, each with its run and other options
         label: name in notifications and metrics; else the whole path or the URL
-        out: for monitor.jsonl and TensorBoard; else RUN, for a file NAME_monitor; a URL needs it
+        out: for the history; else RUN, for a file NAME_monitor; a URL needs it
 
     Raises:
         ValueError: no such folder or file, a URL without `out`, a value without meaning, or a
@@ -368,8 +369,10 @@ class MonitorConfig(CommandConfig):
     alarm: list[str] | None = None
     drop: str | float | None = None
     notify: list[str] | None = field(default=None, repr=False)  # some URLs are secrets
+    serve: bool | int | None = None
+    serve_host: str = LOCAL
     metrics_port: int | None = None
-    metrics_host: str = "127.0.0.1"
+    metrics_host: str = LOCAL
     metrics_file: Path | None = None
     reevaluate: float | None = None
     stop_at_alarm: bool = False
@@ -390,6 +393,23 @@ class MonitorConfig(CommandConfig):
         _ = self.level, self.minima  # raise errors before anything is built
         check_destinations(self.notify or ())
         self._check_metrics()
+        self._check_page()
+
+    def _check_page(self) -> None:
+        """Refuse options of a page that cannot be served."""
+        if self.page_port is None:
+            if self.serve_host != LOCAL:
+                raise ValueError("--serve_host is for --serve, which is not given")
+            return
+        if not 0 <= self.page_port < 65536:
+            raise ValueError(f"--serve must be in 0 … 65535, got {self.page_port}")
+        shared = self.page_port > 0 and self.page_port == self.metrics_port  # 0 takes any
+        if shared and self.serve_host != self.metrics_host:
+            raise ValueError(
+                f"--serve shares port {self.page_port} with --metrics_port, but --serve_host is "
+                f"{self.serve_host} and --metrics_host is {self.metrics_host}: give both the same "
+                "address, or --serve another port"
+            )
 
     def _check_run(self) -> None:
         """Refuse a run that cannot be watched.
@@ -413,7 +433,7 @@ class MonitorConfig(CommandConfig):
     def _check_metrics(self) -> None:
         """Refuse options of metrics that cannot be served or written."""
         if self.metrics_port is None and self.metrics_file is None:
-            if self.metrics_host != "127.0.0.1":
+            if self.metrics_host != LOCAL:
                 raise ValueError("--metrics_host is for --metrics_port, which is not given")
             return
         if self.metrics_port is not None and not 0 <= self.metrics_port < 65536:
@@ -422,6 +442,15 @@ class MonitorConfig(CommandConfig):
             raise ValueError(f"--metrics_file must name a FILE.prom, got {self.metrics_file}")
         if find_spec("prometheus_client") is None:
             raise ValueError("metrics need a package: pip install 'lightning-rob[prometheus]'")
+
+    @property
+    def page_port(self) -> int | None:
+        """The port of the page; None where there is none."""
+        if self.serve is None or self.serve is False:
+            return None
+        if self.serve is not True:
+            return self.serve
+        return PORT if self.metrics_port is None else self.metrics_port
 
     @property
     def is_over(self) -> bool:

@@ -18,6 +18,9 @@ from lightning_rob.cli.commands import parse_options
 from lightning_rob.cli.options import join_values
 from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.history import History, timestamp
+from lightning_rob.commands.monitor.publisher import Publisher
+from lightning_rob.commands.monitor.server import LIFE
+from lightning_rob.commands.monitor.snapshot import Snapshot, newest_group
 from lightning_rob.errors import InputError
 from tests.commands.test_compare import record
 from tests.commands.test_notify import evaluation
@@ -26,8 +29,6 @@ from tests.tiny import ROOT
 pytest.importorskip("prometheus_client")
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-
-from lightning_rob.commands.monitor.metrics import LIFE, Metrics
 
 DEPLOY = ROOT / "docs/deploy"
 
@@ -41,13 +42,14 @@ def lines_of(step, alarm=()):
 def published(tmp_path):
     """Metrics of a history with two evaluations, an alarm and a missed checkpoint."""
     config = MonitorConfig(tmp_path, metrics_port=0, metrics_file=tmp_path / "m/rob.prom")
-    metrics, history = Metrics(config), History(tmp_path)
+    publisher, history = Publisher(config), History(tmp_path)
     history.append(*lines_of(1))
     history.append(*lines_of(2, ["low"]))
     history.append({"event": "missed", "checkpoint": "3.ckpt"})
-    metrics.update(history, "s", [("1", "r"), ("2", "r")], 4, {"https://a.com": 2}, True)
-    yield metrics
-    metrics.close()
+    group = newest_group(history, "s", [("1", "r"), ("2", "r")])
+    publisher.update(str(tmp_path), Snapshot(group, history, 4, {"https://a.com": 2}, True))
+    yield publisher
+    publisher.close()
     history.close()
 
 
@@ -59,8 +61,8 @@ def samples(families):
     }
 
 
-def get(metrics, path, **headers):
-    url = f"http://127.0.0.1:{metrics.server.server_port}{path}"
+def get(publisher, path, **headers):
+    url = f"http://127.0.0.1:{publisher.servers[0].server_port}{path}"
     with urlopen(Request(url, headers=headers), timeout=10) as reply:
         return reply.read().decode()
 
@@ -94,7 +96,7 @@ def test_every_figure_is_served_with_its_interval(published, tmp_path):
 
 def test_health_is_that_of_the_last_look(published):
     assert json.loads(get(published, "/healthz"))["healthy"]
-    published.looked_at -= LIFE + published.every
+    published.health.looked_at -= LIFE + published.health.every
     with pytest.raises(HTTPError) as failed:
         get(published, "/healthz")
     assert failed.value.code == 503
@@ -102,14 +104,14 @@ def test_health_is_that_of_the_last_look(published):
 
 
 def test_a_port_in_use_and_a_file_that_cannot_be_written(published, tmp_path, capsys):
-    port = published.server.server_port
+    port = published.servers[0].server_port
     with pytest.raises(InputError, match=f"--metrics_port {port} on 127.0.0.1 cannot be used"):
-        Metrics(MonitorConfig(tmp_path, metrics_port=port))
+        Publisher(MonitorConfig(tmp_path, metrics_port=port))
     (tmp_path / "file").touch()
-    metrics = Metrics(MonitorConfig(tmp_path, metrics_file=tmp_path / "file/x.prom"))
+    publisher = Publisher(MonitorConfig(tmp_path, metrics_file=tmp_path / "file/x.prom"))
     history = History(tmp_path / "other")
     for _ in range(2):
-        metrics.update(history, "s", [], 0, {}, True)
+        publisher.update(str(tmp_path), Snapshot([], history, 0, {}, True))
     history.close()
     assert capsys.readouterr().err.count("--metrics_file cannot be written") == 1
 
@@ -120,6 +122,9 @@ def test_a_port_in_use_and_a_file_that_cannot_be_written(published, tmp_path, ca
         ({"metrics_port": 70000}, "--metrics_port must be in 0 … 65535, got 70000"),
         ({"metrics_file": "x.txt"}, "--metrics_file must name a FILE.prom, got x.txt"),
         ({"metrics_host": "0.0.0.0"}, "--metrics_host is for --metrics_port"),
+        ({"serve": 70000}, "--serve must be in 0 … 65535, got 70000"),
+        ({"serve_host": "0.0.0.0"}, "--serve_host is for --serve"),
+        ({"serve": True, "metrics_port": 9108, "metrics_host": "::"}, "shares port 9108"),
         ({"reevaluate": 0.0}, "--reevaluate must be above 0"),
     ],
 )

@@ -6,10 +6,13 @@ import os
 import re
 import shutil
 import signal
+import socket
+import threading
 import time
 import warnings
 from contextlib import closing, suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -32,7 +35,7 @@ from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
 from tests.commands.test_notify import Receiver
 from tests.schema import checked
-from tests.tiny import arc, pgd, recipe, robust_eval, run
+from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = (PGD(THREAT, 3, 8 / 255, random_start=False), ARC(THREAT, 3, 16 / 255))
@@ -644,6 +647,67 @@ def test_the_report_shows_the_curve(trained, watched, put):
     for p, adjusted in zip(changes, holm(changes), strict=True):
         assert re.search(rf"\| \**{p:.3g}\** \| \**{adjusted:.3g}\** \|", text)
     assert changes != holm(changes)
+
+
+def test_a_part_of_the_defense_is_named(trained, watched, put, tmp_path):
+    put(EPOCHS[3])
+    part = robust_eval({"member": pgd()}, target="lightning_rob.defenses.first_member")
+    (tmp_path / "part.yaml").write_text(yaml.safe_dump(part))
+    assert monitor(trained, watched, "--once", "--suite", tmp_path / "part.yaml") == 0
+    targets = {line["name"]: line["target"] for line in lines(watched) if "name" in line}
+    names = ("clean", "apgd", "arc", "worst")
+    assert targets == dict.fromkeys(names, "full_defense") | {"member": "first_member"}
+
+
+@pytest.fixture
+def paged(trained, watched, put):
+    """The pages that a browser read while a monitor ran, which notified a receiver."""
+    put(EPOCHS[0])
+    put(EPOCHS[1])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pages, over = [""], watched / "over"
+
+    def read():
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and "Checkpoint by checkpoint" not in pages[-1]:
+            with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/", timeout=10) as reply:
+                pages.append(reply.read().decode())
+            time.sleep(0.05)
+        over.touch()
+
+    browser = threading.Thread(target=read)
+    browser.start()
+    options = (f"--serve={port}", "--alarm=robust/worst=0.999", f"--until={over}", "--every=0.1")
+    with Receiver() as receiver:
+        assert monitor(trained, watched, *options, "--notify", receiver.url) == 1
+        receiver.shutdown()
+    browser.join()
+    return pages
+
+
+def test_its_page_shows_the_same_figures(watched, paged):
+    html = paged[-1]
+    worst = next(line for line in lines(watched) if line.get("name") == "worst")
+    low, high = worst["interval"]
+    assert f"<strong>{worst['accuracy']:.1%}</strong> <small>{low:.1%} … {high:.1%}</small>" in html
+    assert "<strong>ALARM</strong>" in html
+    assert f"robust/worst is {worst['accuracy']:.4f}, below 0.999" in html
+
+
+def test_every_field_of_the_evidence_page_is_in_a_record(watched, paged):
+    text = (ROOT / "docs/evidence.md").read_text()
+    rows = re.findall(r"^\| [^|]*\? \| (.*) \|$", text, re.M)
+    named = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
+    known = {"index", "scores", "worst", "broken", "missed", "notified", "ended"}  # no fields
+    for line in lines(watched):
+        known |= set(line)
+        parts = {k: v for k, v in line.items() if isinstance(v, dict)}
+        parts["drops"], parts["threat"] = line.get("drops", [{}])[0], line.get("threat", {})
+        known |= {f"{name}.{part}" for name, fields in parts.items() for part in fields}
+        known |= {*parts["drops"], *line.get("change", {}), *parts["threat"].get("init_args", {})}
+    assert len(rows) == 14
+    assert named <= known, named - known
 
 
 BAD = {

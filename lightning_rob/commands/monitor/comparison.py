@@ -161,10 +161,11 @@ def drops(current: CheckpointResults, previous: Sequence[CheckpointResults]) -> 
 def judged(
     config: MonitorConfig, current: CheckpointResults, previous: Sequence[CheckpointResults]
 ) -> Fields:
-    """Return the fields of an event that compare a checkpoint with earlier ones."""
+    """Return the fields of an event that compare a checkpoint with earlier ones, and the limits."""
     before, found = last_before(previous, current.position), drops(current, previous)
     fields: Fields = {"change": change(before, current)} if before else {}
     fields |= {"drops": [asdict(drop) for drop in found]} if found else {}
+    fields |= {"limits": {"alarm": config.minima, "drop": config.level}}
     return fields | {"alarm": alarms(config, current, found)}
 
 

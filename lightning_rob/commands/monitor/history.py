@@ -6,8 +6,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import reduce
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -16,6 +17,7 @@ from lightning_rob.evaluation.records import with_schema
 
 Fields = dict[str, Any]
 Identity = tuple[str | None, str | None]  # SHA-256 of the weights and of the recipe's model
+JUDGED = ("evaluated", "judged", "broken", "ended", "restored")  # open or end alarms
 RECORD, SCORES = "monitor.jsonl", "monitor_scores"
 
 
@@ -117,34 +119,13 @@ class History:
             alarms = [] if line["event"] == "ended" else [*alarms, *line["alarm"]]
         return alarms
 
-    def open_alarm(self, *further: Fields) -> Fields | None:
-        """Return the event of the last alarm since which no checkpoint recovered.
+    def alarms(self) -> "AlarmState":
+        """Return the alarms that are open after the last event."""
+        return reduce(AlarmState.after, self.events(*JUDGED), AlarmState())
 
-        Its position is that of the latest alarmed checkpoint: the newest is evaluated first, and
-        an older one that is alarmed after it must not let one between them end both. The alarm of
-        a suite that cannot be built is open until one is built.
-
-        Args:
-            further: events that are not recorded yet.
-        """
-        alarm: Fields | None = None
-        recorded = self.events("evaluated", "judged", "broken", "ended")
-        for event in (*recorded, *further):
-            if is_of_suite(event):
-                continue
-            if event.get("alarm"):
-                places = (line.get("position", 0) for line in (alarm or {}, event))
-                alarm = event | {"position": max(places)}
-            elif alarm and ends_alarm(event, alarm):
-                alarm = None
-        return alarm or self.broken_suite(*further)
-
-    def broken_suite(self, *further: Fields) -> Fields | None:
-        """Return the event of a suite that cannot be built; None once one was built."""
-        last: Fields | None = None
-        for event in (*self.events("broken", "restored"), *further):
-            last = event if is_of_suite(event) else last
-        return last if last and last["event"] == "broken" else None
+    def open_alarm(self) -> Fields | None:
+        """Return the event of the last alarm since which no checkpoint recovered."""
+        return self.alarms().event
 
     def _lock(self) -> None:
         """Lock the file; the lock of a killed process ends with it, even if a child lives on."""
@@ -157,6 +138,35 @@ class History:
                 raise ValueError(
                     f"another monitor writes to {self.path}: end it, or choose another --out"
                 ) from error
+
+
+class AlarmState(NamedTuple):
+    """The alarms that are open.
+
+    Args:
+        checkpoint: event of the last alarm since which no checkpoint recovered; its position is
+            that of the latest alarmed checkpoint: the newest is evaluated first, and an older one
+            that is alarmed after it must not let one between them end both.
+        suite: event of a suite that cannot be built, until one is built.
+    """
+
+    checkpoint: Fields | None = None
+    suite: Fields | None = None
+
+    @property
+    def event(self) -> Fields | None:
+        """The event of an open alarm, that of a checkpoint first."""
+        return self.checkpoint or self.suite
+
+    def after(self, event: Fields) -> "AlarmState":
+        """Return the alarms that are open after a further event."""
+        alarm = self.checkpoint
+        if is_of_suite(event):
+            return self._replace(suite=event if event["event"] == "broken" else None)
+        if event.get("alarm"):
+            position = max(e.get("position", 0) for e in (alarm or {}, event))
+            return self._replace(checkpoint=event | {"position": position})
+        return self._replace(checkpoint=None) if alarm and ends_alarm(event, alarm) else self
 
 
 def is_of_suite(event: Fields) -> bool:

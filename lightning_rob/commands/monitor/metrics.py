@@ -1,100 +1,37 @@
 """Metrics for Prometheus: served over HTTP, or as a file for node exporter's textfile collector."""
 
-import json
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
+from prometheus_client import CollectorRegistry, make_wsgi_app, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.display import warn
-from lightning_rob.commands.monitor.history import (
-    Fields,
-    History,
-    Identity,
-    identity,
-    seconds_of,
-)
-from lightning_rob.errors import InputError
+from lightning_rob.commands.monitor.history import Fields
+from lightning_rob.commands.monitor.server import App
+from lightning_rob.commands.monitor.snapshot import Snapshot
 
 PREFIX = "lightning_rob"
-LIFE = 3600.0  # /healthz fails after as many seconds, and --every, without a look into the folder
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The state of a monitor.
-
-    Args:
-        group: the lines of the newest checkpoint, the last of which is their event; may be empty.
-        history: of the run.
-        queue: checkpoints that wait, and the one that is being evaluated.
-        waiting: undelivered notifications by destination.
-        writable: whether the history can be written.
-    """
-
-    group: Sequence[Fields]
-    history: History
-    queue: int
-    waiting: Mapping[str, int]
-    writable: bool
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Numbers of events since the history began."""
-        events = Counter(line["event"] for line in self.history.lines if "event" in line)
-        alarms = sum(len(line.get("alarm", ())) for line in self.history.lines)
-        names = {"evaluations": "evaluated", "missed": "missed", "broken": "broken"}
-        return {"alarms": alarms} | {name: events[kind] for name, kind in names.items()}
-
-    @property
-    def evaluated_at(self) -> float | None:
-        """The end of the last evaluation, Unix time."""
-        dates = [event["date"] for event in self.history.events("evaluated")]
-        return seconds_of(dates[-1]) if dates else None
-
-
-def newest_group(history: History, suite: str, present: Sequence[Identity]) -> list[Fields]:
-    """Return the last evaluation of the newest checkpoint, of those whose files are there if any.
-
-    Args:
-        history: of the run.
-        suite: key of the suite.
-        present: checkpoints whose files are there, the newest first.
-    """
-    groups = [g for g in history.groups() if g[-1]["event"] == "evaluated"]
-    groups = [g for g in groups if g[-1]["suite"] == suite]
-    last = {identity(group[-1]): group for group in groups}
-    found = next((last[one] for one in present if one in last), None)
-    return found or max(groups, key=lambda g: g[-1]["position"], default=[])
 
 
 class Metrics:
     """Publishes snapshots of a monitor; a scrape never waits for an evaluation.
 
     Args:
-        config: options.
-
-    Raises:
-        InputError: the port cannot be used.
+        file: is written at each update; None for no file.
     """
 
-    def __init__(self, config: MonitorConfig) -> None:
-        self.run, self.file, self.every = config.name, config.metrics_file, config.every
+    def __init__(self, file: Path | None = None) -> None:
+        self.file = file
         self.families: dict[str, list[Any]] = {}  # by run
-        self.looked_at = time.monotonic()
         self.failing = False
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self.server: Any = None
-        if config.metrics_port is not None:
-            self._serve(config.metrics_host, config.metrics_port)
+        self.app: App = make_wsgi_app(self.registry)
 
     def collect(self) -> Iterable[Any]:
         """Return the metrics of the last snapshots, for `CollectorRegistry`.
@@ -108,32 +45,8 @@ class Metrics:
                 known.samples = [*known.samples, *family.samples]
         return merged.values()
 
-    def update(
-        self,
-        history: History,
-        suite: str,
-        present: Sequence[Identity],
-        queue: int,
-        waiting: Mapping[str, int],
-        writable: bool,
-        run: str | None = None,
-    ) -> None:
-        """Publish the state of a monitor.
-
-        Args:
-            history: of the run.
-            suite: key of the suite.
-            present: checkpoints whose files are there, the newest first.
-            queue: how many of them are not evaluated yet.
-            waiting: undelivered notifications by destination.
-            writable: whether the history can be written.
-            run: name of one of several runs.
-        """
-        self.looked_at = time.monotonic()
-        snapshot = Snapshot(
-            newest_group(history, suite, present), history, queue, waiting, writable
-        )
-        run = run or self.run
+    def update(self, run: str, snapshot: Snapshot) -> None:
+        """Publish the state of the monitor of a run."""
         self.families[run] = list(families(snapshot, run))
         if self.file is None:
             return
@@ -146,36 +59,6 @@ class Metrics:
             self.failing = True
         else:
             self.failing = False
-
-    def close(self) -> None:
-        """End the server."""
-        if self.server is not None:
-            self.server.shutdown()
-            self.server.server_close()
-
-    def _serve(self, host: str, port: int) -> None:
-        try:
-            self.server, _ = start_http_server(port, host, self.registry)
-        except (OSError, OverflowError) as error:
-            raise InputError(f"--metrics_port {port} on {host} cannot be used: {error}") from error
-        self.server.set_app(self._with_health(self.server.get_app()))
-        warn(f"metrics are served on {host}, port {self.server.server_port}")
-
-    def _with_health(self, metrics: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a WSGI application with /healthz beside the metrics."""
-
-        def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
-            if environ["PATH_INFO"] != "/healthz":
-                return metrics(environ, start_response)
-            age = time.monotonic() - self.looked_at
-            healthy = age < LIFE + self.every
-            start_response(
-                "200 OK" if healthy else "503 Service Unavailable",
-                [("Content-Type", "application/json")],
-            )
-            return [json.dumps({"healthy": healthy, "seconds_since_look": age}).encode()]
-
-        return app
 
 
 def families(snapshot: Snapshot, run: str) -> Iterator[Any]:

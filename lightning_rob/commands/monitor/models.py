@@ -5,22 +5,18 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from lightning_rob.commands.base import quiet_lightning
 from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.display import warn
+from lightning_rob.commands.monitor.publisher import Publisher
 from lightning_rob.commands.monitor.watcher import (
     Build,
     Steps,
     lower_priority,
-    open_metrics,
     watched,
 )
 from lightning_rob.files import raise_thread_errors
-
-if TYPE_CHECKING:
-    from lightning_rob.commands.monitor.metrics import Metrics
 
 Start = Callable[[], tuple[MonitorConfig, Build]]
 
@@ -32,13 +28,13 @@ class Model:
         name: of the model.
         start: returns its options; raises an error if its checkpoints are not there.
         config: options of the process.
-        metrics: where all models publish their state.
+        publisher: where all models publish their state.
     """
 
     def __init__(
-        self, name: str, start: Start, config: MonitorConfig, metrics: "Metrics | None"
+        self, name: str, start: Start, config: MonitorConfig, publisher: Publisher
     ) -> None:
-        self.name, self.start, self.config, self.metrics = name, start, config, metrics
+        self.name, self.start, self.config, self.publisher = name, start, config, publisher
         self.steps: Steps | None = None
         self.due = 0.0  # time of the next step
         self.code: int | None = None
@@ -52,7 +48,7 @@ class Model:
         """
         try:
             if self.steps is None:
-                self.steps = watched(*self.start(), self.metrics, goes_on=True)
+                self.steps = watched(*self.start(), self.publisher, goes_on=True)
             self.due = monotonic() + next(self.steps)
             self.failure = ""
         except StopIteration as end:
@@ -92,9 +88,9 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
     with ExitStack() as stack:
         stack.enter_context(raise_thread_errors())
         stack.enter_context(quiet_lightning())
-        if metrics := open_metrics(config):
-            stack.callback(metrics.close)
-        models = [Model(name, start, config, metrics) for name, start in starts.items()]
+        publisher = Publisher(config)
+        stack.callback(publisher.close)
+        models = [Model(name, start, config, publisher) for name, start in starts.items()]
         for model in models:
             stack.callback(model.close)
         while waiting := [model for model in models if model.code is None]:

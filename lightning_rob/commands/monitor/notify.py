@@ -26,7 +26,13 @@ from urllib.request import (
 
 from lightning_rob.commands.destinations import WEB, authorization, public_name, receiver_name
 from lightning_rob.commands.monitor.display import warn
-from lightning_rob.commands.monitor.history import Fields, History, timestamp
+from lightning_rob.commands.monitor.history import (
+    JUDGED,
+    AlarmState,
+    Fields,
+    History,
+    timestamp,
+)
 from lightning_rob.evaluation.records import with_schema
 from lightning_rob.evaluation.results import WORST
 
@@ -175,7 +181,7 @@ class Notifier:
 
     def mark(self, event: Fields) -> Fields:
         """Return the field that makes an event one to be notified, before it is recorded."""
-        kind = kind_of(event, self.history) if self.destinations else None
+        kind = kind_of(event, self.history.alarms()) if self.destinations else None
         note = {"id": uuid.uuid4().hex, "kind": kind, "to": list(self.destinations)}
         return {"notify": note} if kind else {}
 
@@ -223,21 +229,21 @@ class Notifier:
         self.history.append(event)
 
 
-def kind_of(event: Fields, history: History) -> str | None:
+def kind_of(event: Fields, before: AlarmState) -> str | None:
     """Return "alarm" or "recovery"; None for an event that is not notified.
 
     Args:
         event: before it is recorded.
-        history: up to the event.
+        before: the alarms that are open before it.
     """
-    if event["event"] not in ("evaluated", "judged", "broken", "ended", "restored"):
+    if event["event"] not in JUDGED:
         return None
-    known = history.open_alarm() or {}
+    known = before.event
     if event.get("alarm"):
         # A monitor that is started every hour need not repeat how the last one ended.
-        repeated = event["event"] == "ended" and event["alarm"] == known.get("alarm")
+        repeated = event["event"] == "ended" and known and event["alarm"] == known.get("alarm")
         return None if repeated else "alarm"
-    return "recovery" if known and not history.open_alarm(event) else None
+    return "recovery" if known and not before.after(event).event else None
 
 
 def notification(lines: Sequence[Fields], run: str) -> Fields:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,12 +165,18 @@ class Suite:
         full = [result for evaluation, result in pairs if evaluation.target is full_defense]
         found: dict[str, tuple[Result, Scores]] = {}
         # Clean images are those of the full defense, which therefore comes last.
-        for _, result in sorted(pairs, key=lambda pair: pair[0].target is full_defense):
+        for evaluation, result in sorted(pairs, key=lambda pair: pair[0].target is full_defense):
             for name, scores in scores_by_name(result).items():
-                found[name] = result.measurement(name), scores
-        worst = worst_over(full)
-        found[WORST] = worst_measurement(full), (worst.index, worst.scores)
+                found[name] = _on(evaluation.target, result.measurement(name)), scores
+        worst, measured = worst_over(full), worst_measurement(full)
+        found[WORST] = _on(full_defense, measured), (worst.index, worst.scores)
         return [found[name] for name in self.names]
+
+
+def _on(target: Callable[..., Any], result: Result) -> Result:
+    """Return a result that names the attacked part of the defense."""
+    name = getattr(target, "__name__", repr(target))
+    return replace(result, details=result.details | {"target": name})
 
 
 def trained_threat(module: Any) -> Threat:

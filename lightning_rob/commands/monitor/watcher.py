@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning_rob.commands.base import Run, quiet_lightning, without_reporting
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
@@ -38,8 +37,10 @@ from lightning_rob.commands.monitor.history import (
     timestamp,
 )
 from lightning_rob.commands.monitor.notify import PATIENCE
+from lightning_rob.commands.monitor.publisher import Publisher
 from lightning_rob.commands.monitor.recorder import Recorder
 from lightning_rob.commands.monitor.registry import RegisteredModel
+from lightning_rob.commands.monitor.snapshot import Snapshot, newest_group
 from lightning_rob.commands.monitor.source import LocalFolder, Source
 from lightning_rob.commands.monitor.suite import PeriodicAction, Suite, SuiteFiles
 from lightning_rob.commands.scores import Scores
@@ -48,9 +49,6 @@ from lightning_rob.errors import Fault, InputError
 from lightning_rob.evaluation.records import SESSION, Result
 from lightning_rob.files import UNWRITABLE, raise_thread_errors
 from lightning_rob.identity import cache_key
-
-if TYPE_CHECKING:
-    from lightning_rob.commands.monitor.metrics import Metrics
 
 NICE = 10
 LOADING_ERRORS = (InputError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
@@ -103,7 +101,7 @@ def _completed(steps: Steps) -> int:
 def watched(
     config: MonitorConfig,
     build: Build,
-    metrics: "Metrics | None" = None,
+    publisher: Publisher | None = None,
     goes_on: bool = False,
 ) -> Steps:
     """Evaluate all checkpoints that appear.
@@ -111,7 +109,7 @@ def watched(
     Args:
         config: options.
         build: builds the run of a checkpoint.
-        metrics: shared with other monitors; None for those that the options name.
+        publisher: shared with other monitors; None for one of its own.
         goes_on: after a failure that is not of a single checkpoint, which becomes an alarm.
 
     Yields:
@@ -122,7 +120,7 @@ def watched(
     """
     try:
         with closing(History(config.home)) as history:
-            return (yield from _watch(Watcher(config, history, build, metrics, goes_on)))
+            return (yield from _watch(Watcher(config, history, build, publisher, goes_on)))
     except OSError as error:
         if error.errno not in (*UNWRITABLE, errno.ENOTDIR, errno.EEXIST, errno.EACCES):
             raise  # for example, images that cannot be read
@@ -166,15 +164,14 @@ class Watcher:
         config: MonitorConfig,
         history: History,
         build: Build,
-        metrics: "Metrics | None" = None,
+        publisher: Publisher | None = None,
         goes_on: bool = False,
     ) -> None:
         self.config = config
         self.goes_on = goes_on
         self.history = history
         self.build = build
-        self.own_metrics = None if metrics else open_metrics(config)
-        self.metrics = metrics or self.own_metrics
+        self.publisher, self.owns_publisher = publisher or Publisher(config), publisher is None
         self.record = Recorder(config, history)
         self.record.waited = self.publish
         self.folder = CheckpointFolder(open_source(config), history, self.record)
@@ -268,15 +265,13 @@ class Watcher:
         self.publish()
 
     def publish(self) -> None:
-        """Publish the state as metrics."""
-        if self.metrics:
+        """Publish the state as metrics and as a page."""
+        if self.publisher.wanted:
             files = sorted(self.folder.files.values(), key=lambda file: file.order, reverse=True)
-            present = [file.identity for file in files]
+            group = newest_group(self.history, self.key, [file.identity for file in files])
             waiting, writable = self.record.notifier.waiting, self.record.writable
-            queue = len(self.pending())
-            self.metrics.update(
-                self.history, self.key, present, queue, waiting, writable, self.config.name
-            )
+            snapshot = Snapshot(group, self.history, len(self.pending()), waiting, writable)
+            self.publisher.update(self.config.name, snapshot)
 
     def pending(self) -> list[CheckpointFile]:
         """Return the checkpoints that wait for an evaluation, in the order of training."""
@@ -316,7 +311,7 @@ class Watcher:
     def _record_failure(self, error: Exception) -> None:
         """Record why a model cannot be evaluated at all, unless that is known."""
         reason = _reason(error)
-        known = self.history.broken_suite()
+        known = self.history.alarms().suite
         if known is None or not known["alarm"][0].endswith(reason):
             self.record(broken_event(self.config.name, reason) | {"part": "suite"})
 
@@ -347,7 +342,7 @@ class Watcher:
 
     def _end_broken_suite(self) -> None:
         """Record that the suite is in use again, which ends its alarm."""
-        if self.suite and not self.suite_broken and self.history.broken_suite():
+        if self.suite and not self.suite_broken and self.history.alarms().suite:
             self.record({"event": "restored", "date": timestamp(), "suite": self.key})
 
     def _renew_suite(self) -> None:
@@ -517,17 +512,8 @@ class Watcher:
         """End; wait `patience` seconds for the receivers of notifications."""
         self.record.close(patience)
         self.publish()
-        if self.own_metrics:
-            self.own_metrics.close()
-
-
-def open_metrics(config: MonitorConfig) -> "Metrics | None":
-    """Return where metrics are published, if the options say so."""
-    if config.metrics_port is None and config.metrics_file is None:
-        return None
-    from lightning_rob.commands.monitor.metrics import Metrics  # the package is an extra
-
-    return Metrics(config)
+        if self.owns_publisher:
+            self.publisher.close()
 
 
 def _reason(error: Exception) -> str:

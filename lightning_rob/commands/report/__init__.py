@@ -2,14 +2,13 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from html import escape
 from importlib.metadata import version
 from pathlib import Path
-from string import Template
 
 from lightning_rob.commands.configs import ReportConfig
 from lightning_rob.commands.report.blocks import Block, heading, paragraph
 from lightning_rob.commands.report.comparison import comparison
+from lightning_rob.commands.report.page import page
 from lightning_rob.commands.report.runs import Run, find_runs
 from lightning_rob.commands.report.sections import run_section
 
@@ -51,13 +50,7 @@ def _write(runs: Sequence[Run], out: Path) -> tuple[Path, Path]:
     beside = out.with_suffix(".md")
     out.parent.mkdir(parents=True, exist_ok=True)
     sections = list(_sections(runs, out.parent))
-    parts = ["\n".join(block.html for block in blocks) for blocks in sections]
-    body = "\n".join(f"<section>\n{part}\n</section>" for part in parts)
-    page, style = (
-        Path(__file__).with_name(name).read_text() for name in ("page.html", "style.css")
-    )
-    filled = Template(page).substitute(title=escape(_title(runs)), style=style, body=body)
-    out.write_text(filled, encoding="utf-8")
+    out.write_text(page(_title(runs), sections), encoding="utf-8")
     texts = [block.markdown for blocks in sections for block in blocks if block.markdown]
     beside.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     return out, beside

@@ -40,10 +40,10 @@ def paragraph(text: str, kind: str = "") -> Block:
     return Block(f"<p{_attribute('class', kind)}>{escape(text)}</p>", plain(text))
 
 
-def warning(text: str) -> Block:
-    """Return a paragraph that asks for caution; Markdown quotes it."""
-    html = f'<p class="warning"><strong>Caution:</strong> {escape(text)}</p>'
-    return Block(html, f"> **Caution:** {plain(text)}")
+def warning(text: str, kind: str = "Caution") -> Block:
+    """Return a paragraph that asks for caution, or reports another `kind`; Markdown quotes it."""
+    html = f'<p class="warning"><strong>{escape(kind)}:</strong> {escape(text)}</p>'
+    return Block(html, f"> **{plain(kind)}:** {plain(text)}")
 
 
 def headline(accuracies: Sequence[tuple[str, str]]) -> Block:

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_rob.commands.report.blocks import Block, details, heading, table, warning
+from lightning_rob.commands.report.blocks import Block, Cell, details, heading, table, warning
 from lightning_rob.commands.report.curve import curve
-from lightning_rob.commands.report.evaluation import attack_table
-from lightning_rob.commands.report.formatting import NONE, line_name, percent
+from lightning_rob.commands.report.evaluation import attack_table, result_cell
+from lightning_rob.commands.report.formatting import NONE, line_name
 from lightning_rob.commands.report.runs import AttackResult, Fields, Key, attack_result, by_line
 from lightning_rob.comparisons import holm
 
@@ -21,17 +21,35 @@ class Checkpoint(NamedTuple):
 
 def monitor(records: Sequence[Fields], name: str, level: int) -> Iterator[Block]:
     """Yield alarms, the curve of the last suite with this name as its `id`, and its numbers."""
-    found = sorted(_evaluated(records), key=lambda checkpoint: checkpoint.event["step"])
     alarms = list(dict.fromkeys(_alarms(records)))  # a later end may repeat one
-    if found or alarms:
+    figures = list(checkpoints(records, name))
+    if figures or alarms:
         yield heading(level, "Checkpoint by checkpoint")
     yield from map(warning, alarms)
+    if figures:
+        curves, *numbers = figures
+        yield curves
+        yield details("The numbers of every checkpoint", *numbers)
+
+
+def checkpoints(records: Sequence[Fields], name: str) -> Iterator[Block]:
+    """Yield the curve of the last suite with this name as its `id`, its numbers and its attacks.
+
+    Checkpoints of a training are in the order of their steps, models that replace one another in
+    a single file in that of their evaluations.
+    """
+    found = sorted(_evaluated(records), key=lambda checkpoint: _position(checkpoint.event))
     if found:
-        series = by_line(results for _, results in found)
-        yield Block(curve(series, name, "step", "test"), "")
-        attacks = attack_table(list(found[-1].results.values()))
-        numbers = _numbers(found[::-1], list(series))
-        yield details("The numbers of every checkpoint", numbers, attacks)
+        replaced = any(_position(event) != event["step"] for event, _ in found)
+        series, by = by_line(results for _, results in found), "evaluation" if replaced else "step"
+        yield Block(curve(series, name, by, "test"), "")
+        yield _numbers(found[::-1], list(series), by)
+        yield attack_table(list(found[-1].results.values()))
+
+
+def _position(event: Fields) -> int:
+    """Return the place of an evaluation in the order of checkpoints."""
+    return int(event["position"] if "position" in event else event["step"])
 
 
 def _evaluated(records: Sequence[Fields]) -> Iterator[Checkpoint]:
@@ -45,7 +63,7 @@ def _evaluated(records: Sequence[Fields]) -> Iterator[Checkpoint]:
             continue
         if _ends(fields) and fields.get("suite") == ended[-1].get("suite"):
             known = filter(None, map(attack_result, results))
-            found = {r.key: replace(r, epoch=fields["step"]) for r in known}
+            found = {r.key: replace(r, epoch=_position(fields)) for r in known}
             judged = later.get(_checkpoint(fields), {}) if "deferred" in fields else {}
             alarms = [*fields.get("alarm", []), *judged.get("alarm", [])]
             yield Checkpoint(fields | judged | {"alarm": alarms}, found)
@@ -71,18 +89,19 @@ def _alarms(records: Sequence[Fields]) -> Iterator[str]:
             yield f"{fields.get('checkpoint')} went before it could be evaluated"
 
 
-def _numbers(found: Sequence[Checkpoint], keys: Sequence[Key]) -> Block:
+def _numbers(found: Sequence[Checkpoint], keys: Sequence[Key], by: str) -> Block:
     """Return a row for each checkpoint, in bold type where it has an alarm."""
-    rows = []
+    rows: list[list[object]] = []
     for event, results in found:
-        cells = [percent(results[key].accuracy) if key in results else NONE for key in keys]
-        rows.append([event["checkpoint"], event["step"], *cells, *_change(event)])
+        cells = [result_cell(results.get(key)) for key in keys]
+        name = Cell(event["checkpoint"], small=str(event.get("date", ""))[:16])
+        rows.append([name, _position(event), *cells, *_change(event)])
     raw = {i: p for i, (event, _) in enumerate(found) if (p := _p(event)) is not None}
-    columns = ["checkpoint", "step>", *(f"{line_name(key)}>" for key in keys)]
+    columns = ["checkpoint", f"{by}>", *(f"{line_name(key)}>" for key in keys)]
     columns += ["newly vulnerable>", "won back>", "p>"]
     caption = (
-        "Accuracy on the test images by checkpoint, the latest first; each change is since the "
-        "checkpoint before, p: McNemar's exact test"
+        "Accuracy on the test images by checkpoint with 95 % intervals, the latest first; each "
+        "change is since the checkpoint before, p: McNemar's exact test"
     )
     if len(raw) > 1:
         adjusted = dict(zip(raw, holm(list(raw.values())), strict=True))

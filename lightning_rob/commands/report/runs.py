@@ -45,7 +45,7 @@ def _is(kind: type) -> Callable[[Any], bool]:
 
 VALID: dict[str, Callable[[Any], bool]] = {  # the values that a report reads
     **dict.fromkeys(("name", "stage", "target", "checkpoint"), _is(str)),
-    **dict.fromkeys(("epoch", "step", "n"), _is(int)),
+    **dict.fromkeys(("epoch", "step", "position", "n"), _is(int)),
     **dict.fromkeys(("attack", "threat"), is_spec),
     **dict.fromkeys(("alarm", "intervals"), _is(list)),
     **dict.fromkeys(("versions", "change"), _is(dict)),

@@ -1,0 +1,110 @@
+"""An HTTP server of a few fixed paths, for reading only."""
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from lightning_rob.commands.monitor.display import warn
+from lightning_rob.errors import InputError
+
+LIFE = 3600.0  # /healthz fails after as many seconds, and --every, without a look into the folder
+
+App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]  # of WSGI
+
+
+class Server(ThreadingMixIn, WSGIServer):
+    """Serves WSGI applications, each at one path, to GET and HEAD.
+
+    Args:
+        host: address to listen on.
+        port: 0 takes any that is free.
+        apps: by path.
+        option: named in the error.
+
+    Raises:
+        InputError: the port cannot be used.
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int, apps: Mapping[str, App], option: str) -> None:
+        self.apps = apps
+        try:
+            info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self.address_family = info[0]
+            super().__init__((info[4][0], port), _Handler)  # type: ignore[arg-type]
+        except (OSError, OverflowError) as error:
+            raise InputError(f"{option} {port} on {host} cannot be used: {error}") from error
+        self.set_app(self._respond)
+        threading.Thread(target=self.serve_forever, daemon=True, name="server").start()
+        warn(f"{', '.join(apps)} are served on {host}, port {self.server_port}")
+
+    def close(self) -> None:
+        """End the server."""
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Report errors, but not that a client was slow or closed its connection."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+    def _respond(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        """Call the application of a path; one that is unknown has status 404, a POST 405."""
+        app, method = self.apps.get(environ["PATH_INFO"]), environ["REQUEST_METHOD"]
+        if method not in ("GET", "HEAD"):
+            start_response("405 Method Not Allowed", [("Allow", "GET, HEAD")])
+            return []
+        if app is None:
+            start_response("404 Not Found", [("Content-Type", "text/plain")])
+            body: Iterable[bytes] = [f"only {', '.join(self.apps)}\n".encode()]
+        else:
+            body = app(environ | {"REQUEST_METHOD": "GET"}, start_response)
+        return body if method == "GET" else []
+
+
+class _Handler(WSGIRequestHandler):
+    """Serves one request, and ends a connection that stays silent."""
+
+    timeout = 10.0
+
+    def log_message(self, *_: Any) -> None:
+        """Log no request."""
+
+
+class Health:
+    """Reports whether a monitor looks into its folder.
+
+    Args:
+        every: seconds between two looks.
+    """
+
+    def __init__(self, every: float) -> None:
+        self.every, self.looked_at = every, time.monotonic()
+
+    def look(self) -> None:
+        """Note that the monitor looks into its folder now."""
+        self.looked_at = time.monotonic()
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last look."""
+        return time.monotonic() - self.looked_at
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the last look is recent."""
+        return self.age < LIFE + self.every
+
+    def app(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        """Respond with status 200, or 503 after too long without a look."""
+        status = "200 OK" if self.healthy else "503 Service Unavailable"
+        start_response(status, [("Content-Type", "application/json")])
+        return [json.dumps({"healthy": self.healthy, "seconds_since_look": self.age}).encode()]

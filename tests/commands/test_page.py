@@ -1,0 +1,217 @@
+"""The monitor's page over HTTP: what it shows, and what it refuses."""
+
+import http.client
+import socket
+from urllib.request import urlopen
+
+import pytest
+
+from lightning_rob.cli.commands import parse_options
+from lightning_rob.cli.options import join_values
+from lightning_rob.commands.configs import MonitorConfig
+from lightning_rob.commands.monitor.history import History, timestamp
+from lightning_rob.commands.monitor.page import _ago
+from lightning_rob.commands.monitor.publisher import Publisher
+from lightning_rob.commands.monitor.server import LIFE
+from lightning_rob.commands.monitor.snapshot import Snapshot, newest_group
+from lightning_rob.commands.report.monitor import checkpoints
+from tests.commands.test_notify import evaluation
+from tests.commands.test_report import HOSTILE, Page
+
+RUN = "logs/version_0"
+OLD, NEW = "2026-01-02 03:04:05+00:00", "2026-01-03 03:04:05+00:00"
+
+
+def event_of(step, alarm=(), note=None, **fields):
+    """The lines of an evaluation, with a hostile name wherever a file may have one."""
+    figure, event = evaluation(step, 0.25, alarm)
+    known = {"stage": "monitor", "epoch": step, "target": "full_defense"}
+    event |= {"epoch": step, "date": timestamp(), "checkpoint": f"{step} {HOSTILE}"}
+    return figure | known, event | fields | ({"notify": note} if note else {})
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A page of an alarm delivered to one of two receivers, and a later checkpoint."""
+    publisher = Publisher(MonitorConfig(tmp_path, serve=0))
+    history = History(tmp_path)
+    note = {"id": "1", "kind": "alarm", "to": ["https://a.com", "https://b.com"]}
+    history.append(*event_of(1, [f"low {HOSTILE}"], note, date=OLD))
+    history.append({"event": "notified", "id": "1", "to": "https://a.com", "date": NEW})
+    history.append({"event": "broken", "checkpoint": "2.ckpt", "alarm": ["bad"], "date": NEW})
+    group = newest_group(history, "s", [("1", "r")])
+    waiting = {"https://a.com": 0, "https://b.com": 3}
+    publisher.update(RUN, Snapshot(group, history, 7, waiting, True))
+    yield publisher
+    publisher.close()
+    history.close()
+
+
+def fetched(publisher, path="/"):
+    url = f"http://localhost:{publisher.servers[0].server_port}{path}"
+    with urlopen(url, timeout=10) as reply:
+        return reply.headers, reply.read().decode()
+
+
+def text_of(html):
+    return " ".join(" ".join(Page(html).text).split())
+
+
+def test_it_shows_the_alarm_who_was_notified_the_queue_and_the_figures(served):
+    _, html = fetched(served)
+    text = text_of(html)
+    assert f"ALARM since {NEW} 7 checkpoints wait for their evaluation" in text
+    assert "Alarm: 2.ckpt: bad" in text
+    assert f"https://a.com {NEW}, https://b.com not yet" in text
+    assert "nobody: there was no --notify" in text
+    assert "https://b.com has not accepted 3 of the notifications" in text
+    assert "25.0% 15.0% … 35.0%" in text
+    assert "days since the last evaluation" in text
+    assert "0 s since the last look" in text
+
+
+def test_what_files_are_called_is_text(served):
+    headers, html = fetched(served)
+    page = Page(html)
+    assert HOSTILE in " ".join(page.text)
+    assert "script" not in page.tags
+    assert all(link.startswith(("#", "data:", "/?refresh=off")) for link in page.loads)
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_it_refreshes_itself_unless_it_is_held(served):
+    assert fetched(served)[0]["Refresh"] == "30"
+    headers, html = fetched(served, "/?refresh=off")
+    assert "Refresh" not in headers
+    assert "does not refresh itself" in html
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "host", "status"),
+    [
+        ("/", "POST", "localhost", 405),
+        ("/", "DELETE", "localhost", 405),
+        ("/monitor.jsonl", "GET", "localhost", 404),
+        ("/../etc/passwd", "GET", "localhost", 404),
+        ("/%2e%2e/etc/passwd", "GET", "localhost", 404),
+        ("/metrics", "GET", "localhost", 404),
+        ("/", "GET", "attacker.example", 403),
+        ("/", "GET", "localhost.attacker.example", 403),
+        ("/", "GET", "[::1]:80", 200),
+        ("/healthz", "GET", "attacker.example", 200),
+    ],
+)
+def test_only_fixed_paths_are_read_and_only_from_this_machine(served, path, method, host, status):
+    client = http.client.HTTPConnection("127.0.0.1", served.servers[0].server_port, timeout=10)
+    client.request(method, path, headers={"Host": host})
+    assert client.getresponse().status == status
+    client.close()
+
+
+def test_head_has_the_headers_of_get_and_no_body(served):
+    client = http.client.HTTPConnection("127.0.0.1", served.servers[0].server_port, timeout=10)
+    client.request("HEAD", "/", headers={"Host": "localhost"})
+    reply = client.getresponse()
+    length, body = int(reply.headers["Content-Length"]), reply.read()
+    client.close()
+    assert (length > 1000, body) == (True, b"")
+
+
+def test_a_client_that_goes_or_stays_silent_disturbs_none(served, capsys, monkeypatch):
+    monkeypatch.setattr("lightning_rob.commands.monitor.server._Handler.timeout", 0.05)
+    address = ("127.0.0.1", served.servers[0].server_port)
+    with socket.create_connection(address) as silent, socket.create_connection(address) as gone:
+        gone.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        gone.close()
+        silent.settimeout(10)
+        assert silent.recv(1) == b""
+    assert fetched(served)[1]
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_monitor_that_hangs_and_a_full_disk_are_named(served):
+    served.health.looked_at -= LIFE + served.health.every
+    history = served.page.snapshots[RUN].history
+    served.page.snapshots[RUN] = Snapshot([], history, 0, {}, writable=False)
+    text = text_of(fetched(served)[1])
+    assert "the monitor does not look into its folder any more" in text
+    assert "the history cannot be written" in text
+
+
+def test_it_shows_what_is_new_at_the_next_request(served):
+    history = served.page.snapshots[RUN].history
+    before = text_of(fetched(served)[1])
+    history.append(*event_of(3))
+    after = text_of(fetched(served)[1])
+    assert ("no alarm is open" in before, "no alarm is open" in after) == (False, True)
+    assert "recovery" in after
+    assert after.index("recovery") < after.index("low ")
+
+
+def test_several_models_have_a_section_each_and_an_overview(served, tmp_path):
+    history = History(tmp_path / "other")
+    history.append(*event_of(4))
+    served.update("second", Snapshot(newest_group(history, "s", []), history, 1, {}, True))
+    page = Page(fetched(served)[1])
+    text = " ".join(" ".join(page.text).split())
+    history.close()
+    assert "logs/version_0 ALARM 25.0%" in text
+    assert "second no alarm 25.0%" in text
+    assert len(set(page.ids)) == len(page.ids)
+    assert {"#run-0", "#run-1"} <= set(page.loads)
+    assert {link[1:] for link in page.loads if link.startswith("#")} <= set(page.ids)
+
+
+def test_page_and_metrics_of_one_address_share_a_server(tmp_path):
+    pytest.importorskip("prometheus_client")
+    publisher = Publisher(MonitorConfig(tmp_path, serve=True, metrics_port=0))
+    assert "starting" in fetched(publisher)[1]
+    assert fetched(publisher, "/metrics")[1] == ""  # before the first look
+    assert len(publisher.servers) == 1
+    publisher.close()
+    publisher = Publisher(MonitorConfig(tmp_path, serve=0, serve_host="localhost", metrics_port=0))
+    assert len(publisher.servers) == 2
+    publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("args", "port"),
+    [
+        ([], None),
+        (["--serve"], 9108),
+        (["--serve", "8000"], 8000),
+        (["--serve=8000", "--metrics-port=9000"], 8000),
+        (["--serve", "--metrics-port", "9000"], 9000),
+        (["--serve", "false"], None),
+    ],
+)
+def test_the_port_may_be_left_out(tmp_path, args, port):
+    config = parse_options("monitor", join_values([f"--run={tmp_path}", *args], MonitorConfig))
+    assert config.page_port == port
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-1, "0 s"),
+        (119, "119 s"),
+        (120, "2 min"),
+        (7199, "119 min"),
+        (7200, "2 h"),
+        (172800, "2 days"),
+    ],
+)
+def test_time_spans(seconds, text):
+    assert _ago(seconds) == text
+
+
+def test_models_of_one_file_are_in_the_order_of_their_evaluations():
+    """Another training counts its steps anew."""
+    records = [*event_of(9, position=0), *event_of(3, position=1)]
+    curve, numbers, _ = checkpoints(records, "monitor")
+    assert "by evaluation, at the last evaluation" in curve.html
+    assert numbers.markdown.index("| 3 ") < numbers.markdown.index("| 9 ")
+    curve, numbers, _ = checkpoints([*event_of(9), *event_of(3)], "monitor")
+    assert "by step, at the last step" in curve.html
+    assert numbers.markdown.index("| 9 ") < numbers.markdown.index("| 3 ")
