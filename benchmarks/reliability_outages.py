@@ -2,10 +2,12 @@
 
     python benchmarks/reliability_outages.py [--only kills]
 
-Also its memory over 500 checkpoints. `disk` mounts small disks and needs root.
+Also its memory over 500 checkpoints, and its cost for the training that it watches. `disk` mounts
+small disks and needs root.
 """
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -30,6 +32,7 @@ from benchmarks.reliability_monitor import come, ended, fit, forked, history, mo
 from lightning_rob.commands.monitor import history as monitor_history
 from lightning_rob.commands.monitor import notify
 from tests.commands.test_notify import Receiver
+from tests.tiny import ROOT
 
 ALARM = "--alarm=robust/worst=0.999"  # every checkpoint is alarmed
 KILLS, DISKS, JUMPS, MANY, FITS = 20, 5, (90_000, -180_000, 90_000), 500, 3
@@ -252,7 +255,50 @@ def resident(pid):
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
-PARTS = {part.__name__: part for part in (kills, disk, hang, clock, memory)}
+def cost(top, source):
+    """Train with and without a monitor beside it, in turns; the shortest time of each counts."""
+    seconds = {False: [], True: []}
+    for number in range(2 * FITS):
+        watched, folder = bool(number % 2), top / f"cost-{number}"
+        (folder / "run").mkdir(parents=True)
+        over = folder / "over"
+        suite = ["--suite", str(top / "digits.yaml"), f"--until={over}", "--every=1"]
+        args = ["monitor", str(folder / "run"), *suite, "--trainer.accelerator=cpu"]
+        command = [sys.executable, "-m", "lightning_rob"]
+        (top / "digits.yaml").write_text(DIGITS)
+        child = subprocess.Popen([*command, *args], cwd=ROOT) if watched else None
+        time.sleep(8 if watched else 0)  # its imports are not the training's cost
+        began = time.monotonic()
+        env = os.environ | {"PYTHONPATH": str(ROOT)}  # the fit leaves a config.yaml where it runs
+        subprocess.run([*command, *training(folder)], cwd=folder, env=env, check=True)
+        seconds[watched].append(time.monotonic() - began)
+        if child:
+            over.touch()
+            child.wait()
+    alone, beside = (min(seconds[watched]) for watched in (False, True))
+    what = "duration of a training of 6 epochs on two cores, with a monitor beside it : alone"
+    return [(what, "< 1.1", f"{beside:.1f} s : {alone:.1f} s = {beside / alone:.2f}")]
+
+
+DIGITS = """
+class_path: RobustEval
+init_args:
+  attacks:
+    pgd: {class_path: PGD, init_args: {threat: {norm: linf, eps: 0.1}, steps: 20, step_size: 0.02}}
+"""
+
+
+def training(folder):
+    """Return the command line of a training that keeps every epoch."""
+    kept = {"class_path": "ModelCheckpoint"}
+    kept["init_args"] = {"dirpath": str(folder / "run/checkpoints"), "save_top_k": -1}
+    kept["init_args"]["every_n_train_steps"] = 30  # an epoch
+    options = {"trainer.max_epochs": 6, "trainer.logger": "false", "test_after_fit": "false"}
+    options |= {"trainer.enable_progress_bar": "false", "trainer.callbacks+": json.dumps(kept)}
+    return ["fit", "--config=madry_digits", *(f"--{k}={v}" for k, v in options.items())]
+
+
+PARTS = {part.__name__: part for part in (kills, disk, hang, clock, memory, cost)}
 
 
 def figures(names=tuple(PARTS)) -> list[tuple[str, str, str]]:

@@ -48,9 +48,12 @@ def images(count, seed=0):
 @cache
 def weights_of(seed):
     """Trained in double precision: the same weights, to rounding, on every machine."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # by which the first weights are drawn
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        net = ConvNet().float().double()
+        net = ConvNet().double()
+        torch.set_default_dtype(before)
         optimizer = torch.optim.Adam(net.parameters(), 0.01)
         for step in range(60):
             x, y = images(64, seed=1000 * seed + step)
