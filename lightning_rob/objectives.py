@@ -117,6 +117,15 @@ def worst_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     return _min_over_draws(weights, cross_entropy(logits, y))
 
 
+def log_expected_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Compute the logarithm of `expected_ce`, whose gradient has its direction and no underflow."""
+    right, wrong = _split(logits, y)
+    odds = wrong.logsumexp(-1) - right
+    # below e^-20 softplus is the exponential
+    loss = torch.where(odds < -20, odds, softplus(odds.clamp_min(-20), threshold=50).log())
+    return (loss + weights.to(logits).log()[:, None]).logsumexp(0)
+
+
 def ce_of_mean_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the cross-entropy of the mean probabilities."""
     share = weights.to(logits).log()[:, None, None]

@@ -96,7 +96,8 @@ class APGD(Attack):
         y, certain = y.long(), is_certain(defense, self.objective)
         everyone = ActiveBatch(positions(x), x, y, derived(generator, 0))
         objective = ObjectiveGradient(self.objective, self.draws)
-        clean = objective(defense, x, y, everyone.generator, check=True)
+        followed = not self.targets  # else only the runs' own gradients are
+        clean = objective(defense, x, y, everyone.generator, check=True, followed=followed)
         order = wrong_classes(scores_of(clean.logits, clean.weights, defense.rule), y)
         best, best_value = x.clone(), _finite(clean.value, x)
         if certain:
@@ -130,7 +131,8 @@ class APGD(Attack):
         objective = ObjectiveGradient(self.objective, self.draws)
         for step in range(self.steps + 1):
             climbed = ObjectiveGradient(run.objective(self.objective), self.draws)
-            at = climbed(defense, run.x_adv, run.y, run.generator)
+            check = step == 0 and run.target is not None
+            at = climbed(defense, run.x_adv, run.y, run.generator, check)
             run.observe(at, first=step == 0)
             if certain:
                 run.keep_fooling(at.fooled(run.y))

@@ -14,7 +14,7 @@ from lightning_rob.attacks.pdgd import shorten
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import at_least
-from lightning_rob.objectives import expected_ce, expected_margin
+from lightning_rob.objectives import expected_margin, log_expected_ce
 from lightning_rob.randomness import Generator
 from lightning_rob.threat import TINY, Threat, scale
 
@@ -25,9 +25,10 @@ FIRST_STEP, LAST_STEP = 1.0, 0.01  # lengths of the gradient steps, by a cosine
 class DDN(Attack):
     """Smallest l2 perturbation by decoupled direction and norm (Rony et al. 2019, Algorithm 1).
 
-    A step follows the unit gradient of the cross-entropy; the perturbation is then rescaled to a
-    norm that falls by the factor 1 - gamma where the last iterate succeeded, else grows by
-    1 + gamma. Fast where the boundary is near, as on networks without adversarial training.
+    A step follows the unit gradient of the cross-entropy, taken of its logarithm, which does not
+    underflow on a confident network; the perturbation is then rescaled to a norm that falls by the
+    factor 1 - gamma where the last iterate succeeded, else grows by 1 + gamma. Fast where the
+    boundary is near, as on networks without adversarial training.
 
     At the end the smallest perturbation found is projected to smaller radii, by bisection, which
     the paper does not do. It is then projected into the ball: with a huge eps it is returned
@@ -70,7 +71,7 @@ class DDN(Attack):
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if not is_certain(defense, expected_margin):
             raise TypeError(f"DDN is for fixed classifiers, not for {type(defense).__name__}")
-        climbed, margin = ObjectiveGradient(expected_ce), ObjectiveGradient(expected_margin)
+        climbed, margin = ObjectiveGradient(log_expected_ce), ObjectiveGradient(expected_margin)
         with torch.no_grad():
             value = margin.value(defense, x, y, generator, check=True).to(x)
         fooled = value > 0
@@ -79,7 +80,7 @@ class DDN(Attack):
         norm = x.new_full((len(x),), self.first_norm)
         run = Walk(positions(x), x, y, derived(generator, 0), x, norm).select(~fooled)
         for step in range(self.steps if len(run) else 0):
-            at = climbed(defense, run.x_adv, run.y, run.generator)
+            at = climbed(defense, run.x_adv, run.y, run.generator, check=step == 0)
             value = expected_margin(at.logits, at.weights, run.y).to(x)
             best.update(run.index, run.x_adv, self.threat.size(run.x_adv - run.x), value, 0)
             share = (1 + math.cos(math.pi * step / self.steps)) / 2
@@ -107,7 +108,6 @@ class Walk(ActiveBatch):
         low, high = threat.bounds
         farthest = threat.size(torch.maximum(self.x - low, high - self.x))
         self.norm = torch.minimum(self.norm, farthest)
-        direction = scale(gradient, length / threat.size(gradient).clamp_min(TINY))
-        delta = self.x_adv - self.x + direction
+        delta = self.x_adv - self.x + length * threat.steepest(gradient)
         delta = scale(delta, self.norm / threat.size(delta).clamp_min(TINY))
         self.x_adv = (self.x + delta).clamp(low, high)

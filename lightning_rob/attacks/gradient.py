@@ -16,7 +16,7 @@ from lightning_rob.rules import Rule, random_member
 
 Draws = tuple[Rule, Tensor, Tensor]  # a rule, the logits [S, B, K] it decides on, their weights [S]
 
-ENOUGH = 16  # images whose gradients are all zero are no accident
+ENOUGH = 16  # images whose gradients are zero are no accident
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class ObjectiveGradient:
     """An objective of a defense's draws, as a function of the images.
 
     Both methods raise ValueError, if `check` is set, for labels out of range and non-finite logits;
-    the gradient then warns if it is zero for all images. The check makes the host wait for the
-    device.
+    the gradient then warns if it is zero for many images and the attack is to follow it. The check
+    makes the host wait for the device.
 
     Args:
         objective: the objective.
@@ -70,11 +70,26 @@ class ObjectiveGradient:
         return self._of(logits, weights, y, check)
 
     def __call__(
-        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
+        self,
+        defense: Defense,
+        x: Tensor,
+        y: Tensor,
+        generator: Generator,
+        check: bool = False,
+        followed: bool = True,
     ) -> ObjectiveAt:
         """Return the objective and its gradient at images [B, C, H, W] with labels [B]."""
         if defense.kind == "mixture" and reduction_of(self.objective):
-            return self._of_mixture(defense, x, y, generator, check)
+            at = self._of_mixture(defense, x, y, generator, check)
+        else:
+            at = self._of_draws(defense, x, y, generator, check)
+        if check and followed:
+            _warn_of_zero_gradients(at, y)
+        return at
+
+    def _of_draws(
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool
+    ) -> ObjectiveAt:
         x = x.detach().requires_grad_()
         if self.draws is None:
             logits, weights = defense.logits(x, generator), defense.weights
@@ -83,12 +98,9 @@ class ObjectiveGradient:
         value = self._of(logits, weights, y, check)
         (gradient,) = torch.autograd.grad(value.sum(), x)
         logits = logits.detach()
-        at = ObjectiveAt(
+        return ObjectiveAt(
             value.detach(), gradient, logits, weights, ((defense.rule, logits, weights),)
         )
-        if check:
-            _warn_of_zero_gradients(at, y)
-        return at
 
     def _of(self, logits: Tensor, weights: Tensor, y: Tensor, check: bool) -> Tensor:
         if check:
@@ -110,7 +122,7 @@ class ObjectiveGradient:
         for share, member in defense.components():
             if share == 0:
                 continue
-            part = self(member, x, y, generator, check)
+            part = self(member, x, y, generator, check, followed=False)
             if smallest:
                 wins = part.value < value
                 value = torch.where(wins, part.value, value)
@@ -128,12 +140,12 @@ class ObjectiveGradient:
 
 
 def _warn_of_zero_gradients(at: ObjectiveAt, y: Tensor) -> None:
-    """Warn where no image has a gradient to follow, and the defense is right on some."""
-    right = ~at.fooled(y)
-    if int(right.sum()) >= ENOUGH and not at.gradient.any():
+    """Warn where many images have no gradient to follow, and the defense is right on them."""
+    stuck = int((~at.fooled(y) & ~at.gradient.flatten(1).any(1)).sum())
+    if stuck >= ENOUGH:
         warnings.warn(
-            f"the gradient is exactly zero for all {len(y)} images, though {int(right.sum())} are "
-            "not misclassified: this attack cannot move, and its accuracy says nothing. "
+            f"the gradient is exactly zero for {stuck} of {len(y)} images, which are not "
+            "misclassified: this attack cannot move them, and its accuracy says nothing of them. "
             "`lightning-rob audit` finds out why; Square needs no gradient",
             ZeroGradientWarning,
             stacklevel=3,

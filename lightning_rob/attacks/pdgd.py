@@ -83,7 +83,7 @@ class PDGD(Attack):
         best = BestSoFar(x.clone(), distance, value, fooled)
         run = Descent.begin(x, y, derived(generator, 0)).select((~fooled).nonzero()[:, 0])
         for step in range(self.steps if len(run) else 0):
-            at = evaluate(defense, run.x_adv, run.y, run.generator)
+            at = evaluate(defense, run.x_adv, run.y, run.generator, check=step == 0)
             value = at.value.to(x)
             best.update(run.index, run.x_adv, self.threat.size(run.x_adv - run.x), value, 0)
             run.descend(at, self.threat, self.step_size * LAST_STEP ** (step / self.steps))

@@ -153,14 +153,18 @@ class EvaluationResult:
         Raises:
             KeyError: no attack has this name.
             ValueError: of a defense that predicts at random or adapts, for which one wrong
-                prediction is no proof.
+                prediction is no proof; or of several repeats, whose scores are averages.
         """
         if self.random or self.joint:
             raise ValueError("distances are for defenses that predict the same each time")
+        if self.details.get("repeats", 1) > 1:
+            raise ValueError("distances are those of one run of the attack: give repeats=1")
         if name not in self.attacks:
             raise KeyError(f"no attack is called {name!r}: choose from {', '.join(self.attacks)}")
         sizes = self.rows.sizes[:, self.names.index(name)].double()
-        found = sizes.masked_fill(self.per_image(name) > 0, torch.inf)
+        # an image on the ball's surface is within it, though its float32 size may round to more
+        within = sizes.clamp_max(self.attacks[name].threat.eps)
+        found = within.masked_fill(self.per_image(name) > 0, torch.inf)
         return found.masked_fill(self.per_image(CLEAN) == 0, 0.0)
 
     @property

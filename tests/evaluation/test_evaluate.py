@@ -165,6 +165,16 @@ def test_distances_of_one_run_are_the_accuracies_of_all_radii():
         replace(found, random=True).distances("search")
 
 
+def test_images_on_the_surface_are_fooled_within_eps():
+    threat = Threat("linf", 0.05)  # sizes round to more
+    attacks = {"pgd": PGD(threat, 3, 0.05)}
+    found = evaluate(net(), attacks, [data().tensors], progress=False)
+    assert 0 < found.accuracy("pgd") < found.accuracy("clean")
+    assert (found.distances("pgd") > 0.05).double().mean() == found.accuracy("pgd")
+    with pytest.raises(ValueError, match="one run of the attack: give repeats=1"):
+        evaluate(net(), attacks, [(X, Y)], repeats=2, progress=False).distances("pgd")
+
+
 class Noise(nn.Module):
     def forward(self, x):
         return x + 0.5 * torch.randn_like(x)
