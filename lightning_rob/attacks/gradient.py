@@ -82,25 +82,19 @@ class ObjectiveGradient:
         if defense.kind == "mixture" and reduction_of(self.objective):
             at = self._of_mixture(defense, x, y, generator, check)
         else:
-            at = self._of_draws(defense, x, y, generator, check)
+            x = x.detach().requires_grad_()
+            if self.draws is None:
+                logits, weights = defense.logits(x, generator), defense.weights
+            else:
+                logits, weights = defense.sample_logits(x, generator, self.draws)
+            value = self._of(logits, weights, y, check)
+            (gradient,) = torch.autograd.grad(value.sum(), x)
+            logits = logits.detach()
+            deciders = ((defense.rule, logits, weights),)
+            at = ObjectiveAt(value.detach(), gradient, logits, weights, deciders)
         if check and followed:
             _warn_of_zero_gradients(at, y)
         return at
-
-    def _of_draws(
-        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool
-    ) -> ObjectiveAt:
-        x = x.detach().requires_grad_()
-        if self.draws is None:
-            logits, weights = defense.logits(x, generator), defense.weights
-        else:
-            logits, weights = defense.sample_logits(x, generator, self.draws)
-        value = self._of(logits, weights, y, check)
-        (gradient,) = torch.autograd.grad(value.sum(), x)
-        logits = logits.detach()
-        return ObjectiveAt(
-            value.detach(), gradient, logits, weights, ((defense.rule, logits, weights),)
-        )
 
     def _of(self, logits: Tensor, weights: Tensor, y: Tensor, check: bool) -> Tensor:
         if check:
