@@ -708,7 +708,8 @@ def test_a_logger_that_fails_takes_no_figures_from_the_others(tmp_path, capsys):
         good = CSVLogger(tmp_path, "good")
         record.loggers = [Failing(tmp_path, "bad"), good]
         for step in (1, 2):
-            record(*evaluation(step))
+            figure, event = evaluation(step)
+            record(figure | {"name": "clean"}, figure, event | {"epoch": 0})
         record.close(0.0)
     (file,) = tmp_path.glob("good/*/metrics.csv")
     assert [row["step"] for row in csv.DictReader(file.read_text().splitlines())] == ["1", "2"]
