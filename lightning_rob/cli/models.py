@@ -46,6 +46,6 @@ def read_models(path: Path, config: type[CommandConfig]) -> dict[str, list[str]]
 
 def _args(name: str, value: Any, kinds: Mapping[str, Any]) -> list[str]:
     """Return the arguments for an option; of a list, one for each entry."""
-    if allows(kinds.get(f"--{name}"), list):
+    if value is not None and allows(kinds.get(f"--{name}"), list):
         return [f"--{name}+={part}" for part in (value if isinstance(value, list) else [value])]
     return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}"]

@@ -33,8 +33,8 @@ def check_remote(url: str) -> None:
     """Refuse a place whose checkpoints cannot be read.
 
     Raises:
-        ValueError: not a registered model; user info in the URL, or a file system that fsspec does
-            not know; or a package is missing.
+        ValueError: not a registered model; user info in the URL, several URLs in one, or a file
+            system that fsspec does not know; or a package is missing.
     """
     if url.startswith("mlflow:"):
         parse_model(url)
@@ -44,6 +44,11 @@ def check_remote(url: str) -> None:
     from fsspec import get_filesystem_class  # not needed for a local folder
 
     parts = urlsplit(url)
+    if "::" in url:
+        raise ValueError(
+            f"{parts.scheme}::… is a chain of URLs, and a cache in it would hide new checkpoints: "
+            "give the URL of the file system alone"
+        )
     if "@" in parts.netloc or parts.query:
         raise ValueError(
             f"{parts.scheme}://… has user info or a query, which is recorded and printed: leave "

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from configparser import RawConfigParser
+from contextlib import closing
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -51,6 +52,16 @@ def published(tmp_path):
     yield publisher
     publisher.close()
     history.close()
+
+
+def test_of_equal_steps_the_last_evaluation_counts(tmp_path):
+    """Of a checkpoint that was evaluated again, and whose file is gone."""
+    with closing(History(tmp_path)) as history:
+        for accuracy in (0.9, 0.1):
+            figure, event = evaluation(1, accuracy)
+            history.append(figure, event)
+        for present in ([], [("1", "r")]):
+            assert newest_group(history, "s", present)[0]["accuracy"] == 0.1
 
 
 def samples(families):

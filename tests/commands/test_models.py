@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import threading
+import time
 
 import pytest
 import yaml
@@ -108,3 +110,41 @@ def test_files_that_name_no_models(reason, tmp_path, monkeypatch, capsys):
     (tmp_path / "models.yaml").write_text(BAD[reason])
     assert watch("models.yaml", "--once") == 2
     assert reason in capsys.readouterr().err
+
+
+def test_two_models_never_write_one_history(listed, trained, tmp_path, monkeypatch, capsys):
+    """Also if one of them is not there at the start, so that its folder was not compared."""
+    content = yaml.safe_load(listed.read_text())
+    del content["second"]
+    content["first"]["out"] = content["third"]["out"] = str(tmp_path / "home")
+    listed.write_text(yaml.safe_dump(content))
+
+    def sleep(seconds):
+        if seconds > 1 and not (tmp_path / "c").exists():
+            (tmp_path / "c").mkdir()
+            shutil.copy(trained / "run/version_0/checkpoints" / EPOCHS[3], tmp_path / "c")
+        elif seconds > 1:
+            (tmp_path / "done").touch()
+        clock[0] += seconds
+
+    clock = [0.0]
+    monkeypatch.setattr(models.time, "sleep", sleep)
+    monkeypatch.setattr(models, "monotonic", lambda: clock[0])
+    assert watch(listed, "--until", tmp_path / "done") == 2
+    assert sorted(evaluated(tmp_path / "home")) == EPOCHS[:2]
+    assert "third: first and third have one history" in capsys.readouterr().err
+
+
+def test_the_minutes_are_of_the_process(listed, trained, tmp_path, capsys):
+    """Also for a model whose checkpoints can never be listed, or that comes late."""
+    suite = str(trained / "suite0.yaml")
+    entries = {
+        "never": {"run": "memory://nothing.ckpt", "out": str(tmp_path / "never"), "suite": suite},
+        "late": {"run": str(tmp_path / "late"), "suite": suite},
+    }
+    listed.write_text(yaml.safe_dump(entries))
+    threading.Timer(0.5, (tmp_path / "late").mkdir).start()
+    start = time.monotonic()
+    assert watch(listed, "--minutes=0.03", "--every=1") == 2
+    assert time.monotonic() - start < 3.5
+    assert len(events(tmp_path / "never", "broken")) == 1

@@ -17,6 +17,7 @@ from urllib.request import urlopen
 import pytest
 import torch
 import yaml
+from lightning.pytorch.loggers import CSVLogger
 from scipy.stats import binomtest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -28,12 +29,13 @@ from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor import folder, watcher
 from lightning_rob.commands.monitor.comparison import CheckpointResults, alarms, drops
 from lightning_rob.commands.monitor.history import History, as_record
+from lightning_rob.commands.monitor.recorder import Recorder
 from lightning_rob.commands.monitor.source import LocalFolder
 from lightning_rob.commands.monitor.suite import Suite
 from lightning_rob.commands.report import report
 from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
-from tests.commands.test_notify import Receiver
+from tests.commands.test_notify import Receiver, evaluation
 from tests.schema import checked
 from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
 
@@ -757,6 +759,27 @@ def test_figures_go_to_the_logger_that_is_asked_for(trained, watched, put, tmp_p
     assert [row["step"] for row in rows] == ["4", "8"]
     won = events(watched, "evaluated")[1]["change"]["won_back"]
     assert float(rows[1]["monitor/won_back"]) == len(won)
+
+
+def test_a_logger_that_fails_takes_no_figures_from_the_others(tmp_path, capsys):
+    class Failing(CSVLogger):
+        def log_metrics(self, *_):
+            raise ConnectionError("POST http://me:hidden@host/log?key=hidden")
+
+    config = MonitorConfig(tmp_path)
+    with closing(History(tmp_path)) as history:
+        record = Recorder(config, history)
+        good = CSVLogger(tmp_path, "good")
+        record.loggers = [Failing(tmp_path, "bad"), good]
+        for step in (1, 2):
+            figure, event = evaluation(step)
+            record(figure | {"name": "clean"}, figure, event | {"epoch": 0})
+        record.close(0.0)
+    (file,) = tmp_path.glob("good/*/metrics.csv")
+    assert [row["step"] for row in csv.DictReader(file.read_text().splitlines())] == ["1", "2"]
+    error = capsys.readouterr().err
+    assert error.count("figures could not be logged") == 1
+    assert "hidden" not in error
 
 
 def test_options_that_change_the_model():

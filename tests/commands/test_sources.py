@@ -1,6 +1,7 @@
 """Checkpoints in a bucket: the same figures as of a folder, no object fetched twice, faults."""
 
 import shutil
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor import folder, watcher
 from lightning_rob.commands.monitor.bucket import Bucket
 from lightning_rob.commands.monitor.history import History
@@ -200,6 +202,7 @@ def test_an_unread_object_that_goes_is_missed(bucket, put, scanned):
 BAD = {
     "needs --out FOLDER": [URL],
     "user info": ["s3://key:hidden@bucket/run", "--out=x"],
+    "is a chain of URLs": ["simplecache::s3://key:hidden@bucket/run", "--out=x"],
     "nosuch://bucket/run cannot be read": ["nosuch://bucket/run", "--out=x"],
     "a registered model is mlflow:models/NAME@ALIAS": ["mlflow:net", "--out=x"],
     "there is no checkpoint in memory://bucket/run": [URL, "--out=x", "--once"],
@@ -248,3 +251,43 @@ def test_an_alias_that_moves_is_a_new_checkpoint(trained, tmp_path, monkeypatch)
     assert found[1]["change"]["newly_vulnerable"] == found[2]["change"]["won_back"] != []
     (broken,) = events(home, "broken")
     assert "net-v3.ckpt has not exactly one file of the kind .ckpt" in broken["alarm"][0]
+
+
+@pytest.mark.parametrize(
+    ("info", "known"),
+    [({}, False), ({"modify": "20261122150405"}, True), ({"Last-Modified": "Sun, 22 Nov"}, True)],
+)
+def test_a_file_system_that_cannot_tell_one_object_from_the_next_is_refused(
+    info, known, bucket, tmp_path, monkeypatch
+):
+    """By its size alone a checkpoint of the same architecture would not be noticed."""
+    found = {"/bucket/run/a.ckpt": {"size": 9, "type": "file"} | info}
+    monkeypatch.setattr(MemoryFileSystem, "find", lambda *_, **__: found)
+    source = Bucket(URL, tmp_path)
+    if known:
+        assert source.stamps()["a.ckpt"][0]
+    else:
+        with pytest.raises(Unreachable, match="neither an ETag nor a time"):
+            source.stamps()
+
+
+def test_passwords_in_errors_of_packages_are_not_passed_on():
+    reason = "API request to http://me:p@ss@host/api?sig=hidden failed: http://a@b/c"
+    told = str(Unreachable(reason))
+    assert told == "API request to http://host/api?… failed: http://b/c"
+
+
+def test_a_source_that_cannot_be_opened_sends_no_notification_again_and_again(
+    bucket, tmp_path, monkeypatch
+):
+    """Nobody would end its threads, and nothing records what they deliver."""
+
+    def refused(url):
+        raise OSError("connection refused")
+
+    monkeypatch.setattr("lightning_rob.commands.monitor.bucket.url_to_fs", refused)
+    before = set(threading.enumerate())
+    config = MonitorConfig(URL, out=tmp_path, notify=["http://127.0.0.1:9/hook"])
+    with pytest.raises(Unreachable, match="connection refused"):
+        next(watcher.watched(config, None, goes_on=True))
+    assert not set(threading.enumerate()) - before

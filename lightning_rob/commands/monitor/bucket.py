@@ -15,8 +15,8 @@ from lightning_rob.files import MANIFEST_SUFFIX
 
 SUFFIX = ".ckpt"
 CHECKPOINT = re.compile(r"(checkpoints/(.*/)?)?[^/]+\.ckpt")  # as in a local run
-ETAGS = ("ETag", "etag", "md5Hash", "content_md5")
-TIMES = ("LastModified", "updated", "last_modified", "mtime", "modified", "created")
+ETAGS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest", "Last-Modified")
+TIMES = ("LastModified", "updated", "last_modified", "mtime", "modified", "modify", "created")
 Info = Mapping[str, Any]  # of an object, as fsspec has it; names differ between file systems
 
 
@@ -44,6 +44,12 @@ class Bucket(RemoteSource):
         """Return the stamp of each object by its path below the URL, the oldest first."""
         self.infos = self._listed()
         names = [name for name in self.infos if CHECKPOINT.fullmatch(name)]
+        for name in names:
+            if not any(self.infos[name].get(key) for key in (*ETAGS, *TIMES)):
+                raise Unreachable(
+                    f"{self.url}: neither an ETag nor a time of change is known of {name}, so that "
+                    "one that replaces it would not be noticed"
+                )
         names.sort(key=lambda name: (_time(self.infos[name]), name))
         return {name: self._stamp(name) for name in names}
 
@@ -85,7 +91,8 @@ class Bucket(RemoteSource):
     def _place_of(self, name: str) -> str:
         """Return the path of an object in its file system."""
         single = self.root.endswith(SUFFIX)
-        folder = str(PurePosixPath(self.root).parent) if single else self.root.rstrip("/")
+        # Of http the path is the whole URL, whose two slashes a `PurePosixPath` would join.
+        folder = self.root.rpartition("/")[0] if single else self.root.rstrip("/")
         return f"{folder}/{name}"
 
     def _stamp(self, name: str) -> Stamp:
@@ -104,7 +111,8 @@ def _time(info: Info) -> float:
     """Return the time of an object's last change, Unix time; 0 where it is not known."""
     value = next((info[key] for key in TIMES if info.get(key)), 0.0)
     if isinstance(value, str):
-        value = datetime.fromisoformat(value)
+        # FTP has digits alone, which are no ISO date without a T.
+        value = datetime.fromisoformat(re.sub(r"^(\d{8})(\d{6})", r"\1T\2", value))
     return value.timestamp() if isinstance(value, datetime) else float(value)
 
 

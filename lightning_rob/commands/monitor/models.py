@@ -4,6 +4,8 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from time import monotonic
 
 from lightning_rob.commands.base import quiet_lightning
@@ -29,12 +31,21 @@ class Model:
         start: returns its options; raises an error if its checkpoints are not there.
         config: options of the process.
         publisher: where all models publish their state.
+        homes: the model of each history, which the models share.
+        end: of the process, by `monotonic`.
     """
 
     def __init__(
-        self, name: str, start: Start, config: MonitorConfig, publisher: Publisher
+        self,
+        name: str,
+        start: Start,
+        config: MonitorConfig,
+        publisher: Publisher,
+        homes: dict[Path, str],
+        end: float,
     ) -> None:
         self.name, self.start, self.config, self.publisher = name, start, config, publisher
+        self.homes, self.end = homes, end
         self.steps: Steps | None = None
         self.due = 0.0  # time of the next step
         self.code: int | None = None
@@ -48,7 +59,7 @@ class Model:
         """
         try:
             if self.steps is None:
-                self.steps = watched(*self.start(), self.publisher, goes_on=True)
+                self.steps = watched(*self._started(), self.publisher, goes_on=True)
             self.due = monotonic() + next(self.steps)
             self.failure = ""
         except StopIteration as end:
@@ -57,6 +68,20 @@ class Model:
             if os.environ.get("LIGHTNING_ROB_DEBUG"):
                 raise
             self._fail(str(error) or type(error).__name__, last)
+
+    def _started(self) -> tuple[MonitorConfig, Build]:
+        """Return the options, with the minutes that the process has left.
+
+        Raises:
+            ValueError: another model has the same history, whose lock is of the whole process.
+        """
+        config, build = self.start()
+        home = config.home.resolve()
+        if (other := self.homes.setdefault(home, self.name)) != self.name:
+            raise ValueError(f"{other} and {self.name} have one history, {home}: give each its out")
+        if self.end < float("inf"):
+            config = replace(config, minutes=max(1e-9, (self.end - monotonic()) / 60))
+        return config, build
 
     def _fail(self, reason: str, last: bool) -> None:
         """Report a failure once, and start again later."""
@@ -90,12 +115,15 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
         stack.enter_context(quiet_lightning())
         publisher = Publisher(config)
         stack.callback(publisher.close)
-        models = [Model(name, start, config, publisher) for name, start in starts.items()]
+        homes: dict[Path, str] = {}
+        models = [
+            Model(name, start, config, publisher, homes, end) for name, start in starts.items()
+        ]
         for model in models:
             stack.callback(model.close)
         while waiting := [model for model in models if model.code is None]:
             following = min(waiting, key=lambda model: model.due)
-            time.sleep(max(0.0, following.due - monotonic()))
+            time.sleep(max(0.0, min(following.due, end) - monotonic()))
             following.step(last=config.is_over or monotonic() >= end)
     if code := max(model.code or 0 for model in models):
         raise SystemExit(code)

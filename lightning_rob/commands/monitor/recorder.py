@@ -17,6 +17,7 @@ from lightning_rob.commands.monitor.history import (
     scalars,
 )
 from lightning_rob.commands.monitor.notify import Notifier
+from lightning_rob.commands.monitor.source import without_secrets
 from lightning_rob.files import UNWRITABLE
 
 Written = TypeVar("Written")
@@ -60,6 +61,11 @@ class Recorder:
         """Whether no further checkpoints are awaited."""
         return self.config.is_over
 
+    @property
+    def left(self) -> float:
+        """Seconds until the end that `--minutes` names."""
+        return self.end_time - time.monotonic()
+
     def take_loggers(self, trainer: Trainer) -> None:
         """Log to a trainer's loggers, of the first suite, instead of the trainer."""
         self.loggers = self.loggers or trainer.loggers
@@ -77,7 +83,7 @@ class Recorder:
             except OSError as error:
                 if error.errno not in UNWRITABLE or self.is_over:
                     raise
-                if (left := self.end_time - time.monotonic()) <= 0:
+                if (left := self.left) <= 0:
                     raise
                 self._wait(str(error), left)
                 continue
@@ -107,15 +113,17 @@ class Recorder:
         """Log the figures of an evaluation; a server that is away does not end the monitor."""
         if not (figures := scalars(lines)):
             return
-        try:
-            for logger in self.loggers:
+        failures: list[Exception] = []
+        for logger in self.loggers:
+            try:
                 logger.log_metrics(figures, lines[-1]["step"])
                 logger.save()
-            self.logging = True
-        except Exception as error:  # of any package
-            if self.logging:
-                warn(f"figures could not be logged ({type(error).__name__}: {error})")
-            self.logging = False
+            except Exception as error:  # of any package; the other loggers get theirs
+                failures.append(error)
+        if failures and self.logging:
+            reason = f"{type(failures[0]).__name__}: {failures[0]}"
+            warn(f"figures could not be logged ({without_secrets(reason)})")
+        self.logging = not failures
 
     def close(self, patience: float) -> None:
         """End; wait `patience` seconds for the receivers of notifications."""

@@ -58,4 +58,5 @@ def newest_group(history: History, suite: str, present: Sequence[Identity]) -> l
     groups = [g for g in groups if g[-1]["suite"] == suite]
     last = {identity(group[-1]): group for group in groups}
     found = next((last[one] for one in present if one in last), None)
-    return found or max(groups, key=lambda g: g[-1]["position"], default=[])
+    # Of equal positions max returns the first, and the later one counts.
+    return found or max(reversed(groups), key=lambda g: g[-1]["position"], default=[])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Collection
@@ -15,8 +16,23 @@ Stamp = tuple[Any, ...]  # changes when a checkpoint does; can be written as JSO
 Version = tuple[str, Stamp]  # name and stamp of a checkpoint
 
 
+USER_INFO, QUERY = re.compile(r"(://)[^/\s]*@"), re.compile(r"(://[^\s?]*\?)\S+")
+
+
+def without_secrets(text: str) -> str:
+    """Return the text of a package's error without user info and queries of URLs in it."""
+    return QUERY.sub(r"\1…", USER_INFO.sub(r"\1", text))
+
+
 class Unreachable(InputError):
-    """A source that cannot be listed or read now, and perhaps later."""
+    """A source that cannot be listed or read now, and perhaps later.
+
+    Args:
+        reason: may quote the error of a package, which may name a server with its password.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(without_secrets(reason))
 
 
 class Source(ABC):

@@ -167,6 +167,7 @@ class Watcher:
         publisher: Publisher | None = None,
         goes_on: bool = False,
     ) -> None:
+        source = open_source(config)  # first: a failure must leave no thread of the others behind
         self.config = config
         self.goes_on = goes_on
         self.history = history
@@ -174,7 +175,7 @@ class Watcher:
         self.publisher, self.owns_publisher = publisher or Publisher(config), publisher is None
         self.record = Recorder(config, history)
         self.record.waited = self.publish
-        self.folder = CheckpointFolder(open_source(config), history, self.record)
+        self.folder = CheckpointFolder(source, history, self.record)
         self.looked = False  # whether the source could be listed since the start
         self.suite: Suite | None = None
         self.suite_files = SuiteFiles(config.suite or ())
@@ -194,7 +195,7 @@ class Watcher:
         """Wait for the next checkpoint that is not done; return None at the end."""
         while not (self.config.stop_at_alarm and self.history.unreported()):
             over = self.record.is_over
-            left = self.record.end_time - time.monotonic()
+            left = self.record.left
             self.look()
             self._renew_suite()
             pending, unsettled = self.pending(), bool(self.folder.incomplete)
@@ -302,7 +303,7 @@ class Watcher:
                 yield from self._follow()
                 return
             except Exception as error:
-                if not self.goes_on or self.record.is_over:
+                if not self.goes_on or self.record.is_over or self.record.left <= 0:
                     raise
                 self._record_failure(error)
             self.suite, self.done = None, set()
