@@ -182,6 +182,7 @@ def test_dashboard_and_rules_name_metrics_that_exist(published):
     assert names <= set(re.findall(r"^(lightning_rob_\w+)", get(published, "/metrics"), re.M))
 
 
+@pytest.mark.slow
 def test_the_action_fails_and_writes_a_summary(tmp_path):
     steps = yaml.safe_load((DEPLOY / "action.yml").read_text())["runs"]["steps"]
     yaml.safe_load((DEPLOY / "workflow.yaml").read_text())

@@ -81,7 +81,7 @@ def take_groups(rank, store, workers):
     print(*served)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_process_that_is_ready_takes_the_next_group(workers, tmp_path):
     """Each group is taken once; the first is that of the rank."""
     ranks = [Forked(take_groups, rank, tmp_path / "store", workers) for rank in range(2)]
