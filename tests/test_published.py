@@ -54,9 +54,7 @@ def test_a_row_of_a_transfer_matrix_is_the_source(tmp_path):
     found = ATHENA["measured"](3, [tmp_path])
     assert found["pgd", "clean", "flip_both"].value == pytest.approx(30)
     # the interval of Wilson (1927), 3 of 10
-    assert found["pgd", "clean", "flip_both"].low == pytest.approx(
-        10.78, abs=0.01
-    )
+    assert found["pgd", "clean", "flip_both"].low == pytest.approx(10.78, abs=0.01)
     assert found["pgd", "flip_both", "average"].value == pytest.approx(60)
 
 
