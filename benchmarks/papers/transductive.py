@@ -6,7 +6,8 @@ Tables: `madry`, RMC on an adversarially trained base beside that base, digits, 
 paper's Table 1); `order`, DENT on `Patches10`, linf 8/255, where rounds of 128 images come in
 natural order or sorted by label (Table 5); `dann`, DANN at the paper's radius, linf 0.3, with a
 weight of the discriminator of 0.1 (Table 3). --private-draws defenders adapt to each perturbed
-round. Finished images stay in --folder: the same command resumes.
+round. Finished images stay in --folder: the same command resumes, but begins anew with RMC, which
+keeps a state from image to image.
 """
 
 import argparse
@@ -91,7 +92,7 @@ def main():
             max_images=options.images,
             private_draws=options.private_draws if protocol else 1,
             protocol=protocol,
-            resume=options.folder / "resume",
+            resume=None if defense.stateful else options.folder / "resume",
             progress=False,
         )
         for attack in ["clean", *attacks]:
