@@ -11,7 +11,7 @@ from lightning_rob.commands.configs import CommandConfig
 from lightning_rob.safe_yaml import load_file
 
 OF_PROCESS = {  # options that all models share
-    *("models", "label", "once", "minutes", "until", "every"),
+    *("models", "label", "once", "minutes", "until", "every", "stop_at_alarm"),
     *("serve", "serve_host", "metrics_port", "metrics_host", "metrics_file"),
 }
 
@@ -38,10 +38,13 @@ def read_models(path: Path, config: type[CommandConfig]) -> dict[str, list[str]]
         known = {"trainer", "data", "model", *(key[2:] for key in kinds)}
         if unknown := [key for key in options if str(key).partition(".")[0] not in known]:
             raise ValueError(f"{path}: {name}: there is no option {unknown[0]}; try --help")
-    return {
-        str(name): resolve_names([arg for key in own for arg in _args(str(key), own[key], kinds)])
-        for name, own in content.items()
-    }
+    try:
+        return {
+            str(name): resolve_names([a for key in own for a in _args(str(key), own[key], kinds)])
+            for name, own in content.items()
+        }
+    except TypeError as error:  # of json: YAML has more types
+        raise ValueError(f"{path}: an option is no plain data: {error}") from error
 
 
 def _args(name: str, value: Any, kinds: Mapping[str, Any]) -> list[str]:
