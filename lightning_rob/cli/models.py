@@ -38,13 +38,10 @@ def read_models(path: Path, config: type[CommandConfig]) -> dict[str, list[str]]
         known = {"trainer", "data", "model", *(key[2:] for key in kinds)}
         if unknown := [key for key in options if str(key).partition(".")[0] not in known]:
             raise ValueError(f"{path}: {name}: there is no option {unknown[0]}; try --help")
-    try:
-        return {
-            str(name): resolve_names([a for key in own for a in _args(str(key), own[key], kinds)])
-            for name, own in content.items()
-        }
-    except TypeError as error:  # of json: YAML has more types
-        raise ValueError(f"{path}: an option is no plain data: {error}") from error
+    return {
+        str(name): resolve_names([arg for key in own for arg in _args(str(key), own[key], kinds)])
+        for name, own in content.items()
+    }
 
 
 def _args(name: str, value: Any, kinds: Mapping[str, Any]) -> list[str]:
