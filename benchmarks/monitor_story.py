@@ -118,7 +118,7 @@ def watched(folder):
     with Receiver() as receiver:
         receiver.statuses = [500, 503]
         options = ["--drop=significant", "--notify", receiver.url, f"--metrics-port={target}"]
-        options += ["--serve", "--every=1", "--until", over, "--trainer.accelerator=cpu"]
+        options += [f"--serve={target}", "--every=1", "--until", over, "--trainer.accelerator=cpu"]
         monitor = subprocess.Popen(
             program("monitor", folder / "run", "--suite", suite(folder), *options)
         )

@@ -15,6 +15,7 @@ import yaml
 
 from lightning_rob.errors import InputError
 
+PLAIN_TAGS = ("str", "int", "float", "bool", "null", "seq", "map")
 MAX_CHARACTERS, MAX_NODES, MAX_DEPTH = 2_000_000, 200_000, 60
 FRACTION = re.compile(r"(-?\d+(?:\.\d+)?)\s*/\s*(?!0+(?:\.0+)?$)(\d+(?:\.\d+)?)")  # not by 0
 Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -75,10 +76,10 @@ def validate(text: str) -> None:
     for event in yaml.parse(text, Loader=Loader):
         line = event.start_mark.line + 1 if event.start_mark else 0
         tag = getattr(event, "tag", None) or ""
-        if "python" in tag:
+        kind = tag.removeprefix("tag:yaml.org,2002:")
+        if kind != tag and kind not in PLAIN_TAGS:
             raise ValueError(
-                f"line {line}: the tag {tag.replace('tag:yaml.org,2002:', '!!')} asks for "
-                "Python objects: a recipe is plain data"
+                f"line {line}: the tag !!{kind} asks for Python objects: a recipe is plain data"
             )
         _advance(state, event, line)
 
@@ -136,7 +137,10 @@ def _load(text: str) -> Any:
         validate(text)
     except ValueError as error:
         raise InputError(f"YAML: {error}") from error
-    return parse_fractions(_default_load(text))
+    try:
+        return parse_fractions(_default_load(text))
+    except (ValueError, LookupError) as error:
+        raise InputError(f"YAML: a value does not fit its tag: {error}") from error
 
 
 def load(text: str) -> Any:

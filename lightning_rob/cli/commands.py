@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +19,7 @@ from lightning_rob.cli.options import allows, option_types
 from lightning_rob.cli.plugins import resolve_names
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.checkpoints import load_weights
-from lightning_rob.commands.configs import CONFIGS, MissingRun
+from lightning_rob.commands.configs import CONFIGS
 from lightning_rob.data import ImageData
 from lightning_rob.errors import InputError
 from lightning_rob.safe_yaml import parse_fraction_arg, plain_yaml
@@ -191,12 +190,6 @@ def _with_checkpoints(name: str, args: Sequence[str]) -> None:
         label: partial(_monitored, name, [*args, *own, f"--label={label}", "--models=null"])
         for label, own in parts.items()
     }
-    homes: dict[Path, str] = {}
-    for label, start in starts.items():
-        with suppress(MissingRun):  # it may come
-            home = start()[0].home.resolve()
-            if (other := homes.setdefault(home, label)) != label:
-                raise ValueError(f"{other} and {label} have one history, {home}: give each its out")
     import_module(f"lightning_rob.commands.{name}.models").run(options, starts)
 
 

@@ -77,9 +77,8 @@ def option_types(config: type[CommandConfig]) -> dict[str, Any]:
 def join_values(args: Sequence[str], config: type[CommandConfig] | None = None) -> list[str]:
     """Write `--name VALUE` as `--name=VALUE`, for `SHARED` options and those of a command.
 
-    So the value may begin with a minus sign. A command's `--flag` becomes `--flag=true`, also
-    where a number may follow, `--name VALUE` of a list becomes `--name+=VALUE`, and `--two-words`
-    becomes `--two_words`.
+    So the value may begin with a minus sign. A command's `--flag` becomes `--flag=true`,
+    `--name VALUE` of a list becomes `--name+=VALUE`, and `--two-words` becomes `--two_words`.
     """
     kinds = option_types(config) if config else {}
     joined, rest = [], list(args)
@@ -90,13 +89,12 @@ def join_values(args: Sequence[str], config: type[CommandConfig] | None = None) 
             name, arg = spelled, spelled + equals + value
         kind = kinds.get(name)
         follows = bool(rest) and not rest[0].startswith("--")
-        own, is_flag = name in kinds or SHARED.fullmatch(name), allows(kind, bool)
+        own, is_flag = name in kinds or SHARED.fullmatch(name), kind is bool
         if not own or not (equals or follows or is_flag):
             joined.append(arg)
             continue
         if is_flag and not equals:
-            values = r"true|false" if kind is bool else r"true|false|\d+"
-            value = rest.pop(0) if follows and re.fullmatch(values, rest[0]) else "true"
+            value = rest.pop(0) if follows and rest[0] in ("true", "false") else "true"
         elif not equals:
             value = rest.pop(0)
         joined.append(f"{name}{'+' if allows(kind, list) else ''}={value}")

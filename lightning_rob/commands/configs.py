@@ -20,7 +20,7 @@ from lightning_rob.commands.thresholds import parse_thresholds
 
 Receives = Literal["run", "trainings", "checkpoints", "data", "records"]
 SIGNIFICANT = 0.05
-LOCAL, PORT = "127.0.0.1", 9108  # of the monitor's page and metrics
+LOCAL = "127.0.0.1"  # address of the monitor's page and metrics
 ONNX = ("onnx", "onnxscript", "onnxruntime")  # the packages of the extra
 
 
@@ -341,13 +341,13 @@ class MonitorConfig(CommandConfig):
         alarm: alarm below an accuracy, robust/worst=0.40,acc=0.80
         drop: alarm if worst fell since last or best, p < N; significant: 0.05
         notify: POST alarms and recoveries to this URL; slack://… by apprise
-        serve: show a page on localhost, port N; else --metrics_port, or 9108
+        serve: show a page on localhost at this port, such as 9108
         serve_host: address of that port
         metrics_port: serve metrics for Prometheus, and /healthz
         metrics_host: address of that port
         metrics_file: the same as FILE.prom, for node exporter
         reevaluate: evaluate the newest checkpoint again after N hours
-        stop_at_alarm: end with the first alarm
+        stop_at_alarm: end with the first alarm, of any model
         every: seconds between two looks into the folder
         once: evaluate the checkpoints that are there, and end
         minutes: end after N minutes
@@ -369,7 +369,7 @@ class MonitorConfig(CommandConfig):
     alarm: list[str] | None = None
     drop: str | float | None = None
     notify: list[str] | None = field(default=None, repr=False)  # some URLs are secrets
-    serve: bool | int | None = None
+    serve: int | None = None
     serve_host: str = LOCAL
     metrics_port: int | None = None
     metrics_host: str = LOCAL
@@ -397,16 +397,16 @@ class MonitorConfig(CommandConfig):
 
     def _check_page(self) -> None:
         """Refuse options of a page that cannot be served."""
-        if self.page_port is None:
+        if self.serve is None:
             if self.serve_host != LOCAL:
                 raise ValueError("--serve_host is for --serve, which is not given")
             return
-        if not 0 <= self.page_port < 65536:
-            raise ValueError(f"--serve must be in 0 … 65535, got {self.page_port}")
-        shared = self.page_port > 0 and self.page_port == self.metrics_port  # 0 takes any
+        if not 0 <= self.serve < 65536:
+            raise ValueError(f"--serve must be in 0 … 65535, got {self.serve}")
+        shared = self.serve > 0 and self.serve == self.metrics_port  # 0 takes any
         if shared and self.serve_host != self.metrics_host:
             raise ValueError(
-                f"--serve shares port {self.page_port} with --metrics_port, but --serve_host is "
+                f"--serve shares port {self.serve} with --metrics_port, but --serve_host is "
                 f"{self.serve_host} and --metrics_host is {self.metrics_host}: give both the same "
                 "address, or --serve another port"
             )
@@ -442,15 +442,6 @@ class MonitorConfig(CommandConfig):
             raise ValueError(f"--metrics_file must name a FILE.prom, got {self.metrics_file}")
         if find_spec("prometheus_client") is None:
             raise ValueError("metrics need a package: pip install 'lightning-rob[prometheus]'")
-
-    @property
-    def page_port(self) -> int | None:
-        """The port of the page; None where there is none."""
-        if self.serve is None or self.serve is False:
-            return None
-        if self.serve is not True:
-            return self.serve
-        return PORT if self.metrics_port is None else self.metrics_port
 
     @property
     def is_over(self) -> bool:

@@ -48,5 +48,5 @@ def violations(minima: Mapping[str, float], logged: Mapping[str, float], stage: 
             known = sorted(k.removeprefix(f"{stage}/") for k in logged if k.startswith(stage))
             raise ValueError(f"no figure {name} was measured, only {', '.join(known) or 'none'}")
         if not logged[key] >= minimum:  # NaN violates a threshold, too
-            lines.append(f"{name} is {logged[key]:.4f}, below {minimum:g}")
+            lines.append(f"{name} is {logged[key]:.2%}, below {100 * minimum:g}%")
     return lines

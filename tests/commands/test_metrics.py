@@ -135,7 +135,7 @@ def test_a_port_in_use_and_a_file_that_cannot_be_written(published, tmp_path, ca
         ({"metrics_host": "0.0.0.0"}, "--metrics_host is for --metrics_port"),
         ({"serve": 70000}, "--serve must be in 0 … 65535, got 70000"),
         ({"serve_host": "0.0.0.0"}, "--serve_host is for --serve"),
-        ({"serve": True, "metrics_port": 9108, "metrics_host": "::"}, "shares port 9108"),
+        ({"serve": 9108, "metrics_port": 9108, "metrics_host": "::"}, "shares port 9108"),
         ({"reevaluate": 0.0}, "--reevaluate must be above 0"),
     ],
 )

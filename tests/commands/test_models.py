@@ -101,6 +101,9 @@ BAD = {
     "say first which run": "a: {drop: 0.1}",
     "a and b have one history": "{a: {run: .}, b: {run: .}}",
     "there is no option nosuch": "a: {run: ., nosuch: 1}",
+    "stop_at_alarm is of the process": "a: {run: ., stop_at_alarm: true}",
+    "the tag !!binary asks for": "a: {run: !!binary aGk=}",
+    "a value does not fit its tag": "a: {run: ., every: !!int x}",
 }
 
 
@@ -110,6 +113,18 @@ def test_files_that_name_no_models(reason, tmp_path, monkeypatch, capsys):
     (tmp_path / "models.yaml").write_text(BAD[reason])
     assert watch("models.yaml", "--once") == 2
     assert reason in capsys.readouterr().err
+
+
+def test_the_first_alarm_of_any_model_ends_all(listed, trained, tmp_path, capsys):
+    content = yaml.safe_load(listed.read_text())
+    listed.write_text(yaml.safe_dump({name: content[name] for name in ("third", "first")}))
+    (tmp_path / "c").mkdir()
+    shutil.copy(trained / "run/version_0/checkpoints" / EPOCHS[3], tmp_path / "c")
+    assert watch(listed, "--stop-at-alarm", "--serve=0") == 1
+    assert len(evaluated(tmp_path / "a")) == 1
+    error = capsys.readouterr().err
+    assert f"third: watching {tmp_path / 'c'}; the history is {tmp_path / 'c'}" in error
+    assert re.search(r"serving http://127.0.0.1:\d+/ http", error)
 
 
 def test_two_models_never_write_one_history(listed, trained, tmp_path, monkeypatch, capsys):

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from contextlib import closing, suppress
+from itertools import pairwise
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -33,6 +34,7 @@ from lightning_rob.commands.monitor.recorder import Recorder
 from lightning_rob.commands.monitor.source import LocalFolder
 from lightning_rob.commands.monitor.suite import Suite
 from lightning_rob.commands.report import report
+from lightning_rob.commands.scores import ScoreFiles
 from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
 from tests.commands.test_notify import Receiver, evaluation
@@ -177,7 +179,7 @@ def past(step, right, count=40):
     scores = torch.zeros(count, dtype=torch.float64)
     scores[right] = 1.0
     return CheckpointResults(
-        f"{step}.ckpt", step, {"worst": float(scores.mean())}, (torch.arange(count), scores)
+        f"{step}.ckpt", step, {"worst": float(scores.mean())}, lambda: (torch.arange(count), scores)
     )
 
 
@@ -488,7 +490,7 @@ def test_alarms_and_exit_codes(trained, watched, put, capsys):
     assert monitor(trained, watched, "--once", "--alarm", "robust/worst=0.999,acc=0") == 1
     (event,) = events(watched, "evaluated")
     (worst,) = (line["accuracy"] for line in lines(watched) if line.get("name") == "worst")
-    assert event["alarm"] == [f"robust/worst is {worst:.4f}, below 0.999"]
+    assert event["alarm"] == [f"robust/worst is {worst:.2%}, below 99.9%"]
     assert f"lightning-rob: alarm: {event['alarm'][0]}" in capsys.readouterr().err
     board = EventAccumulator(str(watched / "monitor")).Reload()
     assert "monitor/alarm/text_summary" in board.Tags()["tensors"]
@@ -694,7 +696,7 @@ def test_its_page_shows_the_same_figures(watched, paged):
     low, high = worst["interval"]
     assert f"<strong>{worst['accuracy']:.1%}</strong> <small>{low:.1%} … {high:.1%}</small>" in html
     assert "<strong>ALARM</strong>" in html
-    assert f"robust/worst is {worst['accuracy']:.4f}, below 0.999" in html
+    assert f"robust/worst is {worst['accuracy']:.2%}, below 99.9%" in html
 
 
 def test_every_field_of_the_evidence_page_is_in_a_record(watched, paged):
@@ -802,6 +804,29 @@ def test_a_checkpoint_without_its_scores_is_evaluated_again(trained, watched, pu
     run(*asked)
     assert evaluated(watched) == [EPOCHS[0], EPOCHS[0], EPOCHS[1]]
     assert events(watched, "evaluated")[2]["change"]["since"] == f"checkpoints/{EPOCHS[0]}"
+
+
+def test_an_evaluation_reads_only_scores_that_it_compares(trained, watched, put, monkeypatch):
+    files, counts = [], []
+    read, record = ScoreFiles.read, Recorder.__call__
+
+    def counted(self, line):
+        files.append(line)
+        return read(self, line)
+
+    def noted(self, *lines):
+        counts.extend([len(files)] if lines[-1]["event"] == "evaluated" else [])
+        record(self, *lines)
+
+    monkeypatch.setattr(ScoreFiles, "read", counted)
+    monkeypatch.setattr(Recorder, "__call__", noted)
+    source = watched / "checkpoints" / EPOCHS[0]
+    put(EPOCHS[0])
+    for step in range(5, 11):
+        changed(source, source.with_name(f"{step}.ckpt"), lambda _, v, n=step: v + n * 1e-4, step)
+    assert watch(trained, watched, "--drop=0.5") in (0, 1)
+    assert len(counts) == 7
+    assert max(b - a for a, b in pairwise(counts)) <= 4  # a new file, twice the last, the best
 
 
 def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, put, capsys):

@@ -6,8 +6,6 @@ from urllib.request import urlopen
 
 import pytest
 
-from lightning_rob.cli.commands import parse_options
-from lightning_rob.cli.options import join_values
 from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.history import History, timestamp
 from lightning_rob.commands.monitor.page import _ago
@@ -165,7 +163,7 @@ def test_several_models_have_a_section_each_and_an_overview(served, tmp_path):
 
 def test_page_and_metrics_of_one_address_share_a_server(tmp_path):
     pytest.importorskip("prometheus_client")
-    publisher = Publisher(MonitorConfig(tmp_path, serve=True, metrics_port=0))
+    publisher = Publisher(MonitorConfig(tmp_path, serve=0, metrics_port=0))
     assert "starting" in fetched(publisher)[1]
     assert fetched(publisher, "/metrics")[1] == ""  # before the first look
     assert len(publisher.servers) == 1
@@ -173,22 +171,6 @@ def test_page_and_metrics_of_one_address_share_a_server(tmp_path):
     publisher = Publisher(MonitorConfig(tmp_path, serve=0, serve_host="localhost", metrics_port=0))
     assert len(publisher.servers) == 2
     publisher.close()
-
-
-@pytest.mark.parametrize(
-    ("args", "port"),
-    [
-        ([], None),
-        (["--serve"], 9108),
-        (["--serve", "8000"], 8000),
-        (["--serve=8000", "--metrics-port=9000"], 8000),
-        (["--serve", "--metrics-port", "9000"], 9000),
-        (["--serve", "false"], None),
-    ],
-)
-def test_the_port_may_be_left_out(tmp_path, args, port):
-    config = parse_options("monitor", join_values([f"--run={tmp_path}", *args], MonitorConfig))
-    assert config.page_port == port
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,77 @@ def test_an_unread_object_that_goes_is_missed(bucket, put, scanned):
     assert list(scanned.unread) == [f"checkpoints/{EPOCHS[2]}"]
 
 
+def refuse(monkeypatch, *names):
+    """Let some objects be listed, but not fetched; return the set of their names."""
+    refused, get_file = set(names), MemoryFileSystem.get_file
+
+    def one(self, path, *args, **options):
+        if Path(path).name in refused:
+            raise PermissionError("Access Denied")
+        return get_file(self, path, *args, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", one)
+    return refused
+
+
+def test_an_object_that_cannot_be_fetched_blocks_no_other_and_is_taken_later(
+    trained, bucket, put, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(folder, "SETTLE", 0.0)
+    home = tmp_path / "home"
+    for name in EPOCHS:
+        put(name)
+    refused = refuse(monkeypatch, EPOCHS[3])
+    assert watch(trained, URL, "--out", home, "--every=0.01") == 1
+    assert sorted(evaluated(home)) == EPOCHS[:3]
+    (broken,) = events(home, "broken")
+    assert f"{EPOCHS[3]} cannot be fetched: PermissionError: Access Denied" in broken["alarm"][0]
+    assert watch(trained, URL, "--out", home, "--every=0.01") == 0
+    assert len(events(home, "broken")) == 1
+    refused.clear()
+    assert watch(trained, URL, "--out", home) == 0
+    assert sorted(evaluated(home)) == EPOCHS
+    assert not events(home, "missed")
+    refused.update(EPOCHS)
+    shutil.rmtree(home / "monitor_cache")
+    shutil.rmtree(home / "monitor_scores")
+    assert watch(trained, URL, "--out", home) == 2  # nothing can be fetched
+    assert "cannot be fetched" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_object_that_cannot_be_fetched_and_goes_is_missed_unless_it_is_reported(
+    bucket, put, scanned, monkeypatch
+):
+    for name in EPOCHS:
+        put(name)
+    refuse(monkeypatch, *EPOCHS[2:])
+    scanned.scan()
+    assert list(scanned.refused) == [f"checkpoints/{EPOCHS[3]}"]
+    bucket.rm(f"{ROOT}/checkpoints/{EPOCHS[3]}")
+    monkeypatch.setattr(folder, "SETTLE", 0.0)
+    for _ in range(3):
+        scanned.scan()
+    assert [e["checkpoint"] for e in scanned.history.events("missed")] == [
+        f"checkpoints/{EPOCHS[3]}"
+    ]
+    assert [e["checkpoint"] for e in scanned.history.events("broken")] == [
+        f"checkpoints/{EPOCHS[2]}"
+    ]
+    bucket.rm(f"{ROOT}/checkpoints/{EPOCHS[2]}")
+    scanned.scan()
+    assert len(list(scanned.history.events("missed"))) == 1
+
+
+def test_a_cache_that_others_emptied_is_filled_again(bucket, put, scanned):
+    put(EPOCHS[0])
+    scanned.scan()
+    (file,) = scanned.files.values()
+    for copy in (path for path in scanned.source.cache.rglob("*") if path.is_file()):
+        copy.unlink()  # as cleaners of temporary folders do, which leave the folders
+    assert not file.unchanged
+    assert file.path.read_bytes() == bucket.cat(f"{ROOT}/checkpoints/{EPOCHS[0]}")
+
+
 BAD = {
     "needs --out FOLDER": [URL],
     "user info": ["s3://key:hidden@bucket/run", "--out=x"],

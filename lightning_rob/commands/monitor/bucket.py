@@ -9,9 +9,15 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from lightning_rob.commands.monitor.source import RemoteSource, Stamp, Unreachable, Version
+from lightning_rob.commands.monitor.source import (
+    Refused,
+    RemoteSource,
+    Stamp,
+    Unreachable,
+    Version,
+)
 from lightning_rob.errors import InputError
-from lightning_rob.files import MANIFEST_SUFFIX
+from lightning_rob.files import MANIFEST_SUFFIX, UNWRITABLE
 
 SUFFIX = ".ckpt"
 CHECKPOINT = re.compile(r"(checkpoints/(.*/)?)?[^/]+\.ckpt")  # as in a local run
@@ -61,7 +67,10 @@ class Bucket(RemoteSource):
                 if part in self.infos:
                     self.files.get_file(self._place_of(part), str(folder / Path(part).name))
         except Exception as error:  # of any package
-            raise Unreachable(f"{self.url}: {name} cannot be fetched: {_reason(error)}") from error
+            self._listed()  # raises the error of a bucket that is away as a whole
+            full = isinstance(error, OSError) and error.errno in UNWRITABLE
+            kind = Unreachable if full else Refused
+            raise kind(f"{self.url}: {name} cannot be fetched: {_reason(error)}") from error
         self.infos = self._listed()
         if name not in self.infos or self._stamp(name) != stamp:
             raise InputError(f"{self.url}: {name} was replaced while it was fetched")

@@ -1,8 +1,9 @@
 """Comparison of a checkpoint with earlier ones, and the alarms that follow from it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.history import Fields, History, Identity, identity, tag
 from lightning_rob.commands.scores import Scores
 from lightning_rob.commands.thresholds import violations
+from lightning_rob.errors import InputError
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST
 from lightning_rob.metrics import holm, mcnemar, paired
@@ -28,13 +30,18 @@ class CheckpointResults:
         position: in the order of checkpoints; the training step, or the number of the evaluation
             where a single file is replaced.
         accuracies: by name.
-        scores: indices [N] and scores [N] under the worst attack.
+        read: returns indices [N] and scores [N] under the worst attack.
     """
 
     checkpoint: str
     position: int
     accuracies: dict[str, float]
-    scores: Scores
+    read: Callable[[], Scores]
+
+    @property
+    def scores(self) -> Scores:
+        """Indices [N] and scores [N] under the worst attack, which are read from their file."""
+        return self.read()
 
 
 @dataclass(frozen=True)
@@ -61,16 +68,20 @@ class Drop:
     test: str
 
 
-def worst_scores(history: History, group: Sequence[Fields]) -> Scores | None:
-    """Return indices [N] and scores [N] under the worst attack; None if their file is missing.
+def worst_of(group: Sequence[Fields]) -> Fields:
+    """Return the line of the worst attack, of the lines of an evaluation."""
+    return next((line for line in group if line.get("name") == WORST), {})
 
-    Args:
-        history: has the file.
-        group: the lines of an evaluation.
+
+def _stored(history: History, line: Fields) -> Scores:
+    """Return indices [N] and scores [N] that a line names.
+
+    Raises:
+        InputError: their file was deleted after it was found.
     """
-    worst = next((line for line in group if line.get("name") == WORST), {})
-    found = history.scores.read(worst)
-    return found and _averaged(found)
+    if (found := history.scores.read(line)) is None:
+        raise InputError(f"{history.path.parent / line['reuse']['scores']} cannot be read any more")
+    return _averaged(found)
 
 
 def _averaged(scores: Scores) -> Scores:
@@ -81,13 +92,14 @@ def _averaged(scores: Scores) -> Scores:
 def last_results(history: History, suite: str) -> dict[Identity, CheckpointResults]:
     """Return the last evaluation of each checkpoint by a suite, the oldest first.
 
-    Evaluations without scores are left out.
+    Evaluations without scores are left out. Only those that are compared are read.
     """
     found: dict[Identity, CheckpointResults] = {}
     for *results, event in history.groups():
         if event["event"] != "evaluated" or event["suite"] != suite:
             continue
-        if (scores := worst_scores(history, results)) is not None:
+        if history.has_scores(worst := worst_of(results)):
+            scores = partial(_stored, history, worst)
             accuracies = {line["name"]: line["accuracy"] for line in results}
             checkpoint, position = event["checkpoint"], event["position"]
             found.pop(identity(event), None)
@@ -101,7 +113,7 @@ def current_results(
     """Return a new evaluation, from its results and their scores [N, R]."""
     accuracies = {result.name: result.accuracy for result, _ in results}
     worst = next(scores for result, scores in results if result.name == WORST)
-    return CheckpointResults(checkpoint, position, accuracies, _averaged(worst))
+    return CheckpointResults(checkpoint, position, accuracies, lambda: _averaged(worst))
 
 
 def change(before: CheckpointResults, after: CheckpointResults) -> Fields:
@@ -122,8 +134,9 @@ def change(before: CheckpointResults, after: CheckpointResults) -> Fields:
 
 def _common(before: CheckpointResults, after: CheckpointResults) -> tuple[Tensor, Tensor, Tensor]:
     """Return the indices [N] of the images that both have, and the scores [N] of each."""
-    index = before.scores[0][torch.isin(before.scores[0], after.scores[0])]
-    old, new = (s[torch.searchsorted(i, index)] for i, s in (before.scores, after.scores))
+    both = before.scores, after.scores
+    index = both[0][0][torch.isin(both[0][0], both[1][0])]
+    old, new = (scores[torch.searchsorted(own, index)] for own, scores in both)
     return index, old, new
 
 

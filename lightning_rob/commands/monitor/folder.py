@@ -13,7 +13,7 @@ import yaml
 
 from lightning_rob.commands.checkpoints import config_in_checkpoint, read_checkpoint
 from lightning_rob.commands.monitor.history import Fields, History, Identity, identity, timestamp
-from lightning_rob.commands.monitor.source import Source, Stamp, Unreachable, Version
+from lightning_rob.commands.monitor.source import Refused, Source, Stamp, Unreachable, Version
 from lightning_rob.errors import InputError
 from lightning_rob.files import digest
 
@@ -85,7 +85,8 @@ class CheckpointFolder:
     """Scans a source, and records checkpoints that appear, are broken or are deleted too soon.
 
     Of a remote source the oldest checkpoint is read first, for its attacks, and then the newest. An
-    older one is read when no other waits.
+    older one is read when no other waits. One that cannot be fetched is tried again at each scan;
+    the others do not wait for it.
 
     Args:
         source: of the checkpoints.
@@ -100,6 +101,7 @@ class CheckpointFolder:
         self.files: dict[str, CheckpointFile] = {}
         self.incomplete: dict[str, tuple[Stamp, float]] = {}
         self.unread: dict[str, Stamp] = {}  # not read yet
+        self.refused: dict[str, Stamp] = {}  # could not be fetched
         self.in_evaluation: Identity | None = None
         self.unreachable: Unreachable | None = None  # why the last scan failed
 
@@ -148,8 +150,9 @@ class CheckpointFolder:
     def _update(self, found: dict[str, Stamp], idle: bool) -> None:
         self.files = {n: f for n, f in self.files.items() if found.get(n) == f.stamp}
         self.incomplete = {n: d for n, d in self.incomplete.items() if n in found}
-        gone = [n for n, stamp in self.unread.items() if found.get(n) != stamp]
-        for name in gone:
+        reported = self._known("refused")
+        waited = [*self.unread.items(), *(v for v in self.refused.items() if v not in reported)]
+        for name in (name for name, stamp in waited if found.get(name) != stamp):
             self.record({"event": "missed", "checkpoint": name, "date": timestamp()})
         new = {n: stamp for n, stamp in found.items() if n not in self.files}
         # A local file is read again: its manifest may have changed.
@@ -157,11 +160,26 @@ class CheckpointFolder:
         self.unread = {n: s for n, s in new.items() if (n, s) not in known}
         for version in new.items() & known.keys():
             self._restore(version, known[version])
-        for name in self._chosen(list(found), idle):
+        self._read_all(self._chosen(list(found), idle))
+
+    def _read_all(self, names: Sequence[str]) -> None:
+        """Read unread files; one that cannot be fetched waits, if there are others."""
+        failures: dict[str, Refused] = {}
+        self.refused = {}
+        for name in names:
             stamp = self.unread[name]
-            self._add(name, stamp)
-            if not self.source.remote or self.source.holds((name, stamp)):
-                del self.unread[name]
+            try:
+                self._add(name, stamp)
+            except Refused as refusal:
+                failures[name] = refusal
+            else:
+                if not self.source.remote or self.source.holds((name, stamp)):
+                    del self.unread[name]
+        for name, error in failures.items():
+            if not self.files:
+                raise error
+            self.refused[name] = self.unread.pop(name)
+            self._wait(name, self.refused[name], str(error), "refused")
 
     def _chosen(self, names: Sequence[str], idle: bool) -> list[str]:
         """Return the unread files that are to be read now.
@@ -170,21 +188,25 @@ class CheckpointFolder:
             names: of all files; of a remote source the oldest first.
             idle: whether no checkpoint waits.
         """
-        unread = list(self.unread)
-        if not self.source.remote or not unread:
-            return unread
-        read = [place for place, name in enumerate(names) if name not in self.unread]
+        if not self.source.remote or not self.unread:
+            return list(self.unread)
+        again = [name for name in self.unread if name in self.incomplete or name in self.refused]
+        unread = [name for name in self.unread if name not in again]
+        read = [place for place, name in enumerate(names) if name not in unread]
         if not read:
             return list(dict.fromkeys([unread[0], unread[-1]]))
         newer = [name for name in unread if names.index(name) > read[-1]]
-        again = [name for name in unread if name in self.incomplete]
         newest = unread[-1:] if idle else []
         return list(dict.fromkeys([*reversed(newer), *again, *newest]))
 
-    def _known(self) -> dict[Version, Fields]:
-        """Return the last event of each file that was broken, or is remote and was read."""
+    def _known(self, key: str = "stamp") -> dict[Version, Fields]:
+        """Return the last event of each file that was broken, or is remote and was read.
+
+        Args:
+            key: field with the stamp; "refused" for files that could not be fetched.
+        """
         events = self.history.events("broken", "seen")
-        return {(e["checkpoint"], tuple(e["stamp"])): e for e in events if "stamp" in e}
+        return {(e["checkpoint"], tuple(e[key])): e for e in events if key in e}
 
     def _restore(self, version: Version, event: Fields) -> None:
         """Keep a file that was complete when it was read."""
@@ -226,16 +248,16 @@ class CheckpointFolder:
         """Return the event in which a file's bytes were first seen."""
         return next((x for x in self.history.events("seen") if x["file"] == file), None)
 
-    def _wait(self, name: str, stamp: Stamp, reason: str) -> None:
+    def _wait(self, name: str, stamp: Stamp, reason: str, key: str = "stamp") -> None:
         """Wait for a file to become complete; record it as broken when it no longer changes."""
-        if (name, stamp) in self._known():
+        if (name, stamp) in self._known(key):
             self.incomplete.pop(name, None)
             return
         before, since = self.incomplete.get(name, (None, 0.0))
         if before != stamp:
             self.incomplete[name] = stamp, time.monotonic()
         elif time.monotonic() - since >= SETTLE:
-            self.record(broken_event(name, reason) | {"stamp": list(stamp)})
+            self.record(broken_event(name, reason) | {key: list(stamp)})
             del self.incomplete[name]
 
     def _record_missed(self) -> None:

@@ -14,6 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lightning_rob.commands.scores import ScoreFiles
 from lightning_rob.evaluation.records import with_schema
+from lightning_rob.files import Stamp, stamp_of
 
 Fields = dict[str, Any]
 Identity = tuple[str | None, str | None]  # SHA-256 of the weights and of the recipe's model
@@ -64,6 +65,7 @@ class History:
         self.path = folder / RECORD
         self.writing = threading.Lock()  # notifications are recorded by threads of their own
         self.scores = ScoreFiles(folder, SCORES)
+        self.readable: dict[str, Stamp] = {}  # files of scores
         self.file: IO[bytes] = self.path.open("a+b", buffering=0)
         try:
             self._lock()
@@ -111,6 +113,16 @@ class History:
             if "event" in line:
                 yield group
                 group = []
+
+    def has_scores(self, line: Fields) -> bool:
+        """Return whether a line's scores can be read; a file is read again only if it changed."""
+        place = line.get("reuse", {}).get("scores", "")
+        stamp = stamp_of(self.path.parent / place)
+        if stamp is None or self.readable.get(place) != stamp:
+            if stamp is None or self.scores.read(line) is None:
+                return False
+            self.readable[place] = stamp
+        return True
 
     def unreported(self) -> list[str]:
         """Return the alarms since a monitor last ended, with an exit code that reported them."""

@@ -3,13 +3,13 @@
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
 from lightning_rob.commands.base import quiet_lightning
-from lightning_rob.commands.configs import MonitorConfig
+from lightning_rob.commands.configs import MissingRun, MonitorConfig
 from lightning_rob.commands.monitor.display import warn
 from lightning_rob.commands.monitor.publisher import Publisher
 from lightning_rob.commands.monitor.watcher import (
@@ -21,6 +21,25 @@ from lightning_rob.commands.monitor.watcher import (
 from lightning_rob.files import raise_thread_errors
 
 Start = Callable[[], tuple[MonitorConfig, Build]]
+
+
+def claimed(name: str, start: Start, homes: dict[Path, str]) -> tuple[MonitorConfig, Build]:
+    """Return the options of a model, whose history becomes its own.
+
+    Args:
+        name: of the model.
+        start: returns its options.
+        homes: the model of each history.
+
+    Raises:
+        MissingRun: its checkpoints are not there.
+        ValueError: another model has the same history, whose lock is of the whole process.
+    """
+    config, build = start()
+    home = config.home.resolve()
+    if (other := homes.setdefault(home, name)) != name:
+        raise ValueError(f"{other} and {name} have one history, {home}: give each its out")
+    return config, build
 
 
 class Model:
@@ -70,15 +89,8 @@ class Model:
             self._fail(str(error) or type(error).__name__, last)
 
     def _started(self) -> tuple[MonitorConfig, Build]:
-        """Return the options, with the minutes that the process has left.
-
-        Raises:
-            ValueError: another model has the same history, whose lock is of the whole process.
-        """
-        config, build = self.start()
-        home = config.home.resolve()
-        if (other := self.homes.setdefault(home, self.name)) != self.name:
-            raise ValueError(f"{other} and {self.name} have one history, {home}: give each its out")
+        """Return the options, with the minutes that the process has left."""
+        config, build = claimed(self.name, self.start, self.homes)
         if self.end < float("inf"):
             config = replace(config, minutes=max(1e-9, (self.end - monotonic()) / 60))
         return config, build
@@ -106,8 +118,13 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
         starts: by the name of the model.
 
     Raises:
+        ValueError: an option without meaning, or two models with one history.
         SystemExit: with code 2 if a model failed at the end, else 1 after an alarm.
     """
+    homes: dict[Path, str] = {}
+    for name, start in starts.items():
+        with suppress(MissingRun):  # it may come
+            claimed(name, start, homes)
     lower_priority()
     end = monotonic() + 60 * (float("inf") if config.minutes is None else config.minutes)
     with ExitStack() as stack:
@@ -115,7 +132,6 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
         stack.enter_context(quiet_lightning())
         publisher = Publisher(config)
         stack.callback(publisher.close)
-        homes: dict[Path, str] = {}
         models = [
             Model(name, start, config, publisher, homes, end) for name, start in starts.items()
         ]
@@ -125,5 +141,7 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
             following = min(waiting, key=lambda model: model.due)
             time.sleep(max(0.0, min(following.due, end) - monotonic()))
             following.step(last=config.is_over or monotonic() >= end)
+            if config.stop_at_alarm and following.code == 1:
+                break
     if code := max(model.code or 0 for model in models):
         raise SystemExit(code)

@@ -29,9 +29,9 @@ class Publisher:
         self.page: LivePage | None = None
         served: dict[tuple[str, int], dict[str, App]] = {}
         options: dict[tuple[str, int], str] = {}
-        if config.page_port is not None:
+        if config.serve is not None:
             self.page = LivePage(config.serve_host, self.health)
-            address = config.serve_host, config.page_port
+            address = config.serve_host, config.serve
             served[address], options[address] = {"/": self.page.app}, "--serve"
         if self.metrics and config.metrics_port is not None:
             address = config.metrics_host, config.metrics_port

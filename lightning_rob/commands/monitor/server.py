@@ -44,7 +44,8 @@ class Server(ThreadingMixIn, WSGIServer):
             raise InputError(f"{option} {port} on {host} cannot be used: {error}") from error
         self.set_app(self._respond)
         threading.Thread(target=self.serve_forever, daemon=True, name="server").start()
-        warn(f"{', '.join(apps)} are served on {host}, port {self.server_port}")
+        name = f"[{host}]" if ":" in host else host
+        warn(" ".join(["serving", *(f"http://{name}:{self.server_port}{path}" for path in apps)]))
 
     def close(self) -> None:
         """End the server."""

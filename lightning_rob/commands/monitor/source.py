@@ -35,6 +35,10 @@ class Unreachable(InputError):
         super().__init__(without_secrets(reason))
 
 
+class Refused(Unreachable):
+    """A single checkpoint that cannot be fetched now, of a source that can be listed."""
+
+
 class Source(ABC):
     """A place where checkpoints appear, are replaced and deleted."""
 
@@ -53,7 +57,8 @@ class Source(ABC):
         """Return the local file of a checkpoint.
 
         Raises:
-            Unreachable: it cannot be fetched.
+            Refused: it cannot be fetched, but the source can be listed.
+            Unreachable: nothing can be fetched.
         """
 
     @abstractmethod
@@ -111,13 +116,15 @@ class RemoteSource(Source):
 
     def __init__(self, cache: Path) -> None:
         self.cache = cache
+        self.empty: set[Version] = set()  # fetched, but without a checkpoint
 
     @abstractmethod
     def fetch(self, version: Version, folder: Path) -> None:
         """Write a checkpoint, and its manifest if there is one, into a folder under its name.
 
         Raises:
-            Unreachable: it cannot be fetched.
+            Refused: it cannot be fetched, but the source can be listed.
+            Unreachable: nothing can be fetched.
             InputError: it was replaced since it was listed.
         """
 
@@ -125,26 +132,35 @@ class RemoteSource(Source):
         """Return the local copy of a checkpoint, which is fetched if necessary.
 
         Raises:
-            Unreachable: it cannot be fetched.
+            Refused: it cannot be fetched, but the source can be listed.
+            Unreachable: nothing can be fetched.
             InputError: it was replaced, or is no checkpoint.
         """
-        place = self._place(version)
-        if not place.exists():
-            draft = self.cache / "draft"  # one monitor writes here: see the lock of the history
-            shutil.rmtree(draft, ignore_errors=True)
-            try:
-                draft.mkdir(parents=True)
-                self.fetch(version, draft)
-                draft.rename(place)
-            except OSError as error:
-                raise Unreachable(f"{version[0]} cannot be fetched: {error}") from error
-        if not (file := place / Path(version[0]).name).exists():
+        if not self.holds(version):
+            self._fill(self._place(version), version)
+            if not self._file(version).exists():
+                self.empty.add(version)
+        if version in self.empty:
             raise InputError(f"{version[0]} has not exactly one file of the kind .ckpt")
-        return file
+        return self._file(version)
+
+    def _fill(self, place: Path, version: Version) -> None:
+        """Fetch a checkpoint into its folder, of which others may have deleted the files."""
+        draft = self.cache / "draft"  # one monitor writes here: see the lock of the history
+        try:
+            for old in (draft, place):
+                shutil.rmtree(old, ignore_errors=True)
+            draft.mkdir(parents=True)
+            self.fetch(version, draft)
+            draft.rename(place)
+        except OSError as error:
+            raise Unreachable(f"{version[0]} cannot be fetched: {error}") from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)  # a part of a file would fill the disk
 
     def holds(self, version: Version) -> bool:
         """Return whether the copy is there."""
-        return self._place(version).exists()
+        return version in self.empty or self._file(version).exists()
 
     def keep(self, versions: Collection[Version]) -> None:
         """Delete all other copies."""
@@ -152,6 +168,9 @@ class RemoteSource(Source):
         for place in self.cache.iterdir() if self.cache.exists() else ():
             if place not in kept:
                 shutil.rmtree(place, ignore_errors=True)
+
+    def _file(self, version: Version) -> Path:
+        return self._place(version) / Path(version[0]).name
 
     def _place(self, version: Version) -> Path:
         text = json.dumps([version[0], list(version[1])])

@@ -19,13 +19,11 @@ from lightning_rob.commands.scores import Scores, scores_by_name
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST, worst_measurement, worst_over
-from lightning_rob.evaluation.suites import default_attacks
+from lightning_rob.evaluation.suites import RECIPES, default_attacks, suite_kind
 from lightning_rob.identity import attack_spec, cache_key
 from lightning_rob.shipped import find
 from lightning_rob.tables import CLEAN
 from lightning_rob.threat import Threat
-
-ADVICE = "name the attacks: --suite callbacks/rec_suite.yaml"
 
 
 class PeriodicAction:
@@ -117,7 +115,10 @@ class Suite:
             Measurement(e.attacks, e.target, e.settings, **e.inputs) for e in evaluations
         ]
         if not any(evaluation.target is full_defense for evaluation in evaluations):
-            raise ValueError(f"none of the attacks is on the whole defense; {ADVICE}")
+            raise ValueError(
+                "none of the attacks is on the whole defense; name one that is: --suite "
+                f"{RECIPES[suite_kind(run.defense)]}"
+            )
         described = [
             {"attacks": {name: attack_spec(attack) for name, attack in e.attacks.items()}}
             | {"target": attack_spec(e.target)}

@@ -18,7 +18,7 @@ from lightning_rob.commands.monitor.comparison import (
     final_alarms,
     judged,
     last_results,
-    worst_scores,
+    worst_of,
 )
 from lightning_rob.commands.monitor.display import warn
 from lightning_rob.commands.monitor.folder import (
@@ -41,7 +41,7 @@ from lightning_rob.commands.monitor.publisher import Publisher
 from lightning_rob.commands.monitor.recorder import Recorder
 from lightning_rob.commands.monitor.registry import RegisteredModel
 from lightning_rob.commands.monitor.snapshot import Snapshot, newest_group
-from lightning_rob.commands.monitor.source import LocalFolder, Source
+from lightning_rob.commands.monitor.source import LocalFolder, Source, Version
 from lightning_rob.commands.monitor.suite import PeriodicAction, Suite, SuiteFiles
 from lightning_rob.commands.scores import Scores
 from lightning_rob.commands.thresholds import violations
@@ -130,6 +130,8 @@ def watched(
 def _watch(watcher: "Watcher") -> Steps:
     """Evaluate all checkpoints that appear, and return the exit code."""
     patience = 0.0
+    label = f"{watcher.config.label}: " if watcher.config.label else ""
+    warn(f"{label}watching {watcher.config.run}; the history is {watcher.history.path}")
     try:
         yield from watcher.follow()
         if not watcher.history.lines:
@@ -185,6 +187,7 @@ class Watcher:
         self.done: set[Identity] = set()
         self.first_recipe: str | None = None
         self.current_recipe: str | None = None  # of the suite's module
+        self.unfetched: set[Version] = set()  # reported: they could not be fetched again
 
     @property
     def key(self) -> str:
@@ -210,7 +213,7 @@ class Watcher:
             if ready := self._ready(pending):
                 # The first one decides on the attacks; after it the newest counts most.
                 newest = self.suite and not self.config.once
-                if self._fetched(file := ready[-1 if newest else 0]):
+                if file := self._fetched(ready[::-1] if newest else ready):
                     return file
             yield min(self._pause(unsettled), left)
         return None
@@ -224,19 +227,25 @@ class Watcher:
             return [file for file in pending if file != self.folder.first]
         return pending
 
-    def _fetched(self, file: CheckpointFile) -> bool:
-        """Return whether a checkpoint's local file is there, fetched again if necessary.
+    def _fetched(self, files: Sequence[CheckpointFile]) -> CheckpointFile | None:
+        """Return the first checkpoint whose local file is there, fetched again if necessary.
 
         Raises:
-            InputError: it cannot be fetched, and the monitor is about to end.
+            InputError: none can be fetched, and the monitor is about to end.
         """
-        try:
-            return file.path.exists()
-        except InputError as error:
-            if self.record.is_over:
-                raise
-            warn(f"{error}; trying again")
-            return False
+        failures: dict[Version, InputError] = {}
+        for file in files:
+            try:
+                if file.path.exists():
+                    return file
+            except InputError as error:
+                failures[file.version] = error
+                if file.version not in self.unfetched:
+                    warn(f"{error}; trying again")
+        self.unfetched |= failures.keys()
+        if failures and self.record.is_over:
+            raise next(iter(failures.values()))
+        return None
 
     def _pause(self, unsettled: bool) -> float:
         """Return the seconds until the next look, while no checkpoint waits."""
@@ -402,7 +411,7 @@ class Watcher:
             for *results, event in self.history.groups()
             if event.get("suite") == self.key
             and event["event"] in ("evaluated", "broken")
-            and (event["event"] == "broken" or worst_scores(self.history, results) is not None)
+            and (event["event"] == "broken" or self.history.has_scores(worst_of(results)))
         ]
         return set(done[-1:] if self.config.is_single else done)
 
@@ -449,7 +458,7 @@ class Watcher:
         ]
         oldest = min((file.step for file in pending), default=math.inf)
         ready = [event for event in deferred if event["step"] <= oldest]
-        results = last_results(self.history, self.key) if ready else {}  # reads all scores
+        results = last_results(self.history, self.key) if ready else {}
         for event in sorted(ready, key=lambda event: event["step"]):
             if current := results.get(identity(event)):
                 previous = [other for other in results.values() if other is not current]

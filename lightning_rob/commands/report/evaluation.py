@@ -31,7 +31,10 @@ from lightning_rob.commands.specs import (
 
 FEW = 100  # images below which an accuracy is hardly one
 SCALE = Cell("", small="0 to 100 %")  # the heading of a column that only the page has
-SUITE = "callbacks/rec_suite.yaml"
+SUITE = (
+    "the plug-in for its kind of defense, such as autoattack for a single network and rec_suite "
+    "for a randomized ensemble: see docs/which_attack.md"
+)
 
 
 def evaluation(final: Sequence[AttackResult]) -> Iterator[Block]:
