@@ -1,4 +1,4 @@
-"""An accelerator for machines that have none: it tells where tensors are, and computes on the CPU.
+"""An accelerator for machines that have none: it knows where tensors are, and computes on the CPU.
 
 Inside `emulated()` the device "meta" holds tensors with values. As on a GPU, an operation on a
 tensor there and one on the CPU is refused, numbers of dimension 0, indices and copies excepted, and

@@ -134,6 +134,13 @@ def group_loader(loader: DataLoader[Any], groups: list[Tensor] | GroupQueue) -> 
     )
 
 
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch on a device, to which pinned memory is copied while the host goes on."""
+    ahead = device.type != "cpu"  # towards the CPU the values could be read before they are there
+    x, y, index = (part.to(device, non_blocking=ahead) for part in batch)
+    return x, y, index
+
+
 def regrouped(batches: Iterable[Batch], size: int = GROUP_SIZE) -> Iterator[Batch]:
     """Yield the same images in the same order, in batches of another size.
 
