@@ -1,12 +1,14 @@
 """Attacks that wrap another attack, and a corruption in the place of an attack."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from lightning_rob.attacks.base import (
     Attack,
@@ -212,7 +214,9 @@ class Accelerated(AttackDecorator):
                 f"reduce-overhead is for NVIDIA GPUs, got images on {x.device}: give compile: true"
             )
         nets = defense.foldable_networks if self.compile or self.autocast else []
-        with other_forward(nets, self._accelerate), in_float32(self.tf32 or None):
+        # ARC, FAB and DeepFool differentiate one forward pass several times.
+        kept = functorch_config.patch(donated_buffer=False) if self.compile else nullcontext()
+        with kept, other_forward(nets, self._accelerate), in_float32(self.tf32 or None):
             return self.attack.perturb(defense, x, y, generator)
 
     def _accelerate(self, forward: Forward) -> Forward:
