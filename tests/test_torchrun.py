@@ -101,11 +101,11 @@ def test_workers_of_ray_leave_the_records_of_one_process(tmp_path):
             [sys.executable, *map(str, [*start, *given, *strategy])],
             capture_output=True,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
             cwd=ROOT,
         )
         assert done.returncode == 0, done.stderr
-        images.append([p.read_bytes() for p in (tmp_path / name).rglob("images/*.csv")])
+        images.append([p.read_bytes() for p in sorted((tmp_path / name).rglob("images/*.csv"))])
     assert images[0]
     assert images[0] == images[1]
     assert figures(tmp_path / "one") == figures(tmp_path / "two")
