@@ -24,7 +24,7 @@ from lightning_rob import APGD, PGD, RobustEval, Single, Threat, evaluate
 THREAT = Threat("linf", 0.2)
 ATTACKS = {
     "pgd": PGD(THREAT, 20, 0.05, early_stop=True),
-    "apgd": APGD(THREAT, 100, restarts=2),
+    "apgd": APGD(THREAT, 100),
 }
 QUIET = {
     "logger": False,
@@ -99,7 +99,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--images", type=int, default=640)
+    parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--group_size", type=int, default=16)
     args = parser.parse_args()
     torch.set_num_threads(1)
