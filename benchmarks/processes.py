@@ -1,23 +1,31 @@
-"""How an evaluation scales with processes: AutoAttack on groups of digits.
+"""How an evaluation scales with processes, where groups of images differ in cost.
 
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/processes.py
 
-Times each group of a digits network in one process, then prints the wall time on several: computed
-from these times for groups that are dealt beforehand and for groups that a process takes when it is
-ready, and measured on one and two processes of this machine. The images stand by class, so that the
-groups differ in cost.
+Measures PGD and Auto-PGD with early stopping on groups of digits, on one and on two processes of
+this machine, in CPU seconds: with one thread each, the largest of a process is the wall time on
+cores that nothing else uses. For more processes the time at which the last one is done is computed
+from the times of the groups, dealt beforehand in turn, or taken from a queue as `RobustEval` does.
+About three minutes. The images stand by class, so that groups differ in cost.
 """
 
 import argparse
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 from autoattack import digits, trained
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_rob import AutoAttack, RobustEval, Single, Threat, evaluate
+from lightning_rob import APGD, PGD, RobustEval, Single, Threat, evaluate
 
+THREAT = Threat("linf", 0.2)
+ATTACKS = {
+    "pgd": PGD(THREAT, 20, 0.05, early_stop=True),
+    "apgd": APGD(THREAT, 100),
+}
 QUIET = {
     "logger": False,
     "enable_checkpointing": False,
@@ -38,6 +46,20 @@ class Plain(LightningModule):
         pass
 
 
+class Clock(Callback):
+    """Writes the CPU seconds that each process has taken for a test."""
+
+    def __init__(self, folder):
+        self.folder, self.began = folder, 0.0
+
+    def on_test_start(self, trainer, pl_module):
+        self.began = time.process_time()
+
+    def on_test_end(self, trainer, pl_module):
+        seconds = time.process_time() - self.began
+        Path(self.folder, str(trainer.global_rank)).write_text(str(seconds))
+
+
 def sorted_digits(count):
     x, y = digits(train=False)
     x, y = x[:count], y[:count]
@@ -45,17 +67,17 @@ def sorted_digits(count):
     return TensorDataset(x[order], y[order])
 
 
-def group_times(net, attack, data, size):
-    found, began = [], time.perf_counter()
+def group_times(net, data, size):
+    found = []
     for start in range(0, len(data), size):
         part = DataLoader(TensorDataset(*data[start : start + size]), size)
-        evaluate(Single(net), {"attack": attack}, part, progress=False)
-        found.append(time.perf_counter() - began)
-        began = time.perf_counter()
+        began = time.process_time()
+        evaluate(Single(net), ATTACKS, part, progress=False)
+        found.append(time.process_time() - began)
     return found
 
 
-def wall(times, processes, taken):
+def makespan(times, processes, taken):
     """The time at which the last process is done."""
     busy = [0.0] * processes
     for number, seconds in enumerate(times):
@@ -63,37 +85,34 @@ def wall(times, processes, taken):
     return max(busy)
 
 
-def measured(net, attack, data, size, processes):
-    options = {"strategy": "ddp_fork", "devices": 2} if processes == 2 else {"devices": 1}
-    callback = RobustEval({"attack": attack}, group_size=size)
-    trainer = Trainer(accelerator="cpu", callbacks=[callback], **options, **QUIET)
-    began = time.perf_counter()
-    trainer.test(Plain(net), DataLoader(data, size), verbose=False)
-    return time.perf_counter() - began
+def measured(net, data, size, processes):
+    """The CPU seconds of each process."""
+    options = {"strategy": "ddp_fork", "devices": processes} if processes > 1 else {"devices": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        callbacks = [Clock(folder), RobustEval(ATTACKS, group_size=size)]
+        trainer = Trainer(accelerator="cpu", callbacks=callbacks, **options, **QUIET)
+        trainer.test(Plain(net), DataLoader(data, size), verbose=False)
+        return [float(path.read_text()) for path in Path(folder).iterdir()]
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--group_size", type=int, default=32)
+    parser.add_argument("--images", type=int, default=400)
+    parser.add_argument("--group_size", type=int, default=16)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    threat = Threat("linf", 0.2)
-    net, data = trained(threat, 5, standard=False).eval(), sorted_digits(args.images)
-    attack = AutoAttack(threat)
-    times = group_times(net, attack, data, args.group_size)
-    total = sum(times)
-    print(f"{len(times)} groups, {min(times):.1f} to {max(times):.1f} s each\n")
+    net, data = trained(THREAT, 2, standard=False), sorted_digits(args.images)
+    times = group_times(net, data, args.group_size)
+    one, two = (measured(net, data, args.group_size, processes) for processes in (1, 2))
+    print(f"{len(times)} groups, {min(times):.2f} to {max(times):.2f} s each, {sum(times):.0f} s")
+    print(f"one process {one[0]:.1f} s, two {two[0]:.1f} and {two[1]:.1f} s\n")
     print("| processes | dealt, computed | taken, computed | taken, measured |\n|--:|--:|--:|--:|")
-    one = measured(net, attack, data, args.group_size, 1)
+    shown = {1: "1.00 x", 2: f"{one[0] / max(two):.2f} x"}
     for processes in (1, 2, 4, 8, 16):
-        computed = [total / wall(times, processes, taken) for taken in (False, True)]
-        shown = one / measured(net, attack, data, args.group_size, 2) if processes == 2 else None
-        shown = 1.0 if processes == 1 else shown
-        print(f"| {processes} | {computed[0]:.2f} x | {computed[1]:.2f} x |", end=" ")
-        print("" if shown is None else f"{shown:.2f} x", "|")
+        dealt, taken = (sum(times) / makespan(times, processes, way) for way in (False, True))
+        print(f"| {processes} | {dealt:.2f} x | {taken:.2f} x | {shown.get(processes, '')} |")
 
 
 if __name__ == "__main__":

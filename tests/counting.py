@@ -1,8 +1,7 @@
-"""What attacks ask of a network and of the host, counted."""
+"""What attacks ask of a network, counted."""
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Tap(torch.autograd.Function):
@@ -52,15 +51,3 @@ class Counting(nn.Module):
         else:
             self.evaluated.append(len(x))
         return self.inner(x)
-
-
-class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for its device: a number or a length read from a tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal")
-        return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""An accelerator for machines that have none: it tells where tensors are, and computes on the CPU.
+"""An accelerator for machines that have none: it knows where tensors are, and computes on the CPU.
 
 Inside `emulated()` the device "meta" holds tensors with values. As on a GPU, an operation on a
 tensor there and one on the CPU is refused, numbers of dimension 0, indices and copies excepted, and
@@ -59,7 +59,7 @@ class There(Tensor):
 
     def tolist(self) -> Any:
         """Numbers, which are taken off the device as on a GPU."""
-        return self.values_here.tolist()
+        return self.cpu().tolist()
 
     def __getitem__(self, index: Any) -> Tensor:
         return super().__getitem__(_without_lists(index))
@@ -181,3 +181,52 @@ def emulated() -> Iterator[torch.device]:
             yield DEVICE
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(before)
+
+
+# operations that return a number, or a length that depends on the values
+READING = {
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::masked_select",
+    "aten::nonzero",
+    "aten::repeat_interleave",
+    "aten::_unique2",
+    "aten::unique_consecutive",
+    "aten::unique_dim",
+}
+
+
+class Waits(TorchDispatchMode):
+    """Lists the operations for which the host would wait for a GPU; used inside `emulated`.
+
+    They read a number or a length from a tensor, take a mask for an index, or copy from the device,
+    or to it without `non_blocking`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name
+        there = any(isinstance(leaf, There) for leaf in tree_leaves((args, kwargs)))
+        if _copies_and_waits(name, args, kwargs) or (
+            there and (name in READING or (name in INDEXED and _masked(args[1])))
+        ):
+            self.found.append(name.removeprefix("aten::"))
+        return func(*args, **kwargs)
+
+
+def _masked(indices: Any) -> bool:
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+def _copies_and_waits(name: str, args: Any, kwargs: Any) -> bool:
+    if name == "aten::_to_copy":
+        source, target = isinstance(args[0], There), kwargs.get("device")
+        target = source if target is None else _there(target)
+    elif name == "aten::copy_":
+        target, source = (isinstance(tensor, There) for tensor in args[:2])
+    else:
+        return False
+    return source != target and (source or not (kwargs.get("non_blocking") or True in args[2:]))

@@ -17,7 +17,7 @@ from lightning_rob.defenses import Defense
 ROOT = Path(lightning_rob.__file__).parent
 LOWER = [  # works without Lightning
     *("errors", "files", "randomness", "rules", "threat", "objectives", "precision"),
-    *("comparisons", "safe_yaml", "shipped", "environment", "processes", "identity"),
+    *("comparisons", "safe_yaml", "shipped", "environment", "processes", "identity", "memory"),
     *("nets", "transforms", "defenses", "attacks", "metrics", "plots", "tables"),
     *("evaluation", "audit"),
 ]

@@ -30,7 +30,7 @@ from lightning_rob.objectives import worst_ce
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
-from tests.counting import Counting, Waits
+from tests.counting import Counting
 
 LINF, L2 = Threat("linf", 0.1), Threat("l2", 100.0)
 B = 7
@@ -121,17 +121,6 @@ def test_fooled_images_leave(restarts):
         attack(Single(net), x[i : i + 1], y[i : i + 1], Streams.from_index(torch.tensor([i]), 0))
     assert together == sum(net.linearised) < 16 * 6 * restarts
     assert sizes == sorted(sizes, reverse=True)
-
-
-@pytest.mark.parametrize("options", [{}, {"keep_best": True}, {"ascent": AggMo()}])
-def test_steps_do_not_wait_for_the_device(options):
-    net, counts = mlp(1), []
-    x, y = batch(net)
-    for steps in (2, 9):
-        with Waits() as waits:
-            PGD(LINF, steps, 0.03, **options)(Single(net), x, y, seeded())
-        counts.append(waits.count)
-    assert counts[0] == counts[1] > 0
 
 
 # ARC: G gradients a member and iteration

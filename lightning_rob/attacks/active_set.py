@@ -36,6 +36,10 @@ class ActiveBatch:
 
     def select(self, rows: Tensor) -> Self:
         """Return some of the images, given as a mask [b] or as indices, with all their state."""
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero()[:, 0]  # once: a GPU waits at each use of a mask as an index
+            if len(rows) == len(self):  # nothing to copy but the streams, which have a state
+                return replace(self, generator=_rows_of(self.generator, rows))
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         per_image: dict[str, Any] = {
             name: value[rows]
@@ -47,6 +51,10 @@ class ActiveBatch:
     def rows_of(self, values: Tensor) -> Tensor:
         """Return the active images' rows of values [B, …], which are not copied while all are."""
         return values if len(values) == len(self) else values[self.index]
+
+
+def _rows_of(generator: Generator, rows: Tensor) -> Generator:
+    return generator[rows] if isinstance(generator, Streams) else generator
 
 
 def positions(x: Tensor) -> Tensor:

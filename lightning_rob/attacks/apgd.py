@@ -136,8 +136,8 @@ class APGD(Attack):
             run.observe(at, first=step == 0)
             if certain:
                 run.keep_fooling(at.fooled(run.y))
-            if leaves and run.fools.any():
-                x_adv[run.index[run.fools]] = run.fooling[run.fools]
+            if leaves:
+                x_adv[run.index] = run.fooling  # final for the images that leave now
                 run = run.select(~run.fools)
                 if not len(run):
                     break

@@ -29,7 +29,8 @@ def member_order(probs: Tensor) -> list[int]:
     boundaries would cost success on other members.
     """
     order: list[int] = probs.argsort(stable=True).flip(0).tolist()
-    return [member for member in order if probs[member] > 0]
+    positive = (probs > 0).tolist()
+    return [member for member in order if positive[member]]
 
 
 def _where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -126,6 +127,7 @@ class ARC(Attack):
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         members, weights = defense.classifiers, defense.weights
+        order = member_order(weights)
         search = self._begin(defense, x, y, generator)
         delta = search.delta.clone()
         if self.early_stop:
@@ -133,7 +135,7 @@ class ARC(Attack):
         for _ in range(self.steps):
             if not len(search):
                 break
-            after = self._iterate(members, weights, search)
+            after = self._iterate(members, weights, order, search)
             delta[after.index] = after.delta
             if self.early_stop:
                 after = after.select(after.differs(search) & (after.acc_current > 0))
@@ -156,7 +158,9 @@ class ARC(Attack):
             acc_best = acc_current = torch.minimum(acc_start, acc_best)
         return Search(positions(x), x, y, generator, delta, acc_best, acc_current)
 
-    def _iterate(self, members: Sequence[nn.Module], weights: Tensor, at: Search) -> Search:
+    def _iterate(
+        self, members: Sequence[nn.Module], weights: Tensor, order: list[int], at: Search
+    ) -> Search:
         """Return the search after one pass over the members, in which each takes a local step.
 
         The expected accuracies of the current and of the accepted perturbations are carried along,
@@ -164,7 +168,7 @@ class ARC(Attack):
         """
         x, delta_local = at.x, torch.zeros_like(at.x)
         acc_local, acc_reached = at.acc_best, at.acc_current
-        for rank, member in enumerate(member_order(weights)):
+        for rank, member in enumerate(order):
             w, distance = self._nearest(members[member], x + at.delta + delta_local)
             length = self._length(w, distance, delta_local, first=rank == 0)
             step = self._on_sphere(delta_local + scale(self.threat.steepest(-w), length))

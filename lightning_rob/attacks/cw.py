@@ -47,10 +47,12 @@ class BestSoFar:
         success = value > threshold
         smaller = success & (distance < self.distance[index])
         nearer = ~success & self.distance[index].isinf() & (value > self.value[index])
-        rows = (smaller | nearer).nonzero()[:, 0]
-        wins = index[rows]
-        self.x_adv[wins], self.value[wins] = x_adv[rows], value[rows]
-        self.distance[wins] = distance.masked_fill(~success, torch.inf)[rows]
+        wins, distance = smaller | nearer, distance.masked_fill(~success, torch.inf)
+        # Selected without a list of the rows, whose length a GPU would have to report.
+        image = wins.view(-1, *[1] * (x_adv.dim() - 1))
+        self.x_adv[index] = torch.where(image, x_adv, self.x_adv[index])
+        self.value[index] = torch.where(wins, value, self.value[index])
+        self.distance[index] = torch.where(wins, distance, self.distance[index])
         self.succeeded[index] |= success
 
 

@@ -1,12 +1,14 @@
 """Attacks that wrap another attack, and a corruption in the place of an attack."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from lightning_rob.attacks.base import (
     Attack,
@@ -20,12 +22,14 @@ from lightning_rob.attacks.base import (
 from lightning_rob.attacks.oom import kept_for_gradients, run_in_chunks
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import restricted_to
+from lightning_rob.memory import free_memory
 from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.threat import Threat, scale
 from lightning_rob.transforms import Transform
 
 GRADIENT_OVERHEAD = 2.0  # autograd's memory, and as much for gradients and kernels' workspaces
+SHARE_OF_FREE = 0.8  # of a device's free memory, for an attack
 HALVINGS = 12
 AWAY_FROM_IMAGE = 0.499 / 255  # turns rounding to the nearest into rounding away from the image
 
@@ -88,16 +92,18 @@ class Chunked(AttackDecorator):
         images: number of images attacked at a time.
         memory: in GiB, instead of `images`: attack as many images at a time as fit into about this
             much memory, at least one. To find out, each batch costs an attack on its first image
-            and one on its first two.
+            and one on its first two. "auto" is four fifths of the memory that is free when a batch
+            begins, so that rounding depends on what else runs.
 
     Raises:
         ValueError: neither or both of images and memory, one that is not a positive number, or an
-            attack whose results depend on the whole batch.
+            attack whose results depend on the whole batch; when called, "auto" on a device that
+            does not say how much memory is free.
         TypeError: when called on a defense whose predictions depend on the whole batch.
     """
 
     images: int | None = None
-    memory: float | None = None
+    memory: float | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         if (self.images is None) == (self.memory is None):
@@ -105,7 +111,8 @@ class Chunked(AttackDecorator):
                 f"give images or memory, got images={self.images} and memory={self.memory}"
             )
         _check_positive("images", self.images, (int,), "a positive whole number")
-        _check_positive("memory", self.memory, (int, float), "a positive number of GiB")
+        gib = None if self.memory == "auto" else self.memory
+        _check_positive("memory", gib, (int, float), 'a positive number of GiB or "auto"')
         if whole := [type(part).__name__ for part in walk(self.attack) if part.batch_dependent]:
             raise ValueError(
                 f"{whole[0]} attacks whole batches and cannot be chunked: put Chunked around an "
@@ -117,11 +124,19 @@ class Chunked(AttackDecorator):
         if not is_batch_separable(self.attack, defense):
             kind = type(defense).__name__
             raise TypeError(f"{kind} adapts to whole batches: an attack on it cannot be chunked")
-        size = self.images or self._size_for_memory(defense, x)
+        size = self.images or self._size_for_memory(self._budget(x.device), defense, x)
         return run_in_chunks(self.attack, size, defense, x, y, generator)
 
-    def _size_for_memory(self, defense: Defense, x: Tensor) -> int:
-        """Return the number of images that the memory suffices for, at least one."""
+    def _budget(self, device: torch.device) -> float:
+        """Return the memory in bytes."""
+        if self.memory != "auto":
+            return (self.memory or 0) * 2**30
+        if (free := free_memory(device)) is None:
+            raise ValueError(f'memory is "auto", but {device.type} has no such number: give GiB')
+        return SHARE_OF_FREE * free
+
+    def _size_for_memory(self, budget: float, defense: Defense, x: Tensor) -> int:
+        """Return the number of images that fit into `budget` bytes, at least one."""
         generator = torch.Generator().manual_seed(0)
         probe = torch.arange(min(2, len(x)), device=x.device)
         with torch.no_grad(), restricted_to(defense, probe):
@@ -134,7 +149,7 @@ class Chunked(AttackDecorator):
                 kept.append(kept_for_gradients(attack))
         # The difference is one image's share: the weights are kept in both attacks.
         bytes_per_image = GRADIENT_OVERHEAD * max(kept[1] - kept[0], 1)
-        return min(max(int((self.memory or 0) * 2**30 / bytes_per_image), 1), len(x))
+        return min(max(int(budget / bytes_per_image), 1), len(x))
 
 
 def _check_positive(name: str, value: object, types: tuple[type, ...], words: str) -> None:
@@ -155,18 +170,21 @@ class Accelerated(AttackDecorator):
 
     Args:
         attack: the wrapped attack.
-        compile: run networks by `torch.compile`.
+        compile: run networks by `torch.compile`; "reduce-overhead" also records CUDA graphs, which
+            spare the launches of kernels where networks or batches are small, and keep memory for
+            each network and shape.
         autocast: precision of the networks' gradients; None leaves it.
         tf32: let NVIDIA GPUs round the inputs of float32 convolutions and matrix products to 10
             bits of mantissa, which attacks otherwise forbid. Changes nothing on a CPU.
 
     Raises:
         ValueError: no option is set, an unknown precision, one Accelerated within another, or
-            autocast or tf32 around a PGD with `early_stop`.
+            autocast or tf32 around a PGD with `early_stop`; when called, CUDA graphs of images
+            that are not on an NVIDIA GPU, where torch would leave them out.
         TypeError: when called, with compile or autocast, on a defense that names no networks.
     """
 
-    compile: bool = False
+    compile: bool | Literal["reduce-overhead"] = False
     autocast: Precision | None = None
     tf32: bool = False
 
@@ -182,17 +200,27 @@ class Accelerated(AttackDecorator):
             )
         if not self.compile and not rounded:
             raise ValueError("nothing to accelerate by: give compile=True, autocast or tf32=True")
+        if self.compile not in (False, True, "reduce-overhead"):
+            raise ValueError(
+                f'compile must be true, false or "reduce-overhead", got {self.compile!r}'
+            )
         if self.autocast is not None and self.autocast not in get_args(Precision):
             raise ValueError(f"autocast must be of {get_args(Precision)}, got {self.autocast!r}")
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        if self.compile == "reduce-overhead" and x.device.type != "cuda":
+            raise ValueError(
+                f"reduce-overhead is for NVIDIA GPUs, got images on {x.device}: give compile: true"
+            )
         nets = defense.foldable_networks if self.compile or self.autocast else []
-        with other_forward(nets, self._accelerate), in_float32(self.tf32 or None):
+        # ARC, FAB and DeepFool differentiate one forward pass several times.
+        kept = functorch_config.patch(donated_buffer=False) if self.compile else nullcontext()
+        with kept, other_forward(nets, self._accelerate), in_float32(self.tf32 or None):
             return self.attack.perturb(defense, x, y, generator)
 
     def _accelerate(self, forward: Forward) -> Forward:
-        fast: Forward = torch.compile(forward) if self.compile else forward
+        fast = self._compiled(forward)
 
         def accelerated(x: Tensor) -> Tensor:
             if self.autocast is None or not (torch.is_grad_enabled() and x.requires_grad):
@@ -201,6 +229,15 @@ class Accelerated(AttackDecorator):
                 return fast(x).to(x)
 
         return accelerated
+
+    def _compiled(self, forward: Forward) -> Forward:
+        """Return the compiled forward, with CUDA graphs if they are wanted."""
+        if self.compile == "reduce-overhead":
+            # The next call of a graph writes into the logits of the last one.
+            graph: Forward = torch.compile(forward, mode=self.compile)
+            return lambda x: graph(x).clone()
+        compiled: Forward = torch.compile(forward) if self.compile else forward
+        return compiled
 
 
 @dataclass(frozen=True)

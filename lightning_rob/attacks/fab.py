@@ -21,6 +21,7 @@ from lightning_rob.threat import TINY, Threat, scale
 ALPHA = 0.1  # largest share of the projection of the image itself in a step
 BETA = 0.9  # share of the distance that remains in the step back towards the image
 ETA = 1.05  # length of a step, in distances to the boundary
+STEPS_BETWEEN_LOOKS = 4  # of Newton's method on a GPU
 SHORTEST = 1e-8  # smallest distance to a boundary, as in the authors' code
 
 
@@ -106,11 +107,12 @@ class FAB(Attack):
             with torch.no_grad():
                 wrong = scores(defense, run.x_adv, run.generator, self.draws).argmax(-1) != run.y
             inside = wrong & (self.threat.distance(run.x_adv, run.x) <= self.threat.eps)
-            if inside.any():
-                x_adv[run.index[inside]], found[run.index[inside]] = run.x_adv[inside], True
-                run, wrong = run.select(~inside), wrong[~inside]
-                if not len(run):
-                    break
+            found[run.index] = inside
+            x_adv[run.index] = run.x_adv  # final for the images that leave now
+            rows = (~inside).nonzero()[:, 0]
+            run, wrong = run.select(rows), wrong[rows]
+            if not len(run):
+                break
             back = run.x + BETA * (run.x_adv - run.x)
             run.x_adv = torch.where(wrong.view(-1, *[1] * (back.dim() - 1)), back, run.x_adv)
         return x_adv, found
@@ -187,11 +189,13 @@ def to_hyperplane(x: Tensor, w: Tensor, gap: Tensor, threat: Threat) -> Tensor:
     speed = (flat != 0).to(flat) if threat.p == math.inf else flat.abs()
     slope, reach = flat.abs() * speed, flat.abs() * room
     length, most = torch.zeros_like(gap), torch.finfo(gap.dtype).max
-    for _ in range(flat.shape[1] + 1):
+    # A GPU waits at each look, and steps beyond the solution change nothing.
+    every = 1 if x.device.type == "cpu" else STEPS_BETWEEN_LOOKS
+    for step in range(1, flat.shape[1] + 2):
         arrived = length[:, None] * speed >= room
         left = gap - (reach * arrived).sum(1)
         further = (left / slope.masked_fill(arrived, 0).sum(1).clamp_min(TINY)).clamp_max(most)
-        if not (further > length).any():
+        if step % every == 0 and not (further > length).any():
             break
         length = torch.maximum(further, length)
     return (-flat.sign() * torch.minimum(length[:, None] * speed, room)).view_as(x)

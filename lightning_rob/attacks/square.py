@@ -76,10 +76,8 @@ class Square(Attack):
             walk.best = self._start(walk)
             walk.margin = self._margin(defense, walk, walk.best)
         for query in range(self.queries):
-            fooled = walk.margin == -torch.inf
-            if fooled.any():
-                x_final[walk.index[fooled]] = walk.best[fooled]
-                walk = walk.select(~fooled)
+            x_final[walk.index] = walk.best  # final for the images that leave now
+            walk = walk.select(walk.margin > -torch.inf)
             if not len(walk):
                 return x_final
             if query % AHEAD == 0:
@@ -90,7 +88,8 @@ class Square(Attack):
                 tried.generator = derived(tried.generator, query)
                 margin = self._margin(defense, tried, candidate)
                 keep = margin < tried.margin
-                walk.best[rows[keep]], walk.margin[rows[keep]] = candidate[keep], margin[keep]
+                walk.best[rows] = torch.where(keep[:, None, None, None], candidate, tried.best)
+                walk.margin[rows] = torch.where(keep, margin, tried.margin)
         x_final[walk.index] = walk.best
         return x_final
 
@@ -111,7 +110,7 @@ class Square(Attack):
         side = max(min(height, width) // 5, 1)
         down, across = height // side, width // side
         numbers = uniform(x, 1 + channels, down, across, 1, 1, generator=walk.generator)
-        tiles = _signs(numbers[:, 1:]) * _turned(pyramids(side).to(x), numbers[:, :1])
+        tiles = _signs(numbers[:, 1:]) * _turned(_pyramids_like(x, side), numbers[:, :1])
         tiles = tiles.transpose(3, 4).reshape(len(x), channels, down * side, across * side)
         top, left = (height - down * side) // 2, (width - across * side) // 2
         delta = torch.zeros_like(x)
@@ -145,7 +144,7 @@ class Square(Attack):
         both = torch.zeros_like(delta).scatter(2, first, 1.0).scatter(2, second, 1.0)
         in_windows = (delta * both).square().sum(2, keepdim=True)
         unused = (self._radius(x) ** 2 - self.threat.size(delta) ** 2).clamp_min(0) / x.shape[1]
-        new = _turned(pyramids(side).to(x), numbers[:, 4, None, None]).flatten(1)[:, None]
+        new = _turned(_pyramids_like(x, side), numbers[:, 4, None, None]).flatten(1)[:, None]
         new = new * _signs(numbers[:, 5:, None]) + _normalized(delta.gather(2, first))
         new = _normalized(new) * (unused[:, None, None] + in_windows).sqrt()
         delta = delta.scatter(2, second, 0.0).scatter(2, first, new)
@@ -178,8 +177,8 @@ class Walk(ActiveBatch):
 def _window(numbers: Tensor, side: int, x: Tensor) -> Tensor:
     """Return the flat positions [b, C, side * side] of a window, placed by numbers [b, 2]."""
     height, width = x.shape[2:]
-    room = numbers.new_tensor([height - side + 1, width - side + 1])
-    top, left = (numbers * room).long().unbind(1)
+    top = (numbers[:, 0] * (height - side + 1)).long()
+    left = (numbers[:, 1] * (width - side + 1)).long()
     steps = torch.arange(side, device=x.device)
     rows, columns = top[:, None] + steps, left[:, None] + steps
     flat = (rows[:, :, None] * width + columns[:, None, :]).flatten(1)
@@ -200,6 +199,10 @@ def _normalized(window: Tensor) -> Tensor:
     """Scale each channel of a window [b, C, n] to norm 1."""
     norm: Tensor = torch.linalg.vector_norm(window, dim=2, keepdim=True)
     return window / (norm + GUARD)
+
+
+def _pyramids_like(x: Tensor, side: int) -> Tensor:
+    return pyramids(side).to(x, non_blocking=True)
 
 
 @cache

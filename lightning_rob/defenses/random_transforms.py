@@ -125,13 +125,14 @@ class RandomTransforms(Defense):
         for copy, row in enumerate(order.tolist()):
             by_order.setdefault(tuple(row), []).append(copy)
         groups = list(by_order.values())
-        rows = torch.tensor([copy for group in groups for copy in group], device=copies.device)
+        rows = torch.tensor([copy for group in groups for copy in group])
+        rows = rows.to(copies.device, non_blocking=True)
+        rows_of = torch.split(rows, [len(group) for group in groups])
         parts = list(torch.split(copies.index_select(0, rows), [len(group) for group in groups]))
         for kind, chosen in _schedule(list(by_order), len(self.transforms)):
             batch, noise = torch.cat([parts[i] for i in chosen]), generator
             if isinstance(generator, Streams):
-                some = torch.tensor([copy for i in chosen for copy in groups[i]])
-                noise = generator[some].fold_in(1 + kind)
+                noise = generator[torch.cat([rows_of[i] for i in chosen])].fold_in(1 + kind)
             sizes = [len(groups[i]) for i in chosen]
             done = torch.split(self._apply_one(kind, batch, noise), sizes)
             for i, part in zip(chosen, done, strict=True):
@@ -160,7 +161,7 @@ class RandomTransforms(Defense):
         if self.released_code:
             ps = [p if p in (0, 1) else 0.5 for p in ps]
         u = uniform(copies, count, generator=generator)
-        applied = u < torch.tensor(ps, device=u.device, dtype=u.dtype)
+        applied = u < torch.tensor(ps, dtype=u.dtype).to(u.device, non_blocking=True)
         return order.where(applied.gather(1, order), -1)
 
     def _ranks(self, copies: Tensor, images: int, generator: Generator) -> Tensor:

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Literal, Self
@@ -30,6 +30,7 @@ from lightning_rob.defenses.transductive import (
 )
 from lightning_rob.errors import at_least
 from lightning_rob.identity import cache_key, check_describable, fingerprint
+from lightning_rob.memory import free_memory
 from lightning_rob.randomness import (
     Generator,
     Streams,
@@ -45,6 +46,7 @@ CALIBRATION_HELD_OUT = 0.125  # as released
 FORMAT = 1  # of the cache files; increase it if their content or layout changes
 BATCH = 256  # images attacked at a time
 CHUNK = 1 << 14  # rows of features whose distances are computed at a time
+SHARE_OF_FREE = 0.25  # of an accelerator's free memory, for the features of D'
 SAMPLED = 64  # source images that enter the cache key
 
 
@@ -377,7 +379,7 @@ def _feature_layers(net: nn.Module, layer: str | None) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Labelled images with their features, on the CPU, mapped from files.
+    """Labelled images with their features, on the CPU, mapped from files; see `FeatureStore`.
 
     Args:
         x: [N, C, H, W] float32 in [0, 1].
@@ -439,6 +441,8 @@ class FeatureStore:
     ) -> FeatureSet:
         """Return the images and features for a network; its modes and weights are not changed.
 
+        The features are on an accelerator if they take at most a quarter of its free memory.
+
         Args:
             net: [B, C, H, W] -> [B, K], the static model.
             source: N labelled images.
@@ -452,7 +456,8 @@ class FeatureStore:
         if self._last is None or self._last[0] is not source or self._last[1] != network:
             self._last = None  # frees the mapped files before others are written
             batches = self._batches(net, source, device, progress)
-            self._last = source, network, self._stored(network, source, batches)
+            stored = self._stored(network, source, batches)
+            self._last = source, network, _with_features_on(device, stored)
         return self._last[2]
 
     def _stored(
@@ -516,6 +521,17 @@ class FeatureStore:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_last": None}
+
+
+def _with_features_on(device: torch.device, images: FeatureSet) -> FeatureSet:
+    """Return D' with its features on an accelerator, if they take a small part of its memory.
+
+    All of them are compared with each batch; of the images only the neighbours are needed.
+    """
+    free = None if device.type == "cpu" else free_memory(device)
+    if free is None or images.features.nbytes > SHARE_OF_FREE * free:
+        return images
+    return replace(images, features=images.features.to(device))
 
 
 def _write(folder: Path, batches: Iterable[Sequence[Tensor]], count: int) -> None:

@@ -29,6 +29,7 @@ from lightning_rob.evaluation.groups import (
     choose,
     counted,
     group_loader,
+    on_device,
     regrouped,
     serves_once,
     with_index,
@@ -118,7 +119,7 @@ def evaluate(
         evaluator = Evaluator(defense, attacks, settings, store, attacked, details)
         with torch.autocast(device.type, enabled=False), torch.inference_mode(False):
             for batch in _batches(batches, settings, rounds, unpack):
-                x, y, index = (part.to(device) for part in batch)
+                x, y, index = on_device(batch, device)
                 evaluator.score(x.float(), y, index)
                 count += len(x)
     if not count:

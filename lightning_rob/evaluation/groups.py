@@ -55,7 +55,11 @@ class GroupQueue:
         groups: positions [n] of each group, the same on every process.
         key: name of this queue, the same on every process and used once.
         rank: number of this process.
-        world_size: how many processes share the groups.
+        world_size: how many processes share the groups; they are in one process group of
+            `torch.distributed`, whose store counts.
+
+    Raises:
+        ValueError: this process is in no process group.
 
     Attributes:
         taken: groups that this process has taken.
@@ -66,7 +70,10 @@ class GroupQueue:
         self.rank, self.world_size = rank, world_size
         self.taken: list[Tensor] = []
         self._key = f"lightning-rob groups {key}"
-        self._store = torch.distributed.distributed_c10d._get_default_store()
+        group = torch.distributed.group.WORLD
+        if group is None:
+            raise ValueError(f"{world_size} processes share groups after init_process_group only")
+        self._store = group.get_group_store()
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -132,6 +139,13 @@ def group_loader(loader: DataLoader[Any], groups: list[Tensor] | GroupQueue) -> 
         multiprocessing_context=loader.multiprocessing_context if workers else None,
         generator=torch.Generator(),  # else each pass draws from the global stream
     )
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch on a device, to which pinned memory is copied while the host goes on."""
+    ahead = device.type != "cpu"  # towards the CPU the values could be read before they are there
+    x, y, index = (part.to(device, non_blocking=ahead) for part in batch)
+    return x, y, index
 
 
 def regrouped(batches: Iterable[Batch], size: int = GROUP_SIZE) -> Iterator[Batch]:

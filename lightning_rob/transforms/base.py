@@ -120,10 +120,18 @@ class Transform(ABC):
         return replace(self, **slips)
 
     def _apply_finite(self, x: Tensor, *params: Tensor) -> Tensor:
-        y = self.apply(x, *params)
+        waits = x.device.type != "cpu"  # at a branch that depends on values
+        source = x.view_as(x) if waits else x
+        y = self.apply(source, *params)
         failed = y.detach().flatten(1).amax(1).isnan()[:, None, None, None]
         if torch.compiler.is_exporting():  # no branch by value, and no gradient
             return torch.where(failed, x, y).clamp(0, 1)
+        if waits:
+            if source.requires_grad:
+                source.register_hook(  # type: ignore[no-untyped-call]
+                    lambda gradient: torch.where(failed, 0.0, gradient)
+                )
+            return clip(torch.where(failed, x, y), 0, 1)
         if failed.any():  # apply again, detached: 0 * nan would spoil the gradient of x
             y = self.apply(torch.where(failed, x.detach(), x), *params)
             y = torch.where(failed, x, y)

@@ -1,5 +1,7 @@
 """Chunks give the same images; accelerated networks and 8-bit images, what they change."""
 
+from shutil import which
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +20,7 @@ from lightning_rob.attacks import (
     PartialBatchAttack,
     Quantized8Bit,
     ThroughAdaptation,
+    decorators,
 )
 from lightning_rob.attacks.decorators import quantize
 from lightning_rob.attacks.oom import kept_for_gradients
@@ -97,6 +100,21 @@ def test_memory_bounds_what_is_kept():
     assert net.sizes[2] == 10
 
 
+def test_memory_that_is_free(monkeypatch):
+    """Four fifths of it; chunks are those of the same number of GiB."""
+    sizes, free = {}, int(1e-4 * 2**30 / 0.8) + 1
+    monkeypatch.setattr(decorators, "free_memory", lambda device: {"cpu": free}[device.type])
+    for memory in ("auto", 1e-4):
+        net, (x, y) = Net(), batch(640)
+        Chunked(PGD(LINF, 1, 0.03), memory=memory)(Single(net), x, y)
+        sizes[memory] = net.sizes
+    assert sizes["auto"] == sizes[1e-4]
+    assert 2 < max(sizes["auto"]) < 640
+    monkeypatch.setattr(decorators, "free_memory", lambda device: None)
+    with pytest.raises(ValueError, match="cpu has no such number: give GiB"):
+        Chunked(PGD(LINF, 1, 0.03), memory="auto")(Single(net), x, y)
+
+
 @pytest.mark.parametrize("wrong", [[], [0], [1]])
 @pytest.mark.parametrize(
     "attack", [CW(Threat("l2", 9.0), 5, binary_steps=2), DeepFool(LINF), CASES["arc"][0]]
@@ -166,8 +184,8 @@ def test_rounds_whose_inner_attack_runs_out_of_memory():
         ({"images": 0}, "images must be a positive whole number, got 0"),
         ({"images": True}, "images must be a positive whole number, got True"),
         ({"images": 2.5}, "images must be a positive whole number, got 2.5"),
-        ({"memory": -1.0}, "memory must be a positive number of GiB, got -1.0"),
-        ({"memory": "4GiB"}, "memory must be a positive number of GiB, got '4GiB'"),
+        ({"memory": -1.0}, 'memory must be a positive number of GiB or "auto", got -1.0'),
+        ({"memory": "4GiB"}, "memory must be a positive number of GiB or \"auto\", got '4GiB'"),
     ],
 )
 def test_bad_arguments(options, message):
@@ -243,15 +261,36 @@ def test_half_precision_climbs_nearly_as_far():
     assert reached - clean > 0.8 * (best - clean) > 0
 
 
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+NO_COMPILER = pytest.mark.skipif(not which("c++"), reason="torch.compile needs a C++ compiler")
+
+
+@pytest.mark.parametrize(
+    ("mode", "device"),
+    [
+        pytest.param(True, "cpu", marks=NO_COMPILER),
+        pytest.param("reduce-overhead", "cuda", marks=NO_GPU),
+    ],
+)
+@pytest.mark.parametrize("attack", [PGD(LINF, 3, 0.03, random_start=False), ARC(LINF, 2, 0.03)])
 @pytest.mark.slow  # half a minute of compiling
-def test_compiled_networks_give_the_same_images():
+def test_compiled_networks_give_the_same_images(attack, mode, device):
+    """On two batches: a CUDA graph is recorded at the first calls, and then replayed."""
     torch.manual_seed(0)
-    net = settled(SmallCNN(channels=3))
-    (x, y), attack = picture(32), PGD(LINF, 3, 0.03, random_start=False)
-    exact = attack(Single(net), x, y)
-    fast = Accelerated(attack, compile=True)(Single(net), x, y)
-    assert ((exact - fast).abs() < 1e-5).float().mean() > 0.999
-    assert "forward" not in vars(net)
+    nets = [settled(SmallCNN(channels=3)).to(device) for _ in "ab"]
+    for seed in (0, 1):
+        x, y = (part.to(device).roll(seed, 0) for part in picture(32))
+        exact = attack(Ensemble(nets), x, y)
+        fast = Accelerated(attack, compile=mode)(Ensemble(nets), x, y)
+        assert ((exact - fast).abs() < 1e-5).float().mean() > 0.999
+        assert not any("forward" in vars(net) for net in nets)
+
+
+def test_graphs_are_refused_on_a_cpu():
+    """Where torch would compile without them, and not say so."""
+    attack = Accelerated(PGD(LINF, 1, 0.1), compile="reduce-overhead")
+    with pytest.raises(ValueError, match="reduce-overhead is for NVIDIA GPUs, got images on cpu"):
+        attack(Single(Recording()), *picture())
 
 
 def test_networks_are_put_back_after_an_error():
@@ -263,7 +302,11 @@ def test_networks_are_put_back_after_an_error():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({}, "nothing to accelerate"), ({"autocast": "float8"}, "autocast must be of")],
+    [
+        ({}, "nothing to accelerate"),
+        ({"autocast": "float8"}, "autocast must be of"),
+        ({"compile": "fast"}, "compile must be true, false or .* got 'fast'"),
+    ],
 )
 def test_bad_acceleration(options, message):
     with pytest.raises(ValueError, match=message):

@@ -27,6 +27,7 @@ from lightning_rob.identity import fingerprint
 from lightning_rob.nets import LeNet, MNISTNet, SmallCNN
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
+from tests.fakedev import Waits, emulated
 from tests.tiny import Blobs, TinyNet
 
 THREAT = Threat("linf", 0.16)
@@ -169,6 +170,24 @@ def test_no_features():
 
 
 # D'
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_features_that_fit_are_kept_on_the_accelerator(monkeypatch, fits):
+    """In at most a quarter of its memory; the neighbours are the same, without copying them."""
+    here = remembered(FeatureStore(None, 0))
+    free = 4 * here.features.nbytes - (not fits)
+    monkeypatch.setattr("lightning_rob.defenses.rmc.free_memory", lambda device: free)
+    with emulated() as there:
+        net = copy.deepcopy(NET).to(there)
+        images = FeatureStore(None, 0).build(net, Source((X, Y)), there)
+        query = here.features[:7].to(there)
+        with Waits() as waits:
+            found = nearest(images.features, query, 5)
+        assert images.features.device == (there if fits else CPU)
+        assert images.x.device == CPU
+        assert len(waits.found) == (not fits)
+        assert torch.equal(found.cpu(), nearest(here.features, here.features[:7], 5))
 
 
 def remembered(store, net=NET, source=None):

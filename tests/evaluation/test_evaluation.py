@@ -92,6 +92,23 @@ def test_a_process_that_is_ready_takes_the_next_group(workers, tmp_path):
     assert len(quick) > len(slow)
 
 
+def spawned(store):
+    torch.multiprocessing.spawn(take_groups, (store, 0), 2)
+
+
+@pytest.mark.slow
+def test_spawned_processes_share_groups_too(tmp_path):
+    done = Forked(spawned, tmp_path / "store").wait(120)
+    served = sorted([*map(int, line.split())] for line in done.stdout.splitlines())
+    assert sorted(number for part in served for number in part) == list(range(12)), done
+    assert [part[0] for part in served] == [0, 1]
+
+
+def test_a_process_on_its_own_has_no_queue():
+    with pytest.raises(ValueError, match="2 processes share groups after init_process_group only"):
+        GroupQueue([], "of a test", 0, 2)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([])

@@ -1,0 +1,183 @@
+"""How often a step of an attack makes the host wait for a GPU: exactly as often as listed."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.attacks import (
+    APGD,
+    ARC,
+    CW,
+    DDN,
+    FAB,
+    PDGD,
+    PGD,
+    AggMo,
+    Square,
+)
+from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single
+from lightning_rob.objectives import worst_ce
+from lightning_rob.randomness import Streams
+from lightning_rob.threat import Threat
+from lightning_rob.transforms import GaussianNoise, HorizontalFlip, Transform
+from tests.fakedev import DEVICE, Waits, emulated
+
+LINF, L2 = Threat("linf", 0.1), Threat("l2", 1.0)
+NEAR, NEAR_L2 = Threat("linf", 1e-6), Threat("l2", 1e-6)  # in which no image is fooled
+STEPS = 10
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.Tanh(), nn.Linear(16, 5)).eval()
+
+
+def single():
+    return Single(net())
+
+
+def members():
+    return Ensemble([net(), net(1)], probs=[0.9, 0.1])
+
+
+def random_transforms():
+    return RandomTransforms(net(), [GaussianNoise(), HorizontalFlip()], 2, draws=3)
+
+
+def mixture():  # of the models that GMSA has collected
+    return Mixture([single(), Single(net(1))])
+
+
+CASES = {
+    "PGD": (single, lambda k: PGD(LINF, k, 0.01), {}),
+    "PGD, best of two restarts": (single, lambda k: PGD(LINF, k, 0.01, restarts=2), {}),
+    "PGD, best iterate": (single, lambda k: PGD(LINF, k, 0.01, keep_best=True), {}),
+    "PGD, momentum": (single, lambda k: PGD(L2, k, 0.1, ascent=AggMo()), {}),
+    "PGD, early stop": (single, lambda k: PGD(NEAR, k, 1e-6, early_stop=True), {"nonzero": 1}),
+    "adaptive PGD": (members, lambda k: PGD(LINF, k, 0.01), {}),
+    "APGD": (single, lambda k: APGD(LINF, k, early_stop=False), {}),
+    "APGD, early stop": (single, lambda k: APGD(NEAR, k), {"nonzero": 1}),
+    "ARC": (members, lambda k: ARC(LINF, k, 0.1), {}),
+    "ARC, early stop": (members, lambda k: ARC(NEAR, k, 1e-7, early_stop=True), {"nonzero": 1}),
+    # the order of the transforms is needed on the host
+    "EoT": (random_transforms, lambda k: PGD(LINF, k, 0.01, draws=4), {"_to_copy": 1}),
+    "GMSA-AVG, inner": (mixture, lambda k: PGD(LINF, k, 0.01, keep_best=True), {}),
+    "GMSA-MIN, inner": (mixture, lambda k: PGD(LINF, k, 0.01, objective=worst_ce), {}),
+    # the images that are left, and those that the query changes
+    "Square": (single, lambda k: Square(NEAR, k), {"nonzero": 2}),
+    "Square in l2": (single, lambda k: Square(NEAR_L2, k), {"nonzero": 1}),
+    # the images that are left, and the end of Newton's method
+    "FAB": (single, lambda k: FAB(NEAR, k, 1), {"nonzero": 1, "_local_scalar_dense": 1}),
+    "DDN": (single, lambda k: DDN(L2, k), {}),
+    "PDGD": (single, lambda k: PDGD(L2, k), {}),
+    "PDGD in linf": (single, lambda k: PDGD(LINF, k), {}),
+    "CW": (single, lambda k: CW(L2, k, step_size=1e-4, binary_steps=1, initial_const=10.0), {}),
+}
+
+
+def images():
+    return torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+
+
+def waits(make, attack):
+    defense, x = make(), images()
+    y = defense(x, torch.Generator().manual_seed(0)).argmax(1)
+    with emulated():
+        streams = Streams.from_index(torch.arange(6).to(DEVICE), 0)
+        with Waits() as found:
+            attack(defense.to(DEVICE), x.to(DEVICE), y.to(DEVICE), streams)
+    return Counter(found.found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_wait_for_the_device_as_often_as_listed(name):
+    make, attack, allowed = CASES[name]
+    few, many = (waits(make, attack(steps)) for steps in (STEPS, 2 * STEPS))
+    assert few.total() > 0  # the first step checks its input
+    assert many - few == {operation: STEPS * count for operation, count in allowed.items()}
+    assert not few - many
+
+
+class Switch(nn.Module):
+    """A network at whose calls number `first` and `last` waiting becomes and ceases to be an error.
+
+    Args:
+        inner: the network.
+        first: the number of a call.
+        last: the number of a later one.
+    """
+
+    def __init__(self, inner, first, last):
+        super().__init__()
+        self.inner, self.modes, self.calls = inner, {first: "error", last: "default"}, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls in self.modes:
+            torch.cuda.set_sync_debug_mode(self.modes[self.calls])
+        return self.inner(x)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", [n for n, (m, _, w) in CASES.items() if not w and m != mixture])
+def test_steps_on_a_gpu_do_not_wait(name):
+    make, attack, _ = CASES[name]
+    defense, x = make().cuda(), images().cuda()
+    y, switch = defense(x).argmax(1), Switch(defense.classifiers[0], 4, 9)
+    networks = [switch, *defense.classifiers[1:]]
+    changed = Single(switch) if len(networks) == 1 else Ensemble(networks, probs=[0.9, 0.1])
+    try:
+        attack(STEPS)(changed, x, y, Streams.from_index(torch.arange(6).cuda(), 0))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert switch.calls >= 9
+
+
+@pytest.mark.parametrize(
+    ("work", "count"),
+    [
+        (lambda x: x + 1, 0),
+        (lambda x: x[torch.tensor([0, 2]).to(DEVICE, non_blocking=True)], 0),
+        (lambda x: bool((x > 2).any()), 1),
+        (lambda x: x.tolist(), 1),
+        (lambda x: x.cpu(), 1),
+        (lambda x: x[x > 0.5], 1),
+        (lambda x: x.masked_select(x > 0.5), 1),
+        (lambda x: x.index_put_(((x > 0.5).nonzero()[:, 0],), x.new_ones(())), 1),
+        (lambda x: torch.equal(x, x), 1),
+        (lambda x: x.new_tensor([1.0, 2.0]), 1),
+        (lambda x: torch.tensor([1.0], device=x.device), 1),
+    ],
+)
+def test_what_is_counted(work, count):
+    with emulated():
+        x = torch.rand(4).to(DEVICE)
+        with Waits() as found:
+            work(x)
+    assert len(found.found) == count
+
+
+@dataclass(frozen=True)
+class Failing(Transform):
+    """Divide by an image's first pixel, which makes an image NaN where it is black."""
+
+    def apply(self, x):
+        return (x / x[:, :1, :1, :1]).sqrt() / 9
+
+
+def test_an_image_that_a_transform_cannot_take_keeps_its_gradient_on_a_gpu():
+    x = images()
+    x[1], found = 0.0, []
+    for there in (False, True):
+        with emulated():
+            leaf = (x.to(DEVICE) if there else x).requires_grad_()
+            y = Failing()(leaf)
+            found.append((y.cpu(), torch.autograd.grad(y.square().sum(), leaf)[0].cpu()))
+        x = x.detach()
+    for cpu, gpu in zip(*found, strict=True):
+        assert torch.equal(cpu, gpu)
+    assert torch.equal(found[0][0][1], x[1])
+    assert found[0][1].isfinite().all()
