@@ -61,11 +61,25 @@ def attacked(method, folder, images):
     return figures, torch.tensor(matrix)
 
 
+def drawn(matrices):
+    """Draw the transfer matrices of the methods side by side."""
+    figure = blank(9.6, 2.4)
+    for place, axes in enumerate(figure.subplots(1, len(matrices))):
+        title, matrix = list(matrices.items())[place]
+        members = [str(i + 1) for i in range(len(matrix))]
+        shade(axes, 100 * matrix.double(), members, members)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("attacked member")
+        if place == 0:
+            axes.set_ylabel("answering member")
+    return figure
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, default=Path("logs/joint"))
     parser.add_argument("--images", type=int, default=400)
-    parser.add_argument("--figure", type=Path, default=Path("transfer.png"))
+    parser.add_argument("--figure", type=Path, help="of the matrices; none without it")
     options = parser.parse_args()
     names, matrices = ("clean", "adaptive_pgd", "arc", "arc_two_radii", "arc_warm"), {}
     print(f"| method | {' | '.join(names)} | PGD on the member itself | on another |")
@@ -78,16 +92,8 @@ def main():
         cells = [f"{100 * figures[name]['accuracy']:.1f}" for name in names]
         cells += [f"{100 * own:.1f}", f"{100 * other:.1f}"]
         print(f"| {method.upper()} | {' | '.join(cells)} |", flush=True)
-    figure = blank(9.6, 2.4)
-    for place, axes in enumerate(figure.subplots(1, len(METHODS))):
-        title, matrix = list(matrices.items())[place]
-        members = [str(i + 1) for i in range(len(matrix))]
-        shade(axes, 100 * matrix.double(), members, members)
-        axes.set_title(title, fontsize=9)
-        axes.set_xlabel("attacked member")
-        if place == 0:
-            axes.set_ylabel("answering member")
-    save(figure, options.figure)
+    if options.figure:
+        save(drawn(matrices), options.figure)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ brighter, and behind them the same images attacked; the attacks are on the class
 discriminator of training images against x~ is trained, with a new seed for each of --repeats. It
 rejects images whose probability of being a test image is above the threshold. The table has the
 mean at --tau, the figure all thresholds of the first repeat. The error is a share of all x~, as in
-eq. 1, or of the accepted images with `--per answer`, as in the authors' code. AUC measures how well
-the discriminator separates the attacked images, and z, from held-out training images: 0.5 is
+eq. 1, or of the accepted images with `--per prediction`, as in the authors' code. AUC measures how
+well the discriminator separates the attacked images, and z, from held-out training images: 0.5 is
 random.
 """
 
@@ -121,7 +121,7 @@ def main():
     parser.add_argument("--source-size", type=int, default=None)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("rejection.png"))
+    parser.add_argument("--out", type=Path, help="the figure; none without it")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     began = time.perf_counter()
@@ -146,9 +146,9 @@ def main():
         table.add_row(label, *(f"{value:.3f}" for value in row))
         panels.append(Setting(label, limits, of_all.tolist(), of_z.tolist(), error.tolist()))
     Console(width=120).print(table)
-    figure = rejection(panels, options.tau, f"error, per {options.per}")
-    seconds = time.perf_counter() - began
-    print(f"{save(figure, options.out)}, torch {torch.__version__}, {seconds:.0f} s")
+    if options.out:
+        print(save(rejection(panels, options.tau, f"error, per {options.per}"), options.out))
+    print(f"torch {torch.__version__}, {time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":

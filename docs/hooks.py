@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -15,10 +17,11 @@ from mkdocs.structure.pages import Page
 from run_tutorial import read_cells
 
 from lightning_rob.cli.main import COMMANDS
-from lightning_rob.commands.recipes import FOLDERS, first_sentence
+from lightning_rob.commands.recipes import FOLDERS, shipped_files, summary
 
 ROOT = Path(__file__).parents[1]
-REPOSITORY = "https://github.com/OWNER/lightning-rob/blob/main"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+REPOSITORY = f"{PROJECT['urls']['Repository']}/blob/main"
 REFERENCE = {  # page: title, and the modules whose public names it lists
     "evaluation": (
         "Evaluation",
@@ -81,8 +84,8 @@ def recipes() -> str:
     for kind, (folder, usage) in FOLDERS.items():
         command = usage if usage.startswith("--") else f"lightning-rob {usage}"
         rows = [
-            f"| [`{path.stem}`]({REPOSITORY}/{path.relative_to(ROOT)}) | {sentence_of(path)} |"
-            for path in sorted((ROOT / folder).glob("*.yaml"))
+            f"| [`{name}`]({REPOSITORY}/{path.relative_to(ROOT)}) | {cell(summary(path))} |"
+            for name, path in shipped_files(folder).items()
         ]
         parts += [
             f"## {kind.capitalize()}",
@@ -92,9 +95,9 @@ def recipes() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def sentence_of(path: Path) -> str:
-    """Return the first sentence of a recipe's comment, as a cell of a table."""
-    return first_sentence(path.read_text(encoding="utf-8")).replace("|", "\\|")
+def cell(text: str) -> str:
+    """Return a text for a cell of a table."""
+    return text.replace("|", "\\|")
 
 
 def command_line() -> str:
@@ -143,11 +146,13 @@ def tutorial(script: Path, run: bool) -> dict[str, str | bytes]:
 def outputs_of(script: Path) -> list[dict[str, Any]]:
     """Return what each cell printed and drew; a script runs once for each state of the package."""
     digest = hashlib.sha256(script.read_bytes() + Path(__file__).read_bytes())
-    for path in sorted((ROOT / "lightning_rob").rglob("*.py")):
+    for path in sorted([*ROOT.glob("lightning_rob/**/*.py"), *ROOT.glob("zoo/**/*.ckpt")]):
         digest.update(path.read_bytes())
     store = ROOT / f"build/tutorials/{script.stem}-{digest.hexdigest()[:16]}.json"
     if not store.exists():
         runner = ROOT / "docs/run_tutorial.py"
         store.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, str(runner), str(script), str(store)], check=True)
+        with TemporaryDirectory() as folder:  # the script saves its pictures
+            command = [sys.executable, str(runner), str(script), str(store)]
+            subprocess.run(command, check=True, cwd=folder)
     return json.loads(store.read_text(encoding="utf-8"))

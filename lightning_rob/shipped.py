@@ -1,13 +1,16 @@
-"""The recipes and plug-ins that are shipped with the package, by short name."""
+"""The recipes, plug-ins and trained networks that are shipped with the package, by short name."""
 
 import re
 from pathlib import Path
 
 import lightning_rob
+from lightning_rob.errors import InputError
+
+ZOO = "zoo:"  # before the name of a trained network
 
 
 def shipped_folder() -> Path:
-    """Return the folder that holds `configs` and `callbacks`, in a wheel and in a checkout."""
+    """Return the folder of `configs`, `callbacks` and `zoo`, in a wheel and in a checkout."""
     package = Path(lightning_rob.__file__).parent
     inside = package / "shipped"
     return inside if inside.is_dir() else package.parent
@@ -35,3 +38,18 @@ def find(name: str, *kinds: str, folder: Path | None = None) -> Path | None:
 def find_recipe(name: str) -> Path | None:
     """Return the file of a recipe or mix-in given by path or short name; None without one."""
     return find(name, "configs", "configs/mixins")
+
+
+def find_checkpoint(path: str) -> str:
+    """Return the file of "zoo:NAME", a trained network that is shipped; any other path as it is.
+
+    Raises:
+        InputError: there is no network of this name.
+    """
+    if not path.startswith(ZOO):
+        return path
+    folder, name = shipped_folder() / "zoo", path.removeprefix(ZOO)
+    names = sorted(network.name for network in folder.iterdir())
+    if name not in names:
+        raise InputError(f"there is no network {path}: " + ", ".join(f"{ZOO}{n}" for n in names))
+    return str(folder / name / "checkpoints/last.ckpt")

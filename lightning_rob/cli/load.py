@@ -17,6 +17,7 @@ from lightning_rob.errors import InputError
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.nets.hub import CONFIG, HUB, WEIGHTS, hub_folder
 from lightning_rob.safe_yaml import load_file, plain_yaml
+from lightning_rob.shipped import find_checkpoint
 
 
 def load(path: str | os.PathLike[str], allow_import: str | Sequence[str] = ()) -> Defense:
@@ -25,9 +26,10 @@ def load(path: str | os.PathLike[str], allow_import: str | Sequence[str] = ()) -
     No code in the file is run: it names classes of this package, and others only if allowed.
 
     Args:
-        path: the checkpoint; a folder that `lightning-rob export --format safetensors` wrote; or
+        path: the checkpoint; a folder that `lightning-rob export --format safetensors` wrote;
             "hf-hub:org/name" or "hf-hub:org/name@revision", such a folder on the Hugging Face hub,
-            of which only model.safetensors and config.json are fetched.
+            of which only model.safetensors and config.json are fetched; or "zoo:digits_robust", a
+            trained network of this package.
         allow_import: packages of yours that it may name, as of `--allow-import`.
 
     Raises:
@@ -63,7 +65,7 @@ def load_module(
 def _local(path: str) -> str:
     """Return the path of a checkpoint or folder; of a repository of the hub, its folder."""
     if not path.startswith(HUB):
-        return path
+        return find_checkpoint(path)
     try:
         return str(hub_folder(path.removeprefix(HUB), (CONFIG, WEIGHTS)))
     except (OSError, ValueError) as error:

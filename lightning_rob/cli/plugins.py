@@ -9,19 +9,19 @@ import yaml
 
 from lightning_rob.errors import InputError
 from lightning_rob.safe_yaml import load, load_file
-from lightning_rob.shipped import find, find_recipe
+from lightning_rob.shipped import find, find_checkpoint, find_recipe
 
 CONFIG_OPTIONS = ("--config", "-c")
 
 
 def resolve_names(args: Sequence[str]) -> list[str]:
-    """Replace short names of recipes and plug-ins by files, and suites by their callbacks.
+    """Replace short names of what is shipped by files, and suites by their callbacks.
 
     Args:
         args: a command line with joined values.
 
     Raises:
-        InputError: a plug-in file is missing, unreadable, or lists itself.
+        InputError: a plug-in file is missing, unreadable, or lists itself; no such network.
     """
     resolved = []
     for arg in args:
@@ -30,6 +30,8 @@ def resolve_names(args: Sequence[str]) -> list[str]:
             arg = f"{option}={find_recipe(value) or value}"
         elif equals and option == "--trainer.callbacks+":
             arg = f"{option}={_plugged(value)}"
+        elif equals and option == "--ckpt_path":
+            arg = f"{option}={find_checkpoint(value)}"
         resolved.append(arg)
     return resolved
 

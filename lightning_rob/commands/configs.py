@@ -597,11 +597,12 @@ class ReportConfig(CommandConfig):
 
 @dataclass(frozen=True)
 class RecipesConfig(CommandConfig):
-    """List the recipes, mix-ins, search spaces and plug-ins that are found by short name.
+    """List the recipes, plug-ins and trained networks that are found by short name.
 
-      lightning-rob recipes                 all, with what each is for
-      lightning-rob recipes demo            print a file
-      lightning-rob recipes demo --copy     write it as demo.yaml here, to be edited
+      lightning-rob recipes                        all, with what each is for
+      lightning-rob recipes demo                   print a file; of a network, its card
+      lightning-rob recipes demo --copy            write it as demo.yaml here, to be edited
+      lightning-rob recipes digits_robust --copy   write the folder of this network's run
 
     Args:
         names: short names; none lists all

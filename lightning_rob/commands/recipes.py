@@ -1,4 +1,4 @@
-"""List, show and copy the recipes and plug-ins of the package."""
+"""List, show and copy the recipes, plug-ins and trained networks of the package."""
 
 import re
 import shutil
@@ -19,7 +19,9 @@ FOLDERS = {
     "mix-ins": ("configs/mixins", "fit --config RECIPE --config NAME"),
     "search spaces": ("configs/spaces", "tune --config RECIPE --space FILE"),
     "plug-ins": ("callbacks", "--trainer.callbacks+=NAME"),
+    "trained networks": ("zoo", "test --ckpt_path zoo:NAME --trainer.callbacks+=PLUG-IN"),
 }
+CARD = "README.md"  # of a trained network, whose folder is that of a run
 
 
 def run(config: RecipesConfig) -> None:
@@ -37,19 +39,29 @@ def run(config: RecipesConfig) -> None:
         if not config.copy:
             print(path.read_text(encoding="utf-8"), end="")
             continue
-        copy = Path(path.name)
+        source = path.parent if path.name == CARD else path
+        copy = Path(source.name)
         if copy.exists():
             raise InputError(f"{copy} exists already: rename it, or go to another folder")
-        shutil.copyfile(path, copy)
+        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, copy)
         print(f"Wrote {copy}")
+
+
+def shipped_files(folder: str) -> dict[str, Path]:
+    """Return the files of a shipped folder by short name; of trained networks, their cards."""
+    place = shipped_folder() / folder
+    if folder == "zoo":
+        return {path.parent.name: path for path in sorted(place.glob(f"*/{CARD}"))}
+    return {path.stem: path for path in sorted(place.glob("*.yaml"))}
 
 
 def _file(name: str) -> Path:
     for folder, _ in FOLDERS.values():
-        path = shipped_folder() / folder / f"{name.removesuffix('.yaml')}.yaml"
-        if re.fullmatch(r"\w+", path.stem) and path.is_file():
+        if path := shipped_files(folder).get(name.removesuffix(".yaml")):
             return path
-    raise InputError(f"there is no recipe or plug-in {name!r}: lightning-rob recipes lists all")
+    raise InputError(
+        f"there is no recipe, plug-in or network {name!r}: lightning-rob recipes lists all"
+    )
 
 
 def _table(kind: str, folder: str, usage: str, width: int) -> Table:
@@ -59,11 +71,16 @@ def _table(kind: str, folder: str, usage: str, width: int) -> Table:
     with_classes = folder == "configs" and width >= 120
     for name in ("model", "data", "") if with_classes else ("",):
         table.add_column(name)
-    for path in sorted((shipped_folder() / folder).glob("*.yaml")):
-        text = path.read_text(encoding="utf-8")
-        classes = _classes(load(text)) if with_classes else ()
-        table.add_row(path.stem, *classes, escape(first_sentence(text)))
+    for name, path in shipped_files(folder).items():
+        classes = _classes(load(path.read_text(encoding="utf-8"))) if with_classes else ()
+        table.add_row(name, *classes, escape(summary(path)))
     return table
+
+
+def summary(path: Path) -> str:
+    """Return the first sentence about a shipped file; of a card, the one below its title."""
+    text = path.read_text(encoding="utf-8")
+    return first_sentence("# " + text.split("\n\n")[1] if path.name == CARD else text)
 
 
 def first_sentence(text: str) -> str:

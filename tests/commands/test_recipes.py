@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from lightning_rob.cli import main
-from lightning_rob.commands.recipes import FOLDERS, first_sentence
+from lightning_rob.commands.recipes import FOLDERS, first_sentence, shipped_files, summary
 from lightning_rob.shipped import shipped_folder
 
 
@@ -15,10 +15,12 @@ def test_every_file_is_listed_with_a_sentence(capsys, monkeypatch):
     main(["recipes"])
     shown = capsys.readouterr().out
     for folder, _ in FOLDERS.values():
-        for path in (shipped_folder() / folder).glob("*.yaml"):
-            sentence = first_sentence(path.read_text())
+        found = shipped_files(folder)
+        assert found
+        for name, path in found.items():
+            sentence = summary(path)
             assert len(sentence) > 10
-            assert [x for x in shown.splitlines() if f" {path.stem} " in x and sentence[:20] in x]
+            assert [x for x in shown.splitlines() if f" {name} " in x and sentence[:20] in x]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,7 @@ def test_a_file_is_printed_or_copied(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "arc.yaml").exists()
     for args, message in (
         (["demo", "--copy"], "demo.yaml exists already"),
-        (["demoo"], "there is no recipe or plug-in 'demoo'"),
+        (["demoo"], "there is no recipe, plug-in or network 'demoo'"),
         (["--copy"], "say which recipe to copy"),
     ):
         with pytest.raises(SystemExit):
