@@ -151,6 +151,7 @@ class Attack(ABC):
     lengths: ClassVar[tuple[str, ...]] = ()  # the fields that are lengths in the threat's norm
     made_for: ClassVar[tuple[str, ...]] = ()  # kinds of defenses whose adaptive attack this is
     rehearses: ClassVar[bool] = False  # whether it lets the defense adapt to the whole batch
+    smallest_norm: ClassVar[bool] = False  # whether it searches the nearest image that fools
     takes_radii: ClassVar[bool] = False  # whether the threat may be a `ThreatPerImage`
     length: ClassVar[str] = "steps"  # the field that a budget of passes sets
     ignores_state: ClassVar[bool] = False  # whether it sees nothing of a defense's adapted state

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -126,6 +126,7 @@ class CW(Attack):
             another norm.
     """
 
+    smallest_norm: ClassVar[bool] = True
     threat: Threat
     steps: int = 100
     step_size: float = 0.01

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class DDN(Attack):
             threat than l2.
     """
 
+    smallest_norm: ClassVar[bool] = True
     threat: Threat
     steps: int = 500
     gamma: float = 0.05

@@ -1,6 +1,7 @@
 """DeepFool: steps to the nearest decision boundary of the linearised network."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ class DeepFool(Attack):
         ValueError: a count below 1, a negative overshoot, another norm.
     """
 
+    smallest_norm: ClassVar[bool] = True
     threat: Threat
     steps: int = 50
     candidates: int | None = None

@@ -1,6 +1,7 @@
 """The smallest radius at which an attack succeeds, searched for each image."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class MinimalNorm(AttackDecorator):
         ValueError: no radii.
     """
 
+    smallest_norm: ClassVar[bool] = True
     radii: int = 12
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ class PDGD(Attack):
         ValueError: a count below 1, a step size that is not positive, another norm.
     """
 
+    smallest_norm: ClassVar[bool] = True
     threat: Threat
     steps: int = 500
     step_size: float = 0.1
