@@ -4,6 +4,7 @@ Cross-entropy is computed as softplus of the log-odds against the label, which k
 where softmax minus one-hot would round to zero on a confident network.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -18,6 +19,7 @@ Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
 Reduction = Literal["mean", "min"]
 Declared = TypeVar("Declared", bound=Objective)
 DLR_GUARD = 1e-12  # added to divisors, as in the authors' code
+PRECISE = 1e-30  # below it values and gradients lose digits in single precision, and end at zero
 
 
 def reduces(reduction: Reduction) -> Callable[[Declared], Declared]:
@@ -40,6 +42,31 @@ def reduces(reduction: Reduction) -> Callable[[Declared], Declared]:
 def reduction_of(objective: Objective) -> Reduction | None:
     """Return the objective's `reduction` over draws; None if it declares none."""
     return getattr(objective, "reduction", None)
+
+
+def continued_by(logarithm: Objective) -> Callable[[Declared], Declared]:
+    """Declare, as a decorator, the logarithm of an objective where it is small; see `climbed`."""
+
+    def declare(objective: Declared) -> Declared:
+        objective.logarithm = logarithm  # type: ignore[attr-defined]
+        return objective
+
+    return declare
+
+
+def climbed(objective: Objective, logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Compute an objective that keeps its slope on confident networks: [S, B, K] … -> [B].
+
+    From c = 1e-30 downwards the value v is continued by c (1 + log(v / c)), if the objective
+    declares its logarithm. Order, slope at c and directions of the gradient stay the same, and
+    values below 1e-38, on which single precision has no slope, are as good as any.
+    """
+    value = objective(logits, weights, y)
+    logarithm: Objective | None = getattr(objective, "logarithm", None)
+    if logarithm is None:
+        return value
+    continued = PRECISE * (1 - math.log(PRECISE) + logarithm(logits, weights, y))
+    return torch.where(value < PRECISE, continued, value)
 
 
 class NonFiniteLogitsError(ValueError):
@@ -82,10 +109,15 @@ def _split(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return logits.gather(-1, index).squeeze(-1), logits.scatter(-1, index, -torch.inf)
 
 
+def _odds(logits: Tensor, y: Tensor) -> Tensor:
+    """Return the log-odds against the label [..., B]: of a small cross-entropy, its logarithm."""
+    right, wrong = _split(logits, y)
+    return wrong.logsumexp(-1) - right
+
+
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """Compute -log softmax(logits)[y] without cancellation: [..., B, K], [B] -> [..., B]."""
-    right, wrong = _split(logits, y)
-    return softplus(wrong.logsumexp(-1) - right, threshold=50)
+    return softplus(_odds(logits, y), threshold=50)
 
 
 def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
@@ -105,12 +137,20 @@ def boosted_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(logits, y) + softplus(lead, threshold=50)
 
 
+def _log_expectation(weights: Tensor, logarithms: Tensor) -> Tensor:
+    if len(logarithms) == 1:
+        return logarithms[0]
+    return (logarithms + weights.to(logarithms).log()[:, None]).logsumexp(0)
+
+
+@continued_by(lambda logits, weights, y: _log_expectation(weights, _odds(logits, y)))
 @reduces("mean")
 def expected_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the mean cross-entropy over draws: adaptive PGD, EoT, GMSA-AVG."""
     return expectation(weights, cross_entropy(logits, y))
 
 
+@continued_by(lambda logits, weights, y: _min_over_draws(weights, _odds(logits, y)))
 @reduces("min")
 def worst_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the smallest cross-entropy of the draws of positive weight: GMSA-MIN."""
@@ -119,19 +159,23 @@ def worst_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
 
 def log_expected_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the logarithm of `expected_ce`, whose gradient has its direction and no underflow."""
-    right, wrong = _split(logits, y)
-    odds = wrong.logsumexp(-1) - right
+    odds = _odds(logits, y)
     # below e^-20 softplus is the exponential
     loss = torch.where(odds < -20, odds, softplus(odds.clamp_min(-20), threshold=50).log())
     return (loss + weights.to(logits).log()[:, None]).logsumexp(0)
 
 
+def _log_mean_probs(logits: Tensor, weights: Tensor) -> Tensor:
+    return (logits.log_softmax(-1) + weights.to(logits).log()[:, None, None]).logsumexp(0)
+
+
+@continued_by(lambda logits, weights, y: _odds(_log_mean_probs(logits, weights), y))
 def ce_of_mean_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the cross-entropy of the mean probabilities."""
-    share = weights.to(logits).log()[:, None, None]
-    return cross_entropy((logits.log_softmax(-1) + share).logsumexp(0), y)
+    return cross_entropy(_log_mean_probs(logits, weights), y)
 
 
+@continued_by(lambda logits, weights, y: _odds(expectation(weights, logits), y))
 def ce_of_mean_logits(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the cross-entropy of the mean logits (ARC paper, eq. 64)."""
     return cross_entropy(expectation(weights, logits), y)
@@ -208,6 +252,14 @@ def min_confidence(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     return _min_over_draws(weights, _wrong_confidence(logits, y))
 
 
+def _log_probability_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Return the logarithm of `expected_probability_margin` where all wrong classes are small."""
+    right, wrong = _split(logits, y)
+    rival = wrong.amax(-1).logaddexp(wrong.logsumexp(-1)) - right
+    return _log_expectation(weights, rival)
+
+
+@continued_by(_log_probability_margin)
 @reduces("mean")
 def expected_probability_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute 1 + the mean over draws of the largest wrong probability minus the label's.

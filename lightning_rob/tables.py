@@ -1,6 +1,7 @@
 """Tables of results for the terminal."""
 
 import io
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -49,9 +50,10 @@ class Row(Protocol):
 def print_table(title: str, results: Iterable[Row], console: Console | None = None) -> None:
     """Print a table of accuracies; columns with the same content in all rows are left out.
 
-    The column "randomness" is half the interval over inferences or private draws: the share that
-    the defense's own randomness has. "against" compares with the first attack image by image. A
-    narrow terminal leaves out "against" and the time.
+    The column "median distance", of attacks of smallest norm, is "beyond" where half of the images
+    or more are not fooled within the ball. "randomness" is half the interval over inferences or
+    private draws: the share that the defense's own randomness has. "against" compares with the
+    first attack image by image. A narrow terminal leaves out "against" and the time.
 
     Args:
         title: above the table.
@@ -102,11 +104,20 @@ def _accuracy_cells(result: Row, adjusted: Iterator[float]) -> dict[str, str]:
         "within": str(details.get("ball", "")),
         "accuracy": f"{result.accuracy:.1%}",
         "95 % interval": f"{100 * low:.1f} … {100 * high:.1f}",
+        "median distance": _distance(details),
         "randomness": f"± {(randomness[1] - randomness[0]) / 2:.1%}" if randomness else "",
         "against": _comparison(details.get("against"), adjusted),
         "images": str(result.n),
         "time": f"{result.seconds:.1f} s" if result.seconds else "",
     }
+
+
+def _distance(details: Mapping[str, Any]) -> str:
+    """Return the median distance to the nearest image that fools, if the attack searches it."""
+    if "median_distance" not in details:
+        return ""
+    median = details["median_distance"]
+    return "beyond" if median is None or math.isinf(median) else f"{median:.4f}"
 
 
 def _comparison(against: Mapping[str, Any] | None, adjusted: Iterator[float]) -> str:

@@ -12,6 +12,7 @@ from lightning_rob.objectives import (
     ce_of_mean_probs,
     check_labels,
     check_logits,
+    climbed,
     confident,
     cross_entropy,
     expected_ce,
@@ -129,6 +130,29 @@ def test_gradient_survives_confidence(objective, margin):
     assert total[1].item() == pytest.approx(-odds, rel=1e-4)
     assert total[2].item() == pytest.approx(math.exp(1 - margin), rel=1e-4)
     assert share * total[0].item() == pytest.approx(share * math.exp(-margin), rel=1e-4)
+
+
+@pytest.mark.parametrize("objective", [*CROSS_ENTROPIES, expected_probability_margin])
+def test_a_small_objective_is_continued_by_its_logarithm(objective):
+    """In double precision, which holds it, by the formula; in single it has the same gradient."""
+    weights, y = torch.tensor([0.75, 0.25]), torch.tensor([1, 1])
+    logits = torch.zeros(2, 2, 3, dtype=torch.float64)
+    logits[..., 2] = 1
+    logits[:, 0, 1], logits[:, 1, 1] = torch.tensor([[60.0, 62.0], [200.0, 203.0]])
+    logits.requires_grad_()
+    value, found = objective(logits, weights, y), climbed(objective, logits, weights, y)
+    assert found[0] == value[0] > 1e-30
+    torch.testing.assert_close(found[1], 1e-30 * (1 + (value[1] / 1e-30).log()))
+    expected, gradient = (
+        torch.autograd.grad(v.sum(), logits, retain_graph=True)[0] for v in (value, found)
+    )
+    torch.testing.assert_close(gradient[:, 0], expected[:, 0], rtol=1e-9, atol=0)
+    scaled = expected[:, 1] * (1e-30 / value[1])
+    torch.testing.assert_close(gradient[:, 1], scaled, rtol=1e-9, atol=0)
+    single = logits.detach().float().requires_grad_()
+    assert not torch.autograd.grad(objective(single, weights, y)[1], single)[0].any()
+    climbed(objective, single, weights, y)[1].backward()
+    torch.testing.assert_close(single.grad[:, 1].double(), scaled, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("margin", [30.0, 60.0, 80.0])

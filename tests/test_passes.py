@@ -18,16 +18,22 @@ from lightning_rob.attacks import (
     PGD,
     TAA,
     AggMo,
+    AutoAttack,
+    Budgeted,
     DeepFool,
     MinimalNorm,
+    OnMember,
     Square,
+    Strongest,
     SurrogateTransforms,
 )
 from lightning_rob.attacks.oom import kept_for_gradients
+from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single, TransformEnsemble
 from lightning_rob.modules import BAT, DVERGE, IAT, AdversarialTraining
 from lightning_rob.objectives import worst_ce
 from lightning_rob.randomness import Streams
+from lightning_rob.rules import mean_logits
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
 from tests.counting import Counting
@@ -231,6 +237,7 @@ def test_pdgd_and_ddn(attack):
     x, y = batch(net, count=24)
     attack(Single(net), x, y, seeded())
     assert net.counts() == (1 + 8, 20, 20)
+    assert attack.cost(PassCount(Single(net), x)) == 1 + 8 + 20 + 20
 
 
 @pytest.mark.parametrize(("attack", "each"), [(PGD(L2, 3, 10.0), 3), (APGD(L2, 3), 1 + 4)])
@@ -241,6 +248,7 @@ def test_search_for_the_radius(attack, each):
     attack = replace(attack, early_stop=False)
     MinimalNorm(attack, 4)(Single(net), x, y, seeded())
     assert net.counts() == (1 + 4, 4 * each, 4 * each)
+    assert MinimalNorm(attack, 4).cost(PassCount(Single(net), x)) == 1 + 4 + 8 * each
     assert {*net.linearised, *net.evaluated} == {B}
 
 
@@ -277,6 +285,83 @@ def test_square():
     net.clear()
     Square(TINY, 20)(Single(net), x, y, seeded())
     assert 2 <= len(net.evaluated) <= 22 and net.counts()[1:] == (0, 0)
+
+
+# budgets
+
+STEP = PGD(LINF, 1, 0.01)
+BUDGETS = {  # name -> attack, number of passes, and the smallest number for it on two networks
+    "pgd": (STEP, 41, 4),
+    "restarts": (replace(STEP, restarts=3, keep_best=True), 100, 24),
+    "apgd": (APGD(LINF), 90, 12),
+    "apgd-t": (APGD(LINF, targets=9, restarts=2), 500, 2 * (2 + 8 * 5 + 1)),
+    "arc": (ARC(LINF, 1), 200, 2 + 2 * (1 + 4 + 2) + 2),
+    "arc-start": (ARC(LINF, 1, neighbours=2, start=STEP), 150, 4 + 4 + 2 * (1 + 2 + 2) + 2),
+    "cw": (CW(L2, binary_steps=3), 100, 2 * (1 + 2 * 3)),
+    "ddn": (DDN(L2), 100, 2 * (1 + 2 + 8)),
+    "pdgd": (PDGD(L2), 100, 2 * (1 + 2 + 8)),
+    "deepfool": (DeepFool(L2, candidates=3), 90, 2 * 5 + 2),
+    "fab": (FAB(LINF, targets=0, restarts=2), 300, 2 * (1 + 2 * (2 + 4)) + 2),
+    "fab-t": (FAB(LINF), 300, 2 * (1 + 4 * 3) + 2),
+    "square": (Square(L2), 80, 2 * (2 + 1)),
+    "minimal-norm": (MinimalNorm(STEP, 7), 171, 2 * (1 + 7 * (2 + 1))),
+    "strongest": (Strongest((STEP, replace(STEP, steps=3))), 60, 2 * (2 * 2 + 2)),
+    "autoattack": (AutoAttack(LINF), 400, 2 * (1 + 6 + 2 + 4 * 5 + 1 + 4 * 3 + 3 + 4) + 2),
+}
+FLAT = "ignore::lightning_rob.errors.ZeroGradientWarning"
+
+
+def flat_ensemble():
+    """Two networks that say the same of every image: no attack fools them, and none ends early."""
+    nets = mlps(2)
+    for net in nets:
+        nn.init.zeros_(net.inner[-1].weight)
+        net.inner[-1].bias.data = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
+    return Ensemble(nets, rule=mean_logits), nets
+
+
+@pytest.mark.parametrize(("attack", "passes", "least"), BUDGETS.values(), ids=BUDGETS)
+def test_budget(attack, passes, least):
+    """No image costs more; what is left over is less than a step of each part."""
+    defense, nets = flat_ensemble()
+    x, y = torch.rand(1, 3, 8, 8), torch.tensor([0])
+    Budgeted(attack, passes)(defense, x, y, seeded())
+    used = sum(net.images() + sum(net.backwards) for net in nets)
+    assert used <= passes
+    if not isinstance(attack, AutoAttack | CW | DDN | MinimalNorm | PDGD):  # those end early here
+        assert used >= 0.8 * passes
+    count = PassCount(defense, x)
+    planned = attack.within(passes, count).cost(count) + count.asked
+    assert max(used, 0.8 * passes) <= planned <= passes
+    with pytest.raises(ValueError, match=f"needs {least} passes or more here, got {least - 1}"):
+        Budgeted(attack, least - 1)(defense, x, y, seeded())
+    Budgeted(attack, least)(defense, x, y, seeded())
+
+
+def test_budget_of_a_random_defense():
+    net = mlp(1)
+    defense = RandomTransforms(net, [GaussianNoise(), HorizontalFlip()], 2, draws=3)
+    for attack, steps in ((STEP, 10), (replace(STEP, draws=4), 7)):  # and 4 passes for the draws
+        net.clear()
+        Budgeted(attack, 60)(defense, *batch(count=1), seeded())
+        assert len(net.linearised) == steps
+        assert net.images() + sum(net.backwards) == 60
+
+
+def test_budget_of_a_step_of_pgd():
+    """It is the attack with the number of steps that fits."""
+    net = mlp(1)
+    x, y = batch(net)
+    found = [
+        attack(Single(net), x, y, seeded()) for attack in (Budgeted(STEP, 41), PGD(LINF, 20, 0.01))
+    ]
+    assert torch.equal(*found)
+    assert net.counts() == (0, 40, 40)
+
+
+def test_passes_that_are_not_known():
+    with pytest.raises(TypeError, match=r"OnMember has no number of passes .* put Budgeted around"):
+        Budgeted(OnMember(STEP), 100)(Ensemble(mlps(2)), *batch(), seeded())
 
 
 # transductive defenses

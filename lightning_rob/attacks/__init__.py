@@ -9,6 +9,7 @@ from lightning_rob.attacks.cw import CW
 from lightning_rob.attacks.ddn import DDN
 from lightning_rob.attacks.decorators import (
     Accelerated,
+    Budgeted,
     Chunked,
     CommonCorruption,
     Quantized8Bit,
@@ -51,6 +52,7 @@ __all__ = [
     "Attack",
     "AttackOptimizer",
     "AutoAttack",
+    "Budgeted",
     "Chunked",
     "CommonCorruption",
     "DeepFool",

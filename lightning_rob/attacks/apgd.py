@@ -11,6 +11,7 @@ from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.foreign import scores_of
 from lightning_rob.attacks.gradient import ObjectiveAt, ObjectiveGradient
+from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pgd import better, is_certain
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
@@ -90,6 +91,12 @@ class APGD(Attack):
         """Return whether it follows the loss of an ensemble's rule."""
         of_rule = (ce_of_rule(rule), margin_of_rule(rule))
         return suite_kind == "ensemble" and self.objective in of_rule
+
+    def cost(self, count: PassCount) -> int:
+        """Return the largest number of passes that an image costs."""
+        runs = self.restarts * (min(self.targets, count.classes - 1) if self.targets else 1)
+        run = 2 * (self.steps + 1) + (self.targets > 0)  # the start, and the value of its end
+        return count.drawn(self.draws) * (2 + runs * run)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""

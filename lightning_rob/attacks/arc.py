@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.members import Strongest
+from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.ensemble import sampling_probabilities
 from lightning_rob.errors import at_least
@@ -123,6 +124,15 @@ class ARC(Attack):
         if self.step_size is not None:
             return self.step_size
         return self.threat.eps / (4 if self.threat.p == 2 else 1)
+
+    def cost(self, count: PassCount) -> int:
+        """Return the largest number of passes that an image costs."""
+        gradients = min(self.neighbours or count.classes, count.classes - 1)
+        members = len(member_order(count.defense.weights))
+        step = members * (1 + gradients + count.networks)  # each scores a candidate on all
+        start = self.start.cost(count) if self.start else 0
+        begin = count.networks * (2 if self.random_start or self.start else 1)
+        return start + begin + self.steps * step
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
 from lightning_rob.attacks.apgd import APGD
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.base import Attack, affordable, shared
 from lightning_rob.attacks.fab import FAB
 from lightning_rob.attacks.foreign import ScoreNetwork, isolated_streams, scores
 from lightning_rob.attacks.oom import Work, run_in_chunks
+from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.attacks.square import Square
 from lightning_rob.defenses import Defense
@@ -69,11 +70,13 @@ class AutoAttack(Attack):
             attacked function is what the defense predicts by, without randomness. Turn it off
             where the images are to fool another defense (`TransferFromStatic`, `OnMember`): the
             runs then end at the last misclassified iterates, as those of the authors' code do.
+        passes: forward and backward passes of an image through the attacked function, in place of
+            the numbers of steps and queries, whose proportions stay; None leaves these.
 
     Raises:
         ValueError: another norm, for the authors' code bounds other than [0, 1] or a relative
-            radius, an unknown version or attack, attacks for a version that has its own; when
-            called, fewer classes than an attack's loss needs.
+            radius or a number of passes, an unknown version or attack, attacks for a version that
+            has its own; when called, fewer classes or passes than the attacks need.
         ModuleNotFoundError: when called with `reference`, without the package.
     """
 
@@ -87,6 +90,7 @@ class AutoAttack(Attack):
     queries: int = 5000
     reference: bool = False
     early_stop: bool = True
+    passes: int | None = None
 
     def __post_init__(self) -> None:
         attacks = None if self.attacks is None else tuple(self.attacks)
@@ -103,7 +107,10 @@ class AutoAttack(Attack):
             )
         if unknown := set(attacks or ()) - set(CLASSES):
             raise ValueError(f"attacks must be of {list(CLASSES)}, got {sorted(unknown)}")
-        at_least(1, draws=self.draws, batch_size=self.batch_size, queries=self.queries)
+        counts = {"draws": self.draws, "batch_size": self.batch_size, "passes": self.passes}
+        at_least(1, queries=self.queries, **counts)
+        if self.reference and self.passes is not None:
+            raise ValueError(f"the steps of pyautoattack are fixed, got passes={self.passes}")
 
     def _check_threat(self) -> None:
         if self.threat.p not in NORMS:
@@ -135,6 +142,42 @@ class AutoAttack(Attack):
         """Return whether it attacks what the defense predicts by: the mean of an ensemble."""
         return super().is_made_for(suite_kind, rule) and rule in (mean_logits, mean_probs)
 
+    def cost(self, count: PassCount) -> int:
+        """Return the largest number of passes that an image costs."""
+        function = self._function(count)
+        stages = self._stages_within(function)
+        cost = 1 + sum(stage.cost(function) + 1 for stage in stages)
+        return cost * count.drawn(self.draws)
+
+    def least(self, count: PassCount) -> int:
+        """Return the passes that an image costs with the fewest steps of each stage."""
+        return self._least(self._function(count)) * count.drawn(self.draws)
+
+    def within(self, passes: int, count: PassCount) -> "AutoAttack":
+        """Return AutoAttack within these passes; see `passes` of the class."""
+        return replace(self, passes=affordable(self, passes, count) // count.drawn(self.draws))
+
+    def _function(self, count: PassCount) -> PassCount:
+        """Return the count of the function that the stages attack."""
+        if self.reference:
+            super().cost(count)  # an error: the passes of the authors' code are not known
+        target = MeanPrediction(count.defense, self.draws, count.x.device)
+        return PassCount(target, count.x, count.classes)
+
+    def _least(self, function: PassCount) -> int:
+        stages = self.stages(function.classes)
+        return 1 + sum(stage.least(function) + 1 for stage in stages)
+
+    def _stages_within(self, function: PassCount, early_stop: bool = True) -> list[Attack]:
+        """Return the stages, of as many steps as the passes allow."""
+        stages = self.stages(function.classes, early_stop)
+        if self.passes is None:
+            return stages
+        least = self._least(function)
+        if self.passes < least:
+            raise ValueError(f"AutoAttack needs {least} passes or more here, got {self.passes}")
+        return shared(stages, self.passes - 1 - len(stages), function)
+
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if self.reference:
@@ -148,7 +191,8 @@ class AutoAttack(Attack):
         clean = self._in_chunks(_logits, target, left, x, left.generator)
         check_logits(clean[None], y)
         left = left.select(clean.argmax(-1) == y)
-        stages = self.stages(clean.shape[-1], self.early_stop and _is_prediction(defense))
+        count = PassCount(target, x, clean.shape[-1])
+        stages = self._stages_within(count, self.early_stop and _is_prediction(defense))
         for number, stage in enumerate(stages, 1):
             if not len(left):
                 break

@@ -1,6 +1,7 @@
 """The base class of attacks, and the contexts in which they run and leave no trace."""
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_rob.attacks.folding import FoldingError, folded
 from lightning_rob.attacks.oom import run_in_halves
+from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import PerImageLayer
 from lightning_rob.precision import in_float32
@@ -149,7 +151,9 @@ class Attack(ABC):
     lengths: ClassVar[tuple[str, ...]] = ()  # the fields that are lengths in the threat's norm
     made_for: ClassVar[tuple[str, ...]] = ()  # kinds of defenses whose adaptive attack this is
     rehearses: ClassVar[bool] = False  # whether it lets the defense adapt to the whole batch
+    smallest_norm: ClassVar[bool] = False  # whether it searches the nearest image that fools
     takes_radii: ClassVar[bool] = False  # whether the threat may be a `ThreatPerImage`
+    length: ClassVar[str] = "steps"  # the field that a budget of passes sets
     ignores_state: ClassVar[bool] = False  # whether it sees nothing of a defense's adapted state
 
     def __call__(
@@ -224,6 +228,44 @@ class Attack(ABC):
     def require_package(self) -> None:  # noqa: B027 (most attacks need none)
         """Raise ModuleNotFoundError without an optional package that the attack needs."""
 
+    def cost(self, count: PassCount) -> int:
+        """Return the largest number of passes that an image costs; fewer where it leaves early.
+
+        Args:
+            count: of networks and classes.
+
+        Raises:
+            TypeError: an attack whose passes are not known before it runs.
+        """
+        raise TypeError(
+            f"{type(self).__name__} has no number of passes that is known before it runs: put "
+            "Budgeted around an attack inside it, if it has one"
+        )
+
+    def least(self, count: PassCount) -> int:
+        """Return the passes that an image costs with the fewest steps."""
+        return self._of_length(1).cost(count)
+
+    def within(self, passes: int, count: PassCount) -> "Attack":
+        """Return the attack with the most steps that cost an image no more than these passes.
+
+        Args:
+            passes: the largest number, forward and backward passes together.
+            count: of networks and classes.
+
+        Raises:
+            TypeError: an attack whose passes are not known before it runs.
+            ValueError: a single step costs more.
+        """
+        passes = affordable(self, passes, count)
+        lengths = range(1, passes + 1)
+        return self._of_length(
+            bisect_right(lengths, passes, key=lambda length: self._of_length(length).cost(count))
+        )
+
+    def _of_length(self, length: int) -> "Attack":
+        return replace(self, **{self.length: length})  # type: ignore[type-var]
+
     def strategies(self, defense: Defense) -> "list[tuple[float, Attack]]":
         """Return the attacker's strategies against this defense with their probabilities.
 
@@ -259,6 +301,35 @@ class Attack(ABC):
     @abstractmethod
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Run the attack, inside `attacking`; shapes as in `__call__`."""
+
+
+def affordable(attack: Attack, passes: int, count: PassCount) -> int:
+    """Return the passes that are left for an attack, after those for the number of classes.
+
+    Raises:
+        TypeError: an attack whose passes are not known before it runs.
+        ValueError: it cannot take a step in them.
+    """
+    attack.cost(count)  # an error where it is not known
+    least = attack.least(count)
+    if passes < least + count.asked:
+        kind = type(attack).__name__
+        raise ValueError(f"{kind} needs {least + count.asked} passes or more here, got {passes}")
+    return passes - count.asked
+
+
+def shared(attacks: Sequence[Attack], passes: int, count: PassCount) -> list[Attack]:
+    """Return the attacks with steps that together cost these passes, in the same proportions.
+
+    Args:
+        attacks: that run one after the other.
+        passes: at least the sum of what each needs.
+        count: of networks and classes.
+    """
+    least, costs = [a.least(count) for a in attacks], [a.cost(count) for a in attacks]
+    free = passes - sum(least)
+    shares = [low + free * cost // sum(costs) for low, cost in zip(least, costs, strict=True)]
+    return [a.within(share + count.asked, count) for a, share in zip(attacks, shares, strict=True)]
 
 
 def _restoring(generator: Generator) -> Callable[[], object]:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_rob.attacks.active_set import ActiveBatch
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.gradient import ObjectiveGradient
+from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import at_least
 from lightning_rob.objectives import Objective, expected_margin
@@ -127,6 +128,7 @@ class CW(Attack):
             another norm.
     """
 
+    smallest_norm: ClassVar[bool] = True
     threat: Threat
     steps: int = 100
     step_size: float = 0.01
@@ -145,6 +147,10 @@ class CW(Attack):
             raise ValueError(f"confidence must not be negative, got {self.confidence}")
         if self.threat.p != 2:
             raise ValueError(f"CW is for l2, not for norm {self.threat.norm}")
+
+    def cost(self, count: PassCount) -> int:
+        """Return the largest number of passes that an image costs."""
+        return count.drawn(self.draws) * (1 + 2 * self.steps * self.binary_steps)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""

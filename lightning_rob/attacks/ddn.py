@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.cw import BestSoFar, brought_inside
 from lightning_rob.attacks.gradient import ObjectiveGradient
-from lightning_rob.attacks.pdgd import shorten
+from lightning_rob.attacks.passes import PassCount
+from lightning_rob.attacks.pdgd import HALVINGS, shorten
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import at_least
@@ -48,6 +50,7 @@ class DDN(Attack):
             threat than l2.
     """
 
+    smallest_norm: ClassVar[bool] = True
     threat: Threat
     steps: int = 500
     gamma: float = 0.05
@@ -66,6 +69,10 @@ class DDN(Attack):
     def stops_on_gradient_logits(self) -> bool:
         """Whether logits computed for a gradient decide which images are already fooled."""
         return True  # they decide which iterates count
+
+    def cost(self, count: PassCount) -> int:
+        """Return the largest number of passes that an image costs."""
+        return count.networks * (1 + 2 * self.steps + HALVINGS)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""

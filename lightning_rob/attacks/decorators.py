@@ -20,8 +20,10 @@ from lightning_rob.attacks.base import (
     walk,
 )
 from lightning_rob.attacks.oom import kept_for_gradients, run_in_chunks
+from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import restricted_to
+from lightning_rob.errors import at_least
 from lightning_rob.memory import free_memory
 from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator, Streams
@@ -81,6 +83,39 @@ class WithBackward(AttackDecorator):
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         with entered(self.backward, defense):
             return self.attack.perturb(defense, x, y, generator)
+
+
+@dataclass(frozen=True)
+class Budgeted(AttackDecorator):
+    """Give an attack the most steps that fit into a number of passes.
+
+    A pass is one forward or one backward pass of one image through one network: a step of PGD costs
+    two, on an ensemble of M members 2 M, on n draws of a random defense 2 n. No image costs more;
+    images that leave early cost fewer. The attack's own number of steps (`queries` of Square) is
+    not used. All its other arguments hold: step sizes, restarts, `binary_steps` of CW and targets
+    of APGD and FAB. MinimalNorm divides the passes equally among its radii; AutoAttack and
+    Strongest keep the proportions of their attacks. Where the number of classes decides, one image
+    is predicted first, within the budget.
+
+    Args:
+        attack: PGD, APGD, ARC, CW, DDN, PDGD, DeepFool, FAB, Square, MinimalNorm, AutoAttack, or
+            Strongest of them. Put any other around Budgeted.
+        passes: the largest number of forward and backward passes an image, together.
+
+    Raises:
+        ValueError: no passes; when called, fewer than one step of the attack takes.
+        TypeError: when called, an attack whose passes are not known before it runs.
+    """
+
+    passes: int
+
+    def __post_init__(self) -> None:
+        at_least(1, passes=self.passes)
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        attack = self.attack.within(self.passes, PassCount(defense, x))
+        return attack.perturb(defense, x, y, generator)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """DeepFool: steps to the nearest decision boundary of the linearised network."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.arc import nearest_boundary
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.cw import brought_inside
+from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_logits
@@ -40,6 +42,7 @@ class DeepFool(Attack):
         ValueError: a count below 1, a negative overshoot, another norm.
     """
 
+    smallest_norm: ClassVar[bool] = True
     threat: Threat
     steps: int = 50
     candidates: int | None = None
@@ -52,6 +55,11 @@ class DeepFool(Attack):
             raise ValueError(f"overshoot must not be negative, got {self.overshoot}")
         if self.threat.p not in (2, float("inf")):
             raise ValueError(f"DeepFool is for linf and l2, not for norm {self.threat.norm}")
+
+    def cost(self, count: PassCount) -> int:
+        """Return the largest number of passes that an image costs."""
+        gradients = min(self.candidates or count.classes, count.classes - 1)
+        return count.drawn(self.draws) * self.steps * (2 + gradients)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""

@@ -11,6 +11,7 @@ from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
 from lightning_rob.attacks.apgd import surface_point
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.foreign import scores
+from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import at_least
@@ -65,6 +66,13 @@ class FAB(Attack):
             raise ValueError(f"targets must not be negative, got {self.targets}")
         if self.threat.p not in (2, math.inf):
             raise ValueError(f"FAB is for linf and l2, not for norm {self.threat.norm}")
+
+    def cost(self, count: PassCount) -> int:
+        """Return the largest number of passes that an image costs."""
+        wrong = count.classes - 1
+        targets, gradients = (min(self.targets, wrong), 1) if self.targets else (1, wrong)
+        run = self.steps * (2 + gradients)  # linearise, differentiate, evaluate
+        return count.drawn(self.draws) * (1 + targets * self.restarts * run)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""

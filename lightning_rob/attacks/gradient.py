@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_rob.attacks.base import Backward, attacking
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import ZeroGradientWarning
-from lightning_rob.objectives import Objective, check_logits, expected_ce, reduction_of
+from lightning_rob.objectives import Objective, check_logits, climbed, expected_ce, reduction_of
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, random_member
 
@@ -99,7 +99,8 @@ class ObjectiveGradient:
     def _of(self, logits: Tensor, weights: Tensor, y: Tensor, check: bool) -> Tensor:
         if check:
             check_logits(logits, y)
-        return self.objective(logits.float() if logits.itemsize < 4 else logits, weights, y)
+        precise = logits.float() if logits.itemsize < 4 else logits
+        return climbed(self.objective, precise, weights, y)
 
     def _of_mixture(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool

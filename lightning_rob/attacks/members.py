@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.base import Attack, affordable, shared
 from lightning_rob.attacks.decorators import AttackDecorator
+from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense, Single
 from lightning_rob.randomness import Generator, Streams, uniform
 from lightning_rob.threat import Threat
@@ -96,6 +97,19 @@ class Strongest(Attack):
     def threat(self) -> Threat:  # type: ignore[override]
         """The attacks' common threat model."""
         return self.attacks[0].threat
+
+    def cost(self, count: PassCount) -> int:
+        """Return the largest number of passes that an image costs."""
+        return sum(attack.cost(count) + count.networks for attack in self.attacks)
+
+    def least(self, count: PassCount) -> int:
+        """Return the passes that an image costs with the fewest steps of each attack."""
+        return sum(attack.least(count) + count.networks for attack in self.attacks)
+
+    def within(self, passes: int, count: PassCount) -> "Strongest":
+        """Return the strongest of the attacks with fewer or more steps, in the same proportions."""
+        left = affordable(self, passes, count) - len(self.attacks) * count.networks
+        return Strongest(tuple(shared(self.attacks, left, count)))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""

@@ -1,13 +1,15 @@
 """The smallest radius at which an attack succeeds, searched for each image."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.base import Attack, affordable
 from lightning_rob.attacks.decorators import AttackDecorator
+from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import at_least
@@ -38,6 +40,7 @@ class MinimalNorm(AttackDecorator):
         ValueError: no radii.
     """
 
+    smallest_norm: ClassVar[bool] = True
     radii: int = 12
 
     def __post_init__(self) -> None:
@@ -50,6 +53,25 @@ class MinimalNorm(AttackDecorator):
     def stops_on_gradient_logits(self) -> bool:
         """Whether logits computed for a gradient decide which images are already fooled."""
         return True  # a rounded prediction would end the search of an image too early
+
+    def cost(self, count: PassCount) -> int:
+        """Return the largest number of passes that an image costs."""
+        return count.networks + self.radii * (self.attack.cost(count) + count.networks)
+
+    def least(self, count: PassCount) -> int:
+        """Return the passes that an image costs with the fewest steps at each radius."""
+        return count.networks + self.radii * (self.attack.least(count) + count.networks)
+
+    def within(self, passes: int, count: PassCount) -> "MinimalNorm":
+        """Return the search whose attack has an equal share of the passes at each radius.
+
+        The rest goes to further radii.
+        """
+        left = affordable(self, passes, count) - count.networks
+        share = left // self.radii - count.networks
+        attack = self.attack.within(share + count.asked, count)
+        radii = left // (attack.cost(count) + count.networks)
+        return replace(self, attack=attack, radii=radii)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""

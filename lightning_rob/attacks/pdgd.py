@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.cw import BestSoFar, brought_inside
 from lightning_rob.attacks.gradient import ObjectiveAt, ObjectiveGradient
+from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import at_least
@@ -54,6 +56,7 @@ class PDGD(Attack):
         ValueError: a count below 1, a step size that is not positive, another norm.
     """
 
+    smallest_norm: ClassVar[bool] = True
     threat: Threat
     steps: int = 500
     step_size: float = 0.1
@@ -70,6 +73,10 @@ class PDGD(Attack):
     def stops_on_gradient_logits(self) -> bool:
         """Whether logits computed for a gradient decide which images are already fooled."""
         return True  # they decide which iterates count
+
+    def cost(self, count: PassCount) -> int:
+        """Return the largest number of passes that an image costs."""
+        return count.networks * (1 + 2 * self.steps + HALVINGS)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""

@@ -11,6 +11,7 @@ from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.base import Attack, Backward, entered
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.optimizers import AggMo, AttackOptimizer
+from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import at_least
 from lightning_rob.objectives import (
@@ -103,6 +104,11 @@ class PGD(Attack):
             return self.objective in (ce_of_rule(rule), margin_of_rule(rule))
         smoothed = len(self.momentum) > 1 or self.ascent is not None
         return suite_kind == "random" and self.objective is linear and smoothed
+
+    def cost(self, count: PassCount) -> int:
+        """Return the largest number of passes that an image costs."""
+        clean, last = self.keep_best and self.random_start, self.keep_best or self.restarts > 1
+        return count.drawn(self.draws) * self.restarts * (2 * self.steps + clean + last)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""

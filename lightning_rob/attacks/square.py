@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.foreign import scores
+from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_logits, linear
@@ -52,6 +53,7 @@ class Square(Attack):
     """
 
     knowledge: ClassVar[str] = "the predictions"
+    length: ClassVar[str] = "queries"
     threat: Threat
     queries: int = 5000
     p: float = 0.8
@@ -63,6 +65,10 @@ class Square(Attack):
             raise ValueError(f"p must be a share of the image in (0, 1], got {self.p}")
         if self.threat.p not in (2, math.inf):
             raise ValueError(f"Square is for linf and l2, not for norm {self.threat.norm}")
+
+    def cost(self, count: PassCount) -> int:
+        """Return the largest number of passes that an image costs."""
+        return count.drawn(self.draws) * (2 + self.queries)  # the clean image, and the start
 
     @torch.no_grad()
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:

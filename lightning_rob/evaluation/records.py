@@ -98,8 +98,9 @@ def threat_model_card(attack: Attack) -> dict[str, Any]:
     """Return what an attacker may do and knows.
 
     Returns:
-        Norm and radius; steps, restarts and draws where the attack or a part of it has them; the
-        attacker's knowledge; and the attack with all its arguments.
+        Norm and radius; steps, or passes that decide their number, restarts and draws where the
+        attack or a part of it has them; the attacker's knowledge; and the attack with all its
+        arguments.
     """
     threat, every = attack.threat, list(walk(attack))
     card: dict[str, Any] = {
@@ -108,9 +109,11 @@ def threat_model_card(attack: Attack) -> dict[str, Any]:
         "relative": threat.relative,
         "bounds": list(threat.bounds),
     }
-    for name in ("steps", "restarts", "draws"):
+    for name in ("steps", "restarts", "draws", "passes"):
         values = [getattr(part, name) for part in every if getattr(part, name, None) is not None]
         card[name] = max(values, default=None)
+    if card["passes"]:
+        card["steps"] = None
     return card | {"knowledge": knowledge_of(attack), "attack": attack_spec(attack)}
 
 

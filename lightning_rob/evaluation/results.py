@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
+from lightning_rob.attacks.base import walk
 from lightning_rob.evaluation.per_image import PerImageRows, write_result_file
 from lightning_rob.evaluation.records import Result, measured, threat_model_card
 from lightning_rob.evaluation.worst import Worst, worst_case
@@ -193,12 +194,21 @@ class EvaluationResult:
             attack = self.attacks[name]
             details |= {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
             details |= {"ball": str(attack.threat)} | self._against(name, reference or self)
+            details |= self._median_distance(name)
         if draws.shape[1] > 1 and len(draws):
             over = "over_inferences" if self.private_draws == 1 else "over_private_draws"
             details[over] = student(draws.mean(0).tolist())
         seconds = self.seconds.get(name, 0.0)
         by_draw = draws if self.private_draws > 1 else None
         return measured(name, self.per_image(name), seconds, details, by_draw)
+
+    def _median_distance(self, name: str) -> dict[str, float]:
+        """The median of the distances, where the attack searches the smallest and they exist."""
+        searches = any(part.smallest_norm for part in walk(self.attacks[name]))
+        once = self.details.get("repeats", 1) == 1 and not (self.random or self.joint)
+        if not (searches and once and len(self.index)):
+            return {}
+        return {"median_distance": float(self.distances(name).median())}
 
     def _against(self, name: str, reference: "EvaluationResult") -> dict[str, Any]:
         """The paired comparison with the reference's first attack, on the same images."""

@@ -11,11 +11,19 @@ from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Defense, Ensemble, Mixture, Single
 from lightning_rob.errors import ZeroGradientWarning
 from lightning_rob.metrics import gradient_spread
-from lightning_rob.objectives import expected_ce, linear
+from lightning_rob.objectives import (
+    ce_of_mean_probs,
+    confident,
+    expected_ce,
+    expected_probability_margin,
+    linear,
+)
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import majority, mean_probs, random_member
 from lightning_rob.threat import Threat
 from tests.attacks.common import images, trained_net
+from tests.attacks.test_apgd import Recording
+from tests.attacks.test_pdgd import plane
 
 
 def net():
@@ -153,7 +161,7 @@ def test_active_images_keep_their_rows_and_their_noise():
 
 
 class Scaled(nn.Module):
-    """The same predictions; from some factor on, the cross-entropy has no gradient."""
+    """The same predictions; from some factor on, the probabilities have no gradient."""
 
     def __init__(self, net, factor):
         super().__init__()
@@ -168,16 +176,39 @@ def test_warns_of_the_images_that_cannot_move_though_others_can():
     y, threat = cool(x).argmax(1), Threat("linf", 0.1)
     factor = torch.ones(40, 1)
     factor[:20] = 1e6
+    pgd, hot = PGD(threat, 1, 0.1, confident, random_start=False), Single(Scaled(cool, factor))
     with pytest.warns(ZeroGradientWarning, match="exactly zero for 20 of 40 images"):
-        PGD(threat, 1, 0.1, random_start=False)(Single(Scaled(cool, factor)), x, y)
+        pgd(hot, x, y)
 
 
 def test_no_warning_of_a_gradient_that_the_attack_does_not_follow(recwarn):
     cool, (x, _) = trained_net(1).eval(), images(40, seed=6)
     y, threat, hot = cool(x).argmax(1), Threat("linf", 0.1), Scaled(cool, 1e6)
-    x_adv = APGD(threat, 5, targets=3)(Single(hot), x, y)
+    x_adv = APGD(threat, 5, confident, targets=3)(Single(hot), x, y)
     assert (cool(x_adv).argmax(1) != y).any()
-    PGD(threat, 1, 0.1)(Mixture([Single(hot), Single(cool)]), x, y)
+    PGD(threat, 1, 0.1, confident)(Mixture([Single(hot), Single(cool)]), x, y)
     assert not [each for each in recwarn if each.category is ZeroGradientWarning]
     with pytest.warns(ZeroGradientWarning):
-        APGD(threat, 5)(Single(hot), x, y)
+        APGD(threat, 5, confident)(Single(hot), x, y)
+
+
+@pytest.mark.parametrize("kind", [PGD, APGD])
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("objective", [expected_ce, ce_of_mean_probs, expected_probability_margin])
+def test_huge_logits_have_a_gradient(kind, norm, objective):
+    """A hyperplane of logits in the thousands: images nearer than eps are fooled, and only they."""
+    net, x, y, distance = plane(norm, gain=1e5)
+    net, x, distance = net.float(), x.float(), distance.float()
+    threat = Threat(norm, distance.median().item())
+    leaf = x.clone().requires_grad_()
+    torch.nn.functional.cross_entropy(net(leaf), y).backward()
+    assert (leaf.grad == 0).flatten(1).all(1).sum() >= 38
+    counted = Recording(net)
+    attack = (
+        PGD(threat, 60, threat.eps / 8, objective) if kind is PGD else APGD(threat, 60, objective)
+    )
+    x_adv = attack(Single(counted), x, y)
+    sure = (distance - threat.eps).abs() > 0.01 * threat.eps
+    assert sure.sum() > 35
+    assert torch.equal((net(x_adv).argmax(1) != y)[sure], (distance < threat.eps)[sure])
+    assert len(counted.seen) == 60 if kind is PGD else 62  # one pass a step, as everywhere

@@ -155,6 +155,10 @@ def test_distances_of_one_run_are_the_accuracies_of_all_radii():
     expected = distance.masked_fill(distance > threat.eps, torch.inf)
     expected[:5] = 0
     moved = found.distances("search").float()
+    row = found.measurement("search")
+    assert row.details["median_distance"] == float(found.distances("search").median())
+    assert f" {row.details['median_distance']:.4f} " in found.table()
+    assert "median_distance" not in found.measurement("clean").details
     torch.testing.assert_close(moved, expected, rtol=0, atol=threat.eps / 2**10)
     for radius in (0.0, threat.eps / 2, threat.eps):
         within = (moved > radius).float().mean().item()

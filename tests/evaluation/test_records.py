@@ -8,6 +8,7 @@ import torch
 from lightning_rob.attacks import (
     PGD,
     TAA,
+    Budgeted,
     CommonCorruption,
     PartialBatchAttack,
     Strongest,
@@ -31,8 +32,10 @@ WHITE_BOX = PGD(Threat("linf", 0.1), 3, 0.05, draws=5, restarts=2)
 
 def test_the_card_is_that_of_all_parts_of_an_attack():
     card = threat_model_card(TransferFromStatic(WHITE_BOX))
-    assert [card[name] for name in ("steps", "restarts", "draws")] == [3, 2, 5]
+    assert [card[name] for name in ("steps", "restarts", "draws", "passes")] == [3, 2, 5, None]
     assert card["knowledge"] == "the defense before it adapts"
+    card = threat_model_card(Budgeted(WHITE_BOX, 90))  # which decides the number of steps
+    assert [card[name] for name in ("steps", "restarts", "draws", "passes")] == [None, 2, 5, 90]
 
 
 def test_the_card_holds_all_that_an_attacker_knows():
