@@ -121,6 +121,20 @@ def test_importing_the_package_loads_nothing_heavy():
     assert run(code) == [lightning_rob.__version__]
 
 
+def test_importing_the_attacks_loads_little_beside_torch():
+    """kornia, scipy and the like are loaded by the transform or metric that calls them."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+import lightning_rob.attacks
+print(*(name for name in set(sys.modules) - before if not name.startswith("lightning_rob")))
+"""
+    loaded = run(code)
+    heavy = {"kornia", "scipy", "torchvision", "torchmetrics", "lightning", "matplotlib", "sklearn"}
+    assert not heavy & {name.partition(".")[0] for name in loaded}
+    assert len(loaded) <= 50, sorted(loaded)  # 16 today; kornia alone has 400, scipy's ndimage 200
+
+
 def concrete(kind: type) -> set[str]:
     """The names of the package's classes of a kind that are not abstract."""
     found = set()

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from kornia.filters import bilateral_blur, box_blur, filter2d_separable, motion_blur
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -35,6 +34,8 @@ class BoxBlur(Transform):
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
+        from kornia.filters import box_blur
+
         return box_blur(x, self.size, "reflect")
 
 
@@ -72,6 +73,8 @@ class GaussianBlur(Transform):
 
     def apply(self, x: Tensor, size: Tensor | None = None, std: Tensor | None = None) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
+        from kornia.filters import filter2d_separable
+
         if size is None:
             size = torch.tensor(self.sizes, device=x.device)
         if std is None:
@@ -149,6 +152,8 @@ class Bilateral(Transform):
 
     def apply(self, x: Tensor, space: Tensor, color: Tensor, size: Tensor | None = None) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
+        from kornia.filters import bilateral_blur
+
         both = space[:, None].expand(-1, 2)
         return _blur_by_size(
             x, self.size, size, lambda rows, k: bilateral_blur(x[rows], k, color[rows], both[rows])
@@ -180,6 +185,8 @@ class MotionBlur(Transform):
 
     def apply(self, x: Tensor, angle: Tensor, direction: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
+        from kornia.filters import motion_blur
+
         return motion_blur(x, self.size, angle, direction, "constant", "bilinear")
 
 

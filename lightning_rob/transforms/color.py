@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
-from kornia.color import lab_to_rgb, rgb_to_lab, rgb_to_xyz, xyz_to_rgb
 from torch import Tensor
 
 from lightning_rob.randomness import Generator, uniform
@@ -155,6 +154,8 @@ class LAB(Transform):
 
     def apply(self, x: Tensor, shift: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, 3, H, W]."""
+        from kornia.color import lab_to_rgb, rgb_to_lab
+
         self._need_rgb(x)
         lab = rgb_to_lab(raised(x, EPS)) + over_pixels(shift)
         lab = _clamp_except(lab, () if self.released_code else (1, 2), 0, LAB_RANGE)
@@ -176,6 +177,8 @@ class XYZ(Transform):
 
     def apply(self, x: Tensor, shift: Tensor) -> Tensor:
         """[B, 3, H, W] -> [B, 3, H, W]."""
+        from kornia.color import rgb_to_xyz, xyz_to_rgb
+
         self._need_rgb(x)
         return xyz_to_rgb(clip(rgb_to_xyz(x) + over_pixels(shift), 0, 1))
 

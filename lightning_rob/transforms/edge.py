@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from kornia.filters import laplacian
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -33,6 +32,8 @@ class Laplacian(Transform):
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
+        from kornia.filters import laplacian
+
         return stretch(laplacian(x, self.size, "reflect"))
 
 

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from kornia.geometry.transform import remap
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, pad
 
@@ -88,6 +87,8 @@ class Crop(Transform):
 
     def apply(self, x: Tensor, box: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
+        from kornia.geometry.transform import remap
+
         (rows, columns), (top, left, height, width) = x.shape[2:], box.to(x).unbind(1)
         row = _source_positions(rows, top, height)[:, :, None].expand(-1, rows, columns)
         column = _source_positions(columns, left, width)[:, None].expand(-1, rows, columns)
@@ -164,6 +165,8 @@ class Swirl(Transform):
 
     def apply(self, x: Tensor, center: Tensor, radius: Tensor, strength: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]: as `skimage.transform.swirl`."""
+        from kornia.geometry.transform import remap
+
         rows, columns = x.shape[2:]
         left, top = center[:, :, None, None].unbind(1)
         down = torch.arange(rows, device=x.device, dtype=x.dtype)[:, None] - top

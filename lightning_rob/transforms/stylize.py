@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from kornia.enhance import solarize
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, pad
 
@@ -133,4 +132,6 @@ class Solarize(Transform):
 
     def apply(self, x: Tensor, threshold: Tensor, addition: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
+        from kornia.enhance import solarize
+
         return solarize(x, threshold, addition)

@@ -6,21 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
+import numpy as np
 import torch
-from kornia import morphology
-from kornia.color import rgb_to_grayscale
-from kornia.filters import (
-    bilateral_blur,
-    box_blur,
-    filter2d,
-    filter2d_separable,
-    gaussian_blur2d,
-    get_gaussian_kernel1d,
-    median_blur,
-)
-from kornia.geometry.transform import pyrdown, pyrup
 from skimage import filters, restoration  # they load their functions at the first call
-from skimage.morphology import disk
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -61,6 +49,8 @@ class Edges(Transform):
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
+        from kornia.filters import filter2d
+
         down = x.new_tensor(KERNELS[self.kind])
         down = down / down.clamp_min(0).sum()
         across = _swap_right_columns(down) if self.kind == "roberts" else down.T
@@ -88,6 +78,8 @@ class Gaussian(Transform):
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
+        from kornia.filters import filter2d_separable, get_gaussian_kernel1d
+
         reach = int(4 * self.std + 0.5)
         kernel = get_gaussian_kernel1d(2 * reach + 1, self.std, device=x.device, dtype=x.dtype)
         rows, columns = (_mirrored(side, reach, x.device) for side in x.shape[2:])
@@ -129,6 +121,12 @@ class Rank(Transform):
         return gather_pixels(padded, squares.kthvalue(self.place + 1).indices, self.size)
 
 
+def _disk(radius: int) -> NumpyImage:
+    """Return `skimage.morphology.disk`, whose module takes a second to import."""
+    squares = np.arange(-radius, radius + 1) ** 2
+    return (squares[:, None] + squares <= radius**2).astype("uint8")
+
+
 @dataclass(frozen=True)
 class Entropy(Transform):
     """Compute the entropy of the 8-bit values in a disk around each pixel, each channel by itself.
@@ -146,7 +144,7 @@ class Entropy(Transform):
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
-        window = disk(self.radius)[None]  # type: ignore[no-untyped-call]
+        window = _disk(self.radius)[None]
 
         def entropy(image: NumpyImage) -> NumpyImage:
             levels = image.astype("uint8")
@@ -180,6 +178,8 @@ class Morphology(Transform):
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
+        from kornia import morphology
+
         operation: Callable[..., Tensor] = getattr(morphology, self.operation)
         return operation(x, x.new_ones(self.size, self.size))
 
@@ -206,7 +206,7 @@ class SegmentBorders(Transform):
         return map_images(to_levels(x), self._borders) / WHITE
 
     def _borders(self, image: NumpyImage) -> NumpyImage:
-        large, small = ((disk(radius) > 0)[None] for radius in (self.median, self.gradient))  # type: ignore[no-untyped-call]
+        large, small = (_disk(radius)[None] > 0 for radius in (self.median, self.gradient))
         smooth = filters.rank.median(image.astype("uint8"), large)  # type: ignore[no-untyped-call]
         borders: NumpyImage = filters.rank.gradient(smooth, small)  # type: ignore[no-untyped-call]
         return borders
@@ -347,6 +347,8 @@ class Cartoon(Transform):
         return self._smooth(x)[..., : x.shape[2], : x.shape[3]] * ~self._outlines(x)
 
     def _smooth(self, x: Tensor) -> Tensor:
+        from kornia.geometry.transform import pyrdown, pyrup
+
         step = 2**self.halvings
         y = round_8bit(pad(x, [0, -x.shape[3] % step, 0, -x.shape[2] % step], mode="replicate"))
         for _ in range(self.halvings):
@@ -358,6 +360,8 @@ class Cartoon(Transform):
 
     def _filter(self, y: Tensor) -> Tensor:
         """Apply all bilateral filters; an image that one of them does not change is finished."""
+        from kornia.filters import bilateral_blur
+
         y, active = y.clone(), torch.arange(len(y), device=y.device)
         for _ in range(self.smoothings):
             before, spread = y[active], (self.space, self.space)
@@ -370,6 +374,9 @@ class Cartoon(Transform):
 
     def _outlines(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, 1, H, W] bool."""
+        from kornia.color import rgb_to_grayscale
+        from kornia.filters import box_blur, gaussian_blur2d, median_blur
+
         grey = round_8bit(x if x.shape[1] == 1 else rgb_to_grayscale(x))
         smooth = median_blur(grey, 3, "replicate")
         if self.gaussian:

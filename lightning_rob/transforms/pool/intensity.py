@@ -6,7 +6,6 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 import torch
-from kornia.color import lab_to_rgb, rgb_to_lab
 from torch import Tensor
 
 from lightning_rob.randomness import Generator, normal, uniform
@@ -77,6 +76,8 @@ class Quantize(Transform):
 
 def _lab(colors: NumpyImage) -> NumpyImage:
     """Convert grey or RGB [n, 1 or 3] in [0, 1] to L*a*b* [n, 3]."""
+    from kornia.color import rgb_to_lab
+
     rgb = torch.from_numpy(colors.T).expand(3, -1)
     lab: NumpyImage = rgb_to_lab(rgb[None, :, :, None])[0, :, :, 0].T.numpy()
     return lab
@@ -84,6 +85,8 @@ def _lab(colors: NumpyImage) -> NumpyImage:
 
 def _rgb(colors: NumpyImage) -> NumpyImage:
     """Convert L*a*b* [n, 3] to RGB [n, 3] in [0, 1]."""
+    from kornia.color import lab_to_rgb
+
     lab = torch.from_numpy(colors.T)[None, :, :, None]
     rgb: NumpyImage = lab_to_rgb(lab)[0, :, :, 0].T.numpy()
     return rgb

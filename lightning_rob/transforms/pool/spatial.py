@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-from kornia.geometry.transform import warp_affine
 from skimage import transform
 from torch import Tensor
 from torch.nn.functional import pad
@@ -149,6 +148,8 @@ class ThreePointAffine(Transform):
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
+        from kornia.geometry.transform import warp_affine
+
         rows, columns = x.shape[2:]
         matrix = self.matrix(rows, columns).to(x).expand(len(x), -1, -1)
         return warp_affine(x, matrix, (rows, columns), align_corners=True)
