@@ -150,7 +150,7 @@ class CheckpointFolder:
     def _update(self, found: dict[str, Stamp], idle: bool) -> None:
         self.files = {n: f for n, f in self.files.items() if found.get(n) == f.stamp}
         self.incomplete = {n: d for n, d in self.incomplete.items() if n in found}
-        reported = self._known("refused")
+        reported = self._known("refused") if self.refused else {}
         waited = [*self.unread.items(), *(v for v in self.refused.items() if v not in reported)]
         for name in (name for name, stamp in waited if found.get(name) != stamp):
             self.record({"event": "missed", "checkpoint": name, "date": timestamp()})

@@ -110,6 +110,15 @@ class Model:
         self.steps = None
 
 
+def _homes(starts: Mapping[str, Start]) -> dict[Path, str]:
+    """Return the model of each history; one whose checkpoints are not there may come later."""
+    homes: dict[Path, str] = {}
+    for name, start in starts.items():
+        with suppress(MissingRun):
+            claimed(name, start, homes)
+    return homes
+
+
 def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
     """Follow the checkpoints of all models, one checkpoint at a time.
 
@@ -121,10 +130,7 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
         ValueError: an option without meaning, or two models with one history.
         SystemExit: with code 2 if a model failed at the end, else 1 after an alarm.
     """
-    homes: dict[Path, str] = {}
-    for name, start in starts.items():
-        with suppress(MissingRun):  # it may come
-            claimed(name, start, homes)
+    homes = _homes(starts)
     lower_priority()
     end = monotonic() + 60 * (float("inf") if config.minutes is None else config.minutes)
     with ExitStack() as stack:
