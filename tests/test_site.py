@@ -35,8 +35,11 @@ def test_the_site_has_every_public_name(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TUTORIALS)
-def test_tutorial_runs(name):
+def test_tutorial_runs(name, tmp_path):
     environment = os.environ | {"MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-W", "ignore", str(TUTORIALS[name])]
-    ran = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=600)
+    options = {"capture_output": True, "text": True, "timeout": 600, "cwd": tmp_path}
+    ran = subprocess.run(line, env=environment, **options)
     assert ran.returncode == 0, ran.stderr
+    pictures = TUTORIALS[name].read_text().count("plt.show()")
+    assert len(list(tmp_path.glob(f"{name}*.png"))) == pictures > 0

@@ -56,6 +56,7 @@ axis.plot(*arc_path.T, "s-", color="black", label="ARC")
 axis.set(xlabel="pixel 1", ylabel="pixel 2", aspect="equal")
 axis.legend(loc="lower left")
 figure.colorbar(shades, label="probability of a right prediction")
+plt.savefig("adaptive_pgd_1.png")
 plt.show()
 
 # %% [markdown]
@@ -110,6 +111,7 @@ figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
 shown = axis.bar(list(bars), list(bars.values()), color=["0.6", "#D55E00", "#0072B2", "#0072B2"])
 axis.bar_label(shown, [f"{value:.1%}" for value in bars.values()])
 axis.set(ylabel="robust accuracy", ylim=(0, 1))
+plt.savefig("adaptive_pgd_2.png")
 plt.show()
 
 # %%

@@ -77,6 +77,7 @@ for message in received:
     axis.axvline(message["step"], color="#D55E00", linewidth=6, alpha=0.3)
 axis.set(xlabel="training step", ylabel="accuracy", ylim=(0, 1))
 axis.legend()
+plt.savefig("alarm.png")
 plt.show()
 
 # %% [markdown]

@@ -11,22 +11,12 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from lightning_rob import PGD, Attack, Single, Threat, evaluate
+from lightning_rob import PGD, Attack, Single, Threat, evaluate, load
 from lightning_rob.audit.auditor import audit
 from lightning_rob.data import Digits5k
-from lightning_rob.nets import SmallCNN
 
 torch.manual_seed(0)
-train, test = (Digits5k().source(train) for train in (True, False))
-x, y = train.images / 255, train.labels
-net = SmallCNN()
-optimizer = torch.optim.Adam(net.parameters(), 0.01)
-for _ in range(3):
-    for batch in torch.randperm(len(x)).split(128):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
-        optimizer.step()
-net.eval()
+net = load("zoo:digits_standard").net  # trained on clean digits
 
 
 class Rounded(nn.Module):
@@ -38,6 +28,7 @@ class Rounded(nn.Module):
         return self.net((4 * x).round() / 4)
 
 
+test = Digits5k().source(train=False)
 images, labels = test.images[:100] / 255, test.labels[:100]
 threat = Threat("linf", 0.15)
 pgd = PGD(threat, steps=20, step_size=0.03)
@@ -50,6 +41,7 @@ bars = axis.bar(
 )
 axis.bar_label(bars, fmt="{:.0%}")
 axis.set(ylabel="accuracy under PGD", ylim=(0, 1.1))
+plt.savefig("broken_defense_1.png")
 plt.show()
 
 # %% [markdown]
@@ -102,6 +94,7 @@ names = ["clean", "pgd", "bpda"]
 bars = axis.bar(names, [result.accuracy(name) for name in names], color=["0.6", "0.6", "#D55E00"])
 axis.bar_label(bars, fmt="{:.0%}")
 axis.set(ylabel="accuracy behind rounding", ylim=(0, 1.1))
+plt.savefig("broken_defense_2.png")
 plt.show()
 
 # %%
@@ -112,7 +105,7 @@ print(result.table())
 # as the plain one does. A high accuracy under an attack that does not fit is no robustness.
 #
 # ```bash
-# lightning-rob audit --ckpt_path last.ckpt --eps 8/255 --strict
+# lightning-rob audit --ckpt_path zoo:digits_robust --eps 0.1 --strict
 # ```
 #
 # does the same for a checkpoint. Next: [all checks of the audit](../audit.md).

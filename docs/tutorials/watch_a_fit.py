@@ -55,6 +55,7 @@ for axis, (name, epochs) in zip(axes, fits.items(), strict=True):
     axis.set(title=f"trained on {name}", xlabel="epoch", ylim=(0, 1))
 axes[0].set_ylabel("validation accuracy")
 axes[1].legend(loc="lower right")
+plt.savefig("watch_a_fit.png")
 plt.show()
 
 # %% [markdown]

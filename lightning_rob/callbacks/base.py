@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -197,6 +197,12 @@ class EvaluationCallback(Callback, ABC):
             rank_zero_warn(
                 f"{type(self).__name__} measures nothing in fit: {type(pl_module).__name__} has no "
                 "validation_step, which may be empty (`pass`)"
+            )
+        if stage == "fit" and 0 < (trainer.max_epochs or 0) < self.every_n_epochs:
+            rank_zero_info(
+                f"{type(self).__name__} attacks in every {self.every_n_epochs}th epoch of a fit, "
+                f"so in none of these {trainer.max_epochs}: lower its every_n_epochs, or test "
+                "afterwards"
             )
         _move_averaging_behind(trainer)
         if self in trainer.callbacks:  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ from lightning.pytorch import Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rob.attacks import ARC, PGD, OnMember, Strongest
-from lightning_rob.callbacks import RobustEval
+from lightning_rob.callbacks import RobustEval, base
 from lightning_rob.callbacks.image_grid import image_grid
 from lightning_rob.defenses import Defense, first_member
 from lightning_rob.metrics import student
@@ -51,6 +51,17 @@ def test_standalone_validate_and_test_have_gradients():
     trainer = Trainer(callbacks=[RobustEval({"arc": ARC(THREAT, 2, 16 / 255)})], **QUIET)
     assert "val/robust/arc" in trainer.validate(module, Blobs(), verbose=False)[0]
     assert "test/robust/arc" in trainer.test(module, Blobs(), verbose=False)[0]
+
+
+@pytest.mark.parametrize(("epochs", "reported"), [(1, 1), (2, 0)])
+def test_a_fit_that_ends_before_its_attacks_reports_it(monkeypatch, epochs, reported):
+    shown = []
+    monkeypatch.setattr(base, "rank_zero_info", shown.append)
+    callback = RobustEval({"pgd": ATTACK}, every_n_epochs=2)
+    Trainer(max_epochs=epochs, callbacks=[callback], **QUIET).fit(
+        AdversarialTraining(TinyNet), Blobs()
+    )
+    assert [f"in none of these {epochs}" in text for text in shown] == [True] * reported
 
 
 def test_every_n_epochs_and_images(tmp_path):
