@@ -6,7 +6,8 @@ Measures PGD and Auto-PGD with early stopping on groups of digits, on one and on
 this machine, in CPU seconds: with one thread each, the largest of a process is the wall time on
 cores that nothing else uses. For more processes the time at which the last one is done is computed
 from the times of the groups, dealt beforehand in turn, or taken from a queue as `RobustEval` does.
-A minute and a half of CPU time in all. Images of similar margins stand together, so that groups differ in cost.
+A minute and a half of CPU time in all. Images of similar margins stand together, so that groups
+differ in cost.
 """
 
 import argparse
