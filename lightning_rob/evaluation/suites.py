@@ -202,10 +202,10 @@ class Auto(Attack):
             smooth = replace(pgd, draws=DRAWS, objective=linear, momentum=AGGMO)
             return Budgeted(smooth, self.passes)
         if kind == "transformed":
-            through = _on_differentiable(defense, Budgeted(pgd, self.passes))
-            if isinstance(through, OnDifferentiable):
-                return through
-            return TAA(Budgeted(pgd, max(self.passes // members - members, 1)))
+            passes = self.passes
+            if not any(part.differentiable for part in defense.transforms.values()):
+                passes = max(passes // members - members, 1)  # TAA tries each on all
+            return _on_differentiable(defense, Budgeted(pgd, passes))
         parts = self._shares(kind, defense, classes)
         free = self.passes - members * len(parts)  # Strongest evaluates each
         return Strongest(tuple(Budgeted(a, max(int(share * free), 1)) for share, a in parts))
