@@ -6,11 +6,13 @@ from lightning_rob.evaluation.evaluator import EvaluationSettings, Evaluator
 from lightning_rob.evaluation.groups import GROUP_SIZE, canonical_groups, group_loader, serves_once
 from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack, RoundProtocol
 from lightning_rob.evaluation.results import EvaluationResult
+from lightning_rob.evaluation.suites import Auto
 from lightning_rob.evaluation.worst import Worst, is_random, worst_case
 
 __all__ = [
     "GROUP_SIZE",
     "AttackerDefenderSession",
+    "Auto",
     "EvaluationResult",
     "EvaluationSettings",
     "Evaluator",

@@ -8,18 +8,24 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import (
+    APGD,
+    ARC,
     GMSA,
     PAA,
     PGD,
     TAA,
     Attack,
+    Budgeted,
     OnDifferentiable,
     Square,
+    Strongest,
     SurrogateTransforms,
     TransferFromStatic,
     arc_suite,
 )
+from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense, random_transforms_in
+from lightning_rob.errors import at_least
 from lightning_rob.objectives import (
     ce_of_mean_logits,
     ce_of_rule,
@@ -32,6 +38,8 @@ from lightning_rob.rules import random_member
 from lightning_rob.threat import Threat, scale
 
 SuiteKind = Literal["single", "ensemble", "randomized", "random", "transformed", "transductive"]
+ROUNDS = 5  # of GMSA
+TARGETS_FROM = 300  # passes of an image and network from which runs towards classes pay
 DRAWS = 10  # over which a step of EoT averages
 DISSIMILARITY = 0.3  # the bound on PAA of Liao et al. (2020)
 AGGMO = (0.0, 0.9, 0.99, 0.999, 0.9999, 0.99999)  # momenta of Sitawarin et al. (2022)
@@ -149,6 +157,73 @@ class DoublePrecision(Attack):
 
 
 @dataclass(frozen=True)
+class Auto(Attack):
+    """Attack a defense by the schedule for its kind, within a number of passes.
+
+    Args:
+        threat: linf or l2, in pixel units.
+        passes: the largest number of forward and backward passes of an image; see `Budgeted`.
+
+    Raises:
+        ValueError: no passes, another threat; when called, too few passes for the schedule.
+        TypeError: when called on a defense that adapts: run its `schedule`.
+    """
+
+    threat: Threat
+    passes: int = 1000
+
+    def __post_init__(self) -> None:
+        at_least(1, passes=self.passes)
+        _check_threat(self.threat)
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        if defense.transductive:
+            kind = type(defense).__name__
+            raise TypeError(f"{kind} adapts to whole batches: attack it by Auto(…).schedule")
+        count = PassCount(defense, x)
+        classes = count.classes
+        left = replace(self, passes=max(self.passes - count.asked, 1))
+        return left.schedule(defense, classes).perturb(defense, x, y, generator)
+
+    def schedule(self, defense: Defense, classes: int = 10) -> Attack:
+        """Return the attacks for this kind of defense, each with its share of the passes.
+
+        Args:
+            defense: the defense; the adaptations of one that adapts are not counted.
+            classes: their number: runs towards classes need four.
+        """
+        kind, members = suite_kind(defense), len(defense.weights)
+        pgd = PGD(self.threat, 1, self.threat.eps / 10, backward=surrogate_for(defense))
+        if kind == "transductive":
+            each = Budgeted(replace(pgd, keep_best=True), max(self.passes // ROUNDS, 1))
+            return GMSA(each, rounds=ROUNDS)
+        if kind == "random":
+            smooth = replace(pgd, draws=DRAWS, objective=linear, momentum=AGGMO)
+            return Budgeted(smooth, self.passes)
+        if kind == "transformed":
+            passes = self.passes
+            if not any(part.differentiable for part in defense.transforms.values()):
+                passes = max(passes // members - members, 1)  # TAA tries each on all
+            return _on_differentiable(defense, Budgeted(pgd, passes))
+        parts = self._shares(kind, defense, classes)
+        free = self.passes - members * len(parts)  # Strongest evaluates each
+        return Strongest(tuple(Budgeted(a, max(int(share * free), 1)) for share, a in parts))
+
+    def _shares(
+        self, kind: SuiteKind, defense: Defense, classes: int
+    ) -> tuple[tuple[float, Attack], ...]:
+        """Return the attacks on fixed classifiers with their shares of the passes."""
+        margin = APGD(self.threat, objective=margin_of_rule(defense.rule))
+        if kind == "randomized":
+            arc = ARC(self.threat, 1, self.threat.eps / 4, neighbours=4, early_stop=True)
+            return (0.5, margin), (0.5, arc)
+        if classes < 4 or self.passes < TARGETS_FROM * len(defense.weights):
+            return ((1.0, margin),)
+        return (0.25, margin), (0.75, APGD(self.threat, targets=9))
+
+
+@dataclass(frozen=True)
 class AttackSuite:
     """The attacks on a kind of defense.
 
@@ -191,8 +266,7 @@ def suite_for(
     Raises:
         ValueError: a threat that not all attacks support, or one without a radius.
     """
-    if threat.p not in (2, float("inf")) or threat.relative or not threat.eps > 0:
-        raise ValueError(f"an audit needs linf or l2 and eps > 0 in pixel units, got {threat}")
+    _check_threat(threat)
     kind = suite_kind(defense)
     pgd = PGD(threat, steps, _step_size(threat.eps, steps, 4))
     if kind == "transductive":
@@ -205,6 +279,11 @@ def suite_for(
     adaptive = _adaptive_attacks(defense, kind, pgd)
     averaged = None if kind == "transformed" else replace(pgd, draws=DRAWS)
     return AttackSuite(kind, "pgd", tuple(adaptive), attacks | adaptive, averaged)
+
+
+def _check_threat(threat: Threat) -> None:
+    if threat.p not in (2, float("inf")) or threat.relative or not threat.eps > 0:
+        raise ValueError(f"the suite needs linf or l2 and eps > 0 in pixel units, got {threat}")
 
 
 def surrogate_for(defense: Defense) -> SurrogateTransforms | None:

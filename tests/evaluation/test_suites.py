@@ -1,13 +1,15 @@
 """The attacks that each kind of defense calls for."""
 
 import pytest
+import torch
 
-from lightning_rob.attacks import ARC
+from lightning_rob.attacks import ARC, GMSA
 from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single, TransformEnsemble
-from lightning_rob.evaluation.suites import default_attacks, suite_for, suite_kind
+from lightning_rob.evaluation.suites import Auto, default_attacks, suite_for, suite_kind
 from lightning_rob.nets import SmallCNN
 from lightning_rob.rules import mean_logits
 from lightning_rob.threat import Threat
+from tests.counting import Counting
 from tests.tiny import ROOT, TinyNet
 
 THREAT = Threat("linf", 0.15)
@@ -33,7 +35,7 @@ def test_the_suite_fits_the_defense():
 
 @pytest.mark.parametrize("threat", [Threat(1), Threat("l2", 0.3, relative=True), Threat(eps=0)])
 def test_a_threat_that_attacks_are_not_made_for(threat):
-    with pytest.raises(ValueError, match="an audit needs linf or l2 and eps > 0"):
+    with pytest.raises(ValueError, match="the suite needs linf or l2 and eps > 0"):
         suite_for(Single(TinyNet()), threat)
 
 
@@ -48,3 +50,45 @@ def test_default_attacks():
     assert random["adaptive_pgd"].draws == 10
     with pytest.raises(ValueError, match="a DENT adapts to its attacker"):
         default_attacks(DENT(SmallCNN(4, 3, 4)), THREAT)
+
+
+def defenses():
+    torch.manual_seed(0)
+    nets = [Counting(SmallCNN(4, 3, 4)).eval() for _ in range(2)]
+    moved = TransformEnsemble(nets, ["flip_horizontal", "quantize_4_colors"])
+    rt = RandomTransforms(nets[0], {"GaussianNoise": {}}, 1, 3)
+    few = Single(Counting(SmallCNN(3, 3, 4)).eval())
+    rules = Ensemble(nets, rule=mean_logits), Ensemble(nets)
+    return {
+        "few": few,
+        "single": Single(nets[0]),
+        "pooled": rules[0],
+        "drawn": rules[1],
+        "random": rt,
+        "moved": moved,
+    }
+
+
+@pytest.mark.parametrize("passes", [90, 700])
+@pytest.mark.parametrize("name", ["few", "single", "pooled", "drawn", "random", "moved"])
+def test_auto_stays_within_its_passes(name, passes):
+    """A radius within which nothing is fooled; the labels are the predictions."""
+    defense, attack = defenses()[name], Auto(Threat("linf", 1e-6), passes)
+    x = torch.rand(1, 3, 16, 16)
+    y = defense(x, torch.Generator().manual_seed(0)).argmax(1)
+    nets = [net for net in defense.modules() if isinstance(net, Counting)]
+    for net in nets:
+        net.clear()
+    x_adv = attack(defense, x, y, torch.Generator().manual_seed(0))
+    assert attack.threat.distance(x_adv, x) <= 1.1e-6
+    used = sum(net.images() + sum(net.backwards) for net in nets)
+    assert 0.7 * passes <= used <= passes
+
+
+def test_auto_leaves_the_rounds_to_the_evaluation():
+    defense, auto = DENT(SmallCNN(4, 3, 4)), Auto(THREAT, 100)
+    schedule = auto.schedule(defense)
+    assert isinstance(schedule, GMSA)
+    assert schedule.inner.passes * schedule.rounds == 100
+    with pytest.raises(TypeError, match=r"DENT adapts to whole batches: attack it by Auto"):
+        auto(defense, torch.rand(2, 3, 8, 8), torch.zeros(2, dtype=torch.long))
