@@ -130,11 +130,12 @@ class RandomTransforms(Defense):
         rows_of = torch.split(rows, [len(group) for group in groups])
         parts = list(torch.split(copies.index_select(0, rows), [len(group) for group in groups]))
         for kind, chosen in _schedule(list(by_order), len(self.transforms)):
-            batch, noise = torch.cat([parts[i] for i in chosen]), generator
+            batch, noise = _joined([parts[i] for i in chosen]), generator
             if isinstance(generator, Streams):
                 noise = generator[torch.cat([rows_of[i] for i in chosen])].fold_in(1 + kind)
             sizes = [len(groups[i]) for i in chosen]
-            done = torch.split(self._apply_one(kind, batch, noise), sizes)
+            changed = self._apply_one(kind, batch, noise)
+            done = torch.split(changed, sizes) if len(sizes) > 1 else [changed]
             for i, part in zip(chosen, done, strict=True):
                 parts[i] = part
         return torch.cat(parts).index_select(0, rows.argsort())
@@ -223,6 +224,11 @@ def _in_folder(folder: str, transforms: Mapping[str, Transform]) -> dict[str, nn
         with suppress(FileNotFoundError):
             found |= load_approximations(folder, [transform])
     return found
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate; a single part is not copied."""
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
 def _schedule(orders: Sequence[Sequence[int]], count: int) -> Iterator[tuple[int, list[int]]]:

@@ -162,6 +162,11 @@ def check_odd(name: str, size: int) -> None:
         raise ValueError(f"{name} must be odd and at least 3, got {size}")
 
 
+def differentiates(x: Tensor) -> bool:
+    """Whether autograd records operations on x; an exported program has no gradient."""
+    return x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+
+
 def clip(x: Tensor, low: float, high: float) -> Tensor:
     """Clamp with slope 1 at the bounds too, where torch's slope depends on its release.
 
@@ -169,7 +174,7 @@ def clip(x: Tensor, low: float, high: float) -> Tensor:
     slope is 1 within rounding of the bounds as well: a blur, whose weights sum to one but for
     rounding, may take white a little beyond white.
     """
-    if torch.compiler.is_exporting() or not (x.requires_grad and torch.is_grad_enabled()):
+    if not differentiates(x):
         return x.clamp(low, high)
     clipped: Tensor = _Clip.apply(x, low, high)
     return clipped
@@ -229,7 +234,12 @@ def soft_modulo(t: Tensor, literal: bool = False) -> Tensor:
         Same shape as t, in [0, 1); not the identity on [0, 1).
     """
     r = t - soft_round(t)
-    return torch.where(r > 0 if literal else r >= 0, r, r + 1)
+    return r + (r <= 0 if literal else r < 0).to(r)
+
+
+def soft_modulo_slope(t: Tensor) -> Tensor:
+    """Compute the derivative of `soft_modulo`, 1 - 3 (t - round(t))^2."""
+    return 1 - 3 * (t - t.round()) ** 2
 
 
 def between(x: Tensor, low: float, high: float, *shape: int, generator: Generator) -> Tensor:

@@ -1,6 +1,6 @@
 """Blurs by small kernels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,9 +34,9 @@ class BoxBlur(Transform):
 
     def apply(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
-        from kornia.filters import box_blur
-
-        return box_blur(x, self.size, "reflect")
+        weights = [1 / self.size] * self.size
+        padded = pad(x, [self.size // 2] * 4, mode="reflect")
+        return correlated(correlated(padded, weights, 2), weights, 3)
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,6 @@ class GaussianBlur(Transform):
 
     def apply(self, x: Tensor, size: Tensor | None = None, std: Tensor | None = None) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
-        from kornia.filters import filter2d_separable
-
         if size is None:
             size = torch.tensor(self.sizes, device=x.device)
         if std is None:
@@ -83,8 +81,10 @@ class GaussianBlur(Transform):
         distance = torch.arange(-reach, reach + 1, device=x.device)
         within = (distance.abs() <= size[:, None] // 2)[:, None]
         weights = within * torch.exp(-((distance / std[..., None]) ** 2) / 2)
-        down, across = (weights / weights.sum(-1, keepdim=True)).to(x).unbind(1)
-        return filter2d_separable(x, across, down, "reflect")
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x)[..., None, None, None]
+        down, across = weights.unbind(1)
+        padded = pad(x, [reach] * 4, mode="reflect")
+        return correlated(correlated(padded, down.unbind(1), 2), across.unbind(1), 3)
 
 
 @dataclass(frozen=True)
@@ -190,6 +190,24 @@ class MotionBlur(Transform):
         return motion_blur(x, self.size, angle, direction, "constant", "bilinear")
 
 
+def correlated(x: Tensor, weights: Sequence[float | Tensor], dim: int) -> Tensor:
+    """Sum weighted neighbours along one side of images; several times as fast as a convolution.
+
+    Args:
+        x: [B, C, H, W].
+        weights: k numbers, or k tensors that broadcast with x: a kernel for each image.
+        dim: 2 for columns, 3 for rows.
+
+    Returns:
+        As x, but that the side has k - 1 pixels less.
+    """
+    length = x.shape[dim] - len(weights) + 1
+    total = x.narrow(dim, 0, length) * weights[0]
+    for place, weight in enumerate(weights[1:], 1):
+        total = total + x.narrow(dim, place, length) * weight
+    return total
+
+
 def _check_sizes(size: int | tuple[int, ...]) -> None:
     if not size:
         raise ValueError("size must name at least one side, got none")
@@ -239,7 +257,7 @@ def _median(x: Tensor, size: int) -> Tensor:
 
 
 def _median_index_3x3(padded: Tensor) -> Tensor:
-    """[B, C, H, W] int64: which pixel of each 3x3 square is its median, the first of equals.
+    """[B, C, H, W] int32: which pixel of each 3x3 square is its median, the first of equals.
 
     Each column of three is sorted once for all three squares that share it. A square's median is
     then the median of the largest low, the middle mid and the smallest high of its columns: minima
@@ -253,12 +271,12 @@ def _median_index_3x3(padded: Tensor) -> Tensor:
     highs = torch.minimum(torch.minimum(high[a], high[b]), high[c])
     mids = _middle(torch.minimum(mid[a], mid[b]), torch.maximum(mid[a], mid[b]), mid[c])
     median = _middle(torch.minimum(lows, mids), torch.maximum(lows, mids), highs)
-    index = torch.full_like(median, 4, dtype=torch.uint8)  # the centre: a NaN equals no pixel
+    index = torch.full_like(median, 4, dtype=torch.int32)  # the centre: a NaN equals no pixel
     for k in reversed(range(9)):
         row, column = divmod(k, 3)
         pixel = padded[:, :, row : row + median.shape[2], column : column + median.shape[3]]
-        index.masked_fill_(pixel == median, k)
-    return index.long()
+        index = index + (k - index) * (pixel == median).to(index)  # faster than `torch.where`
+    return index
 
 
 def _middle(low: Tensor, high: Tensor, other: Tensor) -> Tensor:
@@ -271,14 +289,16 @@ def gather_pixels(padded: Tensor, index: Tensor, size: int) -> Tensor:
 
     Args:
         padded: [B, C, H + size - 1, W + size - 1] the image with its border.
-        index: [B, C, H, W] int64, which pixel of the square, row by row.
+        index: [B, C, H, W] int32 or int64, which pixel of the square, row by row.
         size: side of the squares in pixels.
 
     Returns:
         [B, C, H, W].
     """
     height, width = index.shape[2:]
-    row = index // size + torch.arange(height, device=index.device)[:, None]
-    column = index % size + torch.arange(width, device=index.device)
-    flat = row * padded.shape[3] + column
+    square = torch.arange(size**2, device=index.device)
+    offset = square // size * padded.shape[3] + square % size
+    row = torch.arange(height, device=index.device)[:, None]
+    corner = row * padded.shape[3] + torch.arange(width, device=index.device)
+    flat = offset.index_select(0, index.flatten()).view_as(index) + corner
     return padded.flatten(2).gather(2, flat.flatten(2)).view_as(index)

@@ -16,8 +16,8 @@ BOX_RATIO = 0.3
 
 def share_channels(noise: Tensor, generator: Generator) -> Tensor:
     """Give all channels of an image the noise of the first one, with probability 1/2."""
-    grey = uniform(noise, 1, 1, 1, generator=generator) < 0.5
-    return torch.where(grey, noise[:, :1], noise)
+    grey = (uniform(noise, 1, 1, 1, generator=generator) < 0.5).to(noise)
+    return noise * (1 - grey) + noise[:, :1] * grey  # exact, and faster than `torch.where`
 
 
 def _sample_mask(x: Tensor, alpha: float, generator: Generator) -> Tensor:
@@ -119,10 +119,10 @@ def summed_poisson_quantile(u: Tensor, rate: Tensor, max_rate: float) -> Tensor:
     dtype, rate = u.dtype, rate.double()  # in single precision rounding would hide the tail
     u = u.to(rate).clamp(2.0**-25, 1 - 2.0**-24)
     term = (-rate).exp()
-    below, count = term.clone(), torch.zeros_like(rate)
+    below, count = term.clone(), torch.zeros_like(rate, dtype=torch.float32)
     # at rates up to 4, counts beyond the last term have a probability below 2^-25
     for k in range(1, 7 + int(4 * max_rate)):
-        count += below < u
+        count += (below < u).to(count)
         term.mul_(rate).mul_(1 / k)
         below += term
     return count.to(dtype)
@@ -212,4 +212,4 @@ class Erase(Transform):
         row = torch.arange(x.shape[2], device=x.device)[:, None]
         column = torch.arange(x.shape[3], device=x.device)
         inside = (row >= top) & (row < top + height) & (column >= left) & (column < left + width)
-        return x.masked_fill(inside, 0)
+        return x * (~inside).to(x)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from kornia import color as kornia
 from skimage import color
 
 from lightning_rob.transforms import (
@@ -18,8 +19,16 @@ from lightning_rob.transforms import (
     GrayTwoChannels,
 )
 from lightning_rob.transforms.base import soft_modulo
-from lightning_rob.transforms.color import hsv_to_rgb, rgb_to_hsv
-from tests.transforms.inputs import generator, scale_saturation, shift_hue
+from lightning_rob.transforms.color import (
+    FROM_XYZ,
+    TO_XYZ,
+    hsv_to_rgb,
+    lab_to_rgb,
+    mix_channels,
+    rgb_to_hsv,
+    rgb_to_lab,
+)
+from tests.transforms.inputs import assert_same, generator, scale_saturation, shift_hue
 
 X = torch.rand(4, 3, 9, 10, generator=generator(), dtype=torch.float64)
 NONE = torch.zeros(4, 3, dtype=torch.float64)
@@ -38,6 +47,46 @@ def test_hsv_is_that_of_the_standard_library():
         h, s, v = colorsys.rgb_to_hsv(*rgb)
         smooth = 2 * math.pi * float(soft_modulo(torch.tensor(h, dtype=torch.float64)))
         assert (hue, saturation, value) == pytest.approx((smooth, s, v), abs=1e-9)
+
+
+def plain_rgb_to_hsv(x):
+    """The definition, whose gradient is autograd's: of equal channels the first is the largest."""
+    value, largest = x.max(1)
+    spread = value - x.amin(1)
+    red, green, blue = x.unbind(1)
+    difference = torch.stack([green - blue, blue - red, red - green], 1)
+    difference = difference.gather(1, largest[:, None])[:, 0]
+    sextant = difference / torch.where(spread == 0, 1, spread) + 2 * largest
+    hue = 2 * math.pi * soft_modulo(sextant / 6)
+    return torch.stack([hue, spread / value.clamp_min(1e-9), value], 1)
+
+
+def plain_hsv_to_rgb(x):
+    """The definition: in each sector of the hue, a channel is value, falling, low or rising."""
+    hue, saturation, value = x.unbind(1)
+    turns = hue / (2 * math.pi)
+    sector = (6 * turns.detach()).floor() % 6
+    position = 6 * soft_modulo(turns) - sector
+    falling, rising = value * (1 - position * saturation), value * (1 - (1 - position) * saturation)
+    planes = torch.stack([value, falling, value * (1 - saturation), rising], 1)
+    sectors = torch.tensor([[0, 1, 2, 2, 3, 0], [3, 0, 0, 1, 2, 2], [2, 2, 3, 0, 0, 1]])
+    return planes.gather(1, sectors[:, sector.long()].transpose(0, 1))
+
+
+@pytest.mark.parametrize("levels", [1, 2, 255, None])
+def test_gradients_of_hsv_are_those_of_the_definition(levels):
+    """Also where channels are equal, black or white."""
+    x = X if levels is None else (levels * X).round() / levels
+    assert_same(rgb_to_hsv, plain_rgb_to_hsv, x)
+    turned = rgb_to_hsv(x) + torch.tensor([7.0, 0.1, -0.1]).view(3, 1, 1)
+    assert_same(hsv_to_rgb, plain_hsv_to_rgb, turned)
+
+
+@pytest.mark.parametrize("convert", [rgb_to_hsv, hsv_to_rgb, rgb_to_lab, lab_to_rgb])
+def test_no_second_derivative(convert):
+    x = X.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(convert(x).square().sum(), x, create_graph=True)
 
 
 def test_pure_colors_survive_a_round_trip():
@@ -85,6 +134,17 @@ def test_released_hsv_loses_hues():
     none = torch.zeros(1, 3)
     assert HSV()(blue, none).argmax(1) == 2
     assert HSV(released_code=True)(blue, none)[:, 2] < 0.2
+
+
+def test_lab_is_that_of_kornia():
+    """Values and gradients on both sides of every threshold."""
+    x = torch.cat([X, X / 50])
+    assert_same(rgb_to_lab, kornia.rgb_to_lab, x)
+    lab = torch.cat([kornia.rgb_to_lab(x), 100 * X - 30])
+    assert_same(lab_to_rgb, lambda lab: kornia.lab_to_rgb(lab, clip=False), lab)
+    to_xyz, from_xyz = (lambda x, m=matrix: mix_channels(x, m) for matrix in (TO_XYZ, FROM_XYZ))
+    assert_same(to_xyz, kornia.rgb_to_xyz, x)
+    assert_same(from_xyz, kornia.xyz_to_rgb, x)
 
 
 def test_lab_shift_is_one_of_scikit_image():
