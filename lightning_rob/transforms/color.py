@@ -68,7 +68,7 @@ def _refuse_second_derivative() -> None:
 def _to_hsv(x: Tensor) -> tuple[Tensor, ...]:
     """Return HSV, the spread of the channels, which is the largest, and the hue in sextants.
 
-    Masks are numbers, for sums of products take a tenth of the time of `torch.where`.
+    Masks are numbers, for sums of products take a fraction of the time of `torch.where`.
     """
     red, green, blue = x.unbind(1)
     value = torch.maximum(torch.maximum(red, green), blue)
@@ -84,7 +84,7 @@ def _to_hsv(x: Tensor) -> tuple[Tensor, ...]:
 
 
 class _ToHSV(torch.autograd.Function):
-    """The gradient of `rgb_to_hsv` in one pass: autograd's takes several times as long."""
+    """The gradient of `rgb_to_hsv` in one pass: autograd's takes twice as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def _from_hsv(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _FromHSV(torch.autograd.Function):
-    """The gradient of `hsv_to_rgb` in one pass: autograd's takes several times as long."""
+    """The gradient of `hsv_to_rgb` in one pass: autograd's takes twice as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ FROM_ROOT = Curve(0.2068966, 3, 1 / 7.787, -4 / 29 / 7.787)
 
 
 def rgb_to_lab(x: Tensor) -> Tensor:
-    """Convert RGB [B, 3, H, W] to CIE L*a*b*, L from 0 to 100; as kornia, in half of its time."""
+    """Convert RGB [B, 3, H, W] to CIE L*a*b*, L from 0 to 100; as kornia, a little faster."""
     white = over_pixels(x.new_tensor([WHITE]))
     across, light, deep = TO_ROOT(mix_channels(TO_LINEAR(x), TO_XYZ) / white).unbind(1)
     return torch.stack([116 * light - 16, 500 * (across - light), 200 * (light - deep)], 1)
