@@ -23,17 +23,18 @@ from lightning_rob.files import atomic_save, write_manifest
 
 KEPT = ("state_dict", RECIPE)
 ROOT = Path(__file__).parents[1]
-DIGITS = "--trainer.callbacks+=pgd --trainer.callbacks.eps=0.1"
+PGD = "--trainer.callbacks+=pgd --trainer.callbacks.eps=0.1"
+AUTOATTACK = "--trainer.callbacks+=autoattack --trainer.callbacks.eps=0.1"
 NETWORKS = {  # name: recipe, plug-ins of the test, the card's first sentence
     "digits_standard": (
         "normal_digits",
-        DIGITS + " --trainer.callbacks+=autoattack --trainer.callbacks.eps=0.1",
+        f"{PGD} {AUTOATTACK}",
         "A small network trained on clean digits: accurate, and not robust.",
     ),
     "digits_robust": (
         "madry_digits",
-        DIGITS,
-        "The same network trained on adversarial digits, linf 0.1; attacked here by PGD alone.",
+        f"{PGD} {AUTOATTACK} --trainer.callbacks.max_images=200",
+        "The same network trained on adversarial digits, linf 0.1; AutoAttack saw 200 of them.",
     ),
 }
 
