@@ -111,7 +111,7 @@ class ObjectiveGradient:
         the minimum over draws, per image that of the part with the smallest value.
         """
         smallest = reduction_of(self.objective) == "min"
-        value = x.new_full((len(x),), torch.inf if smallest else 0.0)
+        value = x.new_full((len(x),), torch.inf)
         gradient, draws = torch.zeros_like(x), []
         deciders: tuple[Draws, ...] = ()
         for share, member in defense.components():
@@ -124,11 +124,12 @@ class ObjectiveGradient:
                 wins = wins.view(-1, *[1] * (x.dim() - 1))
                 gradient = torch.where(wins, part.gradient, gradient)
             else:
-                value = value + share * part.value
                 gradient = gradient + share * part.gradient
             draws.append((part.logits, share * part.weights))
             deciders += part.deciders
         logits, weights = (torch.cat(values) for values in zip(*draws, strict=True))
+        if not smallest:  # as `value`: what continues a small objective is not linear in the parts
+            value = self._of(logits, weights, y, check=False)
         if defense.rule is not random_member:  # the parts' predictions are pooled
             deciders = ((defense.rule, logits, weights),)
         return ObjectiveAt(value, gradient, logits, weights, deciders)

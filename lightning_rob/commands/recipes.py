@@ -43,8 +43,18 @@ def run(config: RecipesConfig) -> None:
         copy = Path(source.name)
         if copy.exists():
             raise InputError(f"{copy} exists already: rename it, or go to another folder")
-        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, copy)
+        _copy(source, copy)
         print(f"Wrote {copy}")
+
+
+def _copy(source: Path, copy: Path) -> None:
+    """Copy a file or a folder without its modes: that of the package may be read-only."""
+    if not source.is_dir():
+        shutil.copyfile(source, copy)
+        return
+    copy.mkdir()
+    for part in sorted(source.iterdir()):
+        _copy(part, copy / part.name)
 
 
 def shipped_files(folder: str) -> dict[str, Path]:

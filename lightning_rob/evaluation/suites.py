@@ -199,7 +199,9 @@ class Auto(Attack):
             each = Budgeted(replace(pgd, keep_best=True), max(self.passes // ROUNDS, 1))
             return GMSA(each, rounds=ROUNDS)
         if kind == "random":
-            smooth = replace(pgd, draws=DRAWS, objective=linear, momentum=AGGMO)
+            # few steps of eps / 10 would not lead across the ball
+            length = _step_size(self.threat.eps, max(self.passes // (2 * DRAWS), 1), 10)
+            smooth = replace(pgd, step_size=length, draws=DRAWS, objective=linear, momentum=AGGMO)
             return Budgeted(smooth, self.passes)
         if kind == "transformed":
             passes = self.passes

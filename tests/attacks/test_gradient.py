@@ -17,6 +17,7 @@ from lightning_rob.objectives import (
     expected_ce,
     expected_probability_margin,
     linear,
+    worst_ce,
 )
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import majority, mean_probs, random_member
@@ -147,6 +148,16 @@ def test_an_image_is_fooled_if_no_part_that_may_predict_is_correct(rule, fooled)
         found = ObjectiveGradient(expected_ce)(defense, x, y, None).fooled(y)
     assert found.tolist() == [fooled] * 2
     assert ((defense(x)[:, 0] == 0) == found).all()
+
+
+@pytest.mark.parametrize("objective", [expected_ce, worst_ce])
+def test_a_mixture_of_confident_parts_has_one_value_with_and_without_a_gradient(objective):
+    """Else keep_best, which compares both, would miss the better of two images."""
+    parts = [Single(Constant(margin, 0.0, 0.0)) for margin in (140.0, 80.0, 200.0)]
+    defense, (x, _) = Mixture(parts, [0.25, 0.5, 0.25]), batch(2)
+    y, at = torch.zeros(2, dtype=torch.int64), ObjectiveGradient(objective)
+    values = at(defense, x, y, None).value, at.value(defense, x, y, None).detach()
+    torch.testing.assert_close(*values, rtol=1e-6, atol=0)
 
 
 def test_active_images_keep_their_rows_and_their_noise():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_rob.attacks import ARC, GMSA
 from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single, TransformEnsemble
@@ -9,6 +10,7 @@ from lightning_rob.evaluation.suites import Auto, default_attacks, suite_for, su
 from lightning_rob.nets import SmallCNN
 from lightning_rob.rules import mean_logits
 from lightning_rob.threat import Threat
+from lightning_rob.transforms import HorizontalFlip
 from tests.counting import Counting
 from tests.tiny import ROOT, TinyNet
 
@@ -92,3 +94,10 @@ def test_auto_leaves_the_rounds_to_the_evaluation():
     assert schedule.inner.passes * schedule.rounds == 100
     with pytest.raises(TypeError, match=r"DENT adapts to whole batches: attack it by Auto"):
         auto(defense, torch.rand(2, 3, 8, 8), torch.zeros(2, dtype=torch.long))
+
+
+@pytest.mark.parametrize(("passes", "steps"), [(40, 2), (100, 5)])
+def test_the_few_steps_of_a_small_budget_lead_across_the_ball(passes, steps):
+    defense = RandomTransforms(nn.Flatten(), [HorizontalFlip()], size=1, draws=2)
+    found = Auto(Threat("linf", 0.1), passes).schedule(defense)
+    assert steps * found.attack.step_size >= 2 * 0.1
