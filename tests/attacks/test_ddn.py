@@ -26,6 +26,17 @@ def test_iterates_are_those_of_adv_lib(double):  # noqa: F811
     assert share.min() < 0.999
 
 
+def test_steps_scale_with_the_bounds():
+    near, far = (trained_net(1).double() for _ in "ab")
+    far.conv.weight.data /= 255
+    x, y = images(6, seed=1)
+    x = x.double()
+    expected = DDN(FREE, 40)(Single(near), x, y)
+    wide = Threat("l2", 255 * FREE.eps, (0.0, 255.0))
+    x_adv = DDN(wide, 40, first_norm=255.0)(Single(far), 255 * x, y)
+    torch.testing.assert_close(x_adv / 255, expected, rtol=0, atol=1e-9)
+
+
 def test_a_zero_gradient_leaves_finite_images():
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 4))
     torch.nn.init.zeros_(net[1].weight)

@@ -117,7 +117,7 @@ def test_auto_stays_within_its_passes(name, passes):
     x_adv = schedule(defense, x, y, torch.Generator().manual_seed(0))
     assert attack.threat.distance(x_adv, x) <= 1.1e-6
     used = sum(net.images() + sum(net.backwards) for net in [*nets_of(defense), *rehearsed])
-    used -= 2 * len(rehearsed)  # each tells its prediction and its loss
+    used -= 2 * len(rehearsed)  # of each, the prediction and the loss
     assert 0.7 * passes <= used <= passes
 
 
