@@ -2,27 +2,48 @@
 
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/schedules.py
 
-A SmallCNN and three of them as an ensemble are trained adversarially on Digits5k, where schedules
-are chosen, and on Patches10, where the choice is checked. The table is the accuracy that a schedule
-leaves on the same images, at most `passes` forward and backward passes an image and network.
+SmallCNNs are trained adversarially on Digits5k, where schedules are chosen, and on Patches10, where
+the choice is checked; with another `--seed` on other crops. The table is the accuracy that a
+schedule leaves on the same images, at most `passes` forward and backward passes an image and
+network; random defenses predict each image ten times.
 """
 
 import argparse
 import time
+from dataclasses import replace
+from fnmatch import fnmatch
 
 import torch
 
-from lightning_rob.attacks import APGD, ARC, FAB, PGD, AutoAttack, Budgeted, Square, Strongest
+from lightning_rob.attacks import (
+    APGD,
+    ARC,
+    FAB,
+    GMSA,
+    PGD,
+    TAA,
+    AutoAttack,
+    Budgeted,
+    OnDifferentiable,
+    Square,
+    Strongest,
+    TransferFromStatic,
+)
+from lightning_rob.attacks.base import evaluating
 from lightning_rob.data import Digits5k, Patches10
-from lightning_rob.defenses import Ensemble, Single
+from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single, TransformEnsemble
+from lightning_rob.evaluation.suites import AGGMO, Auto
 from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import (
     classification_loss,
     expected_dlr,
     expected_margin,
     expected_probability_margin,
+    linear,
+    margin_of_rule,
 )
 from lightning_rob.randomness import Streams
+from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
 
 DATA = {  # name -> data, channels, threat
@@ -83,17 +104,86 @@ def for_ensemble(threat, passes):
     }
 
 
-def arrays(kind, train, count):
-    data = kind(val_size=0) if kind is Digits5k else kind()
-    source = data.source(train)
+def for_random(threat, passes):
+    """Return candidate schedules for a defense that transforms images at random."""
+    pgd, apgd = PGD(threat, 1, threat.eps / 10), APGD(threat)
+    smooth = replace(pgd, draws=10, objective=linear, momentum=AGGMO)
+    return {
+        "PGD, draws of a prediction": Budgeted(pgd, passes),
+        "PGD, 10 draws": Budgeted(replace(pgd, draws=10), passes),
+        "PGD, 3 draws": Budgeted(replace(pgd, draws=3), passes),
+        "PGD, linear, 10 draws": Budgeted(replace(smooth, momentum=(0.0,)), passes),
+        "AggMo, linear, 10 draws": Budgeted(smooth, passes),
+        "AggMo, linear, 3 draws": Budgeted(replace(smooth, draws=3), passes),
+        "momentum 0.9, linear, 10 draws": Budgeted(replace(smooth, momentum=(0.9,)), passes),
+        "APGD, margin, 10 draws": Budgeted(
+            replace(apgd, objective=expected_margin, draws=10), passes
+        ),
+    }
+
+
+def for_transformed(threat, passes):
+    """Return candidate schedules for an ensemble behind transformations."""
+    pgd, rule = PGD(threat, 1, threat.eps / 10), margin_of_rule(mean_probs)
+    margins = {"margin of the rule": rule, "expected margin": expected_margin}
+    return {
+        "PGD": OnDifferentiable(Budgeted(pgd, passes)),
+        "TAA": TAA(Budgeted(pgd, passes // 3 - 3)),
+        "Square": Budgeted(Square(threat), passes),
+    } | {
+        f"APGD, {name}": OnDifferentiable(
+            Budgeted(APGD(threat, objective=margin, early_stop=False), passes)
+        )
+        for name, margin in margins.items()
+    }
+
+
+def for_transductive(threat, passes):
+    """Return candidate schedules for a defense that adapts; the first does not rehearse."""
+    pgd = PGD(threat, 1, threat.eps / 10, keep_best=True)
+    return {
+        "PGD on the static network": TransferFromStatic(Budgeted(pgd, passes)),
+        "APGD on the static network": TransferFromStatic(
+            Budgeted(APGD(threat, objective=expected_margin, early_stop=False), passes)
+        ),
+    } | {
+        f"GMSA, {rounds} rounds{name}": GMSA(
+            Budgeted(replace(pgd, objective=objective), passes // rounds), rounds=rounds
+        )
+        for rounds in (1, 2, 3, 5)
+        for name, objective in {"": pgd.objective, ", margin": expected_margin}.items()
+    }
+
+
+def noisy(nets, threat):
+    noise = {"GaussianNoise": {"alpha": threat.eps}, "UniformNoise": {"alpha": threat.eps}}
+    return RandomTransforms(nets[0], noise, 2, 10)
+
+
+def transformed(nets, threat):
+    return TransformEnsemble(nets, ["clean", "shift_left", "shift_up"])
+
+
+KINDS = {  # name -> networks, defense, candidates
+    "single": (1, lambda nets, threat: Single(nets[0]), for_network),
+    "randomized": (3, lambda nets, threat: Ensemble(nets), for_ensemble),
+    "random": (1, noisy, for_random),
+    "transformed": (3, transformed, for_transformed),
+    "transductive": (1, lambda nets, threat: DENT(nets[0]), for_transductive),
+}
+
+
+def arrays(kind, train, count, seed):
+    options = {"val_size": 0} if kind is Digits5k else {}
+    source = kind(split_seed=seed, **options).source(train)
     rows = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:count].tolist()
     x, y = zip(*(source[row] for row in rows), strict=True)
     return torch.stack(x), torch.tensor(y)
 
 
-def trained(channels, threat, x, y, epochs, seed):
+def trained(width, channels, threat, x, y, epochs, seed):
     torch.manual_seed(seed)
-    net = SmallCNN(channels=channels)
+    net = SmallCNN(channels=channels, width=width)
     attack, optimizer = PGD(threat, 3, threat.eps / 2), torch.optim.Adam(net.parameters(), 3e-3)
     for _ in range(epochs):
         for part in torch.randperm(len(x)).split(64):
@@ -104,40 +194,65 @@ def trained(channels, threat, x, y, epochs, seed):
     return net.eval().requires_grad_(False)
 
 
+@torch.no_grad()
+def percent_right(defense, x, y, draws=10):
+    """Return the accuracy after adaptation to these images, mean over draws of a random defense."""
+    found = []
+    for seed in range(draws):
+        generator = Streams.from_index(torch.arange(len(x)), 1000 + seed)
+        adapted = defense.adapt(x, torch.Generator().manual_seed(seed))
+        with evaluating(adapted):
+            found.append(adapted(x, generator).gather(1, y[:, None]).mean())
+    return f"{100 * float(torch.stack(found).mean()):.1f}"
+
+
+def report(title, passes, attack, defense, x, y):
+    began = time.process_time()
+    try:
+        x_adv = attack(defense, x, y, Streams.from_index(torch.arange(len(x)), 0))
+    except ValueError as error:
+        print(f"| {title} | {passes} | {error} |", flush=True)
+        return
+    seconds = time.process_time() - began
+    print(
+        f"| {title} | {passes} | {percent_right(defense, x_adv, y)} | {seconds:.1f} s |", flush=True
+    )
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--images", type=int, default=100)
     parser.add_argument("--train", type=int, default=2000)
     parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--width", type=int, default=16, help="of the networks")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, and of Patches10")
     parser.add_argument("--passes", type=int, nargs="+", default=[100, 300, 1000])
     parser.add_argument("--data", nargs="+", default=list(DATA))
-    parser.add_argument("--kinds", nargs="+", default=["single", "randomized"])
+    parser.add_argument("--kinds", nargs="+", default=["single", "randomized"], choices=KINDS)
+    parser.add_argument(
+        "--only", nargs="+", default=["*"], help="names of schedules, with wildcards"
+    )
     options = parser.parse_args()
     for name in options.data:
         kind, channels, threat = DATA[name]
-        x, y = arrays(kind, True, options.train)
-        nets = 3 if "randomized" in options.kinds else 1
-        nets = [trained(channels, threat, x, y, options.epochs, seed) for seed in range(nets)]
-        x, y = arrays(kind, False, options.images)
+        x, y = arrays(kind, True, options.train, options.seed)
+        seeds = range(options.seed, options.seed + max(KINDS[of][0] for of in options.kinds))
+        nets = [
+            trained(options.width, channels, threat, x, y, options.epochs, seed) for seed in seeds
+        ]
+        x, y = arrays(kind, False, options.images, options.seed)
         for of in options.kinds:
-            defense = Single(nets[0]) if of == "single" else Ensemble(nets)
-            candidates = for_network if of == "single" else for_ensemble
-            clean = float(defense(x).gather(1, y[:, None]).mean())
-            print(f"\n{name}, {of}, {threat}, clean {100 * clean:.1f} %", flush=True)
+            _, build, candidates = KINDS[of]
+            defense = build(nets, threat)
+            print(f"\n{name}, {of}, {threat}, clean {percent_right(defense, x, y)} %", flush=True)
             for passes in options.passes:
                 each = passes * len(defense.weights)
-                for title, attack in candidates(threat, each).items():
-                    began = time.process_time()
-                    try:
-                        x_adv = attack(defense, x, y, Streams.from_index(torch.arange(len(x)), 0))
-                    except ValueError as error:
-                        print(f"| {title} | {passes} | {error} |", flush=True)
-                        continue
-                    right = float(defense(x_adv).gather(1, y[:, None]).mean())
-                    seconds = time.process_time() - began
-                    print(
-                        f"| {title} | {passes} | {100 * right:.1f} | {seconds:.1f} s |", flush=True
-                    )
+                auto = Auto(threat, each)
+                if defense.transductive:
+                    auto = auto.schedule(defense)
+                for title, attack in (candidates(threat, each) | {"Auto": auto}).items():
+                    if any(fnmatch(title, chosen) for chosen in options.only):
+                        report(title, passes, attack, defense, x, y)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from lightning_rob.objectives import expected_margin, log_expected_ce
 from lightning_rob.randomness import Generator
 from lightning_rob.threat import TINY, Threat, scale
 
-FIRST_STEP, LAST_STEP = 1.0, 0.01  # lengths of the gradient steps, by a cosine
+FIRST_STEP, LAST_STEP = 1.0, 0.01  # lengths of the gradient steps, by a cosine, on pixels in [0, 1]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class DDN(Attack):
         steps: number of steps, each of one forward and one backward pass, before eight forward
             passes for the projections.
         gamma: relative change of the norm in a step.
-        first_norm: the norm of the first perturbation, in pixel units.
+        first_norm: the norm of the first perturbation, in pixel units. Steps along the gradient
+            have lengths of 1 to 0.01, times the range of the bounds.
 
     Raises:
         TypeError: when called on a random defense, for which one wrong prediction is no proof.
@@ -84,14 +85,14 @@ class DDN(Attack):
         fooled = value > 0
         distance = torch.full_like(value, torch.inf).masked_fill(fooled, 0)
         best = BestSoFar(x.clone(), distance, value, fooled)
-        norm = x.new_full((len(x),), self.first_norm)
+        norm, (low, high) = x.new_full((len(x),), self.first_norm), self.threat.bounds
         run = Walk(positions(x), x, y, derived(generator, 0), x, norm).select(~fooled)
         for step in range(self.steps if len(run) else 0):
             at = climbed(defense, run.x_adv, run.y, run.generator, check=step == 0)
             value = expected_margin(at.logits, at.weights, run.y).to(x)
             best.update(run.index, run.x_adv, self.threat.size(run.x_adv - run.x), value, 0)
             share = (1 + math.cos(math.pi * step / self.steps)) / 2
-            length = LAST_STEP + (FIRST_STEP - LAST_STEP) * share
+            length = (LAST_STEP + (FIRST_STEP - LAST_STEP) * share) * (high - low)
             run.norm = run.norm * torch.where(value > 0, 1 - self.gamma, 1 + self.gamma)
             run.move(self.threat, at.gradient.nan_to_num(0.0, 0.0, 0.0), length)
         shorten(defense, run, best, self.threat, expected_margin)

@@ -93,9 +93,11 @@ class Budgeted(AttackDecorator):
     two, on an ensemble of M members 2 M, on n draws of a random defense 2 n. No image costs more;
     images that leave early cost fewer. The attack's own number of steps (`queries` of Square) is
     not used. All its other arguments hold: step sizes, restarts, `binary_steps` of CW and targets
-    of APGD and FAB. MinimalNorm divides the passes equally among its radii; AutoAttack and
-    Strongest keep the proportions of their attacks. Where the number of classes decides, one image
-    is predicted first, within the budget.
+    of APGD and FAB. PGD with n steps cannot cross the ball if n times its step size is below 2 eps:
+    give a single network's a `step_size` of 5 eps / passes or more (2.5 eps / n, as Madry et al.
+    2018 have it), or take APGD, which chooses its own. MinimalNorm divides the passes equally among
+    its radii; AutoAttack and Strongest keep the proportions of their attacks. Where the number of
+    classes decides, one image is predicted first, within the budget.
 
     Args:
         attack: PGD, APGD, ARC, CW, DDN, PDGD, DeepFool, FAB, Square, MinimalNorm, AutoAttack, or

@@ -42,6 +42,10 @@ class PDGD(Attack):
     unchanged. Images that the objective counts as fooled are returned unchanged. On an ensemble the
     mean must succeed: some members stay correct.
 
+    On very large logits the first gradients fill Adam's running mean of squares, and the pull of
+    the norm counts for little: before a hyperplane with logits up to 7e5, l2 perturbations were up
+    to 1.3 times too long. Use DDN there, whose steps do not depend on the size of the logits.
+
     Args:
         threat: the ball and the bounds; linf or l2.
         steps: number of steps, each of one forward and one backward pass, before eight forward

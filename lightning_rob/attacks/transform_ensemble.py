@@ -102,7 +102,8 @@ class OnDifferentiable(Attack):
         kinds = ensemble.transforms.values()
         chosen = [i for i, transform in enumerate(kinds) if transform.differentiable]
         if not chosen:
-            raise TypeError(f"no member has a gradient, of {', '.join(ensemble.names)}")
+            names = ", ".join(ensemble.names)
+            raise TypeError(f"no member has a gradient, of {names}: use TAA, or Square without one")
         return ensemble.part(chosen)
 
 

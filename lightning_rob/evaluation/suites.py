@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, replace
+from math import ceil, isqrt
 from typing import Literal
 
 import torch
@@ -38,7 +39,8 @@ from lightning_rob.rules import random_member
 from lightning_rob.threat import Threat, scale
 
 SuiteKind = Literal["single", "ensemble", "randomized", "random", "transformed", "transductive"]
-ROUNDS = 5  # of GMSA
+ROUNDS = 5  # of GMSA, at most
+PER_MODEL = 20  # passes of an image and model in the last round of GMSA
 TARGETS_FROM = 300  # passes of an image and network from which runs towards classes pay
 DRAWS = 10  # over which a step of EoT averages
 DISSIMILARITY = 0.3  # the bound on PAA of Liao et al. (2020)
@@ -166,7 +168,8 @@ class Auto(Attack):
 
     Raises:
         ValueError: no passes, another threat; when called, too few passes for the schedule.
-        TypeError: when called on a defense that adapts: run its `schedule`.
+        TypeError: when called on a defense that adapts: run its `schedule`; on a transformation
+            ensemble of which no member has a gradient.
     """
 
     threat: Threat
@@ -194,23 +197,30 @@ class Auto(Attack):
             classes: their number: runs towards classes need four.
         """
         kind, members = suite_kind(defense), len(defense.weights)
-        pgd = PGD(self.threat, 1, self.threat.eps / 10, backward=surrogate_for(defense))
         if kind == "transductive":
-            each = Budgeted(replace(pgd, keep_best=True), max(self.passes // ROUNDS, 1))
-            return GMSA(each, rounds=ROUNDS)
+            rounds = min(max(isqrt(self.passes // (PER_MODEL * members)), 1), ROUNDS)
+            each = max(self.passes // rounds, 1)
+            pgd = self._pgd(defense, each, rounds * members)
+            return GMSA(Budgeted(replace(pgd, keep_best=True), each), rounds=rounds)
         if kind == "random":
-            # few steps of eps / 10 would not lead across the ball
-            length = _step_size(self.threat.eps, max(self.passes // (2 * DRAWS), 1), 10)
-            smooth = replace(pgd, step_size=length, draws=DRAWS, objective=linear, momentum=AGGMO)
+            anew = defense.kind == "random_transforms"  # else each draw is one prediction's
+            draws = DRAWS if anew else ceil(DRAWS / members)
+            pgd = self._pgd(defense, self.passes, draws if anew else draws * members)
+            smooth = replace(pgd, draws=draws, objective=linear, momentum=AGGMO)
             return Budgeted(smooth, self.passes)
         if kind == "transformed":
-            passes = self.passes
-            if not any(part.differentiable for part in defense.transforms.values()):
-                passes = max(passes // members - members, 1)  # TAA tries each on all
-            return _on_differentiable(defense, Budgeted(pgd, passes))
+            followed = sum(part.differentiable for part in defense.transforms.values())
+            pgd = self._pgd(defense, self.passes, max(followed, 1))
+            return OnDifferentiable(Budgeted(pgd, self.passes))
         parts = self._shares(kind, defense, classes)
         free = self.passes - members * len(parts)  # Strongest evaluates each
         return Strongest(tuple(Budgeted(a, max(int(share * free), 1)) for share, a in parts))
+
+    def _pgd(self, defense: Defense, passes: int, networks: int) -> PGD:
+        """Return PGD with a step size by which as many steps as fit lead across the ball."""
+        steps = max((passes // networks - 2) // 2, 1)  # but those to find out classes and the best
+        step_size = _step_size(self.threat.eps, steps, 10)
+        return PGD(self.threat, 1, step_size, backward=surrogate_for(defense))
 
     def _shares(
         self, kind: SuiteKind, defense: Defense, classes: int

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_rob.attacks import attacking
+from lightning_rob.randomness import Streams
 
 PROTOTYPES = torch.rand((4, 1, 6, 6), generator=torch.Generator().manual_seed(42))
 
@@ -73,6 +74,10 @@ def trained_net(seed):
 
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def streams(x):
+    return Streams.from_index(torch.arange(len(x)), 0)
 
 
 def right(defense, x, y):

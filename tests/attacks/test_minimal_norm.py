@@ -5,40 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_rob.attacks import APGD, ARC, PGD, MinimalNorm
-from lightning_rob.defenses import Ensemble, RandomTransforms, Single
-from lightning_rob.objectives import expected_margin
-from lightning_rob.randomness import Streams
+from lightning_rob.attacks import ARC, PGD, MinimalNorm
+from lightning_rob.defenses import Ensemble, Single
 from lightning_rob.threat import Threat, ThreatPerImage
-from lightning_rob.transforms import GaussianNoise
-from tests.attacks.common import images, right, seeded, trained_net
+from tests.attacks.common import images, right, streams, trained_net
 from tests.attacks.test_apgd import Recording
-from tests.attacks.test_pdgd import plane
+from tests.attacks.test_smallest_norm import INSIDE
 
 LINF, L2 = Threat("linf", 0.4), Threat("l2", 1.0)
-INSIDE = {
-    "pgd": PGD(LINF, 10, 0.1),
-    "pgd-l2": PGD(L2, 30, 0.2, early_stop=True),
-    "pgd-restarts": PGD(LINF, 10, 0.1, expected_margin, restarts=2, early_stop=True),
-    "apgd": APGD(LINF, 15),
-    "apgd-l2": APGD(L2, 15, expected_margin, restarts=2, early_stop=False),
-}
 inside = pytest.mark.parametrize("attack", INSIDE.values(), ids=INSIDE.keys())
-
-
-def streams(x):
-    return Streams.from_index(torch.arange(len(x)), 0)
-
-
-@inside
-def test_finds_the_distance_of_a_hyperplane(attack):
-    net, x, y, distance = plane(attack.threat.norm)
-    x_adv = MinimalNorm(attack, 12)(Single(net), x, y, streams(x))
-    found, within = attack.threat.size(x_adv - x), distance < attack.threat.eps
-    assert within.all()
-    assert (net(x_adv).argmax(1) != y).all()
-    assert (found >= distance).all()
-    assert (found - distance).max() <= attack.threat.eps / 2**11 + 1e-9
 
 
 @inside
@@ -103,13 +78,6 @@ def test_radii_of_other_images_are_an_error():
     assert threat.of(torch.tensor([1])).unit(x[:1]).tolist() == [1.0]
     with pytest.raises(ValueError, match="2 radii for 1 images: take `of` these rows"):
         threat.project(far[:1], x[:1])
-
-
-def test_random_defense_is_refused():
-    defense = RandomTransforms(trained_net(1), [GaussianNoise(alpha=0.1)], size=1, draws=2)
-    message = "MinimalNorm is for fixed classifiers, not for RandomTransforms"
-    with pytest.raises(TypeError, match=message):
-        MinimalNorm(PGD(L2, 2, 0.1))(defense, *images(2), seeded())
 
 
 def test_wrong_arguments():

@@ -1,16 +1,14 @@
-"""PDGD walks as the code of its authors does, and finds the distance of a hyperplane."""
+"""PDGD walks as the code of its authors does."""
 
 import pytest
 import torch
 
 from lightning_rob.attacks import PDGD
 from lightning_rob.attacks.pdgd import shrink_largest
-from lightning_rob.defenses import RandomTransforms, Single
+from lightning_rob.defenses import Single
 from lightning_rob.threat import Threat
-from lightning_rob.transforms import GaussianNoise
 from tests.attacks.common import images, seeded, trained_net
 from tests.attacks.test_apgd import Recording, double  # noqa: F401 (a fixture)
-from tests.attacks.test_fab import Hyperplane
 
 FREE = {"linf": Threat("linf", 1), "l2": Threat("l2", 100)}
 both_norms = pytest.mark.parametrize("threat", FREE.values(), ids=FREE.keys())
@@ -35,24 +33,6 @@ def test_iterates_are_those_of_adv_lib(threat, double):  # noqa: F811
     assert share.min() < 0.99
 
 
-def plane(norm, gain=1.0):
-    """A hyperplane, images on both sides of it, their labels and distances."""
-    net = Hyperplane(gain * torch.randn(12, generator=seeded(1), dtype=torch.float64)).double()
-    x = 0.3 + 0.4 * torch.rand((40, 3, 2, 2), generator=seeded(2), dtype=torch.float64)
-    y, f = net(x).argmax(1), net(x)[:, 1].detach().abs()
-    return net, x, y, f / torch.linalg.vector_norm(net.w.detach(), 1 if norm == "linf" else 2)
-
-
-@both_norms
-def test_finds_the_distance_of_a_hyperplane(threat):
-    net, x, y, distance = plane(threat.norm, gain=10.0)
-    x_adv = PDGD(threat, 2000)(Single(net), x, y)
-    found = threat.size(x_adv - x)
-    assert (net(x_adv).argmax(1) != y).all()
-    assert (found >= distance).all()
-    assert (found <= 1.01 * distance).all()
-
-
 def test_proximal_operator_by_its_conditions():
     """delta - z is a subgradient: of 1-norm `weight`, on the largest entries; or all are zero."""
     delta = torch.randn((50, 3, 4), generator=seeded(), dtype=torch.float64)
@@ -66,23 +46,6 @@ def test_proximal_operator_by_its_conditions():
     assert (z[~zero].abs()[moved != 0] > 0).all()
     reached = (z[~zero].abs() - level[:, None, None]).abs() < 1e-12
     assert (reached | (moved == 0)).all()
-
-
-def test_fooled_images_stay_as_they_are_and_cost_nothing():
-    net, (x, y) = Recording(trained_net(1).eval()), images(20, seed=3)
-    with torch.no_grad():
-        y = net.net(x).argmax(1)
-    y[::2] = (y[::2] + 1) % 4
-    x_adv = PDGD(FREE["l2"], 5)(Single(net), x, y)
-    assert torch.equal(x_adv[::2], x[::2])
-    assert [len(seen) for seen in net.seen][:6] == [20] + 5 * [10]
-    assert all(len(seen) <= 10 for seen in net.seen[6:])
-
-
-def test_random_defense_is_refused():
-    defense = RandomTransforms(trained_net(1), [GaussianNoise(alpha=0.1)], size=1, draws=2)
-    with pytest.raises(TypeError, match="PDGD is for fixed classifiers, not for RandomTransforms"):
-        PDGD(FREE["l2"], 2)(defense, *images(2))
 
 
 WRONG = {

@@ -1,16 +1,27 @@
 """The attacks that each kind of defense calls for."""
 
+import copy
+
 import pytest
 import torch
-from torch import nn
 
-from lightning_rob.attacks import ARC, GMSA
-from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single, TransformEnsemble
+from lightning_rob.attacks import ARC, GMSA, PGD, Budgeted, OnDifferentiable, TransferFromStatic
+from lightning_rob.attacks.base import evaluating
+from lightning_rob.attacks.passes import PassCount
+from lightning_rob.defenses import (
+    DENT,
+    Ensemble,
+    Mixture,
+    RandomTransforms,
+    Single,
+    TransformEnsemble,
+)
 from lightning_rob.evaluation.suites import Auto, default_attacks, suite_for, suite_kind
 from lightning_rob.nets import SmallCNN
 from lightning_rob.rules import mean_logits
 from lightning_rob.threat import Threat
-from lightning_rob.transforms import HorizontalFlip
+from lightning_rob.transforms import GaussianNoise, UniformNoise
+from tests.attacks.common import images, streams, trained_net
 from tests.counting import Counting
 from tests.tiny import ROOT, TinyNet
 
@@ -54,6 +65,24 @@ def test_default_attacks():
         default_attacks(DENT(SmallCNN(4, 3, 4)), THREAT)
 
 
+class Adapting(Single):
+    """Its rehearsals are copies of the network, which are kept."""
+
+    def __init__(self, net):
+        super().__init__(net)
+        self.rehearsed = []
+
+    def adapt(self, x, generator=None):
+        net = copy.deepcopy(self.net)
+        net.clear()
+        self.rehearsed.append(net)
+        return Single(net)
+
+
+def nets_of(defense):
+    return [net for net in defense.modules() if isinstance(net, Counting)]
+
+
 def defenses():
     torch.manual_seed(0)
     nets = [Counting(SmallCNN(4, 3, 4)).eval() for _ in range(2)]
@@ -68,22 +97,27 @@ def defenses():
         "drawn": rules[1],
         "random": rt,
         "moved": moved,
+        "adapting": Adapting(nets[0]),
     }
 
 
 @pytest.mark.parametrize("passes", [90, 700])
-@pytest.mark.parametrize("name", ["few", "single", "pooled", "drawn", "random", "moved"])
+@pytest.mark.parametrize(
+    "name", ["few", "single", "pooled", "drawn", "random", "moved", "adapting"]
+)
 def test_auto_stays_within_its_passes(name, passes):
     """A radius within which nothing is fooled; the labels are the predictions."""
     defense, attack = defenses()[name], Auto(Threat("linf", 1e-6), passes)
     x = torch.rand(1, 3, 16, 16)
     y = defense(x, torch.Generator().manual_seed(0)).argmax(1)
-    nets = [net for net in defense.modules() if isinstance(net, Counting)]
-    for net in nets:
+    rehearsed = defense.rehearsed if defense.transductive else []
+    for net in nets_of(defense):
         net.clear()
-    x_adv = attack(defense, x, y, torch.Generator().manual_seed(0))
+    schedule = attack.schedule(defense) if defense.transductive else attack
+    x_adv = schedule(defense, x, y, torch.Generator().manual_seed(0))
     assert attack.threat.distance(x_adv, x) <= 1.1e-6
-    used = sum(net.images() + sum(net.backwards) for net in nets)
+    used = sum(net.images() + sum(net.backwards) for net in [*nets_of(defense), *rehearsed])
+    used -= 2 * len(rehearsed)  # of each, the prediction and the loss
     assert 0.7 * passes <= used <= passes
 
 
@@ -96,8 +130,61 @@ def test_auto_leaves_the_rounds_to_the_evaluation():
         auto(defense, torch.rand(2, 3, 8, 8), torch.zeros(2, dtype=torch.long))
 
 
-@pytest.mark.parametrize(("passes", "steps"), [(40, 2), (100, 5)])
-def test_the_few_steps_of_a_small_budget_lead_across_the_ball(passes, steps):
-    defense = RandomTransforms(nn.Flatten(), [HorizontalFlip()], size=1, draws=2)
-    found = Auto(Threat("linf", 0.1), passes).schedule(defense)
-    assert steps * found.attack.step_size >= 2 * 0.1
+def small(kind):
+    """A defense of trained networks, and a radius at which PGD leaves some images."""
+    nets = [trained_net(seed).eval() for seed in (1, 2, 3)]
+    if kind == "random":
+        return RandomTransforms(nets[0], [GaussianNoise(0.15), UniformNoise()], 2, 10), 0.12
+    if kind == "transformed":
+        return TransformEnsemble(nets, ["clean", "shift_left", "shift_up"]), 0.09
+    return DENT(nets[0]), 0.1
+
+
+@torch.no_grad()
+def mean_right(defense, x, y):
+    """The accuracy after adaptation to these images, mean over draws of a random defense."""
+    adapted, found = defense.adapt(x), []
+    with evaluating(adapted):
+        for seed in range(4):
+            generator = streams(x).fold_in(seed)
+            found.append(float(adapted(x, generator).gather(1, y[:, None]).mean()))
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("passes", [30, 100])
+@pytest.mark.parametrize("kind", ["random", "transformed", "transductive"])
+def test_auto_is_as_strong_as_pgd_at_equal_passes(kind, passes):
+    """PGD does not rehearse. Random starts alone make a difference of up to three images."""
+    (defense, eps), (x, y) = small(kind), images(100, seed=9)
+    threat, passes = Threat("linf", eps), passes * len(defense.weights)
+    pgd = Budgeted(PGD(threat, 1, eps / 10, keep_best=kind == "transductive"), passes)
+    if kind == "transductive":
+        pgd = TransferFromStatic(pgd)
+    left = [
+        mean_right(defense, attack(defense, x, y, streams(x)), y)
+        for attack in (Auto(threat, passes).schedule(defense, classes=4), pgd)
+    ]
+    assert 0.1 < left[0] <= left[1] + 0.03
+
+
+@pytest.mark.parametrize("passes", [8, 40, 120, 600, 5000])
+@pytest.mark.parametrize("kind", ["random", "transformed", "transductive"])
+def test_steps_of_auto_lead_across_the_ball(kind, passes):
+    (defense, eps), x = small(kind), torch.rand(2, 1, 6, 6)
+    passes *= len(defense.weights)
+    schedule = Auto(Threat("linf", eps), passes).schedule(defense)
+    models = [defense]
+    if isinstance(schedule, GMSA):
+        schedule, models = schedule.inner, [defense.adapted_model] * schedule.rounds
+    if isinstance(schedule, OnDifferentiable):
+        schedule = schedule.attack
+    target = Mixture(models) if len(models) > 1 else models[0]
+    pgd = schedule.attack.within(schedule.passes, PassCount(target, x))
+    assert pgd.steps * pgd.step_size >= 2 * eps
+    assert eps / 10 <= pgd.step_size <= max(eps / 10, 2.5 * eps / max(pgd.steps - 1, 1))
+
+
+def test_auto_says_what_to_use_where_no_member_has_a_gradient():
+    defense = TransformEnsemble([trained_net(1)] * 2, ["quantize_4_colors", "quantize_8_colors"])
+    with pytest.raises(TypeError, match=r"no member has a gradient, of quantize.*or Square"):
+        Auto(THREAT, 100)(defense, *images(2))
