@@ -3,8 +3,8 @@
     pip install -e ".[bench,autoattack]"
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/autoattack.py
 
-Trains a SmallCNN on Digits5k for seconds, adversarially unless `--standard`, then prints a Markdown
-table. Every package gets the whole batch at once and its own defaults for the standard version; all
+Trains a SmallCNN on Digits5k, or on the photographs of Patches10, adversarially unless `--standard`,
+then prints a Markdown table. Every package gets the whole batch at once and its own defaults for the standard version; all
 are judged by the same network. "only it" and "only the package" count images that one fools and
 pyautoattack, called directly, does not, or the other way round. Passes are per image. A package
 that is not installed is left out.
@@ -20,13 +20,14 @@ import torch
 from torch import nn
 
 from lightning_rob.attacks import PGD, AutoAttack
-from lightning_rob.data import Digits5k
+from lightning_rob.data import Digits5k, Patches10
 from lightning_rob.defenses import Single
 from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import classification_loss
 from lightning_rob.threat import Threat
 
 SEED = 0
+DATA = {"Digits5k": (Digits5k, 1), "Patches10": (Patches10, 3)}  # name -> images, channels
 
 
 class Counted(nn.Module):
@@ -58,15 +59,15 @@ class CountedSingle(Single):
         return self.counted[0](x)[None]
 
 
-def digits(train):
-    samples = Digits5k().source(train)
-    x, y = zip(*(samples[i] for i in range(len(samples))), strict=True)
+def images(data, train, most):
+    samples = DATA[data][0]().source(train)
+    x, y = zip(*(samples[i] for i in range(min(len(samples), most))), strict=True)
     return torch.stack(x), torch.tensor(y)
 
 
-def trained(threat, epochs, standard):
+def trained(data, threat, epochs, standard):
     torch.manual_seed(SEED)
-    net, (x, y) = SmallCNN(), digits(train=True)
+    net, (x, y) = SmallCNN(channels=DATA[data][1]), images(data, train=True, most=5000)
     attack = PGD(threat, 5, threat.eps / 3)
     optimizer = torch.optim.Adam(net.parameters(), 3e-3)
     for _ in range(epochs):
@@ -130,16 +131,18 @@ def measured(build, net, threat, x, y):
 
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("--data", default="Digits5k", choices=list(DATA))
     parser.add_argument("--norm", default="linf", choices=["linf", "l2"])
     parser.add_argument("--eps", type=float, default=0.2)
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--standard", action="store_true")
+    parser.add_argument("--only", nargs="+", default=list(PACKAGES), choices=list(PACKAGES))
     options = parser.parse_args()
     threat = Threat(options.norm, options.eps)
-    net = trained(threat, options.epochs, options.standard)
-    x, y = (part[: options.images] for part in digits(train=False))
-    print(f"{threat}, {len(x)} images, torch {torch.__version__}")
+    net = trained(options.data, threat, options.epochs, options.standard)
+    x, y = images(options.data, train=False, most=options.images)
+    print(f"{options.data}, {threat}, {len(x)} images, torch {torch.__version__}")
     clean = float((net(x).argmax(1) == y).float().mean())
     columns = ["", "right", "only it", "only the package", "forwards", "backwards", "wall s"]
     columns += ["CPU s", "largest", "torch's RNG kept"]
@@ -147,7 +150,7 @@ def main():
     print(f"| clean | {100 * clean:.1f} |" + " |" * 8)
     reference = None
     for name, (package, build) in PACKAGES.items():
-        if not importlib.util.find_spec(package):
+        if name not in options.only or not importlib.util.find_spec(package):
             continue
         right, passes, seconds, largest, kept = measured(build, net, threat, x, y)
         reference = right if reference is None else reference
