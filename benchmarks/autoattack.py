@@ -114,7 +114,7 @@ PACKAGES = {  # row -> package, and how its attack is built
 
 def measured(build, net, threat, x, y):
     """Return one row: accuracy, passes, seconds, largest perturbation and side effects."""
-    talk, counted = io.StringIO(), Counted(net)
+    talk, counted = io.StringIO(), Counted(net).eval()  # torchattacks restores the mode it finds
     with contextlib.redirect_stdout(talk), contextlib.redirect_stderr(talk):
         attack = build(counted, threat)
         torch.manual_seed(SEED + 1)
