@@ -3,11 +3,11 @@
     pip install -e ".[bench,autoattack]"
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/autoattack.py
 
-Trains a SmallCNN on Digits5k, or on the photographs of Patches10, adversarially unless `--standard`,
-then prints a Markdown table. Every package gets the whole batch at once and its own defaults for the standard version; all
-are judged by the same network. "only it" and "only the package" count images that one fools and
-pyautoattack, called directly, does not, or the other way round. Passes are per image. A package
-that is not installed is left out.
+Trains a SmallCNN on Digits5k, or on the photographs of Patches10, adversarially unless
+`--standard`, then prints a Markdown table. Every package gets the whole batch at once and its own
+defaults for the standard version; all are judged by the same network. "only it" and "only the
+package" count images that one fools and pyautoattack, called directly, does not, or the other way
+round. Passes are per image. A package that is not installed is left out.
 """
 
 import argparse
