@@ -24,7 +24,7 @@ from lightning_rob.rules import majority, mean_probs, random_member
 from lightning_rob.threat import Threat
 from tests.attacks.common import images, trained_net
 from tests.attacks.test_apgd import Recording
-from tests.attacks.test_pdgd import plane
+from tests.attacks.test_smallest_norm import plane
 
 
 def net():

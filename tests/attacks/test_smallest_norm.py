@@ -31,15 +31,17 @@ PLANES = {  # name -> attack, gain of the logits, and the excess in share and in
 }
 
 
-@pytest.mark.parametrize(("attack", "gain", "share", "length"), PLANES.values(), ids=PLANES)
-def test_finds_the_distance_of_a_hyperplane(attack, gain, share, length):
-    """Images on both sides; the distance is that of the dual norm."""
+def plane(norm, gain=1.0):
+    """A hyperplane, images on both sides of it, their labels and distances (of the dual norm)."""
     net = Hyperplane(gain * torch.randn(12, generator=seeded(1), dtype=torch.float64)).double()
     x = 0.3 + 0.4 * torch.rand((40, 3, 2, 2), generator=seeded(2), dtype=torch.float64)
     y, f = net(x).argmax(1), net(x)[:, 1].detach().abs()
-    distance = f / torch.linalg.vector_norm(
-        net.w.detach(), 1 if attack.threat.norm == "linf" else 2
-    )
+    return net, x, y, f / torch.linalg.vector_norm(net.w.detach(), 1 if norm == "linf" else 2)
+
+
+@pytest.mark.parametrize(("attack", "gain", "share", "length"), PLANES.values(), ids=PLANES)
+def test_finds_the_distance_of_a_hyperplane(attack, gain, share, length):
+    net, x, y, distance = plane(attack.threat.norm, gain)
     assert (distance < attack.threat.eps).all()
     x_adv = attack(Single(net), x, y, streams(x))
     found = attack.threat.size(x_adv - x)

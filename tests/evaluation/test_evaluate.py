@@ -18,7 +18,7 @@ from lightning_rob.identity import attack_spec, fingerprint
 from lightning_rob.metrics import paired, wilson
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import SmallCNN
-from tests.attacks.test_pdgd import plane
+from tests.attacks.test_smallest_norm import plane
 from tests.tiny import Blobs, TinyNet
 
 THREAT = Threat("linf", 16 / 255)
