@@ -39,7 +39,10 @@ def scale(flat: Tensor, factor: Tensor) -> Tensor:
 
 
 def _norms(batch: Tensor, order: float) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(batch.flatten(1), order, dim=1)
+    flat = batch.flatten(1)
+    if order == math.inf:
+        return flat.abs().amax(1)  # a tenth of the time of `vector_norm` on a CPU
+    norms: Tensor = torch.linalg.vector_norm(flat, order, dim=1)
     return norms
 
 

@@ -16,7 +16,7 @@ from lightning_rob.attacks.apgd import APGD
 from lightning_rob.attacks.base import Attack, affordable, shared
 from lightning_rob.attacks.fab import FAB
 from lightning_rob.attacks.foreign import ScoreNetwork, isolated_streams, scores
-from lightning_rob.attacks.oom import Work, run_in_chunks
+from lightning_rob.attacks.oom import Work, images_at_once, run_in_chunks
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.attacks.square import Square
@@ -61,9 +61,10 @@ class AutoAttack(Attack):
         attacks: the attacks of a "custom" version, in this order and with one restart, else as in
             the standard version: "apgd-ce", "apgd-dlr", "apgd-t", "fab", "fab-t", "square".
         draws: draws of a random defense for one prediction; None as many as the defense takes.
-        batch_size: number of images attacked at a time; None for the whole batch. The images that
-            a stage leaves are put together for the next: give the evaluation a large `group_size`,
-            and this the size that fills the device.
+        batch_size: number of images attacked at a time; None for as many as a CPU's caches hold,
+            on other devices for the whole batch. The images that a stage leaves are put together
+            for the next: give the evaluation a large `group_size`, and this the size that fills
+            the device.
         queries: number of queries of the Square Attack, for each image.
         reference: run the authors' code.
         early_stop: let images leave a run of APGD as soon as they are misclassified, where the
@@ -81,6 +82,7 @@ class AutoAttack(Attack):
     """
 
     made_for: ClassVar[tuple[str, ...]] = ("ensemble",)
+    splits_batches: ClassVar[bool] = True
     knowledge: ClassVar[str] = "the weights and the predictions; Square uses the predictions alone"
     threat: Threat
     version: Literal["standard", "plus", "rand", "custom"] = "standard"
@@ -208,8 +210,9 @@ class AutoAttack(Attack):
         self, work: Work, target: Defense, left: ActiveBatch, x: Tensor, noise: Generator
     ) -> Tensor:
         """Work on `batch_size` of the images [b, C, H, W] at a time, all of them still right."""
+        size = self.batch_size or images_at_once(x)
         with restricted_to(target, left.index):
-            return run_in_chunks(work, self.batch_size or len(x), target, x, left.y, noise)
+            return run_in_chunks(work, size, target, x, left.y, noise)
 
     def stages(self, classes: int, early_stop: bool = True) -> list[Attack]:
         """Return the attacks of this version.

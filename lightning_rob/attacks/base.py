@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.folding import FoldingError, folded
-from lightning_rob.attacks.oom import run_in_halves
+from lightning_rob.attacks.oom import images_at_once, run_in_chunks, run_in_halves
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import PerImageLayer
@@ -155,6 +155,7 @@ class Attack(ABC):
     takes_radii: ClassVar[bool] = False  # whether the threat may be a `ThreatPerImage`
     length: ClassVar[str] = "steps"  # the field that a budget of passes sets
     ignores_state: ClassVar[bool] = False  # whether it sees nothing of a defense's adapted state
+    splits_batches: ClassVar[bool] = False  # whether it chooses itself how many images at a time
 
     def __call__(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator = None
@@ -179,7 +180,7 @@ class Attack(ABC):
             raise TypeError(f"attacks are on a Defense, got {kind}: wrap a network, Single(net)")
         check_images(x, self.threat.bounds)
         check_label_type(y, len(x))
-        restore = _restoring(generator)
+        restore, separable = _restoring(generator), is_batch_separable(self, defense)
         for again in (True, False):
             try:
                 with attacking(defense):
@@ -187,9 +188,13 @@ class Attack(ABC):
                     if not len(x):
                         return x
                     try:
+                        size = images_at_once(x)
+                        if size < len(x) and separable and not self.splits_batches:
+                            work = partial(run_in_chunks, self.perturb, size)
+                            return work(defense, x, y, generator).detach()
                         return self.perturb(defense, x, y, generator).detach()
                     except torch.OutOfMemoryError as error:
-                        if not is_batch_separable(self, defense):
+                        if not separable:
                             self._suggest_smaller_rounds(error, len(x))
                             raise
                         if len(x) < 2:

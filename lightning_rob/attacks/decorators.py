@@ -139,6 +139,7 @@ class Chunked(AttackDecorator):
         TypeError: when called on a defense whose predictions depend on the whole batch.
     """
 
+    splits_batches: ClassVar[bool] = True
     images: int | None = None
     memory: float | Literal["auto"] | None = None
 

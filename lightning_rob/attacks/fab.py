@@ -193,16 +193,18 @@ def to_hyperplane(x: Tensor, w: Tensor, gap: Tensor, threat: Threat) -> Tensor:
     largest = flat.abs().amax(1).clamp_min(TINY)
     flat, gap = scale(flat, torch.where(gap < 0, -1, 1) / largest), gap.abs() / largest
     (low, high), at = threat.bounds, x.flatten(1)
-    room = torch.where(flat > 0, at - low, high - at) * (flat != 0)
-    speed = (flat != 0).to(flat) if threat.p == math.inf else flat.abs()
+    # Masks of 0 and 1: a product with one takes a tenth of the time of `where` on a CPU.
+    up, down = flat.clone().gt_(0), flat.clone().lt_(0)
+    room = (at - low) * up + (high - at) * down
+    speed = up + down if threat.p == math.inf else flat.abs()
     slope, reach = flat.abs() * speed, flat.abs() * room
     length, most = torch.zeros_like(gap), torch.finfo(gap.dtype).max
     # A GPU waits at each look, and steps beyond the solution change nothing.
     every = 1 if x.device.type == "cpu" else STEPS_BETWEEN_LOOKS
     for step in range(1, flat.shape[1] + 2):
-        arrived = length[:, None] * speed >= room
+        arrived = (length[:, None] * speed).ge_(room)
         left = gap - (reach * arrived).sum(1)
-        further = (left / slope.masked_fill(arrived, 0).sum(1).clamp_min(TINY)).clamp_max(most)
+        further = (left / (slope * (1 - arrived)).sum(1).clamp_min(TINY)).clamp_max(most)
         if step % every == 0 and not (further > length).any():
             break
         length = torch.maximum(further, length)
