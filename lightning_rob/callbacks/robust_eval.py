@@ -35,6 +35,7 @@ from lightning_rob.evaluation.records import (
     versions,
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
+from lightning_rob.evaluation.suites import RECIPES, suite_kind
 from lightning_rob.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN, print_table
 from lightning_rob.threat import Norm, pixels
@@ -181,7 +182,9 @@ class RobustEval(Measurement):
         self, trainer: Trainer, defense: Defense, protocol: RoundProtocol | None
     ) -> dict[str, Any]:
         """Return the fields that every record of this evaluation has."""
-        return super().details(trainer, defense, protocol) | {"target": self._target_name}
+        whole = self.defense_of(trainer.lightning_module)
+        own = {"target": self._target_name, "suite": RECIPES[suite_kind(whole)]}
+        return super().details(trainer, defense, protocol) | own
 
     def store(
         self, trainer: Trainer, pl_module: Any, defense: Defense, details: dict[str, Any]
