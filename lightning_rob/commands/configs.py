@@ -513,7 +513,7 @@ class CompareConfig(CommandConfig):
 
       lightning-rob compare logs/version_0/images/test-arc.csv \
           logs/version_1/images/test-arc.csv
-      lightning-rob compare old.csv new.csv --fail-if-worse 0.02
+      lightning-rob compare old.csv new.csv --fail_if_worse 0.02
 
     Args:
         records: one or two CSV files
