@@ -26,6 +26,7 @@ from lightning_rob.attacks import (
     PGD,
     TAA,
     Accelerated,
+    Chunked,
     DeepFool,
     SurrogateTransforms,
 )
@@ -83,9 +84,11 @@ def pgd(nets, x, y, options):
     net = nets[0]
     attack = PGD(Threat("linf", EPS), STEPS, STEP, random_start=False)
     drop = PGD(Threat("linf", EPS), STEPS, STEP, random_start=False, early_stop=True)
+    whole = Chunked(attack, images=len(x))
     found = {
         "floor": lambda: floor([net], x, y, STEPS),
         "lightning-rob": lambda: attack(Single(net), x, y),
+        "lightning-rob, the whole batch at once": lambda: whole(Single(net), x, y),
         "lightning-rob, early_stop": lambda: drop(Single(net), x, y),
         "lightning-rob, bfloat16": lambda: Accelerated(attack, autocast="bfloat16")(
             Single(net), x, y

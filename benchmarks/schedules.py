@@ -58,6 +58,11 @@ def shares(passes, *parts):
     return Strongest(tuple(Budgeted(attack, int(share * free)) for share, attack in parts))
 
 
+def alone(passes, attacks):
+    """Return each attack with all of the passes."""
+    return {name: Budgeted(attack, passes) for name, attack in attacks.items()}
+
+
 def for_network(threat, passes):
     """Return candidate schedules for a single network."""
     ce, targeted = APGD(threat), APGD(threat, targets=9)
@@ -65,13 +70,10 @@ def for_network(threat, passes):
         APGD(threat, objective=objective)
         for objective in (expected_dlr, expected_margin, expected_probability_margin)
     )
-    square = Square(threat)
-    return {
-        "PGD": Budgeted(PGD(threat, 1, threat.eps / 10), passes),
-        "APGD, cross-entropy": Budgeted(ce, passes),
-        "APGD, DLR": Budgeted(dlr, passes),
-        "APGD, margin": Budgeted(margin, passes),
-        "APGD, PMA": Budgeted(pma, passes),
+    square, pgd = Square(threat), PGD(threat, 1, threat.eps / 10)
+    apgd = {"cross-entropy": ce, "DLR": dlr, "margin": margin, "PMA": pma}
+    single = {"PGD": pgd} | {f"APGD, {loss}": attack for loss, attack in apgd.items()}
+    return alone(passes, single) | {
         "1/2 cross-entropy, 1/2 margin": shares(passes, (0.5, ce), (0.5, margin)),
         "1/2 cross-entropy, 1/2 PMA": shares(passes, (0.5, ce), (0.5, pma)),
         "APGD, nine targets": Budgeted(targeted, passes),
@@ -92,12 +94,9 @@ def for_ensemble(threat, passes):
     large, small = (ARC(threat, 1, radius, 4) for radius in (threat.eps, threat.eps / 4))
     pgd, ce = PGD(threat, 1, threat.eps / 10), APGD(threat, early_stop=False)
     margin = APGD(threat, objective=expected_margin, early_stop=False)
-    return {
-        "PGD": Budgeted(pgd, passes),
-        "APGD, cross-entropy": Budgeted(ce, passes),
-        "APGD, margin": Budgeted(margin, passes),
-        "ARC": Budgeted(large, passes),
-        "ARC, eps / 4": Budgeted(small, passes),
+    single = {"PGD": pgd, "APGD, cross-entropy": ce, "APGD, margin": margin}
+    single |= {"ARC": large, "ARC, eps / 4": small}
+    return alone(passes, single) | {
         "ARC, two radii": shares(passes, (0.5, large), (0.5, small)),
         "1/2 cross-entropy, 1/2 ARC, eps / 4": shares(passes, (0.5, ce), (0.5, small)),
         "1/2 margin, 1/2 ARC, eps / 4": shares(passes, (0.5, margin), (0.5, small)),
@@ -108,18 +107,17 @@ def for_random(threat, passes):
     """Return candidate schedules for a defense that transforms images at random."""
     pgd, apgd = PGD(threat, 1, threat.eps / 10), APGD(threat)
     smooth = replace(pgd, draws=10, objective=linear, momentum=AGGMO)
-    return {
-        "PGD, draws of a prediction": Budgeted(pgd, passes),
-        "PGD, 10 draws": Budgeted(replace(pgd, draws=10), passes),
-        "PGD, 3 draws": Budgeted(replace(pgd, draws=3), passes),
-        "PGD, linear, 10 draws": Budgeted(replace(smooth, momentum=(0.0,)), passes),
-        "AggMo, linear, 10 draws": Budgeted(smooth, passes),
-        "AggMo, linear, 3 draws": Budgeted(replace(smooth, draws=3), passes),
-        "momentum 0.9, linear, 10 draws": Budgeted(replace(smooth, momentum=(0.9,)), passes),
-        "APGD, margin, 10 draws": Budgeted(
-            replace(apgd, objective=expected_margin, draws=10), passes
-        ),
+    single = {
+        "PGD, draws of a prediction": pgd,
+        "PGD, 10 draws": replace(pgd, draws=10),
+        "PGD, 3 draws": replace(pgd, draws=3),
+        "PGD, linear, 10 draws": replace(smooth, momentum=(0.0,)),
+        "AggMo, linear, 10 draws": smooth,
+        "AggMo, linear, 3 draws": replace(smooth, draws=3),
+        "momentum 0.9, linear, 10 draws": replace(smooth, momentum=(0.9,)),
+        "APGD, margin, 10 draws": replace(apgd, objective=expected_margin, draws=10),
     }
+    return alone(passes, single)
 
 
 def for_transformed(threat, passes):

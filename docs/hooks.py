@@ -126,19 +126,20 @@ def tutorial(script: Path, run: bool) -> dict[str, str | bytes]:
     """Return the page of a tutorial, and its pictures."""
     cells = read_cells(script.read_text(encoding="utf-8"))
     outputs = outputs_of(script) if run else [{"text": "", "pictures": []} for _ in cells]
+    title = cells[0][1].splitlines()[0].lstrip("# ")
     parts, files = [], {}
     for number, ((kind, text), output) in enumerate(zip(cells, outputs, strict=True)):
         parts.append(text if kind == "markdown" else block(text, "python"))
         for i, picture in enumerate(output["pictures"]):
             name = f"{script.stem}-{number}-{i}.png"
             files[f"tutorials/{name}"] = bytes.fromhex(picture)
-            parts.append(f"![What the code above draws]({name})")
+            parts.append(f"![{title}: what the code above draws]({name})")
         if output["text"].strip():
             parts.append(block(output["text"]))
     source = (
         f"[Download this page as a Python script]({script.name}), to be run or opened in Jupyter."
     )
-    parts[1:1] = [f"![First picture]({Path(name).name})" for name in list(files)[:1]]
+    parts[1:1] = [f"![{title}: a figure]({Path(name).name})" for name in list(files)[:1]]
     parts.append(source)
     return {f"tutorials/{script.stem}.md": "\n\n".join(parts) + "\n", **files}
 

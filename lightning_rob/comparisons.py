@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+SIGNIFICANT = 0.05  # p below which a difference is significant
+P_DECIDES = "p decides"  # where it and the interval disagree
+
 
 def holm(p: Sequence[float]) -> list[float]:
     """Adjust p-values of several comparisons to bound the probability of any false one.

@@ -57,11 +57,11 @@ def print_table(title: str, results: Iterable[Row], console: Console | None = No
 
     Args:
         title: above the table.
-        results: of one name and target the last counts.
+        results: of one name, target and number of images the last counts.
         console: None prints to standard output.
     """
     console = console or Console()
-    last = {(result.name, result.details.get("target")): result for result in results}
+    last = {(r.name, r.details.get("target"), r.n): r for r in results}
     compared = [r.details["against"]["p"] for r in last.values() if r.details.get("against")]
     adjusted = iter(holm(compared))
     rows = [_accuracy_cells(result, adjusted) for result in last.values()]
@@ -72,7 +72,8 @@ def print_table(title: str, results: Iterable[Row], console: Console | None = No
         if sum(widths[k] for k in kept) + 3 * len(kept) + 1 > console.width:
             kept.remove(spare)
     covered = {str(result.details.get("interval_covers", "images")) for result in last.values()}
-    table = Table(title=title, caption=_methods(kept, covered, len(compared)), **STYLE)
+    methods = [*_methods(kept, covered, len(compared)), *_left_out(last.values())]
+    table = Table(title=title, caption="; ".join(methods), **STYLE)
     for name in kept:
         left = name in ("attack", "on", "within")
         width = max(len(row[name]) for row in rows) if name == "attack" else None
@@ -82,7 +83,13 @@ def print_table(title: str, results: Iterable[Row], console: Console | None = No
     console.print(table)
 
 
-def _methods(columns: Collection[str], covered: Collection[str], compared: int) -> str:
+def _left_out(results: Iterable[Row]) -> list[str]:
+    """Name the images of results that leave out some: the worst of attacks on other images."""
+    named = [(r.name, r.n, r.details["images"]) for r in results if "images" in r.details]
+    return [f"{name}: on {n} images, {which}" for name, n, which in named]
+
+
+def _methods(columns: Collection[str], covered: Collection[str], compared: int) -> list[str]:
     """Name the methods behind the intervals and comparisons of these columns."""
     methods = [f"interval: Wilson, over {' or '.join(sorted(covered))}"]
     if "randomness" in columns:
@@ -91,7 +98,7 @@ def _methods(columns: Collection[str], covered: Collection[str], compared: int) 
     if "against" in columns:
         methods += ["against: McNemar, paired t for expected accuracies"]
         methods += [f"p: Holm over {compared} comparisons"] if compared > 1 else []
-    return "; ".join(methods)
+    return methods
 
 
 def _accuracy_cells(result: Row, adjusted: Iterator[float]) -> dict[str, str]:

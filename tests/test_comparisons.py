@@ -43,6 +43,15 @@ def test_which_test_depends_on_the_answers():
         paired(one, other * math.nan)
 
 
+def test_p_decides_where_the_interval_disagrees():
+    """Five images lost of five: the t interval has no width, McNemar's p is 2 / 2**5."""
+    few = paired(torch.ones(5), torch.zeros(5))
+    assert few.interval == (-1.0, -1.0)
+    assert not few.significant
+    assert str(few).endswith("p = 0.062 (McNemar): not significant, p decides")
+    assert paired(torch.ones(6), torch.zeros(6)).significant
+
+
 def test_scores_of_other_images_are_refused():
     with pytest.raises(ValueError, match="3 scores cannot be paired with 2"):
         paired(torch.zeros(3), torch.zeros(2))

@@ -16,13 +16,14 @@ from lightning_rob.attacks.apgd import APGD
 from lightning_rob.attacks.base import Attack, affordable, shared
 from lightning_rob.attacks.fab import FAB
 from lightning_rob.attacks.foreign import ScoreNetwork, isolated_streams, scores
-from lightning_rob.attacks.oom import Work, images_at_once, run_in_chunks
+from lightning_rob.attacks.oom import Work, run_in_chunks
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.attacks.square import Square
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import restricted_to
 from lightning_rob.errors import at_least
+from lightning_rob.memory import images_at_once
 from lightning_rob.objectives import check_logits, expected_ce, expected_dlr
 from lightning_rob.randomness import Generator, seed_from, uniform
 from lightning_rob.rules import Rule, mean_logits, mean_probs

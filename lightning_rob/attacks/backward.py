@@ -175,7 +175,9 @@ class _SwitchedReLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (out,) = ctx.saved_tensors
-        return gradient if ctx.switch.linear else gradient.masked_fill(out <= 0, 0), None
+        if ctx.switch.linear:
+            return gradient, None
+        return torch.ops.aten.threshold_backward(gradient, out, 0), None
 
 
 def _switched_relu(x: Tensor, switch: _Switch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Batches that are attacked in chunks: a CPU's caches hold few images, and memory may run out."""
+"""Batches that are attacked in chunks, such as those that do not fit into memory as a whole."""
 
 import warnings
 from collections.abc import Callable
@@ -12,20 +12,6 @@ from lightning_rob.defenses.transductive import restricted_to
 from lightning_rob.randomness import Generator, Streams
 
 Work = Callable[[Defense, Tensor, Tensor, Generator], Tensor]
-
-# Convolutions of more images at a time take up to twice as long (docs/performance.md).
-IMAGES_PER_THREAD = 64
-
-
-def images_at_once(x: Tensor) -> int:
-    """Return how many images of a batch [B, …] to attack at a time: on a CPU, what caches hold.
-
-    The chunks are about as large as each other; on other devices it is the whole batch.
-    """
-    chunks = 1
-    if x.device.type == "cpu":
-        chunks = -(-len(x) // (IMAGES_PER_THREAD * torch.get_num_threads()))
-    return -(-len(x) // max(chunks, 1))
 
 
 def retry_with_smaller_batches(

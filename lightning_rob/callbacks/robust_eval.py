@@ -6,6 +6,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
@@ -34,6 +35,7 @@ from lightning_rob.evaluation.records import (
     versions,
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
+from lightning_rob.evaluation.suites import RECIPES, suite_kind
 from lightning_rob.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN, print_table
 from lightning_rob.threat import Norm, pixels
@@ -180,7 +182,9 @@ class RobustEval(Measurement):
         self, trainer: Trainer, defense: Defense, protocol: RoundProtocol | None
     ) -> dict[str, Any]:
         """Return the fields that every record of this evaluation has."""
-        return super().details(trainer, defense, protocol) | {"target": self._target_name}
+        whole = self.defense_of(trainer.lightning_module)
+        own = {"target": self._target_name, "suite": RECIPES[suite_kind(whole)]}
+        return super().details(trainer, defense, protocol) | own
 
     def store(
         self, trainer: Trainer, pl_module: Any, defense: Defense, details: dict[str, Any]
@@ -256,6 +260,8 @@ class RobustEval(Measurement):
         assert found is not None
         done, complete = self.collector(trainer).deliver(self.target, found)
         self.results = found.measurements(done[0])
+        if any(_same_clean(one, found) for one in done[:-1]):
+            del self.results[0]  # the row of an earlier callback
         if complete and self.target is full_defense:
             same = [
                 one for one in done if one.details.get("protocol") == found.details.get("protocol")
@@ -320,6 +326,12 @@ class RobustEval(Measurement):
             title += [type(defense).__name__] if defense.transductive else []
             title += [f"data loader {self.dataloader_idx}"] if self.suffix else []
             print_table(" · ".join(title), rows, console_of(trainer))
+
+
+def _same_clean(one: EvaluationResult, other: EvaluationResult) -> bool:
+    """Whether both have the same clean images with the same scores."""
+    same = torch.equal(one.index, other.index)
+    return same and torch.equal(one.scores[:, 0], other.scores[:, 0])
 
 
 def _unused(path: Path) -> Path:

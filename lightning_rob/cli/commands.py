@@ -1,5 +1,6 @@
 """Commands whose options are a dataclass: `RobustCLI` builds what they work on."""
 
+import logging
 import os
 import re
 import shlex
@@ -25,6 +26,11 @@ from lightning_rob.errors import InputError
 from lightning_rob.safe_yaml import parse_fraction_arg, plain_yaml
 
 
+def is_no_tip(record: logging.LogRecord) -> bool:
+    """Filter of a logger that drops Lightning's advice to install other products of its makers."""
+    return "Tip: For seamless cloud" not in str(record.msg)
+
+
 def run_command(args: Sequence[str]) -> None:
     """Run a command that needs torch: one of `CONFIGS`, or of Lightning.
 
@@ -34,6 +40,8 @@ def run_command(args: Sequence[str]) -> None:
     Raises:
         InputError: it cannot be run.
     """
+    # Lightning writes them at level INFO, like its devices and why a fit stopped, which stay.
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
     name, *rest = args
     if name not in CONFIGS:
         RobustCLI(args)

@@ -17,7 +17,7 @@ ATTACKS = """\
 TRAINER = """\
   --trainer.accelerator=NAME  cpu, gpu, auto; and .devices=N .num_nodes=N
   --seed_everything=N         of all randomness, in training and prediction (0)"""
-FAIL_UNDER = "  --fail-under NAME=VALUE     exit code 1 if below it: robust/worst=0.40"
+FAIL_UNDER = "  --fail_under NAME=VALUE     exit code 1 if below it: robust/worst=0.40"
 SPECIFIC = {
     "fit": """\
   --trainer.max_epochs=N      and .precision=bf16-mixed .accumulate_grad_batches=N
@@ -40,7 +40,7 @@ EXAMPLES = {
     "test": """\
   lightning-rob test --ckpt_path last.ckpt \\
       --trainer.callbacks+=rec_suite
-  lightning-rob test --ckpt_path last.ckpt --fail-under robust/worst=0.40 \\
+  lightning-rob test --ckpt_path last.ckpt --fail_under robust/worst=0.40 \\
       --trainer.callbacks+=arc --data.eval_batch_size=200""",
     "predict": """\
   lightning-rob predict --ckpt_path last.ckpt --data.eval_batch_size=200""",

@@ -117,7 +117,7 @@ class HiddenProgressBar(ProgressBar):
 
 @contextmanager
 def without_reporting(trainer: Trainer) -> Iterator[tuple[list[RobustEval], list[Callback]]]:
-    """Silence a trainer, and take its evaluation, progress-bar and config callbacks from it.
+    """Silence a trainer: take its loggers and evaluation, progress-bar and config callbacks away.
 
     Yields:
         Its `RobustEval` callbacks, and those that remain.
@@ -125,10 +125,12 @@ def without_reporting(trainer: Trainer) -> Iterator[tuple[list[RobustEval], list
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     reporting = (EvaluationCallback, ProgressBar, SaveConfigCallback)
     others = [callback for callback in callbacks if not isinstance(callback, reporting)]
+    loggers, trainer.loggers = trainer.loggers, []
     if sys.stderr.isatty():
         others.append(HiddenProgressBar())
     try:
         with quiet_lightning():
             yield [c for c in callbacks if isinstance(c, RobustEval)], others
     finally:
+        trainer.loggers = loggers
         trainer.callbacks = callbacks  # type: ignore[attr-defined]

@@ -12,9 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from lightning_rob.commands.configs import SIGNIFICANT, CompareConfig
+from lightning_rob.commands.configs import CompareConfig
 from lightning_rob.commands.report.blocks import plain
 from lightning_rob.commands.specs import differences
+from lightning_rob.comparisons import P_DECIDES, SIGNIFICANT
 from lightning_rob.evaluation.per_image import ResultFile, read_result_file
 from lightning_rob.files import atomic_write_text
 from lightning_rob.metrics import Paired, holm, paired
@@ -195,7 +196,7 @@ def _legend(found: Sequence[Comparison]) -> str:
     tests = " or ".join(dict.fromkeys(comparison.paired.test for comparison in found))
     legend = f"interval: paired t, 95 %; p: {tests}, two-sided"
     legend += f", adjusted by Holm over {len(found)} comparisons" if len(found) > 1 else ""
-    return legend + "; lost, won: images whose score fell, rose"
+    return f"{legend}; {P_DECIDES}; lost, won: images whose score fell, rose"
 
 
 def print_comparison(

@@ -17,9 +17,9 @@ from lightning_rob.commands.destinations import check_destinations
 from lightning_rob.commands.locations import check_remote, is_remote, is_single
 from lightning_rob.commands.sweep_values import SWEPT, Value, parse_values
 from lightning_rob.commands.thresholds import parse_thresholds
+from lightning_rob.comparisons import SIGNIFICANT
 
 Receives = Literal["run", "trainings", "checkpoints", "data", "records"]
-SIGNIFICANT = 0.05
 LOCAL = "127.0.0.1"  # address of the monitor's page and metrics
 ONNX = ("onnx", "onnxscript", "onnxruntime")  # the packages of the extra
 
@@ -508,11 +508,12 @@ class CompareConfig(CommandConfig):
     under the same attacks, or an ensemble and its first member. Of one record: attacks on
     the same checkpoint. The test is McNemar's where each prediction is right or wrong, and
     the paired t test for expected accuracies of randomized ensembles; with several rows p
-    is adjusted by Holm, so that all can be read at once.
+    is adjusted by Holm, so that all can be read at once. p decides; the interval, by the
+    t distribution, says how large the difference may be.
 
       lightning-rob compare logs/version_0/images/test-arc.csv \
           logs/version_1/images/test-arc.csv
-      lightning-rob compare old.csv new.csv --fail-if-worse 0.02
+      lightning-rob compare old.csv new.csv --fail_if_worse 0.02
 
     Args:
         records: one or two CSV files

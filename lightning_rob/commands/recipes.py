@@ -1,5 +1,6 @@
 """List, show and copy the recipes, plug-ins and trained networks of the package."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ FOLDERS = {
     "plug-ins": ("callbacks", "--trainer.callbacks+=NAME"),
     "trained networks": ("zoo", "test --ckpt_path zoo:NAME --trainer.callbacks+=PLUG-IN"),
 }
+WIDEST = 1000  # columns, more than any row needs
 CARD = "README.md"  # of a trained network, whose folder is that of a run
 
 
@@ -32,6 +34,8 @@ def run(config: RecipesConfig) -> None:
     """
     if not config.names:
         console = Console()
+        if not (console.is_terminal or "COLUMNS" in os.environ):  # a file or pipe has no width
+            console.width = WIDEST
         for kind, (folder, usage) in FOLDERS.items():
             console.print(_table(kind, folder, usage, console.width))
         return

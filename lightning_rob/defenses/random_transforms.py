@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.defenses.base import Defense, check_network
+from lightning_rob.memory import images_at_once
 from lightning_rob.randomness import Generator, Streams, uniform
 from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.transforms import Transform, named
@@ -102,9 +103,12 @@ class RandomTransforms(Defense):
     def sample_logits(
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute the logits [n, B, K] of n copies, in one batch, and their weights [n]."""
+        """Compute the logits [n, B, K] of n copies, transformed together, and their weights [n]."""
         draws = draws or self.draws
-        logits: Tensor = self.net(self.transformed(x, generator, draws).flatten(0, 1))
+        copies = self.transformed(x, generator, draws).flatten(0, 1)
+        whole = self.net.training or torch.compiler.is_exporting()
+        parts = [copies] if whole else torch.split(copies, images_at_once(copies))
+        logits = torch.cat([self.net(part) for part in parts])
         return logits.view(draws, len(x), logits.shape[-1]), x.new_full((draws,), 1 / draws)
 
     def transformed(self, x: Tensor, generator: Generator = None, draws: int = 1) -> Tensor:

@@ -274,7 +274,8 @@ def _worst_measurement(results: Sequence[EvaluationResult], details: dict[str, A
     worst = results[0].worst if len(results) == 1 else worst_over(results)
     attacks = [(name, attack) for result in results for name, attack in result.attacks.items()]
     threats = {str(attack.threat): attack_spec(attack.threat) for _, attack in attacks}
-    details |= {"choice": worst.choice, "over": [name for name, _ in attacks]}
+    details |= worst.details(result.index for result in results)
+    details |= {"over": [name for name, _ in attacks]}
     if len(threats) == 1:
         (details["ball"], details["threat"]), *_ = threats.items()
     else:

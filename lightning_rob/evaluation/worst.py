@@ -6,7 +6,7 @@ nine attacks that change nothing took a random defense from 78 % to 58 %. There 
 on one half of the predictions and scored on the other half, then the other way round.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from lightning_rob.attacks.base import evaluating
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng
 
+COMMON = "those that all attacks have"
 PRIOR = 4  # predictions of an image that an attack's mean over all images counts for
 ROUNDING = 1e-5  # relative to the largest logit: what a deterministic network's logits may differ
 
@@ -33,6 +34,15 @@ class Worst:
     index: Tensor
     scores: Tensor
     choice: str
+
+    def details(self, indices: Iterable[Tensor]) -> dict[str, str]:
+        """Return fields of the record: the choice, and which images if some are left out.
+
+        Args:
+            indices: those of the images of each attack.
+        """
+        left_out = any(len(index) > len(self.index) for index in indices)
+        return {"choice": self.choice} | ({"images": COMMON} if left_out else {})
 
 
 def worst_case(

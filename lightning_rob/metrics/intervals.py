@@ -7,6 +7,8 @@ from statistics import NormalDist, fmean, stdev
 
 from torch import Tensor
 
+from lightning_rob.comparisons import P_DECIDES, SIGNIFICANT
+
 FEW = 12  # images whose 2^12 patterns of signs are all tried
 
 
@@ -99,6 +101,10 @@ def wilson_over_draws(values: Sequence[float], n: int, level: float = 0.95) -> t
 class Paired:
     """The difference of two scores of the same images.
 
+    The p-value decides whether the difference is significant. The interval says how large it may
+    be; it comes from the t distribution, which is approximate for 0/1 scores, so near the limit,
+    or of few images, it may leave out 0 where the exact p-value finds nothing, or the reverse.
+
     Args:
         difference: the second's mean minus the first's.
         interval: its 95 % t interval; (-1, 1) for fewer than two images.
@@ -110,6 +116,19 @@ class Paired:
     interval: tuple[float, float]
     p: float
     test: str
+
+    @property
+    def significant(self) -> bool:
+        """Whether p is below 0.05."""
+        return self.p < SIGNIFICANT
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return (
+            f"{100 * self.difference:+.1f} points (95 % interval {100 * low:.1f} … "
+            f"{100 * high:.1f}, paired t), p = {self.p:.2g} ({self.test}): "
+            f"{'' if self.significant else 'not '}significant, {P_DECIDES}"
+        )
 
 
 def mcnemar(first: Tensor, second: Tensor) -> float:

@@ -87,7 +87,12 @@ def torchattacks(model, x, y):
 
 def adv_lib(model, x, y):
     package = pytest.importorskip("adv_lib.attacks")
-    return package.ddn(model, x, y, steps=20)
+    return package.ddn(model, x, y, steps=20, levels=None)  # rounding to levels may go either way
+
+
+def adv_lib_l1(model, x, y):
+    package = pytest.importorskip("adv_lib.attacks")
+    return package.fmn(model, x, y, norm=1, steps=100)
 
 
 CASES = {
@@ -95,6 +100,7 @@ CASES = {
     decision_based: (Threat("l2", 3.0), True),
     torchattacks: (LINF, False),
     adv_lib: (L2, True),
+    adv_lib_l1: (Threat(1, 5.0), True),
 }
 
 

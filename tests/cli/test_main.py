@@ -170,6 +170,13 @@ def test_lengths_may_be_fractions_on_the_command_line(tmp_path):
     assert built.model.attack.step_size == 1 / 255
 
 
+def test_advertisements_of_lightning_are_left_out(trained, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    run("test", "--ckpt_path", trained / CKPT, "--trainer.accelerator=cpu")
+    assert "GPU available" in caplog.text
+    assert "Tip" not in caplog.text
+
+
 def test_a_checkpoint_is_read_once(trained, tmp_path, monkeypatch, capsys):
     """For the recipe and for the weights; hashed once, too."""
     reads, load, digest = [], torch.load, files.digest

@@ -37,7 +37,7 @@ def test_the_command_compares_attacks_and_checkpoints(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "x → y" in out
     assert "-50.0" in out
-    assert "p: McNemar, two-sided" in out
+    assert "p: McNemar, two-sided; p decides" in " ".join(out.split())
     assert "Holm" not in out  # of one comparison
     run("compare", one, other)
     out = capsys.readouterr().out

@@ -177,9 +177,12 @@ def test_parts_of_an_attack_have_a_row_each(tmp_path):
 
 
 def test_few_images_and_a_single_attack_are_warned_of(tmp_path):
-    lines = [line("clean", 0.9, n=33), line("apgd", 0.5, n=33)]
+    known = {"n": 33, "suite": "callbacks/autoattack.yaml"}
+    lines = [line("clean", 0.9, **known), line("apgd", 0.5, **known)]
     _, text, markdown = made(folder(tmp_path / "run", lines))
     assert "only 33 images" in text
+    assert "Add callbacks/autoattack.yaml, the plug-in for its kind of defense" in text
+    assert "rec_suite" not in text
     assert "apgd is the only attack" in text
     assert markdown.count("> **Caution:**") == 2
     assert "50.0% of 33 test images under apgd alone" in text

@@ -67,6 +67,12 @@ def plugged(callbacks):
     return [f"--trainer.callbacks+={c}" for c in text]
 
 
+def test_a_sweep_leaves_no_folder_of_a_run(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sweep(trained, tmp_path / "out", "eps", "4/255")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def sweep(trained, out, over, values, *args, callbacks=CALLBACKS):
     where = ["--ckpt_path", trained, "--trainer.accelerator=cpu", "--out", out]
     run("sweep", *where, "--over", over, "--values", values, *plugged(callbacks), *args)

@@ -432,6 +432,8 @@ def test_worst_is_over_all_callbacks_that_evaluate_in_an_epoch():
         logged = trainer.test(module, blobs, verbose=False)[0]
         (worst,) = [r for c in callbacks for r in c.results if r.name == "worst"]
         assert worst.details["over"] == ["weak", "pgd"]
+        assert "images" not in worst.details  # both have all
+        assert [r.name for c in callbacks for r in c.results] == ["clean", "weak", "pgd", "worst"]
         assert logged["test/robust/worst"] <= logged["test/robust/pgd"]
     alone = Trainer(accelerator="cpu", enable_checkpointing=False, callbacks=[strong], **quiet)
     alone.test(module, blobs, verbose=False)

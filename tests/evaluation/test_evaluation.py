@@ -42,6 +42,7 @@ from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack
 from lightning_rob.metrics import robust_accuracy, wilson, wilson_over_draws
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.rules import majority, mean_probs
+from lightning_rob.tables import table_text
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
 from tests.forked import Forked
@@ -457,7 +458,9 @@ def test_the_worst_of_a_game_is_over_all_callbacks():
     evaluate(module, *callbacks)
     worst = callbacks[1].results[-1]
     assert worst.details["over"] == ["strong", "weak"]
-    assert worst.n == 20
+    assert (worst.n, worst.details["images"]) == (20, "those that all attacks have")
+    caption = " ".join(table_text("", [worst]).split())
+    assert "worst: on 20 images, those that all attacks have" in caption
     assert worst.accuracy < callbacks[1].results[1].accuracy
 
 

@@ -78,7 +78,7 @@ class LivePage:
         """
         if self.is_local and not is_local(_host_of(environ)):
             start_response("403 Forbidden", [("Content-Type", "text/plain")])
-            return [b"open this page as localhost, or give its address to --serve-host\n"]
+            return [b"open this page as localhost, or give its address to --serve_host\n"]
         held = environ["QUERY_STRING"] == HELD
         headers = HEADERS if held else [*HEADERS, ("Refresh", str(REFRESH))]
         names = [Path(run).name for run in self.snapshots]

@@ -13,6 +13,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from lightning_rob.commands.monitor.display import warn
 from lightning_rob.errors import InputError
 
+NAMES = {"/": "page", "/metrics": "metrics", "/healthz": "health check"}
 LIFE = 3600.0  # /healthz fails after as many seconds, and --every, without a look into the folder
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]  # of WSGI
@@ -24,7 +25,7 @@ class Server(ThreadingMixIn, WSGIServer):
     Args:
         host: address to listen on.
         port: 0 takes any that is free.
-        apps: by path.
+        apps: by path, one of `NAMES`.
         option: named in the error.
 
     Raises:
@@ -45,7 +46,8 @@ class Server(ThreadingMixIn, WSGIServer):
         self.set_app(self._respond)
         threading.Thread(target=self.serve_forever, daemon=True, name="server").start()
         name = f"[{host}]" if ":" in host else host
-        warn(" ".join(["serving", *(f"http://{name}:{self.server_port}{path}" for path in apps)]))
+        root = f"http://{name}:{self.server_port}"
+        warn("serving " + ", ".join(f"{NAMES[path]} {root}{path}" for path in apps))
 
     def close(self) -> None:
         """End the server."""

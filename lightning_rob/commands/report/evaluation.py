@@ -31,9 +31,10 @@ from lightning_rob.commands.specs import (
 
 FEW = 100  # images below which an accuracy is hardly one
 SCALE = Cell("", small="0 to 100 %")  # the heading of a column that only the page has
+WHICH = "docs/which_attack.md"
 SUITE = (
     "the plug-in for its kind of defense, such as autoattack for a single network and rec_suite "
-    "for a randomized ensemble: see docs/which_attack.md"
+    f"for a randomized ensemble: see {WHICH}"
 )
 
 
@@ -83,17 +84,26 @@ def cautions(final: Sequence[AttackResult]) -> Iterator[str]:
         )
     yield from few_images(final)
     if not attacks:
-        yield f"no attack on the whole defense is recorded. Add {SUITE}."
+        yield f"no attack on the whole defense is recorded.{_advice(final)}"
     elif len(attacks) == 1:
         yield (
             f"{attacks[0].name} is the only attack. Accuracy under one attack is an upper bound "
-            f"of robustness; another may find more. Add {SUITE}."
+            f"of robustness; another may find more.{_advice(final)}"
         )
     if unknown := [line_name(r.key) for r in final if math.isnan(r.accuracy)]:
         yield f"no number was recorded for {listed(unknown)}."
     over = {threat for r in attacks for threat in threats(r, final)}
     if len(over) > 1:
         yield f"worst mixes attacks of different threats: {listed(sorted(over))}."
+
+
+def _advice(final: Sequence[AttackResult]) -> str:
+    """Return which plug-in to add; empty if it is that of the only attack."""
+    suite = next((r.suite for r in final if r.suite), "")
+    if any(f"/{r.name}.yaml" in suite for r in final):
+        return ""
+    plug_in = f"{suite}, the plug-in for its kind of defense: see {WHICH}" if suite else SUITE
+    return f" Add {plug_in}."
 
 
 def few_images(results: Sequence[AttackResult]) -> Iterator[str]:
