@@ -39,7 +39,7 @@ class ActiveBatch:
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]  # once: a GPU waits at each use of a mask as an index
             if len(rows) == len(self):  # nothing to copy but the streams, which have a state
-                return replace(self, generator=_rows_of(self.generator, rows))
+                return replace(self, generator=rows_of(self.generator, rows))
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         per_image: dict[str, Any] = {
             name: value[rows]
@@ -53,7 +53,8 @@ class ActiveBatch:
         return values if len(values) == len(self) else values[self.index]
 
 
-def _rows_of(generator: Generator, rows: Tensor) -> Generator:
+def rows_of(generator: Generator, rows: Tensor) -> Generator:
+    """Return the source of noise of some images: of `Streams` theirs."""
     return generator[rows] if isinstance(generator, Streams) else generator
 
 

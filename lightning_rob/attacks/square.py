@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
+from lightning_rob.attacks.active_set import ActiveBatch, derived, positions, rows_of
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.foreign import scores
 from lightning_rob.attacks.passes import PassCount
@@ -76,36 +76,39 @@ class Square(Attack):
         if x.dim() != 4:
             raise ValueError(f"Square is for images [B, C, H, W], got shape {list(x.shape)}")
         walk = Walk(positions(x), x, y.long(), derived(generator, 0), x, x.new_zeros(len(x)), x)
-        walk.margin = self._margin(defense, walk, x, check=True)
+        walk.margin = self._margin(defense, x, walk.y, walk.generator, check=True)
         x_final, walk = x.clone(), walk.select(walk.margin > -torch.inf)
         if len(walk):
             walk.best = self._start(walk)
-            walk.margin = self._margin(defense, walk, walk.best)
+            walk.margin = self._margin(defense, walk.best, walk.y, walk.generator)
         for query in range(self.queries):
-            x_final[walk.index] = walk.best  # final for the images that leave now
-            walk = walk.select(walk.margin > -torch.inf)
+            rows = (walk.margin > -torch.inf).nonzero()[:, 0]
+            if len(rows) < len(walk):
+                x_final[walk.index] = walk.best  # final for the images that leave now
+                walk = walk.select(rows)
             if not len(walk):
                 return x_final
             if query % AHEAD == 0:
                 walk.numbers = uniform(walk.x, AHEAD, 5 + x.shape[1], generator=walk.generator)
             rows, candidate = self._propose(walk, query)
             if len(rows):
-                tried = walk.select(rows)
-                tried.generator = derived(tried.generator, query)
-                margin = self._margin(defense, tried, candidate)
-                keep = margin < tried.margin
-                walk.best[rows] = torch.where(keep[:, None, None, None], candidate, tried.best)
-                walk.margin[rows] = torch.where(keep, margin, tried.margin)
+                noise, before = derived(rows_of(walk.generator, rows), query), walk.margin[rows]
+                margin = self._margin(defense, candidate, walk.y[rows], noise)
+                keep = margin < before
+                best = torch.where(keep[:, None, None, None], candidate, walk.best[rows])
+                walk.best[rows], walk.margin[rows] = best, torch.where(keep, margin, before)
         x_final[walk.index] = walk.best
         return x_final
 
-    def _margin(self, defense: Defense, walk: "Walk", x: Tensor, check: bool = False) -> Tensor:
+    def _margin(
+        self, defense: Defense, x: Tensor, y: Tensor, noise: Generator, check: bool = False
+    ) -> Tensor:
         """Return the margins [b] of images [b, C, H, W], minus infinity for those that fool."""
-        values = scores(defense, x, walk.generator, self.draws)
+        values = scores(defense, x, noise, self.draws)
         if check:
-            check_logits(values[None], walk.y)
-        margin = -linear(values[None], values.new_ones(1), walk.y)
-        return margin.masked_fill(values.argmax(-1) != walk.y, -torch.inf)
+            check_logits(values[None], y)
+        margin = -linear(values[None], values.new_ones(1), y)
+        return margin.masked_fill(values.argmax(-1) != y, -torch.inf)
 
     def _start(self, walk: "Walk") -> Tensor:
         """Return the images [b, C, H, W] that the search starts from."""
