@@ -20,7 +20,7 @@ from functools import partial
 from importlib.util import find_spec
 
 import torch
-from autoattack import SEED, Counted, CountedSingle, digits, trained
+from autoattack import SEED, Counted, CountedSingle, images, trained
 
 from lightning_rob.attacks import APGD, CW, DDN, PDGD, DeepFool, MinimalNorm
 from lightning_rob.objectives import expected_dlr
@@ -155,9 +155,9 @@ def main():
     parser.add_argument("--passes", type=int, default=1000)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    x, y = (part[: options.images] for part in digits(train=False))
+    x, y = images("Digits5k", train=False, most=options.images)
     for standard in (False, True):
-        net = trained(Threat("linf", 0.2), 5 if standard else 14, standard)
+        net = trained("Digits5k", Threat("linf", 0.2), 5 if standard else 14, standard)
         for threat in FREE.values():
             print(f"\n{'standard' if standard else 'robust'} network, {threat.norm}")
             print(f"clean {(net(x).argmax(1) == y).float().mean():.3f}, torch {torch.__version__}")

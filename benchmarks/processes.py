@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from autoattack import digits, trained
+from autoattack import images, trained
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -64,7 +64,7 @@ class Clock(Callback):
 
 def digits_in_blocks(net, count, size):
     """Digits of similar margins together, from hard to easy, and the blocks shuffled."""
-    x, y = (part[:count] for part in digits(train=False))
+    x, y = images("Digits5k", train=False, most=count)
     margins = -linear(net(x)[None], torch.ones(1), y)
     blocks = margins.argsort().split(size)
     shuffled = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(0))
