@@ -7,7 +7,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-# Convolutions of more images at a time take up to twice as long (docs/performance.md).
+# Convolutions of more images at a time are slower, image by image (docs/performance.md).
 IMAGES_PER_THREAD = 64
 
 
