@@ -183,7 +183,7 @@ class RobustEval(Measurement):
     ) -> dict[str, Any]:
         """Return the fields that every record of this evaluation has."""
         whole = self.defense_of(trainer.lightning_module)
-        own = {"target": self._target_name, "suite": RECIPES[suite_kind(whole)]}
+        own = {"target": self._target_name, "plug_in": RECIPES[suite_kind(whole)]}
         return super().details(trainer, defense, protocol) | own
 
     def store(

@@ -21,7 +21,7 @@ from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.history import History, timestamp
 from lightning_rob.commands.monitor.publisher import Publisher
 from lightning_rob.commands.monitor.server import LIFE
-from lightning_rob.commands.monitor.snapshot import Snapshot, newest_group
+from lightning_rob.commands.monitor.snapshot import Snapshot, newest_first, newest_group
 from lightning_rob.errors import InputError
 from tests.commands.test_compare import record
 from tests.commands.test_notify import evaluation
@@ -62,6 +62,16 @@ def test_of_equal_steps_the_last_evaluation_counts(tmp_path):
             history.append(figure, event)
         for present in ([], [("1", "r")]):
             assert newest_group(history, "s", present)[0]["accuracy"] == 0.1
+
+
+def test_of_checkpoints_of_a_step_the_one_evaluated_later_is_the_newest(tmp_path):
+    with closing(History(tmp_path)) as history:
+        for weights, accuracy in (("old", 0.9), ("new", 0.1)):
+            figure, event = evaluation(1, accuracy)
+            history.append(figure, event | {"weights": weights})
+        present = newest_first({("new", "r"): 1, ("old", "r"): 1, ("older", "r"): 0}, history)
+        assert present == [("new", "r"), ("old", "r"), ("older", "r")]
+        assert newest_group(history, "s", present)[0]["accuracy"] == 0.1
 
 
 def samples(families):

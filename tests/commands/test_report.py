@@ -177,7 +177,7 @@ def test_parts_of_an_attack_have_a_row_each(tmp_path):
 
 
 def test_few_images_and_a_single_attack_are_warned_of(tmp_path):
-    known = {"n": 33, "suite": "callbacks/autoattack.yaml"}
+    known = {"n": 33, "plug_in": "callbacks/autoattack.yaml"}
     lines = [line("clean", 0.9, **known), line("apgd", 0.5, **known)]
     _, text, markdown = made(folder(tmp_path / "run", lines))
     assert "only 33 images" in text

@@ -46,6 +46,17 @@ class Snapshot:
         return seconds_of(dates[-1]) if dates else None
 
 
+def newest_first(steps: Mapping[Identity, int], history: History) -> list[Identity]:
+    """Return the checkpoints, the newest first: of a training step the one evaluated later.
+
+    Args:
+        steps: training step of each checkpoint.
+        history: of the run.
+    """
+    place = {identity(event): number for number, event in enumerate(history.events("evaluated"))}
+    return sorted(steps, key=lambda one: (steps[one], place.get(one, -1)), reverse=True)
+
+
 def newest_group(history: History, suite: str, present: Sequence[Identity]) -> list[Fields]:
     """Return the last evaluation of the newest checkpoint, of those whose files are there if any.
 

@@ -40,7 +40,7 @@ from lightning_rob.commands.monitor.notify import PATIENCE
 from lightning_rob.commands.monitor.publisher import Publisher
 from lightning_rob.commands.monitor.recorder import Recorder
 from lightning_rob.commands.monitor.registry import RegisteredModel
-from lightning_rob.commands.monitor.snapshot import Snapshot, newest_group
+from lightning_rob.commands.monitor.snapshot import Snapshot, newest_first, newest_group
 from lightning_rob.commands.monitor.source import LocalFolder, Source, Version
 from lightning_rob.commands.monitor.suite import PeriodicAction, Suite, SuiteFiles
 from lightning_rob.commands.scores import Scores
@@ -277,8 +277,8 @@ class Watcher:
     def publish(self) -> None:
         """Publish the state as metrics and as a page."""
         if self.publisher.wanted:
-            files = sorted(self.folder.files.values(), key=lambda file: file.order, reverse=True)
-            group = newest_group(self.history, self.key, [file.identity for file in files])
+            steps = {file.identity: file.step for file in self.folder.files.values()}
+            group = newest_group(self.history, self.key, newest_first(steps, self.history))
             waiting, writable = self.record.notifier.waiting, self.record.writable
             snapshot = Snapshot(group, self.history, len(self.pending()), waiting, writable)
             self.publisher.update(self.config.name, snapshot)

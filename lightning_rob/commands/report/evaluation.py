@@ -99,11 +99,11 @@ def cautions(final: Sequence[AttackResult]) -> Iterator[str]:
 
 def _advice(final: Sequence[AttackResult]) -> str:
     """Return which plug-in to add; empty if it is that of the only attack."""
-    suite = next((r.suite for r in final if r.suite), "")
-    if any(f"/{r.name}.yaml" in suite for r in final):
+    own = next((r.plug_in for r in final if r.plug_in), "")
+    if any(f"/{r.name}.yaml" in own for r in final):
         return ""
-    plug_in = f"{suite}, the plug-in for its kind of defense: see {WHICH}" if suite else SUITE
-    return f" Add {plug_in}."
+    advice = f"{own}, the plug-in for its kind of defense: see {WHICH}" if own else SUITE
+    return f" Add {advice}."
 
 
 def few_images(results: Sequence[AttackResult]) -> Iterator[str]:

@@ -108,7 +108,7 @@ class AttackResult:
     seed: int | None = None
     repeats: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
-    suite: str = ""
+    plug_in: str = ""
 
     @property
     def key(self) -> Key:
