@@ -189,11 +189,10 @@ class Attack(ABC):
                     if not len(x):
                         return x
                     try:
-                        size = images_at_once(x)
-                        if size < len(x) and separable and not self.splits_batches:
-                            work = partial(run_in_chunks, self.perturb, size)
-                            return work(defense, x, y, generator).detach()
-                        return self.perturb(defense, x, y, generator).detach()
+                        size = len(x) if self.splits_batches or not separable else images_at_once(x)
+                        whole = size == len(x)
+                        work = self.perturb if whole else partial(run_in_chunks, self.perturb, size)
+                        return work(defense, x, y, generator).detach()
                     except torch.OutOfMemoryError as error:
                         if not separable:
                             self._suggest_smaller_rounds(error, len(x))
