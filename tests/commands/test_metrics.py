@@ -69,6 +69,8 @@ def test_of_checkpoints_of_a_step_the_one_evaluated_later_is_the_newest(tmp_path
         for weights, accuracy in (("old", 0.9), ("new", 0.1)):
             figure, event = evaluation(1, accuracy)
             history.append(figure, event | {"weights": weights})
+        figure, event = evaluation(1, 0.9)  # again, which makes it no newer
+        history.append(figure, event | {"weights": "old"})
         present = newest_first({("new", "r"): 1, ("old", "r"): 1, ("older", "r"): 0}, history)
         assert present == [("new", "r"), ("old", "r"), ("older", "r")]
         assert newest_group(history, "s", present)[0]["accuracy"] == 0.1

@@ -132,11 +132,6 @@ class CheckpointFolder:
         """The first file in the order of training, whose recipe decides on the attacks."""
         return min(self.files.values(), key=lambda f: f.order, default=None)
 
-    @property
-    def newest(self) -> CheckpointFile | None:
-        """The last file in the order of training."""
-        return max(self.files.values(), key=lambda f: f.order, default=None)
-
     def facts(self, file: CheckpointFile) -> Fields:
         """Return the fields of a line that describe a checkpoint."""
         known = {name: getattr(file, name) for name in FACTS}

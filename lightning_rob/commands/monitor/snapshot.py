@@ -47,14 +47,15 @@ class Snapshot:
 
 
 def newest_first(steps: Mapping[Identity, int], history: History) -> list[Identity]:
-    """Return the checkpoints, the newest first: of a training step the one evaluated later.
+    """Return the checkpoints, the newest first: of a step the one that was first evaluated later.
 
     Args:
         steps: training step of each checkpoint.
         history: of the run.
     """
-    place = {identity(event): number for number, event in enumerate(history.events("evaluated"))}
-    return sorted(steps, key=lambda one: (steps[one], place.get(one, -1)), reverse=True)
+    first = list(dict.fromkeys(map(identity, history.events("evaluated"))))
+    place = {one: number for number, one in enumerate(first)}
+    return sorted(steps, key=lambda one: (steps[one], place.get(one, len(first))), reverse=True)
 
 
 def newest_group(history: History, suite: str, present: Sequence[Identity]) -> list[Fields]:

@@ -277,8 +277,7 @@ class Watcher:
     def publish(self) -> None:
         """Publish the state as metrics and as a page."""
         if self.publisher.wanted:
-            steps = {file.identity: file.step for file in self.folder.files.values()}
-            group = newest_group(self.history, self.key, newest_first(steps, self.history))
+            group = newest_group(self.history, self.key, self._newest_first())
             waiting, writable = self.record.notifier.waiting, self.record.writable
             snapshot = Snapshot(group, self.history, len(self.pending()), waiting, writable)
             self.publisher.update(self.config.name, snapshot)
@@ -387,18 +386,22 @@ class Watcher:
         """Return whether a Unix time is a period ago, or, after the clock was set back, ahead."""
         return abs(time.time() - date) >= self._period
 
+    def _newest_first(self) -> list[Identity]:
+        files = sorted(self.folder.files.values(), key=lambda file: file.order)
+        return newest_first({file.identity: file.step for file in files}, self.history)
+
     def _due(self) -> set[Identity]:
         """Return the newest checkpoint if it is time to evaluate it again."""
         if self.config.reevaluate is None:
             return set()
-        newest = self.folder.newest
+        newest = next(iter(self._newest_first()), None)
         dates = [
             event["date"]
             for event in self.history.events("evaluated")
-            if newest and event["suite"] == self.key and identity(event) == newest.identity
+            if event["suite"] == self.key and identity(event) == newest
         ]
         due = bool(dates) and self._is_old(seconds_of(dates[-1]))
-        return {newest.identity} if newest and due else set()
+        return {newest} if newest and due else set()
 
     def _done(self) -> set[Identity]:
         """Return the checkpoints that need no evaluation by this suite.
