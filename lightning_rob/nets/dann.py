@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
+from lightning_rob.nets.pooling import spatial_mean
 from lightning_rob.nets.resnet import BasicBlock
 
 GREY_STD = (0.3015,)  # the authors' value for MNIST, whose own is 0.3081
@@ -176,12 +177,12 @@ class DANNResNet18(nn.Module):
 
     def classify(self, features: Tensor) -> Tensor:
         """Return class logits [B, K] of features."""
-        out: Tensor = self.linear(self.layer4(features).mean((2, 3)))
+        out: Tensor = self.linear(spatial_mean(self.layer4(features)))
         return out
 
     def domain(self, features: Tensor) -> Tensor:
         """Return domain logits [B, 2] (source, target) of features."""
-        out: Tensor = self.judge(self.discriminator(features).mean((2, 3)))
+        out: Tensor = self.judge(spatial_mean(self.discriminator(features)))
         return out
 
     def forward(self, x: Tensor) -> Tensor:

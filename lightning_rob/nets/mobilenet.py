@@ -6,6 +6,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
+from lightning_rob.nets.pooling import spatial_mean
 
 WIDTHS = (32, 64, 128, 128, 256, 256, *(512,) * 6, 1024, 1024)
 STRIDES = (1, 2, 1, 1, 1, 2, 1, 1, 1, 1, 1, 2, 1)  # ImageNet's would halve 32x32 too often
@@ -48,5 +49,5 @@ class MobileNetV1(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, K] of images [B, C, H, W] in [0, 1]; 32x32 images are pooled at 4x4."""
-        out: Tensor = self.classifier(self.features(self.normalize(x)).mean((2, 3)))
+        out: Tensor = self.classifier(spatial_mean(self.features(self.normalize(x))))
         return out

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
+from lightning_rob.nets.pooling import spatial_mean, subsampled
 
 
 class PaddedShortcut(nn.Module):
@@ -24,8 +25,7 @@ class PaddedShortcut(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute [B, C, H, W] -> [B, C + added, H / stride, W / stride]."""
         below = self.added // 2
-        kept = x[:, :, :: self.stride, :: self.stride]
-        return F.pad(kept, (0, 0, 0, 0, below, self.added - below))
+        return F.pad(subsampled(x, self.stride), (0, 0, 0, 0, below, self.added - below))
 
 
 def _shortcut(inputs: int, width: int, stride: int, option: str) -> nn.Module:
@@ -120,7 +120,7 @@ class ResNet(nn.Module):
         """Return logits [B, K] of images [B, C, H, W] in [0, 1]."""
         features = self.relu1(self.bn1(self.conv1(self.normalize(x))))
         features = self.layer3(self.layer2(self.layer1(features)))
-        out: Tensor = self.linear(features.mean((2, 3)))
+        out: Tensor = self.linear(spatial_mean(features))
         return out
 
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from lightning_rob.nets.normalize import Normalize
+from lightning_rob.nets.pooling import spatial_mean
 
 
 def _stage(inputs: int, width: int) -> nn.Sequential:
@@ -49,7 +50,7 @@ class SmallCNN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, K] of images [B, C, H, W] in [0, 1]."""
         features = self.layer3(self.layer2(self.layer1(self.normalize(x))))
-        out: Tensor = self.linear(features.mean((2, 3)))
+        out: Tensor = self.linear(spatial_mean(features))
         return out
 
 

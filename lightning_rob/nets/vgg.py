@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
+from lightning_rob.nets.pooling import spatial_mean
 
 STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # channels, convolutions
 
@@ -43,5 +44,5 @@ class VGG16(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [B, K] of images [B, C, H, W] in [0, 1], at least 32x32."""
-        out: Tensor = self.classifier(self.features(self.normalize(x)).mean((2, 3)))
+        out: Tensor = self.classifier(spatial_mean(self.features(self.normalize(x))))
         return out

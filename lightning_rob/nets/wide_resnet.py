@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
+from lightning_rob.nets.pooling import spatial_mean
 
 Activation = Literal["relu", "silu"]
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
@@ -169,7 +170,7 @@ class WideResNet(nn.Module):
         """Return logits [B, K] of images [B, C, H, W] in [0, 1]; 32x32 images are pooled at 8x8."""
         features = self.block2(self.block1(self.conv1(self.normalize(x))))
         features = self.relu(self.bn1(self.block3(features)))
-        out: Tensor = self.fc(features.mean((2, 3)))
+        out: Tensor = self.fc(spatial_mean(features))
         return out
 
 
@@ -276,5 +277,5 @@ class PreActResNet18(nn.Module):
         """Return logits [B, K] of images [B, C, H, W] in [0, 1]; 32x32 images are pooled at 4x4."""
         features = self.layer2(self.layer1(self.conv1(self.normalize(x))))
         features = self.relu(self.bn(self.layer4(self.layer3(features))))
-        out: Tensor = self.linear(features.mean((2, 3)))
+        out: Tensor = self.linear(spatial_mean(features))
         return out

@@ -34,6 +34,7 @@ from lightning_rob.nets import (
     WideResNet,
     ZooNet,
 )
+from lightning_rob.nets.pooling import spatial_mean
 from lightning_rob.nets.resnet import PaddedShortcut
 from tests.nets import MEAN, STD, TINY, images, with_statistics
 
@@ -182,6 +183,18 @@ def test_padded_shortcut_by_hand():
     out = PaddedShortcut(added=4, stride=2)(x)
     expected = F.pad(x[:, :, [0, 2, 4]][..., [0, 2, 4]], (0, 0, 0, 0, 2, 2))
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("layer", [PaddedShortcut(added=4, stride=2), spatial_mean])
+def test_gradient_of_a_layer_has_the_memory_format_of_its_input(layer, memory_format):
+    x = images(4, 6).contiguous(memory_format=memory_format).requires_grad_()
+    (gradient,) = torch.autograd.grad(layer(x.relu()).square().sum(), x)
+    y = x.detach().contiguous().requires_grad_()
+    plain = y.relu().mean((2, 3)) if layer is spatial_mean else y.relu()[:, :, ::2, ::2]
+    (expected,) = torch.autograd.grad(plain.square().sum(), y)
+    assert gradient.is_contiguous(memory_format=memory_format)
+    torch.testing.assert_close(gradient, expected)
 
 
 COUNTS = [
