@@ -279,6 +279,10 @@ def gmsa(nets, x, y, options):
         def adapt(self, x, generator=None):
             return Single(nets[1])
 
+        @property
+        def adapted_model(self):
+            return Single(self.net)
+
     found = {
         "floor": lambda: floor(nets[:1], x, y, passes),
         "lightning-rob": lambda: GMSA(inner, rounds=5)(Relearning(nets[0]), x, y),

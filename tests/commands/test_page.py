@@ -58,7 +58,7 @@ def text_of(html):
 def test_it_shows_the_alarm_who_was_notified_the_queue_and_the_figures(served):
     _, html = fetched(served)
     text = text_of(html)
-    assert f"ALARM since {NEW} 7 checkpoints wait for their evaluation" in text
+    assert f"ALARM since {NEW} 7 checkpoints wait for evaluation" in text
     assert "Alarm: 2.ckpt: bad" in text
     assert f"https://a.com {NEW}, https://b.com not yet" in text
     assert "nobody: there was no --notify" in text

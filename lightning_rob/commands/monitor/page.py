@@ -150,7 +150,8 @@ def _state(snapshot: Snapshot, age: float) -> Iterator[Block]:
     """Yield whether there is an alarm, the queue, ages, and the newest figures."""
     alarm, at = snapshot.history.open_alarm(), snapshot.evaluated_at
     boxes = [("ALARM", f"since {alarm['date']}") if alarm else ("no alarm", "is open")]
-    boxes.append((str(snapshot.queue), "checkpoints wait for their evaluation"))
+    wait = "checkpoint waits" if snapshot.queue == 1 else "checkpoints wait"
+    boxes.append((str(snapshot.queue), f"{wait} for evaluation"))
     since = _ago(time.time() - at) if at else NONE
     boxes.append((since, "since the last evaluation"))
     yield headline([*boxes, (_ago(age), "since the last look into the folder")])
