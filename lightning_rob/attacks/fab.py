@@ -189,16 +189,16 @@ def to_hyperplane(x: Tensor, w: Tensor, gap: Tensor, threat: Threat) -> Tensor:
         gap: [B] distances in units of the normals, positive on the side that they point to.
         threat: linf or l2, and the bounds.
     """
-    flat = w.flatten(1)
-    largest = flat.abs().amax(1).clamp_min(TINY)
-    flat, gap = scale(flat, torch.where(gap < 0, -1, 1) / largest), gap.abs() / largest
-    (low, high), at = threat.bounds, x.flatten(1)
-    # Masks of 0 and 1: a product with one takes a tenth of the time of `where` on a CPU.
-    up, down = flat.clone().gt_(0), flat.clone().lt_(0)
-    room = (at - low) * up + (high - at) * down
-    speed = up + down if threat.p == math.inf else flat.abs()
-    slope, reach = flat.abs() * speed, flat.abs() * room
-    length, most = torch.zeros_like(gap), torch.finfo(gap.dtype).max
+    # In place, and by products with masks of 0 and 1: on a CPU both save most of the time.
+    flat, at, (low, high) = w.flatten(1), x.flatten(1), threat.bounds
+    size = flat.abs()
+    largest = size.amax(1).clamp_min(TINY)
+    size, gap, side = scale(size, 1 / largest), gap.abs() / largest, gap.sign()
+    sign = flat.sign().mul_(side[:, None])
+    moves = sign.abs()
+    room = (at - (low + high) / 2).mul_(sign).add_((high - low) / 2).mul_(moves)
+    speed, slope = (moves, size) if threat.p == math.inf else (size, size.square())
+    reach, length, most = size * room, torch.zeros_like(gap), torch.finfo(gap.dtype).max
     # A GPU waits at each look, and steps beyond the solution change nothing.
     every = 1 if x.device.type == "cpu" else STEPS_BETWEEN_LOOKS
     for step in range(1, flat.shape[1] + 2):
@@ -208,4 +208,4 @@ def to_hyperplane(x: Tensor, w: Tensor, gap: Tensor, threat: Threat) -> Tensor:
         if step % every == 0 and not (further > length).any():
             break
         length = torch.maximum(further, length)
-    return (-flat.sign() * torch.minimum(length[:, None] * speed, room)).view_as(x)
+    return torch.minimum(length[:, None] * speed, room).mul_(sign).neg_().view_as(x)
