@@ -23,7 +23,7 @@ import torch
 from autoattack import SEED, Counted, CountedSingle, images, trained
 
 from lightning_rob.attacks import APGD, CW, DDN, PDGD, DeepFool, MinimalNorm
-from lightning_rob.objectives import expected_dlr
+from lightning_rob.objectives import expected_margin
 from lightning_rob.threat import Threat
 
 FREE = {"l2": Threat("l2", 28.0), "linf": Threat("linf", 1.0)}  # every image is within
@@ -35,7 +35,7 @@ def own(threat, passes):
     """Return this package's attacks, as functions of a counted network, images and labels."""
     ball = replace(threat, eps=LARGEST[threat.norm])
     radii = (passes - 1) // (2 * (RADIUS_STEPS + 2) + 1)
-    search = MinimalNorm(APGD(ball, RADIUS_STEPS, expected_dlr), radii)
+    search = MinimalNorm(APGD(ball, RADIUS_STEPS, expected_margin), radii)
     attacks = {"PDGD": PDGD(threat, (passes - 9) // 2), "MinimalNorm, APGD": search}
     attacks["DeepFool"] = DeepFool(threat)
     if threat.norm == "l2":
