@@ -5,8 +5,10 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from rich.console import Console
 
 from lightning_rob.cli.options import parse_records
+from lightning_rob.commands.compare import compared, print_comparison
 from lightning_rob.evaluation.per_image import BatchOutcome, PerImageResults, write_result_file
 from tests.tiny import run
 
@@ -48,6 +50,17 @@ def test_the_command_compares_attacks_and_checkpoints(tmp_path, capsys):
     by_figure = {row[1]: row[-2] for row in cells}
     assert by_figure["x"] == "0.75"  # 2 / 2**3, three times
     assert "y" not in [line.split("│")[1].strip() for line in out.splitlines() if "│" in line]
+
+
+def test_a_long_name_is_folded_before_a_number_is_cut(capsys):
+    name = "arc_two_radii → member_1_two_radii"
+    found = compared([(name, torch.ones(400), (torch.arange(400) < 100).float())])
+    print_comparison("title", found, Console(width=80))
+    out = capsys.readouterr().out
+    cells = [[c.strip() for c in line.split("│")] for line in out.splitlines() if "│" in line]
+    assert "".join(row[1] for row in cells).replace(" ", "") == name.replace(" ", "")
+    assert cells[0][-2] == "<0.001"
+    assert "…" not in cells[0][2]
 
 
 def test_an_ensemble_is_compared_with_its_first_member(tmp_path, capsys):
