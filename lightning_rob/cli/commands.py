@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import shlex
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
@@ -42,6 +43,7 @@ def run_command(args: Sequence[str]) -> None:
     """
     # Lightning writes them at level INFO, like its devices and why a fit stopped, which stay.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
+    warnings.filterwarnings("ignore", ".*LeafSpec")  # of torch on Lightning, in every run
     name, *rest = args
     if name not in CONFIGS:
         RobustCLI(args)

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,9 +99,7 @@ def quiet_lightning() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*LeafSpec")  # of torch, once per training
-            yield
+        yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
