@@ -100,7 +100,7 @@ def main():
     parser.add_argument("--folder", type=Path, default=Path("logs/transductive"))
     options, options.fit = parser.parse_known_args()
     print("| defense | attack | accuracy | 95 % interval |\n|---|---|---|---|")
-    over_seeds = defaultdict(list)
+    found = defaultdict(list)
     for name, defense, attacks, loader, protocol in tables[options.table](options):
         torch.manual_seed(0)
         result = evaluate(
@@ -116,13 +116,12 @@ def main():
         for attack in ["clean", *attacks]:
             low, high = (100 * end for end in result.interval(attack))
             accuracy = 100 * result.accuracy(attack)
-            over_seeds[attack].append(accuracy)
+            found[name, attack].append(accuracy)
             print(f"| {name} | {attack} | {accuracy:.1f} | {low:.1f} to {high:.1f} |", flush=True)
         print(f"intervals cover {result.covers}")
-    if options.table == "stability" and options.seeds > 1:
-        print(f"mean and standard deviation over {options.seeds} training seeds")
-        for attack, found in over_seeds.items():
-            print(f"| {attack} | {mean(found):.1f} ± {stdev(found):.1f} |")
+    for (name, attack), values in found.items():
+        if len(values) > 1:
+            print(f"| {name} | {attack} | {mean(values):.1f} ± {stdev(values):.1f} | over seeds |")
 
 
 if __name__ == "__main__":

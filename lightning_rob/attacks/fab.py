@@ -189,7 +189,7 @@ def to_hyperplane(x: Tensor, w: Tensor, gap: Tensor, threat: Threat) -> Tensor:
         gap: [B] distances in units of the normals, positive on the side that they point to.
         threat: linf or l2, and the bounds.
     """
-    # In place, and by products with masks of 0 and 1: on a CPU both save most of the time.
+    # In place, and by products with masks of 0 and 1, which are faster than `where` on a CPU.
     flat, at, (low, high) = w.flatten(1), x.flatten(1), threat.bounds
     size = flat.abs()
     largest = size.amax(1).clamp_min(TINY)

@@ -24,7 +24,6 @@ from lightning_rob.tables import STYLE
 Pair = tuple[str, Tensor, Tensor]  # name, scores [N] of the first and of the second
 CONDITIONS = ("target", "seed", "repeats", "inferences", "protocol", "versions")
 SETTINGS = ("target", "repeats", "inferences", "protocol")  # in which gated records are equal
-SHORTEST = 8  # width that the column of names keeps
 COLUMNS = ("first", "second", "difference", "95 % interval", "lost", "won", "p")
 MIN_IMAGES = 10  # fewer are too few to judge a difference
 ROUNDING = 1e-9
@@ -205,9 +204,8 @@ def print_comparison(
 ) -> None:
     """Print a table of comparisons."""
     table = Table(title=escape(title), caption=_legend(found), **STYLE)
-    longest = max((len(one.name) for one in found), default=0)
     # on a narrow terminal names and intervals take several lines, and no number is cut
-    table.add_column("accuracy", min_width=min(longest, SHORTEST), overflow="fold")
+    table.add_column("accuracy", min_width=len("accuracy"), overflow="fold")
     for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap="interval" not in name)
     for comparison in found:

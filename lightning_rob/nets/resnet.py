@@ -3,11 +3,20 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_rob.nets.normalize import CIFAR10_MEAN, CIFAR10_STD, Normalize
-from lightning_rob.nets.pooling import spatial_mean, subsampled
+from lightning_rob.nets.pooling import spatial_mean
+
+
+@torch.fx.wrap  # a traced network keeps the choice
+def _subsampled(x: Tensor, stride: int) -> Tensor:
+    if x.is_contiguous():
+        return x[:, :, ::stride, ::stride]
+    # The gradient of a slice is contiguous: of this one channels come last, as in x.
+    return x.permute(0, 2, 3, 1)[:, ::stride, ::stride].permute(0, 3, 1, 2)
 
 
 class PaddedShortcut(nn.Module):
@@ -25,7 +34,7 @@ class PaddedShortcut(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute [B, C, H, W] -> [B, C + added, H / stride, W / stride]."""
         below = self.added // 2
-        return F.pad(subsampled(x, self.stride), (0, 0, 0, 0, below, self.added - below))
+        return F.pad(_subsampled(x, self.stride), (0, 0, 0, 0, below, self.added - below))
 
 
 def _shortcut(inputs: int, width: int, stride: int, option: str) -> nn.Module:

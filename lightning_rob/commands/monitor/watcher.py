@@ -387,8 +387,8 @@ class Watcher:
         return abs(time.time() - date) >= self._period
 
     def _newest_first(self) -> list[Identity]:
-        files = sorted(self.folder.files.values(), key=lambda file: file.order)
-        return newest_first({file.identity: file.step for file in files}, self.history)
+        steps = {file.identity: file.step for file in self.folder.files.values()}
+        return newest_first(steps, self.history)
 
     def _due(self) -> set[Identity]:
         """Return the newest checkpoint if it is time to evaluate it again."""
