@@ -1,8 +1,10 @@
 """Grey images of 28x28 pixels: MNIST, Fashion-MNIST, and 5,000 digits without a download."""
 
+import gzip
+import shutil
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,6 +34,9 @@ class MNIST(TorchvisionData):
 class FashionMNIST(TorchvisionData):
     """Ten kinds of clothes (Xiao et al. 2017): 60,000 images to train, 10,000 to test.
 
+    Where the Debian package `dataset-fashion-mnist` is installed, its files are unpacked into
+    `root` instead of downloaded.
+
     Args:
         root: folder that contains, or will receive, `FashionMNIST/raw`.
         download: download the files if they are missing.
@@ -39,11 +44,28 @@ class FashionMNIST(TorchvisionData):
     """
 
     torchvision_name, location = "FashionMNIST", "FashionMNIST/raw"
+    packaged: ClassVar = Path("/usr/share/datasets/fashion-mnist")
     classes = 10
     channels = 1
     size = 28
     mean = (0.2860,)
     std = (0.3530,)
+
+    def prepare_data(self) -> None:
+        """Unpack Debian's files if they are installed, else download if asked to.
+
+        Raises:
+            FileNotFoundError: the files are missing.
+        """
+        target = Path(self.root) / self.location
+        if self.packaged.exists() and not target.exists():
+            unfinished = target.with_name("unfinished")
+            unfinished.mkdir(parents=True, exist_ok=True)
+            for file in self.packaged.glob("*.gz"):
+                with gzip.open(file) as packed, (unfinished / file.stem).open("wb") as unpacked:
+                    shutil.copyfileobj(packed, unpacked)
+            unfinished.rename(target)
+        super().prepare_data()
 
 
 @cache
