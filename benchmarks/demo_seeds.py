@@ -21,6 +21,8 @@ RECIPE = Path(__file__).parent.parent / "configs/demo.yaml"
 GAPS = (
     ("adaptive_pgd", "arc"),
     ("adaptive_pgd", "arc_two_radii"),
+    ("adaptive_pgd", "arc_warm"),
+    ("arc", "arc_warm"),
     # The same attack on the first member and on the ensemble: above 0 the ensemble is worse.
     ("member_1", "adaptive_pgd"),
     ("member_1_arc", "arc"),

@@ -5,15 +5,17 @@
 Trains a SmallCNN on `Patches10` behind the transforms of `configs/rt_patches.yaml`, and in two
 tables behind others, and attacks the same test images within linf 8/255. Tables: `groups`, one
 group of transforms at a time (the paper's Table 5); `sizes`, the number S of transforms (Fig. 13);
-`rules`, decision rule and draws of a prediction (Fig. 11, 12); `autoattack`, two of its four parts
-(Table 2). Prints
-accuracies over ten predictions of each image, means over seeds with 95 % t intervals over seeds.
-Checkpoints and finished rows stay in --folder: the same command resumes.
+`rules`, decision rule and draws of a prediction (Fig. 11, 12); `parts`, one order of all draws,
+the loss and AggMo beside EoT (Table 4); `autoattack`, two of its four parts (Table 2). Prints
+accuracies over ten predictions of each image, and differences to EoT, with 95 % t intervals over
+seeds; those of one seed are paired, over images. Checkpoints and finished rows stay in --folder:
+the same command resumes.
 """
 
 import argparse
 import json
 from pathlib import Path
+from statistics import fmean
 
 from ensembles import cell, trained
 from torch.utils.data import DataLoader
@@ -31,16 +33,16 @@ DRAWS = (1, 5, 20)
 THREAT = Threat("linf", 8 / 255)
 
 
-def attacks(steps, draws):
-    """Return EoT and the paper's attack for a network without residual branches (no SGM)."""
-    options = {"steps": steps, "step_size": THREAT.eps / 8, "draws": draws}
-    own = {"objective": linear, "backward": SurrogateTransforms(), "momentum": aggmo(6)}
-    return {"EoT": PGD(THREAT, **options), "linear, AggMo": PGD(THREAT, **options, **own)}
-
-
 def suites(options):
-    """Return the attacks of a table by name."""
-    tried = attacks(options.steps, options.draws)
+    """Return the attacks of a table by name; SmallCNN has no residual branches for SGM."""
+    common = {"steps": options.steps, "step_size": THREAT.eps / 8, "draws": options.draws}
+    order, six = {"backward": SurrogateTransforms()}, {"momentum": aggmo(6)}
+    loss = {"objective": linear, **order}
+    tried = {"EoT": PGD(THREAT, **common), "linear, AggMo": PGD(THREAT, **common, **loss, **six)}
+    if options.table == "parts":
+        tried["EoT, one order"] = PGD(THREAT, **common, **order)
+        tried["linear"] = PGD(THREAT, **common, **loss)
+        tried["EoT, AggMo"] = PGD(THREAT, **common, **six)
     if options.table == "autoattack":
         parts = ("apgd-ce", "apgd-t")
         tried["AutoAttack's APGD"] = AutoAttack(THREAT, "custom", parts, options.draws)
@@ -69,10 +71,10 @@ def variants(table, defense):
 
 
 def rows(options):
-    """Return accuracies by row and attack: a list over seeds."""
+    """Return scores of images by row and attack: a list over seeds."""
     record = options.folder / "rows.jsonl"
     lines = record.read_text().splitlines() if record.exists() else []
-    done = {line["key"]: line["accuracy"] for line in map(json.loads, lines)}
+    done = {line["key"]: line["scores"] for line in map(json.loads, lines)}
     tried, table = suites(options), {}
     budget = f"{options.images} {options.steps} {options.draws}"
     for seed in range(options.seeds):
@@ -92,18 +94,26 @@ def rows(options):
                         resume=options.folder / "resume",
                         progress=False,
                     )
-                    done[key] = {each: 100 * result.accuracy(each) for each in ["clean", *tried]}
+                    names = ["clean", *tried]
+                    done[key] = {each: result.per_image(each).tolist() for each in names}
                     with record.open("a") as file:
-                        file.write(json.dumps({"key": key, "accuracy": done[key]}) + "\n")
+                        file.write(json.dumps({"key": key, "scores": done[key]}) + "\n")
                 for each, value in done[key].items():
                     table.setdefault(name or run, {}).setdefault(each, []).append(value)
     return table
 
 
+def gap(one, other):
+    """Return the difference in points, over seeds, or over the images of a single seed."""
+    pairs = zip(one, other, strict=True)
+    gaps = [[100 * (a - b) for a, b in zip(*pair, strict=True)] for pair in pairs]
+    return cell([fmean(each) for each in gaps] if len(gaps) > 1 else gaps[0], "+")
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--table", choices=("groups", "sizes", "rules", "autoattack"), required=True
+        "--table", choices=("groups", "sizes", "rules", "parts", "autoattack"), required=True
     )
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--images", type=int, default=100)
@@ -120,10 +130,14 @@ def main():
     ]
     table = rows(options)
     names = list(next(iter(table.values())))
-    print(f"| | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
+    others = [name for name in names if name not in ("clean", "EoT")]
+    heads = [*names, *(f"{name} - EoT" for name in others)]
+    print(f"| | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
     for name, row in table.items():
-        print(f"| {name} | {' | '.join(cell(row[each]) for each in names)} |")
-    print(f"{options.seeds} seeds, {options.images} images; 95 % t intervals over seeds")
+        cells = [cell([100 * fmean(scores) for scores in row[each]]) for each in names]
+        cells += [gap(row[other], row["EoT"]) for other in others]
+        print(f"| {name} | {' | '.join(cells)} |")
+    print(f"{options.seeds} seeds, {options.images} images")
 
 
 if __name__ == "__main__":

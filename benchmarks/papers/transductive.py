@@ -5,10 +5,11 @@
 Tables: `madry`, RMC on an adversarially trained base beside that base, digits, linf 0.2 (the
 paper's Table 1); `order`, DENT on `Patches10`, linf 8/255, where rounds of 128 images come in
 natural order or sorted by label (Table 5); `dann`, DANN at the paper's radius, linf 0.3, with a
-weight of the discriminator of 0.1 (Table 3); `stability`, RMC from --seeds training seeds, digits,
-linf 0.2 (Table 6), with mean and standard deviation over them. --private-draws defenders adapt to
-each perturbed round. Finished images stay in --folder: the same command resumes, but begins anew
-with RMC, which keeps a state from image to image.
+weight of the discriminator of 0.1 (Table 3); `tadv`, TADV beside its base at linf 0.3 (Table 4);
+`stability`, RMC from --seeds training seeds, digits, linf 0.2 (Table 6), with mean and standard
+deviation over them. Differences are paired, with 95 % t intervals over images. --private-draws
+defenders adapt to each perturbed round. Finished images stay in --folder: the same command resumes,
+but begins anew with RMC, which keeps a state from image to image.
 """
 
 import argparse
@@ -21,10 +22,19 @@ import torch
 from ensembles import trained
 from torch.utils.data import DataLoader
 
-from lightning_rob import GMSA, PGD, HighConfidence, Threat, TransferFromStatic, evaluate
+from lightning_rob import (
+    GMSA,
+    PGD,
+    AutoAttack,
+    HighConfidence,
+    Threat,
+    TransferFromStatic,
+    evaluate,
+)
 from lightning_rob.defenses import base_model
 from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation.protocol import RoundProtocol
+from lightning_rob.metrics import paired
 from lightning_rob.objectives import worst_ce
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -80,6 +90,16 @@ def dann(options):
     yield "DANN", defense, played, loader, RoundProtocol(images=options.images)
 
 
+def tadv(options):
+    pgd = PGD(Threat("linf", 0.3), 100, 0.01, keep_best=True)
+    autoattack = AutoAttack(Threat("linf", 0.3), early_stop=False)
+    defense, loader = built("tadv", ["tadv_digits"], options.images, options)
+    yield "base", base_model(defense), {"PGD": pgd, "AutoAttack": autoattack}, loader, None
+    played = {"AutoAttack, transferred": TransferFromStatic(autoattack)}
+    played["GMSA-AVG"] = GMSA(pgd, rounds=options.rounds, from_clean=False)
+    yield "TADV", defense, played, loader, RoundProtocol(images=options.images)
+
+
 def built(name, recipe, size, options):
     """Return the trained recipe's defense with its labelled images, and a loader of test images."""
     config, *rest = recipe
@@ -89,18 +109,39 @@ def built(name, recipe, size, options):
     return defense, DataLoader(data.parts["test"], size)
 
 
+# Pairs of (defense, attack) by table: the second is compared with the first.
+GAPS = {
+    "madry": [(("base", "PGD"), ("RMC", "GMSA-AVG"))],
+    "order": [
+        *(
+            (("DENT, natural", attack), ("DENT, by_label", attack))
+            for attack in ("clean", "PGD, transferred", "confident")
+        ),
+        (("base", "clean"), ("DENT, by_label", "clean")),
+        (("base", "PGD"), ("DENT, natural", "PGD, transferred")),
+        (("base", "PGD"), ("DENT, by_label", "PGD, transferred")),
+    ],
+    "dann": [(("DANN", "PGD, transferred"), ("DANN", f"GMSA-{kind}")) for kind in ("AVG", "MIN")],
+    "tadv": [
+        (("base", "AutoAttack"), ("TADV", attack))
+        for attack in ("AutoAttack, transferred", "GMSA-AVG")
+    ],
+    "stability": [],
+}
+
+
 def main():
-    tables = {"madry": madry, "order": order, "dann": dann, "stability": stability}
+    tables = {"madry": madry, "order": order, "dann": dann, "tadv": tadv, "stability": stability}
     parser = argparse.ArgumentParser()
     parser.add_argument("--table", choices=tables, required=True)
     parser.add_argument("--images", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=7, help="rehearsals of GMSA on DANN")
+    parser.add_argument("--rounds", type=int, default=7, help="rehearsals of GMSA on DANN, TADV")
     parser.add_argument("--private-draws", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=5, help="of the table `stability`")
     parser.add_argument("--folder", type=Path, default=Path("logs/transductive"))
     options, options.fit = parser.parse_known_args()
     print("| defense | attack | accuracy | 95 % interval |\n|---|---|---|---|")
-    found = defaultdict(list)
+    found, scores = defaultdict(list), {}
     for name, defense, attacks, loader, protocol in tables[options.table](options):
         torch.manual_seed(0)
         result = evaluate(
@@ -117,8 +158,11 @@ def main():
             low, high = (100 * end for end in result.interval(attack))
             accuracy = 100 * result.accuracy(attack)
             found[name, attack].append(accuracy)
+            scores[name, attack] = result.per_image(attack)
             print(f"| {name} | {attack} | {accuracy:.1f} | {low:.1f} to {high:.1f} |", flush=True)
         print(f"intervals cover {result.covers}")
+    for first, second in GAPS[options.table]:
+        print(f"{', '.join(second)} - {', '.join(first)}: {paired(scores[first], scores[second])}")
     for (name, attack), values in found.items():
         if len(values) > 1:
             print(f"| {name} | {attack} | {mean(values):.1f} ± {stdev(values):.1f} | over seeds |")
