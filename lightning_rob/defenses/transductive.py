@@ -283,6 +283,24 @@ class PerImageLayer(nn.Module):
     rows: Tensor | None = None
 
 
+class PerImageValues(PerImageLayer):
+    """Values of the images of one batch: labels, or features to come near.
+
+    A defense that reads them may be attacked in parts of the batch.
+
+    Args:
+        values: [B, …].
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.values = values
+
+    def forward(self) -> Tensor:
+        """Return the values of the selected images."""
+        return self.values if self.rows is None else self.values[self.rows]
+
+
 @contextmanager
 def restricted_to(defense: nn.Module, index: Tensor) -> Iterator[None]:
     """Restrict a defense that has adapted to a batch to some of its images.

@@ -13,6 +13,7 @@ from torch.nn.functional import kl_div
 from lightning_rob.attacks import Attack, attacking
 from lightning_rob.attacks.pgd import is_pgd
 from lightning_rob.defenses import Defense, Single
+from lightning_rob.defenses.transductive import PerImageValues
 from lightning_rob.modules.base import RobustModule
 from lightning_rob.modules.weight_perturbation import loss_at_perturbed_weights
 from lightning_rob.nets import load_weights
@@ -23,6 +24,7 @@ from lightning_rob.objectives import (
     classification_loss,
     expected_ce,
 )
+from lightning_rob.randomness import Generator
 from lightning_rob.rules import expectation
 
 PERTURBABLE = ("32-true", "64-true", "bf16-mixed")  # weights of 16 bits round small changes away
@@ -126,10 +128,11 @@ class AdversarialTraining(RobustModule):
         """Return the batch with `fraction` of its images attacked."""
         if self.attack is None:
             return x
-        attack = self.attack if self.trades_beta is None else self._divergence_attack(x)
         count = round(self.fraction * len(x))
         noise = self.noise and self.noise[torch.arange(count)]
-        return torch.cat([attack(self.defense, x[:count], y[:count], noise), x[count:]])
+        if self.trades_beta is not None:
+            return self._perturbed_for_trades(x, y, noise)
+        return torch.cat([self.attack(self.defense, x[:count], y[:count], noise), x[count:]])
 
     def _loss_on(self, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
         """Return the loss of images, attacked images and labels at the current weights."""
@@ -142,12 +145,13 @@ class AdversarialTraining(RobustModule):
         check_labels(y, logits.shape[-1])
         return self.criterion(logits, weights, y).mean()
 
-    def _divergence_attack(self, x: Tensor) -> Attack:
-        """Return the attack with the divergence from the predictions on clean images to climb."""
+    def _perturbed_for_trades(self, x: Tensor, y: Tensor, noise: Generator) -> Tensor:
+        """Return the batch attacked to raise the divergence from the clean predictions."""
         assert is_pgd(self.attack)
         with attacking(self.defense), torch.no_grad():
-            clean_probs = self.defense.logits(x)[0].softmax(-1)
-        return replace(self.attack, objective=divergence_from(clean_probs))
+            clean = _Divergence(self.defense, self.defense.logits(x)[0].softmax(-1))
+        attack = replace(self.attack, objective=_mean_divergence)
+        return attack(clean, x, torch.zeros_like(y), noise)
 
     def _trades_loss(self, x: Tensor, x_adv: Tensor, y: Tensor, beta: float) -> Tensor:
         clean = self.defense.logits(x)[0]
@@ -186,18 +190,24 @@ def _can_attack_for_trades(attack: Attack | None) -> bool:
     return is_pgd(attack) and attack.random_start
 
 
-def divergence_from(clean: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return the objective KL(clean || perturbed) of TRADES, averaged over draws.
+class _Divergence(Defense):
+    """Defense whose "logits" are KL(clean || perturbed) of TRADES, for PGD to raise."""
 
-    Args:
-        clean: [B, K] probabilities on the clean images.
+    def __init__(self, defense: Defense, clean: Tensor) -> None:
+        super().__init__(defense.weights, defense.rule)
+        self.defense, self.clean = defense, PerImageValues(clean)
 
-    Returns:
-        (logits [S, B, K], weights [S], labels [B]) -> [B].
-    """
+    @property
+    def foldable_networks(self) -> list[nn.Module]:
+        return self.defense.foldable_networks
 
-    def objective(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
-        gap = clean.clamp_min(1e-30).log() - logits.log_softmax(-1)
-        return expectation(weights, (clean * gap).sum(-1))
+    def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
+        clean: Tensor = self.clean()
+        logits = self.defense.logits(x, generator)
+        precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        gap = clean.clamp_min(1e-30).log() - precise.log_softmax(-1)
+        return (clean * gap).sum(-1, keepdim=True)
 
-    return objective
+
+def _mean_divergence(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    return expectation(weights, logits[..., 0])

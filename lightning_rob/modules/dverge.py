@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from lightning_rob.attacks import PGD, attacking
 from lightning_rob.defenses import Defense, Single
+from lightning_rob.defenses.transductive import PerImageValues
 from lightning_rob.modules.joint import JointTraining
-from lightning_rob.objectives import Objective, classification_loss
+from lightning_rob.objectives import classification_loss
 from lightning_rob.randomness import Generator, derive_seed
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat, pixels
@@ -53,11 +54,11 @@ def features(net: nn.Module, layer: str, x: Tensor) -> Tensor:
 
 
 class _Features(Defense):
-    """Defense whose "logits" are a layer's features, for PGD to bring near a target."""
+    """Defense whose "logits" are a layer's features minus target features, for PGD to shorten."""
 
-    def __init__(self, net: nn.Module, layer: str) -> None:
+    def __init__(self, net: nn.Module, layer: str, target: Tensor) -> None:
         super().__init__(torch.ones(1), mean_probs)
-        self.net, self.layer = net, layer
+        self.net, self.layer, self.target = net, layer, PerImageValues(target)
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
@@ -66,14 +67,12 @@ class _Features(Defense):
         return [self.net] if unchanged else []
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        return features(self.net, self.layer, x).unsqueeze(0)
+        target: Tensor = self.target()
+        return (features(self.net, self.layer, x) - target).unsqueeze(0)
 
 
-def _negative_distance_to(target: Tensor) -> Objective:
-    def objective(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
-        return -(logits[0] - target).square().sum(-1)
-
-    return objective
+def _negative_square(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    return -logits[0].square().sum(-1)
 
 
 def distil(
@@ -102,11 +101,12 @@ def distil(
     Returns:
         Distilled images z, [B, C, H, W].
     """
-    with attacking(_Features(net, layer)), torch.no_grad():
-        objective = _negative_distance_to(features(net, layer, target).float())
-    search = PGD(Threat("linf", eps), steps, step_size, objective=objective, random_start=False)
+    with attacking(Single(net)), torch.no_grad():
+        near = _Features(net, layer, features(net, layer, target).float())
+    threat = Threat("linf", eps)
+    search = PGD(threat, steps, step_size, objective=_negative_square, random_start=False)
     unused_labels = torch.zeros(len(source), dtype=torch.int64, device=source.device)
-    return search(_Features(net, layer), source, unused_labels)
+    return search(near, source, unused_labels)
 
 
 class DVERGE(JointTraining):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_rob.attacks import PGD
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.transductive import PerImageValues
 from lightning_rob.modules.joint import JointTraining, cosines, losses_and_gradients
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import mean_probs
@@ -36,7 +37,7 @@ class _GradientNorms(Defense):
     def __init__(self, members: Sequence[nn.Module], y: Tensor) -> None:
         super().__init__(torch.full((len(members),), 1 / len(members)), mean_probs)
         self.members = nn.ModuleList(members)
-        self.y = y
+        self.labels = PerImageValues(y)
 
     @property
     def classifiers(self) -> list[nn.Module]:
@@ -45,7 +46,7 @@ class _GradientNorms(Defense):
     @torch.enable_grad()
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         x = x if x.requires_grad else x.detach().requires_grad_()
-        _, gradients = losses_and_gradients(self.members, x, self.y)
+        _, gradients = losses_and_gradients(self.members, x, self.labels())
         return _norms(gradients).unsqueeze(-1)
 
 

@@ -5,9 +5,14 @@ import csv
 import pytest
 import torch
 
-from tests.tiny import pgd, recipe, records, robust_eval, run, same_weights, weights
+from lightning_rob import PGD, Threat
+from lightning_rob.modules import DVERGE, TRS, AdversarialTraining
+from lightning_rob.randomness import Streams
+from tests.modules.support import batch
+from tests.tiny import TinyNet, pgd, recipe, records, robust_eval, run, same_weights, weights
 
 LINF = {"norm": "linf", "eps": 0.03}
+THREAT = Threat(**LINF)
 METHODS = {
     "AdversarialTraining": {"attack": pgd(), "fraction": 0.5},
     "BAT": {"attack": pgd(), "epochs": 2, "probs": [0.9, 0.1]},
@@ -115,3 +120,24 @@ def test_dverge_restarts_optimizer_and_schedule_after_the_warm_up(uninterrupted)
         optimizer, schedule = state["optimizer_states"][0], state["lr_schedulers"][0]
         steps.append((int(optimizer["state"][0]["step"]), schedule["last_epoch"]))
     assert steps == [(4, 1), (8, 2), (4, 1), (8, 2)]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: AdversarialTraining(TinyNet, PGD(THREAT, 2, 0.02), trades_beta=4.0),
+        lambda: DVERGE(TinyNet, members=2),
+        lambda: TRS(TinyNet, THREAT, members=2),
+    ],
+)
+def test_searches_for_a_batch_work_in_parts_of_it(build, monkeypatch):
+    """Where caches or memory hold only some images: targets and labels go with them."""
+
+    def loss(at_once):
+        monkeypatch.setattr("lightning_rob.attacks.base.images_at_once", lambda x: at_once)
+        torch.manual_seed(0)
+        module = build().train()
+        module.noise = Streams.from_index(torch.arange(8), 1)
+        return module.loss(*batch())
+
+    torch.testing.assert_close(loss(3), loss(8))
