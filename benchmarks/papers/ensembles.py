@@ -39,7 +39,7 @@ def attacks(threat, neighbours):
 
 
 def trained(run, args):
-    """Train by `lightning-rob fit` unless the checkpoint is there; return defense and data module.
+    """Train by `lightning-rob fit`, or go on where it stopped; return defense and data module.
 
     Epochs are not evaluated: recipes that select an epoch by validation need `monitor: null`.
     """
@@ -49,8 +49,10 @@ def trained(run, args):
         "--trainer.logger.version=0",
     ]
     checkpoint, given = run / "version_0/checkpoints/last.ckpt", run / "options.json"
-    if not checkpoint.exists():
-        command_line(["fit", *args, "--test_after_fit=false", "--trainer.limit_val_batches=0"])
+    if not given.exists():
+        resumed = [f"--ckpt_path={checkpoint}"] if checkpoint.exists() else []
+        unwatched = ["--test_after_fit=false", "--trainer.limit_val_batches=0"]
+        command_line(["fit", *args, *unwatched, *resumed])
         given.write_text(json.dumps(args))
     if (found := json.loads(given.read_text())) != args:
         raise ValueError(f"{run} was trained with {found}, not {args}: give another --folder")
