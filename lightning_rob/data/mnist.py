@@ -44,7 +44,7 @@ class FashionMNIST(TorchvisionData):
     """
 
     torchvision_name, location = "FashionMNIST", "FashionMNIST/raw"
-    packaged: ClassVar = Path("/usr/share/datasets/fashion-mnist")
+    packaged: ClassVar[Path] = Path("/usr/share/datasets/fashion-mnist")
     classes = 10
     channels = 1
     size = 28

@@ -136,8 +136,9 @@ def test_searches_for_a_batch_work_in_parts_of_it(build, monkeypatch):
     def loss(at_once):
         monkeypatch.setattr("lightning_rob.attacks.base.images_at_once", lambda x: at_once)
         torch.manual_seed(0)
-        module = build().train()
+        module = build().double().train()
         module.noise = Streams.from_index(torch.arange(8), 1)
-        return module.loss(*batch())
+        x, y = batch()
+        return module.loss(x.double(), y)
 
     torch.testing.assert_close(loss(3), loss(8))
