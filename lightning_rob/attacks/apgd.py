@@ -15,7 +15,7 @@ from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pgd import better, is_certain
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.transductive import PerImageLayer
+from lightning_rob.defenses.per_image import PerImageLayer
 from lightning_rob.errors import at_least
 from lightning_rob.objectives import (
     Objective,

@@ -21,7 +21,7 @@ from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.attacks.square import Square
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.transductive import restricted_to
+from lightning_rob.defenses.per_image import restricted_to
 from lightning_rob.errors import at_least
 from lightning_rob.memory import images_at_once
 from lightning_rob.objectives import check_logits, expected_ce, expected_dlr

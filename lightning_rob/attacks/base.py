@@ -15,7 +15,7 @@ from lightning_rob.attacks.folding import FoldingError, folded
 from lightning_rob.attacks.oom import run_in_chunks, run_in_halves
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.transductive import PerImageLayer
+from lightning_rob.defenses.per_image import PerImageLayer
 from lightning_rob.memory import images_at_once
 from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator, Streams

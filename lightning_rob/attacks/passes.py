@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.transductive import restricted_to
+from lightning_rob.defenses.per_image import restricted_to
 
 
 class PassCount:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
+from lightning_rob.defenses.per_image import PerImageLayer
 from lightning_rob.defenses.transductive import (
     LocalBatchNorm,
     Optimizer,
-    PerImageLayer,
     Transductive,
     trainable,
 )

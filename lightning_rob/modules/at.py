@@ -13,7 +13,7 @@ from torch.nn.functional import kl_div
 from lightning_rob.attacks import Attack, attacking
 from lightning_rob.attacks.pgd import is_pgd
 from lightning_rob.defenses import Defense, Single
-from lightning_rob.defenses.transductive import PerImageValues
+from lightning_rob.defenses.per_image import PerImageValues
 from lightning_rob.modules.base import RobustModule
 from lightning_rob.modules.weight_perturbation import loss_at_perturbed_weights
 from lightning_rob.nets import load_weights

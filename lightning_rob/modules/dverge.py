@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_rob.attacks import PGD, attacking
 from lightning_rob.defenses import Defense, Single
-from lightning_rob.defenses.transductive import PerImageValues
+from lightning_rob.defenses.per_image import PerImageValues
 from lightning_rob.modules.joint import JointTraining
 from lightning_rob.objectives import classification_loss
 from lightning_rob.randomness import Generator, derive_seed

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_rob.attacks import PGD
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.transductive import PerImageValues
+from lightning_rob.defenses.per_image import PerImageValues
 from lightning_rob.modules.joint import JointTraining, cosines, losses_and_gradients
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import mean_probs
