@@ -5,7 +5,7 @@
 
 All attack the same test images with the same steps and draws. Each attack runs once; its
 images are predicted ten times. An accuracy has the 95 % t interval over these predictions, the
-difference to the baseline a paired one over images. Every finished row is appended to --record and
+difference to the row --against, the baseline, a paired one over images. Every finished row is appended to --record and
 read from there when the same command runs again. Other options are those of `lightning-rob test`.
 """
 
@@ -142,6 +142,7 @@ def main():
     parser.add_argument("--eps", type=float, default=8, help="of 255, linf; a step is a 16th")
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 200])
     parser.add_argument("--only", nargs="+", help="names of rows")
+    parser.add_argument("--against", default="baseline (EoT)", help="the row of the differences")
     parser.add_argument("--spread", action="store_true", help="of gradients, instead of attacks")
     parser.add_argument("--record", type=Path, default=Path("rt_attacks.jsonl"))
     options, rest = parser.parse_known_args()
@@ -172,14 +173,13 @@ def main():
             file.write(json.dumps(line) + "\n")
         done[key] = line
     for steps in [0, *options.steps]:
-        print(f"\n| {steps} steps | accuracy, % | difference to the baseline | seconds |")
+        print(f"\n| {steps} steps | accuracy, % | minus {options.against} | seconds |")
         print("|---|---|---|---|")
-        base = None
+        base = done.get(f"{options.against}, {steps} steps, {told}")
         for at, name in games:
             if at == steps:
-                key = f"{name}, {at} steps, {told}"
-                base = base or done[key]
-                print("| " + " | ".join(row(name, done[key], base)) + " |")
+                line = done[f"{name}, {at} steps, {told}"]
+                print("| " + " | ".join(row(name, line, base)) + " |")
 
 
 if __name__ == "__main__":
