@@ -5,8 +5,9 @@
 
 All attack the same test images with the same steps and draws. Each attack runs once; its
 images are predicted ten times. An accuracy has the 95 % t interval over these predictions, the
-difference to the row --against, the baseline, a paired one over images. Every finished row is appended to --record and
-read from there when the same command runs again. Other options are those of `lightning-rob test`.
+difference to the row --against, which is the baseline, a paired one over images. Every finished row
+is appended to --record and read from there when the same command runs again. Other options are
+those of `lightning-rob test`.
 """
 
 import argparse
