@@ -6,8 +6,9 @@
 All attack the same test images with the same steps and draws. Each attack runs once; its
 images are predicted ten times. An accuracy has the 95 % t interval over these predictions, the
 difference to the row --against, which is the baseline, a paired one over images. Every finished row
-is appended to --record and read from there when the same command runs again. Other options are
-those of `lightning-rob test`.
+is appended to --record and read from there when the same command runs again. With the records of
+networks from other training seeds, --seeds, means over the seeds follow, with t intervals over
+them. Other options are those of `lightning-rob test`.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import time
 from functools import partial
 from pathlib import Path
+from statistics import mean
 
 import torch
 from rich.progress import track
@@ -136,6 +138,27 @@ def row(name, line, base):
     return cells + [""] * (3 - len(cells)) + [f"{line['seconds']:.0f}"]
 
 
+def tell_means(records, games, against, told):
+    """Print means over training seeds, with 95 % t intervals over them."""
+    print(f"\n| {len(records)} seeds | accuracy, % | minus {against} |\n|---|---|---|")
+    for steps, name in games:
+        keys = [f"{each}, {steps} steps, {told}" for each in (name, against)]
+        ours, base = (
+            [100 * mean(found[key]["accuracies"]) for found in records if key in found]
+            for key in keys
+        )
+        if len(ours) == len(records):
+            cells = [ours]
+            if name != against and len(base) == len(ours):
+                cells.append([a - b for a, b in zip(ours, base, strict=True)])
+            told_cells = [
+                f"{mean(each):.1f} [{low:.1f}, {high:.1f}]"
+                for each in cells
+                for low, high in [student(each)]
+            ]
+            print(f"| {name} | {' | '.join(told_cells)} |")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", type=int, default=100)
@@ -146,6 +169,7 @@ def main():
     parser.add_argument("--against", default="baseline (EoT)", help="the row of the differences")
     parser.add_argument("--spread", action="store_true", help="of gradients, instead of attacks")
     parser.add_argument("--record", type=Path, default=Path("rt_attacks.jsonl"))
+    parser.add_argument("--seeds", type=Path, nargs="+", help="records of other training seeds")
     options, rest = parser.parse_known_args()
     study = Study(options, rest)
     if options.spread:
@@ -181,6 +205,8 @@ def main():
             if at == steps:
                 line = done[f"{name}, {at} steps, {told}"]
                 print("| " + " | ".join(row(name, line, base)) + " |")
+    if options.seeds:
+        tell_means([done, *map(recorded, options.seeds)], games, options.against, told)
 
 
 if __name__ == "__main__":
