@@ -308,7 +308,7 @@ def gallery(
     for column, attack in ((1, attacks[0]), (4, attacks[1])):
         grid[0][column].set_title(f"change \N{MULTIPLICATION SIGN} {factor:g}", fontsize=8)
         grid[0][column + 1].set_title(attack, fontsize=8)
-        grid[0][column + 2].set_title("member: prediction", fontsize=8, loc="left")
+        grid[0][column + 2].set_title("member: class", fontsize=8, loc="left")
     if title:
         lines = 1 + len(title) // int(width / 0.085)
         title = textwrap.fill(title, len(title) // lines + 8)

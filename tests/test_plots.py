@@ -99,10 +99,10 @@ def test_figure_shows_the_images_and_the_amplified_change(channels):
         "clean",
         change,
         "one",
-        "member: prediction",
+        "member: class",
         change,
         "two",
-        "member: prediction",
+        "member: class",
     ]
 
 
