@@ -127,36 +127,34 @@ def recorded(path):
     return {line["key"]: line for line in map(json.loads, lines)}
 
 
+def cell(values, sign=""):
+    low, high = student(values)
+    return f"{mean(values):{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
+
+
 def row(name, line, base):
     each = torch.tensor(line["accuracies"])
     low, high = student((100 * each).tolist())
     cells = [name, f"{100 * float(each.mean()):.1f} ± {(high - low) / 2:.1f}"]
     if base and base is not line:
         gap = 100 * (torch.tensor(line["images"]) - torch.tensor(base["images"]))
-        low, high = student(gap.tolist())
-        cells.append(f"{float(gap.mean()):+.1f} [{low:+.1f}, {high:+.1f}]")
+        cells.append(cell(gap.tolist(), "+"))
     return cells + [""] * (3 - len(cells)) + [f"{line['seconds']:.0f}"]
 
 
-def tell_means(records, games, against, told):
+def tell_means(records, games, against, setting):
     """Print means over training seeds, with 95 % t intervals over them."""
+
+    def accuracies(name, steps):
+        lines = [found.get(f"{name}, {steps} steps, {setting}") for found in records]
+        return [100 * mean(line["accuracies"]) for line in lines] if all(lines) else []
+
     print(f"\n| {len(records)} seeds | accuracy, % | minus {against} |\n|---|---|---|")
     for steps, name in games:
-        keys = [f"{each}, {steps} steps, {told}" for each in (name, against)]
-        ours, base = (
-            [100 * mean(found[key]["accuracies"]) for found in records if key in found]
-            for key in keys
-        )
-        if len(ours) == len(records):
-            cells = [ours]
-            if name != against and len(base) == len(ours):
-                cells.append([a - b for a, b in zip(ours, base, strict=True)])
-            told_cells = [
-                f"{mean(each):.1f} [{low:.1f}, {high:.1f}]"
-                for each in cells
-                for low, high in [student(each)]
-            ]
-            print(f"| {name} | {' | '.join(told_cells)} |")
+        if ours := accuracies(name, steps):
+            base = accuracies(against, steps) if name != against else []
+            gaps = [one - other for one, other in zip(ours, base, strict=False)]
+            print(f"| {name} | {cell(ours)} | {cell(gaps, '+') if gaps else ''} |")
 
 
 def main():
@@ -165,8 +163,11 @@ def main():
     parser.add_argument("--draws", type=int, default=10)
     parser.add_argument("--eps", type=float, default=8, help="of 255, linf; a step is a 16th")
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 200])
-    parser.add_argument("--only", nargs="+", help="names of rows")
-    parser.add_argument("--against", default="baseline (EoT)", help="the row of the differences")
+    names = list(attacks(1, 1, 1))
+    parser.add_argument("--only", nargs="+", choices=names, help="rows", metavar="ROW")
+    parser.add_argument(
+        "--against", default=names[0], choices=names, help="row of the differences", metavar="ROW"
+    )
     parser.add_argument("--spread", action="store_true", help="of gradients, instead of attacks")
     parser.add_argument("--record", type=Path, default=Path("rt_attacks.jsonl"))
     parser.add_argument("--seeds", type=Path, nargs="+", help="records of other training seeds")
@@ -176,14 +177,14 @@ def main():
         tell_spread(study)
         return
     done = recorded(options.record)
-    told = f"{options.draws} draws, {options.images} images, {options.eps:g}/255"
+    setting = f"{options.draws} draws, {options.images} images, {options.eps:g}/255"
     games = {(0, "clean"): None}
     for steps in options.steps:
         for name, attack in attacks(steps, options.draws, options.eps / 255).items():
             if not options.only or name in options.only:
                 games[steps, name] = attack
     for (steps, name), attack in track(list(games.items()), "attacks"):
-        key = f"{name}, {steps} steps, {told}"
+        key = f"{name}, {steps} steps, {setting}"
         if key in done:
             continue
         began = time.perf_counter()
@@ -200,13 +201,13 @@ def main():
     for steps in [0, *options.steps]:
         print(f"\n| {steps} steps | accuracy, % | minus {options.against} | seconds |")
         print("|---|---|---|---|")
-        base = done.get(f"{options.against}, {steps} steps, {told}")
+        base = done.get(f"{options.against}, {steps} steps, {setting}")
         for at, name in games:
             if at == steps:
-                line = done[f"{name}, {at} steps, {told}"]
+                line = done[f"{name}, {at} steps, {setting}"]
                 print("| " + " | ".join(row(name, line, base)) + " |")
     if options.seeds:
-        tell_means([done, *map(recorded, options.seeds)], games, options.against, told)
+        tell_means([done, *map(recorded, options.seeds)], games, options.against, setting)
 
 
 if __name__ == "__main__":

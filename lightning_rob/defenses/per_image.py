@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class PerImageLayer(nn.Module):
-    """A layer with weights of their own for each image of one batch, which sees no other batch.
+    """A layer with values of its own for each image of one batch, which sees no other batch.
 
     `rows` selects the images of the next inputs, [b] positions in that batch; None is all of them.
     """
