@@ -1,5 +1,6 @@
 """`RobustCLI`: Lightning's command line with the defaults, files and errors of this package."""
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -254,8 +255,12 @@ class RobustCLI(LightningCLI):
             raise SystemExit(1)
 
     def after_fit(self) -> None:
-        """Test if asked to: the best checkpoint if one is kept by a metric, or the last weights."""
+        """Say where the last weights are; test if asked to, the best ones if a metric picks them."""
         trainer: Any = self.trainer
+        names = ("last_model_path", "best_model_path")
+        paths = (getattr(c, name, "") for c in trainer.checkpoint_callbacks for name in names)
+        if trainer.is_global_zero and (written := next(filter(None, paths), None)):
+            print(f"Checkpoint: {os.path.relpath(written)}", flush=True)
         if self._get(self.config, "test_after_fit") and not trainer.fast_dev_run:
             kept = [c for c in trainer.checkpoint_callbacks if getattr(c, "monitor", None)]
             path = next((c.best_model_path for c in kept if c.best_model_path), None)
