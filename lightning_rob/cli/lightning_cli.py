@@ -255,7 +255,7 @@ class RobustCLI(LightningCLI):
             raise SystemExit(1)
 
     def after_fit(self) -> None:
-        """Say where the last weights are; test if asked to, the best ones if a metric picks them."""
+        """Print the last checkpoint; if asked to, test the best one that a metric picks."""
         trainer: Any = self.trainer
         names = ("last_model_path", "best_model_path")
         paths = (getattr(c, name, "") for c in trainer.checkpoint_callbacks for name in names)
