@@ -1,7 +1,7 @@
 """`lightning-rob tune`: search values of a recipe's keys by short trainings of it."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +62,8 @@ def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
     given = {name: value for name in BUDGET if (value := getattr(config, name)) is not None}
     budget = Budget().with_(space.budget | given)
     replaced(run.recipe, space.trial)  # fail for an unknown key before anything is built
-    search = Search(space.variables, own, budget, config.seed, _earlier_trials(config, space))
+    earlier = _earlier_trials(config.warm_start or [], space, run.recipe)
+    search = Search(space.variables, own, budget, config.seed, earlier)
     record = Record(out / "trials.jsonl", _study_key(run, space, config.seed))
     training = Training(run.recipe, space, config.seed, out, build)
     with quiet_lightning():
@@ -104,7 +105,7 @@ class Training:
 
     def build_trial(self, number: int, values: Point) -> Any:
         """Return trainer, model and data of a trial, and write its recipe to its folder."""
-        folder = self.folder / "trials" / f"{number:04}"
+        folder = trial_folder(self.folder, number)
         seed = {"seed_everything": derive_seed(self.seed, number) % 2**32}
         place = {"trainer.default_root_dir": str(folder)}
         recipe = replaced(self.recipe, QUIET | place | seed | self.space.trial | values)
@@ -115,6 +116,11 @@ class Training:
         trainer["callbacks"] = kept
         write_config(recipe, folder / "config.yaml")
         return self.build(folder / "config.yaml")
+
+
+def trial_folder(study: Path, number: int) -> Path:
+    """The folder of a trial's recipe."""
+    return study / "trials" / f"{number:04}"
 
 
 def _executor(config: TuneConfig) -> Callable[[Study], None]:
@@ -148,26 +154,31 @@ def _study_key(run: Run, space: Space, seed: int) -> str:
     return cache_key(recipe=run.recipe, space=contents, seed=seed)
 
 
-def _earlier_trials(config: TuneConfig, space: Space) -> list[tuple[Point, float]]:
-    """Return the usable trials of `--warm_start`.
+def _earlier_trials(
+    files: Sequence[Path], space: Space, recipe: dict[str, Any]
+) -> list[tuple[Point, float]]:
+    """Return the trials of other studies that are points of this space, with their objectives.
 
     Raises:
-        ValueError: there are none, or of other variables.
+        ValueError: a file has no trials, or a trial's recipe lacks a variable.
     """
-    if config.warm_start is None:
-        return []
-    trials = [trial for _, trial in read_trials(config.warm_start)]
-    if not trials:
-        raise ValueError(f"--warm_start: there are no trials in {config.warm_start}")
-    for key in {key for trial in trials for key in trial.values} ^ set(space.variables):
-        place = config.space if key in space.variables else config.warm_start
-        raise ValueError(
-            f"--warm_start needs trials of the same variables: {key} is only in {place}"
-        )
-    succeeded = [(t.values, t.objective) for t in trials if t.objective is not None]
-    inside = [(point, objective) for point, objective in succeeded if space.contains(point)]
-    print(f"Warm start: {len(inside)} of {len(trials)} trials ended well and within the bounds")
-    return inside
+    found, total = [], 0
+    for path in files:
+        trials = [trial for _, trial in read_trials(path)]
+        if not trials:
+            raise ValueError(f"--warm_start: there are no trials in {path}")
+        total += len(trials)
+        for trial in trials:
+            own, objective = {}, trial.objective
+            if trial.values.keys() != space.variables.keys():
+                name = trial_folder(path.parent, trial.number) / "config.yaml"
+                own = load_file(name, "the recipe of a trial")
+            point = space.point(trial.values, own, recipe)
+            if objective is not None and point and space.contains(point):
+                found.append((point, objective))
+    if files:
+        print(f"Warm start: {len(found)} of {total} trials are points of this space")
+    return found
 
 
 @contextmanager

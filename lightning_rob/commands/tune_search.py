@@ -121,6 +121,29 @@ class Space:
         """Whether all values are within their bounds."""
         return all(b[0] <= point[key] <= b[1] for key, b in self.variables.items())
 
+    def point(self, values: Point, trained: Any, recipe: Any) -> Point | None:
+        """Return a trial of a study of other variables as a point of this space.
+
+        Args:
+            values: of the other study's variables.
+            trained: the trial's recipe, which has the variables that were fixed there.
+            recipe: that of this space; it has those that are fixed here.
+
+        Returns:
+            None if a variable of the other study has another value here. A transform that a recipe
+            lacks has strength 0.
+
+        Raises:
+            ValueError: a recipe lacks a variable that is no transform's.
+        """
+        limit = -math.inf if self.prune is None else self.prune
+        for key, value in values.items():
+            if key not in self.variables:
+                here = _strength(recipe, key)
+                if value != here and max(value, here) > limit:
+                    return None
+        return {k: values[k] if k in values else _strength(trained, k) for k in self.variables}
+
     def score(self, metrics: Mapping[str, float]) -> float:
         """Return the objective, the weighted sum of metrics.
 
@@ -163,6 +186,15 @@ def value_at(config: Any, key: str) -> Any:
     """
     parent, last = _locate(config, key)
     return parent[last]
+
+
+def _strength(recipe: Any, key: str) -> float:
+    """Return the number at a dotted key; 0 for a transform that the recipe lacks."""
+    if match := re.fullmatch(TRANSFORM, key):
+        parent, name = _locate(recipe, match[1])
+        if match[2] not in parent[name]:
+            return 0.0
+    return _number(key, value_at(recipe, key))
 
 
 def replaced(config: Any, values: Mapping[str, Any]) -> Any:

@@ -267,6 +267,24 @@ def test_pruning_never_removes_all_transforms():
     assert space.pruned(TRANSFORMED, nothing) == (TRANSFORMED, [])
 
 
+def test_a_trial_of_other_variables_is_a_point_where_the_rest_agrees():
+    affine, salt, sobel, lr = transformed(True).variables
+    space = transformed(True)
+    part = replaced(TRANSFORMED, {"model.lr": 0.2})
+    part["model"]["defense"]["transforms"] = {"Affine": {"alpha": 0.3}}  # a study of one transform
+    point = space.point({affine: 0.4}, part, TRANSFORMED)
+    assert point == {affine: 0.4, salt: 0.0, sobel: 0.0, lr: 0.2}
+    with pytest.raises(ValueError, match=r"the recipe has no 'model\.lr'"):
+        space.point({affine: 0.4}, {"model": {"defense": part["model"]["defense"]}}, TRANSFORMED)
+
+    fewer = Space.read({"variables": {affine: [0, 0.5]}, "objective": {"a": 1}, "prune": True})
+    kept = value_at(TRANSFORMED, salt)
+    assert fewer.point({affine: 0.1, salt: kept}, TRANSFORMED, TRANSFORMED) == {affine: 0.1}
+    assert fewer.point({affine: 0.1, salt: kept / 2}, TRANSFORMED, TRANSFORMED) is None
+    off = {affine: 0.1, salt: 0.008}  # this space has no Salt
+    assert fewer.point(off, TRANSFORMED, part) == {affine: 0.1}
+
+
 def test_dotted_keys_reach_into_lists_and_a_wrong_one_names_the_nearest():
     assert value_at(TRANSFORMED, "model.list.1.a") == 2
     assert replaced(TRANSFORMED, {"model.list.0.a": 5})["model"]["list"] == [{"a": 5}, {"a": 2}]
@@ -366,6 +384,12 @@ def test_tune_end_to_end(tmp_path, monkeypatch, capsys):
     warm = ["--out", "other", "--warm_start", out / "trials.jsonl", "--trials=1"]
     run("tune", *files(tmp_path)[:-2], *warm)
     assert "Warm start: 2 of 3 trials" in capsys.readouterr().out
+    part = SPACE | {"variables": {LR: [0.001, 0.1]}}
+    run("tune", *files(tmp_path, part)[:-2], "--out=part", "--trials=2")
+    whole = SPACE | {"variables": {LR: [0.001, 0.1], WIDTH: [2, 16, "int"]}}
+    both = ["--warm_start", "part/trials.jsonl", "--warm_start", "other/trials.jsonl"]
+    run("tune", *files(tmp_path, whole)[:-2], *both, "--out=whole", "--trials=1")
+    assert "Warm start: 3 of 3 trials" in capsys.readouterr().out
 
 
 def test_a_trial_is_a_fit_of_its_recipe(tmp_path, monkeypatch):
