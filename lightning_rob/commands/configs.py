@@ -63,7 +63,7 @@ class TuneConfig(CommandConfig):
         random: random trials before the optimizer proposes (12)
         diagonal: trials before these, all variables at i/N, i = 0 … N-1 (0)
         seed: of the search and, with the trial's number, of its training
-        warm_start: trials.jsonl of another study, of these variables or a part; repeatable
+        warm_start: trials.jsonl of an earlier study of all or some variables; may be repeated
         out: for trials.jsonl, best.yaml, convergence.png; else tuning/RECIPE
         then_fit: train best.yaml after the search
         ray: run trials through Ray Tune: pip install 'lightning-rob[ray]'
