@@ -131,11 +131,13 @@ def test_the_best_checkpoint_is_tested_if_a_metric_chooses_it(tmp_path):
     assert tested != found["last"]
 
 
-def test_the_saved_configuration_runs_again(trained, tmp_path):
+def test_the_saved_configuration_runs_again(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     config = trained / "run/version_0/config.yaml"
     folder = f"--trainer.logger.init_args.save_dir={tmp_path}"
     run("fit", "--config", config, folder, "--test_after_fit=false")
     assert same_weights(weights(trained / CKPT), weights(tmp_path / CKPT))
+    assert f"Checkpoint: {CKPT}\n" in capsys.readouterr().out
 
 
 def test_predict_writes_class_probabilities(trained, tmp_path, monkeypatch):
