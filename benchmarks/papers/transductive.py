@@ -146,10 +146,8 @@ GAPS = {
         (("base", "PGD"), ("DENT, by_label", "PGD, transferred")),
     ],
     "dent": [
-        *(
-            (("DENT", attack), ("DENT", "confident, transferred"))
-            for attack in ("DENT-AA", "AutoAttack, transferred")
-        ),
+        (("DENT", "DENT-AA"), ("DENT", "confident, transferred")),
+        (("DENT", "AutoAttack, transferred"), ("DENT", "confident, transferred")),
         (("base", "AutoAttack"), ("DENT", "confident, transferred")),
         (("base", "AutoAttack"), ("DENT", "GMSA-AVG")),
     ],

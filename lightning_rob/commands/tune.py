@@ -169,13 +169,15 @@ def _earlier_trials(
             raise ValueError(f"--warm_start: there are no trials in {path}")
         total += len(trials)
         for trial in trials:
-            own, objective = {}, trial.objective
+            if trial.objective is None:
+                continue
+            trained = {}
             if trial.values.keys() != space.variables.keys():
-                name = trial_folder(path.parent, trial.number) / "config.yaml"
-                own = load_file(name, "the recipe of a trial")
-            point = space.point(trial.values, own, recipe)
-            if objective is not None and point and space.contains(point):
-                found.append((point, objective))
+                file = trial_folder(path.parent, trial.number) / "config.yaml"
+                trained = load_file(file, "the recipe of a trial")
+            point = space.point(trial.values, trained, recipe)
+            if point and space.contains(point):
+                found.append((point, trial.objective))
     if files:
         print(f"Warm start: {len(found)} of {total} trials are points of this space")
     return found
