@@ -6,10 +6,12 @@ Trains a SmallCNN on `Patches10` behind the transforms of `configs/rt_patches.ya
 tables behind others, and attacks the same test images within linf 8/255. Tables: `groups`, one
 group of transforms at a time (the paper's Table 5); `sizes`, the number S of transforms (Fig. 13);
 `rules`, decision rule and draws of a prediction (Fig. 11, 12); `parts`, one order of all draws,
-the loss and AggMo beside EoT (Table 4); `autoattack`, two of its four parts (Table 2). Prints
-accuracies over ten predictions of each image, and differences to EoT, with 95 % t intervals over
-seeds; those of one seed are paired, over images. Checkpoints and finished rows stay in --folder:
-the same command resumes.
+the loss and AggMo beside EoT (Table 4); `autoattack`, two of its four parts (Table 2); `advrt`,
+adversarial training with the transforms and without (Table 3), by EoT as in the paper's code or by
+the paper's own attack, five steps each. Prints accuracies over ten predictions of each image, also
+under the stronger attack on each image ("worst"), and differences to EoT or, by attack, to the row
+--against, with 95 % t intervals over seeds; those of one seed are paired, over images. Checkpoints
+and finished rows stay in --folder: the same command resumes.
 """
 
 import argparse
@@ -31,12 +33,28 @@ SIZES = (1, 2, 4, 8)
 RULES = {rule.__name__: rule for rule in (mean_probs, majority, mean_logits)}
 DRAWS = (1, 5, 20)
 THREAT = Threat("linf", 8 / 255)
+TRAINING = {
+    "class_path": "PGD",
+    "init_args": {
+        "threat": {"norm": "linf", "eps": THREAT.eps},
+        "steps": 5,
+        "step_size": THREAT.eps / 4,
+    },
+}
+EOT = {"draws": 2, "objective": "lightning_rob.objectives.ce_of_mean_probs"}
+OWN = {
+    "draws": 2,
+    "objective": "lightning_rob.objectives.linear",
+    "momentum": list(aggmo(6)),
+    "backward": "SurrogateTransforms",
+}
 
 
-def suites(options):
+def suites(options, random=True):
     """Return the attacks of a table by name; SmallCNN has no residual branches for SGM."""
-    common = {"steps": options.steps, "step_size": THREAT.eps / 8, "draws": options.draws}
-    order, six = {"backward": SurrogateTransforms()}, {"momentum": aggmo(6)}
+    common = {"steps": options.steps, "step_size": THREAT.eps / 8}
+    common["draws"] = options.draws if random else 1
+    order, six = {"backward": SurrogateTransforms() if random else None}, {"momentum": aggmo(6)}
     loss = {"objective": linear, **order}
     tried = {"EoT": PGD(THREAT, **common), "linear, AggMo": PGD(THREAT, **common, **loss, **six)}
     if options.table == "parts":
@@ -49,8 +67,20 @@ def suites(options):
     return tried
 
 
+def against(**attack):
+    """Return the options that train on the images of an attack."""
+    init_args = TRAINING["init_args"] | attack
+    return [f"--model.attack={json.dumps(TRAINING | {'init_args': init_args})}"]
+
+
 def recipes(table):
     """Return the options of `fit` by the name of the training run."""
+    if table == "advrt":
+        plain = ["--model.defense=Single", "--model.draws=null"]
+        plain += ["--model.criterion=lightning_rob.objectives.expected_ce"]
+        advrt = {"AdvRT, EoT": against(**EOT), "AdvRT, own attack": against(**OWN)}
+        advrt = {name: [*extra, "--model.draws=2"] for name, extra in advrt.items()}
+        return {"Madry": [*against(), *plain], "RT": [], **advrt}
     if table == "groups":
         return {group: ["--config", f"group_{group}"] for group in GROUPS}
     if table == "sizes":
@@ -75,13 +105,14 @@ def rows(options):
     record = options.folder / "rows.jsonl"
     lines = record.read_text().splitlines() if record.exists() else []
     done = {line["key"]: line["scores"] for line in map(json.loads, lines)}
-    tried, table = suites(options), {}
+    table = {}
     budget = f"{options.images} {options.steps} {options.draws}"
     for seed in range(options.seeds):
         for run, extra in recipes(options.table).items():
             args = ["--config", str(CONFIGS / "rt_patches.yaml"), *extra, *options.fit]
             args += [f"--seed_everything={seed}", f"--data.seed={seed}"]
             defense, data = trained(options.folder / f"{run} seed{seed}", args)
+            tried = suites(options, isinstance(defense, RandomTransforms))
             for name, variant in variants(options.table, defense).items():
                 key = f"{run} {name} {seed} {budget} {' '.join(tried)}"
                 if key not in done:
@@ -112,9 +143,9 @@ def gap(one, other):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--table", choices=("groups", "sizes", "rules", "parts", "autoattack"), required=True
-    )
+    tables = ("groups", "sizes", "rules", "parts", "autoattack", "advrt")
+    parser.add_argument("--table", choices=tables, required=True)
+    parser.add_argument("--against", metavar="ROW", help="print differences to this row")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--images", type=int, default=100)
     parser.add_argument("--steps", type=int, default=40)
@@ -129,14 +160,19 @@ def main():
         *fit,
     ]
     table = rows(options)
+    for row in table.values():
+        attacked = zip(*(runs for name, runs in row.items() if name != "clean"), strict=True)
+        row["worst"] = [[min(each) for each in zip(*runs, strict=True)] for runs in attacked]
     names = list(next(iter(table.values())))
-    others = [name for name in names if name not in ("clean", "EoT")]
-    heads = [*names, *(f"{name} - EoT" for name in others)]
+    other = options.against
+    minus = {name: f"{name} - {other or 'EoT'}" for name in names if other or name in names[2:-1]}
+    heads = [*names, *minus.values()]
     print(f"| | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
-    for name, row in table.items():
-        cells = [cell([100 * fmean(scores) for scores in row[each]]) for each in names]
-        cells += [gap(row[other], row["EoT"]) for other in others]
-        print(f"| {name} | {' | '.join(cells)} |")
+    for key, row in table.items():
+        cells = [cell([100 * fmean(scores) for scores in row[name]]) for name in names]
+        if key != other:
+            cells += [gap(row[n], table[other][n] if other else row["EoT"]) for n in minus]
+        print(f"| {key} | {' | '.join(cells)} |")
     print(f"{options.seeds} seeds, {options.images} images")
 
 
