@@ -104,7 +104,7 @@ def dent(options):
 
 def dann(options):
     pgd = PGD(Threat("linf", 0.3), 40, 0.01, keep_best=True)
-    hardest = PGD(Threat("linf", 0.3), 40, 0.01, keep_best=True, objective=worst_ce)
+    hardest = replace(pgd, objective=worst_ce)
     recipe = ["dann_digits", "--model.defense.scale=0.1"]
     defense, loader = built("dann", recipe, options.images, options)
     yield "base", base_model(defense), {"PGD": pgd}, loader, None
@@ -120,7 +120,10 @@ def tadv(options):
     defense, loader = built("tadv", ["tadv_digits"], options.images, options)
     yield "base", base_model(defense), {"PGD": pgd, "AutoAttack": autoattack}, loader, None
     played = {"AutoAttack, transferred": TransferFromStatic(autoattack)}
+    played["FPA"] = GMSA(pgd, rounds=options.rounds, memory=False, from_clean=False)
     played["GMSA-AVG"] = GMSA(pgd, rounds=options.rounds, from_clean=False)
+    hardest = replace(pgd, objective=worst_ce)
+    played["GMSA-MIN"] = GMSA(hardest, rounds=options.rounds, from_clean=False)
     yield "TADV", defense, played, loader, RoundProtocol(images=options.images)
 
 
@@ -154,7 +157,7 @@ GAPS = {
     "dann": [(("DANN", "PGD, transferred"), ("DANN", f"GMSA-{kind}")) for kind in ("AVG", "MIN")],
     "tadv": [
         (("base", "AutoAttack"), ("TADV", attack))
-        for attack in ("AutoAttack, transferred", "GMSA-AVG")
+        for attack in ("AutoAttack, transferred", "FPA", "GMSA-AVG", "GMSA-MIN")
     ],
     "stability": [],
 }

@@ -74,16 +74,15 @@ def tuned(kind, seed, options):
     """Return the best recipe of a search, which goes on where it stopped."""
     args, space = recipe(options)
     folder = options.folder / f"{kind}{seed}"
-    if not (folder / "best.yaml").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "space.yaml").write_text(yaml.safe_dump(space))
-        scored = {"every_n_epochs": 4, "max_images": 100, "attacks": {"fast": FAST}}
-        callback = {"class_path": "RobustEval", "init_args": scored}
-        args += [f"--trainer.callbacks+={json.dumps(callback)}"]
-        random = options.trials if kind == "random" else options.random
-        budget = [f"--trials={options.trials}", f"--min_trials={options.trials}"]
-        place = [f"--space={folder}/space.yaml", f"--out={folder}", f"--seed={seed}"]
-        command_line(["tune", *args, f"--data.seed={seed}", *place, *budget, f"--random={random}"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "space.yaml").write_text(yaml.safe_dump(space))
+    scored = {"every_n_epochs": 4, "max_images": 100, "attacks": {"fast": FAST}}
+    callback = {"class_path": "RobustEval", "init_args": scored}
+    args += [f"--trainer.callbacks+={json.dumps(callback)}"]
+    random = options.trials if kind == "random" else options.random
+    budget = [f"--trials={options.trials}", f"--min_trials={options.trials}"]
+    place = [f"--space={folder}/space.yaml", f"--out={folder}", f"--seed={seed}"]
+    command_line(["tune", *args, f"--data.seed={seed}", *place, *budget, f"--random={random}"])
     return folder / "best.yaml"
 
 
