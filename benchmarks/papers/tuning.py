@@ -7,7 +7,7 @@ image passes 8, by Bayesian optimization and at random: --trials short trainings
 `Patches10` each, scored under a fast attack. Then trains the untuned recipe (alpha 0.25, p 0.5)
 and the two best ones in full and attacks the same test images within linf 8/255. Prints accuracies
 over ten predictions of each image and differences to the untuned recipe, with 95 % t intervals over
-seeds; those of one seed are over images. The same command resumes.
+seeds; those of one seed are over images. The same command resumes, and more --trials go on.
 """
 
 import argparse
@@ -88,10 +88,14 @@ def tuned(kind, seed, options):
 
 def scores(kind, seed, options):
     """Return the scores of the test images by attack, of a recipe trained in full."""
+    run = options.folder / f"{kind}{seed}-{options.trials}"
+    record = options.folder / f"{run.name}-{options.images}-{options.steps}.json"
+    if record.exists():
+        return json.loads(record.read_text())
     own, _ = recipe(options)
     args = own if kind == "untuned" else [f"--config={tuned(kind, seed, options)}"]
     args += [f"--seed_everything={seed}", f"--data.seed={seed}"]
-    defense, data = trained(options.folder / f"{kind}{seed}-full", args)
+    defense, data = trained(run, args)
     common = {"steps": options.steps, "step_size": THREAT.eps / 8, "draws": 5}
     mine = {"objective": linear, "momentum": aggmo(6), "backward": SurrogateTransforms()}
     result = evaluate(
@@ -103,7 +107,9 @@ def scores(kind, seed, options):
         resume=options.folder / "resume",
         progress=False,
     )
-    return {name: result.per_image(name).tolist() for name in ("clean", "EoT", "linear, AggMo")}
+    found = {each: result.per_image(each).tolist() for each in ("clean", "EoT", "linear, AggMo")}
+    record.write_text(json.dumps(found))
+    return found
 
 
 def main():
@@ -126,6 +132,8 @@ def main():
         if kind != "untuned":
             cells += [gap(row[name], columns["untuned"][name]) for name in names]
         print(f"| {kind} | {' | '.join(cells)} |")
+    gaps = [f"{name} {gap(columns['bayesian'][name], columns['random'][name])}" for name in names]
+    print(f"bayesian - random: {', '.join(gaps)}")
     print(f"{options.seeds} seeds, {options.trials} trials, {options.images} images")
 
 
