@@ -143,7 +143,7 @@ def convergence(objectives: Sequence[float | None], initial: int, label: str) ->
 
     Args:
         objectives: [N] of each trial, the first untuned; None if it failed.
-        initial: number of trials before the optimiser proposed any.
+        initial: number of trials before the optimizer proposed any.
         label: what is maximised.
 
     Raises:

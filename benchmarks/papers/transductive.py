@@ -151,12 +151,14 @@ GAPS = {
     "dent": [
         (("DENT", "DENT-AA"), ("DENT", "confident, transferred")),
         (("DENT", "AutoAttack, transferred"), ("DENT", "confident, transferred")),
+        (("base", "AutoAttack"), ("DENT", "AutoAttack, transferred")),
         (("base", "AutoAttack"), ("DENT", "confident, transferred")),
         (("base", "AutoAttack"), ("DENT", "GMSA-AVG")),
     ],
     "dann": [(("DANN", "PGD, transferred"), ("DANN", f"GMSA-{kind}")) for kind in ("AVG", "MIN")],
     "tadv": [
-        (("base", "AutoAttack"), ("TADV", attack))
+        (("base", known), ("TADV", attack))
+        for known in ("AutoAttack", "PGD")
         for attack in ("AutoAttack, transferred", "FPA", "GMSA-AVG", "GMSA-MIN")
     ],
     "stability": [],

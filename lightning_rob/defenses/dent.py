@@ -165,7 +165,7 @@ class AdaMod(torch.optim.Optimizer):
     Ding et al. 2019, Algorithm 1; the average starts at 0 and is not corrected for it.
 
     Args:
-        params: parameters to optimise.
+        params: parameters to optimize.
         lr: learning rate.
         betas: of the moving averages of the gradient and of its square.
         beta3: of the moving average of the step size.
