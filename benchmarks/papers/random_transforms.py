@@ -54,7 +54,8 @@ def suites(options, random=True):
     """Return the attacks of a table by name; SmallCNN has no residual branches for SGM."""
     common = {"steps": options.steps, "step_size": THREAT.eps / 8}
     common["draws"] = options.draws if random else 1
-    order, six = {"backward": SurrogateTransforms() if random else None}, {"momentum": aggmo(6)}
+    surrogate = SurrogateTransforms(gradients=options.gradients)
+    order, six = {"backward": surrogate if random else None}, {"momentum": aggmo(6)}
     loss = {"objective": linear, **order}
     tried = {"EoT": PGD(THREAT, **common), "linear, AggMo": PGD(THREAT, **common, **loss, **six)}
     if options.table == "parts":
@@ -106,9 +107,11 @@ def rows(options):
     lines = record.read_text().splitlines() if record.exists() else []
     done = {line["key"]: line["scores"] for line in map(json.loads, lines)}
     table = {}
-    budget = f"{options.images} {options.steps} {options.draws}"
+    budget = f"{options.images} {options.steps} {options.draws} {options.gradients or ''}".strip()
     for seed in range(options.seeds):
         for run, extra in recipes(options.table).items():
+            if options.only and run not in options.only:
+                continue
             args = ["--config", str(CONFIGS / "rt_patches.yaml"), *extra, *options.fit]
             args += [f"--seed_everything={seed}", f"--data.seed={seed}"]
             defense, data = trained(options.folder / f"{run} seed{seed}", args)
@@ -145,6 +148,8 @@ def main():
     parser = argparse.ArgumentParser()
     tables = ("groups", "sizes", "rules", "parts", "autoattack", "advrt")
     parser.add_argument("--table", choices=tables, required=True)
+    parser.add_argument("--only", nargs="+", metavar="RUN", help="train and attack these alone")
+    parser.add_argument("--gradients", choices=("identity",), help="of transforms, linear loss")
     parser.add_argument("--against", metavar="ROW", help="print differences to this row")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--images", type=int, default=100)
