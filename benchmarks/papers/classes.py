@@ -88,7 +88,8 @@ def main():
     for name in runs[0][0]:
         seconds = cell([run[1][name] for run in runs]) if name in runs[0][1] else ""
         print(f"| {name} | {cell([run[0][name] for run in runs])} | {seconds} |")
-    print(f"{options.images} images, {time.perf_counter() - began:.0f} s; 95 % t over seeds")
+    covers = "; 95 % t over seeds" if options.seeds > 1 else ", one seed, no interval"
+    print(f"{options.images} images, {time.perf_counter() - began:.0f} s{covers}")
 
 
 if __name__ == "__main__":

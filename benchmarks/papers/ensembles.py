@@ -49,13 +49,17 @@ def trained(run, args):
         "--trainer.logger.version=0",
     ]
     checkpoint, given = run / "version_0/checkpoints/last.ckpt", run / "options.json"
-    if not given.exists():
+    run.mkdir(parents=True, exist_ok=True)
+    found, done = json.loads(given.read_text()) if given.exists() else args, run / "trained"
+    if found != args:
+        here, there = (sorted({*a} - {*b}) for a, b in ((args, found), (found, args)))
+        raise SystemExit(f"{run} is a training with {there}, not {here}: give another --folder")
+    given.write_text(json.dumps(args))
+    if not done.exists():
         resumed = [f"--ckpt_path={checkpoint}"] if checkpoint.exists() else []
         unwatched = ["--test_after_fit=false", "--trainer.limit_val_batches=0"]
         command_line(["fit", *args, *unwatched, *resumed])
-        given.write_text(json.dumps(args))
-    if (found := json.loads(given.read_text())) != args:
-        raise ValueError(f"{run} was trained with {found}, not {args}: give another --folder")
+        done.touch()
     built = RobustCLI(args, run=False)
     saved = torch.load(checkpoint, weights_only=True)
     built.model.load_state_dict(saved["state_dict"])
@@ -102,7 +106,7 @@ def rows(options):
 
 def cell(values, sign=""):
     mean = f"{sum(values) / len(values):{sign}.1f}"
-    if len(values) == 1:
+    if min(values) == max(values):  # a single run, or no difference: no interval
         return mean
     low, high = student(values)
     return f"{mean} [{low:{sign}.1f}, {high:{sign}.1f}]"

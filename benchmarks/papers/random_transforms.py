@@ -137,11 +137,16 @@ def rows(options):
     return table
 
 
+def score(runs, sign=""):
+    """Return a mean of scores in per cent, over seeds, or over the images of a single seed."""
+    points = [[100 * score for score in run] for run in runs]
+    return cell([fmean(run) for run in points] if len(points) > 1 else points[0], sign)
+
+
 def gap(one, other):
     """Return the difference in points, over seeds, or over the images of a single seed."""
     pairs = zip(one, other, strict=True)
-    gaps = [[100 * (a - b) for a, b in zip(*pair, strict=True)] for pair in pairs]
-    return cell([fmean(each) for each in gaps] if len(gaps) > 1 else gaps[0], "+")
+    return score([[a - b for a, b in zip(*pair, strict=True)] for pair in pairs], "+")
 
 
 def main():
@@ -157,6 +162,11 @@ def main():
     parser.add_argument("--draws", type=int, default=5, help="of a step of an attack")
     parser.add_argument("--folder", type=Path, default=Path("logs/random_transforms"))
     options, fit = parser.parse_known_args()
+    runs = [*recipes(options.table)]
+    known = runs if options.table != "rules" else [f"{r}, {d} draws" for r in RULES for d in DRAWS]
+    for name, allowed in [(options.against, known), *((run, runs) for run in options.only or ())]:
+        if name and name not in allowed:
+            parser.error(f"choose from {', '.join(allowed)}, not {name!r}")
     options.fit = [
         "--model.net={class_path: SmallCNN, init_args: {channels: 3}}",
         "--model.optimizer={class_path: torch.optim.Adam, init_args: {lr: 0.01}}",
@@ -174,11 +184,12 @@ def main():
     heads = [*names, *minus.values()]
     print(f"| | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
     for key, row in table.items():
-        cells = [cell([100 * fmean(scores) for scores in row[name]]) for name in names]
+        cells = [score(row[name]) for name in names]
         if key != other:
             cells += [gap(row[n], table[other][n] if other else row["EoT"]) for n in minus]
         print(f"| {key} | {' | '.join(cells)} |")
-    print(f"{options.seeds} seeds, {options.images} images")
+    over = "seeds" if options.seeds > 1 else "images"
+    print(f"seeds: {options.seeds}, images: {options.images}; 95 % t intervals over {over}")
 
 
 if __name__ == "__main__":

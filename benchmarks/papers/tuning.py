@@ -13,11 +13,10 @@ seeds; those of one seed are over images. The same command resumes, and more --t
 import argparse
 import json
 from pathlib import Path
-from statistics import fmean
 
 import yaml
-from ensembles import cell, trained
-from random_transforms import gap
+from ensembles import trained
+from random_transforms import gap, score
 from torch.utils.data import DataLoader
 
 from lightning_rob import PGD, SurrogateTransforms, Threat, evaluate
@@ -128,7 +127,7 @@ def main():
     print(f"| | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
     columns = {k: {n: [each[n] for each in found[k]] for n in names} for k in kinds}
     for kind, row in columns.items():
-        cells = [cell([100 * fmean(each) for each in row[name]]) for name in names]
+        cells = [score(row[name]) for name in names]
         if kind != "untuned":
             cells += [gap(row[name], columns["untuned"][name]) for name in names]
         print(f"| {kind} | {' | '.join(cells)} |")

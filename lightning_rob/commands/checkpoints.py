@@ -30,8 +30,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         raise InputError(str(error)) from error
     if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get("state_dict"), dict)):
         raise InputError(
-            f"{path} is not a Lightning checkpoint: it has no state_dict; weights alone go into "
-            "a recipe of Assembled (configs/assembled.yaml)"
+            f"{path} is not a Lightning checkpoint: it has no state_dict; name weights alone in a "
+            "recipe, --config assembled --model.checkpoints=FILE, or read them by load_weights"
         )
     return checkpoint
 
