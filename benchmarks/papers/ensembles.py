@@ -53,7 +53,7 @@ def trained(run, args):
     found, done = json.loads(given.read_text()) if given.exists() else args, run / "trained"
     if found != args:
         here, there = (sorted({*a} - {*b}) for a, b in ((args, found), (found, args)))
-        raise SystemExit(f"{run} is a training with {there}, not {here}: give another --folder")
+        raise SystemExit(f"{run} has other options, {there}, not {here}: give another --folder")
     given.write_text(json.dumps(args))
     if not done.exists():
         resumed = [f"--ckpt_path={checkpoint}"] if checkpoint.exists() else []
