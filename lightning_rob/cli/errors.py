@@ -3,6 +3,7 @@
 import re
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 
 from lightning_rob.cli.trust import explain
 from lightning_rob.errors import InputError
@@ -36,6 +37,7 @@ def shorten_jsonargparse_error(message: str) -> str:
         _unknown_name,
         text,
     )
+    text = re.sub(r"Parser key \"config\": File does not exist: '(.+)'", _unknown_recipe, text)
     missing = " must name a class: its name, or class_path and init_args"
     return text.strip() + (missing if text.strip().endswith(":") else "")
 
@@ -50,6 +52,14 @@ def _unknown_name(found: re.Match[str]) -> str:
     close = ", ".join(dict.fromkeys(get_close_matches(found[1], known)))
     hint = f", did you mean {close}?" if close else ": lightning-rob recipes lists plug-ins"
     return f"nothing here is called {found[1]!r}{hint}"
+
+
+def _unknown_recipe(found: re.Match[str]) -> str:
+    """Suggest the nearest recipes for a file that does not exist."""
+    known = [path.stem for path in (shipped_folder() / "configs").rglob("*.yaml")]
+    close = ", ".join(get_close_matches(Path(found[1]).stem, known))
+    hint = f", did you mean {close}?" if close else ": lightning-rob recipes lists those by name"
+    return f"there is no recipe {found[1]}{hint}"
 
 
 def shorten_state_dict_error(error: RuntimeError) -> Exception:

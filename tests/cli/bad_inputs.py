@@ -255,7 +255,8 @@ ARGUMENTS: dict[str, tuple[Make, str]] = {
     "allow the parser": (fit("--allow-import=jsonargparse"), "would let a recipe change"),
 }
 CONFIGS: dict[str, tuple[Make, str]] = {
-    "missing": (given("fit", "--config", "nowhere.yaml"), r"nowhere\.yaml"),
+    "missing": (given("fit", "--config", "nowhere.yaml"), r"no recipe .*nowhere\.yaml: lightning-"),
+    "misspelt": (given("fit", "--config", "demoo"), r"no recipe .*demoo, did you mean demo"),
     "a folder": (given("fit", "--config", "FOLDER"), "cannot be read as a configuration file"),
     "empty": (config(""), "must hold keys such as model"),
     "a list": (config("- model\n- data\n"), "must hold keys such as model"),
