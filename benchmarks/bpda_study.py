@@ -162,7 +162,8 @@ def study(name, transforms, nets, data, options):
     defense = RandomTransforms(
         net, transforms, options.size, DRAWS_OF_AN_ANSWER, approximations=nets
     )
-    saved = options.folder / f"{name}_{options.size}_{options.train}_{len(transforms)}.pt"
+    setting = f"{options.size}_{options.train}_{options.training_epochs}_{len(transforms)}"
+    saved = options.folder / f"{name}_{setting}.pt"
     if not saved.exists():
         torch.save(
             train(defense, train_x, train_y, options.training_epochs, name).state_dict(), saved

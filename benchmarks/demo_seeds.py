@@ -40,14 +40,20 @@ def trained(seed, folder):
         f"--trainer.logger.init_args.save_dir={folder}/seed{seed}",
         "--trainer.logger.init_args.version=0",
     ]
-    checkpoints = folder / f"seed{seed}/version_0/checkpoints"
-    if not checkpoints.exists():
+    checkpoint, done = (
+        folder / f"seed{seed}/version_0/checkpoints/last.ckpt",
+        folder / f"done{seed}",
+    )
+    if not done.exists():
+        resumed = [f"--ckpt_path={checkpoint}"] if checkpoint.exists() else []
         # Monitoring changes no weight, so it can be left out.
-        command_line(["fit", *options, "--test_after_fit=false", "--trainer.limit_val_batches=0"])
+        unwatched = ["--test_after_fit=false", "--trainer.limit_val_batches=0"]
+        command_line(["fit", *options, *unwatched, *resumed])
+        done.touch()
     built = RobustCLI(options, run=False)
-    checkpoint = torch.load(next(checkpoints.glob("*.ckpt")), weights_only=True)
-    built.model.load_state_dict(checkpoint["state_dict"])
-    built.model.on_load_checkpoint(checkpoint)
+    saved = torch.load(checkpoint, weights_only=True)
+    built.model.load_state_dict(saved["state_dict"])
+    built.model.on_load_checkpoint(saved)
     return built
 
 

@@ -35,6 +35,7 @@ from lightning_rob.attacks import (
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.evaluation.protocol import evaluate_once, predictions
+from lightning_rob.identity import fingerprint
 from lightning_rob.metrics import gradient_spread, student
 from lightning_rob.objectives import ce_of_mean_logits, ce_of_mean_probs, expected_ce, linear
 from lightning_rob.randomness import Streams
@@ -178,6 +179,9 @@ def main():
         return
     done = recorded(options.record)
     setting = f"{options.draws} draws, {options.images} images, {options.eps:g}/255"
+    network = fingerprint(study.defense)
+    if any(line.get("network", network) != network for line in done.values()):
+        parser.error(f"{options.record} is of another network: give another --record")
     games = {(0, "clean"): None}
     for steps in options.steps:
         for name, attack in attacks(steps, options.draws, options.eps / 255).items():
@@ -191,6 +195,7 @@ def main():
         scores = study.scores(attack)
         line = {
             "key": key,
+            "network": network,
             "accuracies": scores.mean(0).tolist(),
             "images": scores.mean(1).tolist(),
             "seconds": time.perf_counter() - began,

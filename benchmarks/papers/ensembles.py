@@ -13,6 +13,7 @@ resumes.
 import argparse
 import json
 from pathlib import Path
+from zlib import crc32
 
 import torch
 from torch.utils.data import DataLoader
@@ -22,6 +23,7 @@ from lightning_rob.cli import main as command_line
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.defenses import first_member
 from lightning_rob.metrics import student
+from lightning_rob.shipped import find_recipe
 
 
 def attacks(threat, neighbours):
@@ -50,11 +52,13 @@ def trained(run, args):
     ]
     checkpoint, given = run / "version_0/checkpoints/last.ckpt", run / "options.json"
     run.mkdir(parents=True, exist_ok=True)
-    found, done = json.loads(given.read_text()) if given.exists() else args, run / "trained"
-    if found != args:
-        here, there = (sorted({*a} - {*b}) for a, b in ((args, found), (found, args)))
+    recipes = (find_recipe(arg.removeprefix("--config=")) for arg in args)
+    asked = [*args, *(f"{f.name} of checksum {crc32(f.read_bytes()):x}" for f in recipes if f)]
+    found, done = json.loads(given.read_text()) if given.exists() else asked, run / "trained"
+    if found != asked:
+        here, there = (sorted({*a} - {*b}) for a, b in ((asked, found), (found, asked)))
         raise SystemExit(f"{run} has other options, {there}, not {here}: give another --folder")
-    given.write_text(json.dumps(args))
+    given.write_text(json.dumps(asked))
     if not done.exists():
         resumed = [f"--ckpt_path={checkpoint}"] if checkpoint.exists() else []
         unwatched = ["--test_after_fit=false", "--trainer.limit_val_batches=0"]
@@ -94,7 +98,7 @@ def rows(options):
             part = Ensemble(defense.classifiers[:count]) if options.members else defense
             for eps in options.eps:
                 key = f"{seed} {count} {options.norm} {eps} {options.images} {options.neighbours}"
-                key += " " + " ".join(options.attacks)
+                key += " " + " ".join(options.attacks) + (" equal" if options.members else "")
                 if key not in done:
                     done[key] = measured(part, batches, eps, options, options.folder / "resume")
                     with record.open("a") as file:

@@ -9,9 +9,10 @@ group of transforms at a time (the paper's Table 5); `sizes`, the number S of tr
 the loss and AggMo beside EoT (Table 4); `autoattack`, two of its four parts (Table 2); `advrt`,
 adversarial training with the transforms and without (Table 3), by EoT as in the paper's code or by
 the paper's own attack, five steps each. Prints accuracies over ten predictions of each image, also
-under the stronger attack on each image ("worst"), and differences to EoT or, by attack, to the row
---against, with 95 % t intervals over seeds; those of one seed are paired, over images. Checkpoints
-and finished rows stay in --folder: the same command resumes.
+under the attack that is stronger on it ("worst", chosen on half of the predictions, scored on the
+other half), and differences to EoT or, by attack, to the row --against, with 95 % t intervals over
+seeds; those of one seed are over images. Checkpoints and finished rows stay in --folder: the same
+command resumes.
 """
 
 import argparse
@@ -116,8 +117,9 @@ def rows(options):
             args += [f"--seed_everything={seed}", f"--data.seed={seed}"]
             defense, data = trained(options.folder / f"{run} seed{seed}", args)
             tried = suites(options, isinstance(defense, RandomTransforms))
+            names = ["clean", *tried, "worst"]
             for name, variant in variants(options.table, defense).items():
-                key = f"{run} {name} {seed} {budget} {' '.join(tried)}"
+                key = f"{run} {name} {seed} {budget} {' '.join(names)}"
                 if key not in done:
                     result = evaluate(
                         variant.eval(),
@@ -128,7 +130,6 @@ def rows(options):
                         resume=options.folder / "resume",
                         progress=False,
                     )
-                    names = ["clean", *tried]
                     done[key] = {each: result.per_image(each).tolist() for each in names}
                     with record.open("a") as file:
                         file.write(json.dumps({"key": key, "scores": done[key]}) + "\n")
@@ -175,9 +176,6 @@ def main():
         *fit,
     ]
     table = rows(options)
-    for row in table.values():
-        attacked = zip(*(runs for name, runs in row.items() if name != "clean"), strict=True)
-        row["worst"] = [[min(each) for each in zip(*runs, strict=True)] for runs in attacked]
     names = list(next(iter(table.values())))
     other = options.against
     minus = {name: f"{name} - {other or 'EoT'}" for name in names if other or name in names[2:-1]}

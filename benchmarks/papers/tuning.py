@@ -89,12 +89,12 @@ def scores(kind, seed, options):
     """Return the scores of the test images by attack, of a recipe trained in full."""
     run = options.folder / f"{kind}{seed}-{options.trials}"
     record = options.folder / f"{run.name}-{options.images}-{options.steps}.json"
-    if record.exists():
-        return json.loads(record.read_text())
     own, _ = recipe(options)
     args = own if kind == "untuned" else [f"--config={tuned(kind, seed, options)}"]
     args += [f"--seed_everything={seed}", f"--data.seed={seed}"]
     defense, data = trained(run, args)
+    if record.exists():
+        return json.loads(record.read_text())
     common = {"steps": options.steps, "step_size": THREAT.eps / 8, "draws": 5}
     mine = {"objective": linear, "momentum": aggmo(6), "backward": SurrogateTransforms()}
     result = evaluate(
