@@ -192,14 +192,20 @@ def hidden_pixels(batch: AuditBatch) -> Tensor:
 
 def _hidden_pixels(batch: AuditBatch, defense: Defense, x: Tensor) -> Tensor:
     low, high = batch.target.threat.bounds
-    inside = x.clamp(low + HAIR * (high - low), high - HAIR * (high - low))
-    at_bound, near = (_margin_gradient(batch, defense, images) for images in (x, inside))
+    hair = HAIR * (high - low)
+    inside = x.clamp(low + hair, high - hair)
+    depths = hair * (1 + uniform(x, *x.shape[1:], generator=batch.noise("depth")))
+    deeper = x.maximum(low + depths).minimum(high - depths)
+    at_bound, near, next_to_it = (
+        _margin_gradient(batch, defense, images) for images in (x, inside, deeper)
+    )
     sloped = near.abs() > LEAST_SLOPE * near.abs().mean((1, 2, 3), keepdim=True)
-    lost = sloped & (at_bound == 0)
+    # Where all is flat the slopes just inside are rounding: other depths have others.
+    lost = sloped & (at_bound == 0) & ((next_to_it - near).abs() < 0.5 * near.abs())
     up = torch.where(lost & (near * (inside - x) > 0), inside, x)
     promised = (near * (up - x)).flatten(1).sum(1)
     rise = _margin(batch, defense, up) - _margin(batch, defense, x)
-    # Where all is flat the slopes just inside are rounding, and the margin does not follow them.
+    # The margin does not follow slopes of rounding either.
     kept = ((rise - promised).abs() < 0.5 * promised).view(-1, 1, 1, 1)
     shares = [_share(lost & kept, sloped & (x == bound)) for bound in (low, high)]
     return torch.fmax(*shares).masked_fill(batch.nonfinite, torch.nan)
