@@ -117,6 +117,7 @@ def rows(options):
             args += [f"--seed_everything={seed}", f"--data.seed={seed}"]
             defense, data = trained(options.folder / f"{run} seed{seed}", args)
             tried = suites(options, isinstance(defense, RandomTransforms))
+            tried = {n: tried[n] for n in tried if n in ("EoT", *(options.attacks or tried))}
             names = ["clean", *tried, "worst"]
             for name, variant in variants(options.table, defense).items():
                 key = f"{run} {name} {seed} {budget} {' '.join(names)}"
@@ -155,6 +156,7 @@ def main():
     tables = ("groups", "sizes", "rules", "parts", "autoattack", "advrt")
     parser.add_argument("--table", choices=tables, required=True)
     parser.add_argument("--only", nargs="+", metavar="RUN", help="train and attack these alone")
+    parser.add_argument("--attacks", nargs="+", metavar="COLUMN", help="attack by EoT and these alone")
     parser.add_argument("--gradients", choices=("identity",), help="of transforms, linear loss")
     parser.add_argument("--against", metavar="ROW", help="print differences to this row")
     parser.add_argument("--seeds", type=int, default=1)
@@ -165,7 +167,9 @@ def main():
     options, fit = parser.parse_known_args()
     runs = [*recipes(options.table)]
     known = runs if options.table != "rules" else [f"{r}, {d} draws" for r in RULES for d in DRAWS]
-    for name, allowed in [(options.against, known), *((run, runs) for run in options.only or ())]:
+    asked = [(options.against, known), *((run, runs) for run in options.only or ())]
+    asked += [(name, [*suites(options)]) for name in options.attacks or ()]
+    for name, allowed in asked:
         if name and name not in allowed:
             parser.error(f"choose from {', '.join(allowed)}, not {name!r}")
     options.fit = [
