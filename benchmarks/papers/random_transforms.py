@@ -156,7 +156,7 @@ def main():
     tables = ("groups", "sizes", "rules", "parts", "autoattack", "advrt")
     parser.add_argument("--table", choices=tables, required=True)
     parser.add_argument("--only", nargs="+", metavar="RUN", help="train and attack these alone")
-    parser.add_argument("--attacks", nargs="+", metavar="COLUMN", help="attack by EoT and these alone")
+    parser.add_argument("--attacks", nargs="+", metavar="COLUMN", help="beside EoT, these alone")
     parser.add_argument("--gradients", choices=("identity",), help="of transforms, linear loss")
     parser.add_argument("--against", metavar="ROW", help="print differences to this row")
     parser.add_argument("--seeds", type=int, default=1)
