@@ -144,7 +144,8 @@ def main():
     for (eps, count), row in table.items():
         cells = [f"{eps:g}", str(count), *(cell(row[name]) for name in names)]
         print(f"| {' | '.join([*cells, *(difference(row, *gap) for gap in gaps)])} |")
-    print(f"{options.seeds} seeds, {options.images} images, {options.norm}; 95 % t over seeds")
+    over = "95 % t over seeds" if options.seeds > 1 else "no interval over one seed"
+    print(f"seeds: {options.seeds}, images: {options.images}, {options.norm}; {over}")
 
 
 if __name__ == "__main__":

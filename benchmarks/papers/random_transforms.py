@@ -167,11 +167,14 @@ def main():
     options, fit = parser.parse_known_args()
     runs = [*recipes(options.table)]
     known = runs if options.table != "rules" else [f"{r}, {d} draws" for r in RULES for d in DRAWS]
-    asked = [(options.against, known), *((run, runs) for run in options.only or ())]
-    asked += [(name, [*suites(options)]) for name in options.attacks or ()]
-    for name, allowed in asked:
-        if name and name not in allowed:
-            parser.error(f"choose from {', '.join(allowed)}, not {name!r}")
+    asked = [("only", run, runs) for run in options.only or ()]
+    asked += [("attacks", name, [*suites(options)]) for name in options.attacks or ()]
+    if options.against:
+        shown = known if options.table == "rules" else options.only or runs
+        asked.append(("against", options.against, shown))
+    for option, name, allowed in asked:
+        if name not in allowed:
+            parser.error(f"--{option}: choose from {', '.join(map(repr, allowed))}, not {name!r}")
     options.fit = [
         "--model.net={class_path: SmallCNN, init_args: {channels: 3}}",
         "--model.optimizer={class_path: torch.optim.Adam, init_args: {lr: 0.01}}",

@@ -24,7 +24,6 @@ from ensembles import trained
 from torch.utils.data import DataLoader
 
 from lightning_rob import (
-    DENT,
     GMSA,
     PGD,
     AutoAttack,
@@ -34,12 +33,10 @@ from lightning_rob import (
     TransferFromStatic,
     evaluate,
 )
-from lightning_rob.data import Images
 from lightning_rob.defenses import base_model
 from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.metrics import paired
-from lightning_rob.nets import ResNet20, load_weights
 from lightning_rob.objectives import worst_ce
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -95,10 +92,7 @@ def dent(options):
     recipe += ["--trainer.max_epochs=8", "--model.lr_scheduler.T_max=8"]
     recipe += ["--data=Images", "--data.root=cifar10", "--data.resize=32", "--data.crop=32"]
     recipe += ["--data.batch_size=128", "--data.eval_batch_size=128", "--data.val_size=200"]
-    if options.base:
-        defense, loader = on_first_member(options.base)
-    else:
-        defense, loader = built("dent", recipe, 128, options)
+    defense, loader = built("dent", recipe, 128, options)
     yield "base", base_model(defense), {"AutoAttack": autoattack}, loader, None
     played = {"DENT-AA": ThroughAdaptation(autoattack)}
     played["AutoAttack, transferred"] = TransferFromStatic(autoattack)
@@ -142,14 +136,6 @@ def built(name, recipe, size, options):
     return defense, DataLoader(data.parts["test"], size)
 
 
-def on_first_member(checkpoint):
-    """Return DENT on the first ResNet-20 of an ensemble, and a loader of CIFAR-10's test images."""
-    net = load_weights(ResNet20(), checkpoint, prefix="members.0")
-    data = Images(root="cifar10", resize=32, crop=32)
-    data.setup("test")
-    return DENT(net).eval(), DataLoader(data.parts["test"], 128)
-
-
 # Pairs of (defense, attack) by table: the second is compared with the first.
 GAPS = {
     "madry": [(("base", "PGD"), ("RMC", "GMSA-AVG"))],
@@ -188,7 +174,6 @@ def main():
     parser.add_argument("--private-draws", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=5, help="of the table `stability`")
     parser.add_argument("--eps", type=float, default=0.2, help="linf, of RMC")
-    parser.add_argument("--base", help="checkpoint of BAT whose first member `dent` puts DENT on")
     parser.add_argument("--folder", type=Path, default=Path("logs/transductive"))
     options, options.fit = parser.parse_known_args()
     print("| defense | attack | accuracy | 95 % interval |\n|---|---|---|---|")
