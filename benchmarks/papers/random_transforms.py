@@ -166,11 +166,12 @@ def main():
     parser.add_argument("--folder", type=Path, default=Path("logs/random_transforms"))
     options, fit = parser.parse_known_args()
     runs = [*recipes(options.table)]
-    known = runs if options.table != "rules" else [f"{r}, {d} draws" for r in RULES for d in DRAWS]
     asked = [("only", run, runs) for run in options.only or ()]
     asked += [("attacks", name, [*suites(options)]) for name in options.attacks or ()]
+    shown = options.only or runs
+    if options.table == "rules":
+        shown = [f"{rule}, {draws} draws" for rule in RULES for draws in DRAWS]
     if options.against:
-        shown = known if options.table == "rules" else options.only or runs
         asked.append(("against", options.against, shown))
     for option, name, allowed in asked:
         if name not in allowed:
