@@ -8,9 +8,11 @@ Table 1); `dent`, DENT on CIFAR-10 as image files in the folder `cifar10`, linf 
 `tadv`, TADV beside its base at linf 0.3 (Table 4); `order`, DENT on `Patches10`, linf 8/255, where
 rounds of 128 images come in natural order or sorted by label (Table 5); `stability`, RMC from
 --seeds training seeds, linf --eps (Table 6), with mean and standard deviation over them. Data are
-digits where nothing else is said. Differences are paired, with 95 % t intervals over images.
---private-draws defenders adapt to each perturbed round. Finished images stay in --folder: the same
-command resumes, but begins anew with RMC, which keeps a state from image to image.
+digits where nothing else is said. With `--base CHECKPOINT` the DENT of `dent` and `order` is on the
+first member of an ensemble of ResNet-20, such as those in the folder `checkpoints`, on CIFAR-10.
+Differences are paired, with 95 % t intervals over images. --private-draws defenders adapt to each
+perturbed round. Finished images stay in --folder: the same command resumes, but begins anew with
+RMC, which keeps a state from image to image.
 """
 
 import argparse
@@ -33,10 +35,12 @@ from lightning_rob import (
     TransferFromStatic,
     evaluate,
 )
-from lightning_rob.defenses import base_model
+from lightning_rob.data import Images
+from lightning_rob.defenses import DENT, base_model
 from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.metrics import paired
+from lightning_rob.nets import ResNet20, load_weights
 from lightning_rob.objectives import worst_ce
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -74,7 +78,7 @@ def order(options):
     pgd = PGD(threat, 20, 2 / 255, keep_best=True)
     recipe = ["dent_digits", f"--model.attack={AGAINST.format('8/255', '3/255')}"]
     recipe += ["--model.net.init_args.channels=3", "--data=Patches10", "--data.train_size=5000"]
-    defense, loader = built("order", [*recipe, "--data.batch_size=128"], 128, options)
+    defense, loader = behind_dent("order", [*recipe, "--data.batch_size=128"], options)
     yield "base", base_model(defense), {"PGD": pgd}, loader, None
     confident = TransferFromStatic(HighConfidence(pgd, untargeted=2, targeted=4))
     played = {"PGD, transferred": TransferFromStatic(pgd), "confident": confident}
@@ -92,7 +96,7 @@ def dent(options):
     recipe += ["--trainer.max_epochs=8", "--model.lr_scheduler.T_max=8"]
     recipe += ["--data=Images", "--data.root=cifar10", "--data.resize=32", "--data.crop=32"]
     recipe += ["--data.batch_size=128", "--data.eval_batch_size=128", "--data.val_size=200"]
-    defense, loader = built("dent", recipe, 128, options)
+    defense, loader = behind_dent("dent", recipe, options)
     yield "base", base_model(defense), {"AutoAttack": autoattack}, loader, None
     played = {"DENT-AA": ThroughAdaptation(autoattack)}
     played["AutoAttack, transferred"] = TransferFromStatic(autoattack)
@@ -109,6 +113,7 @@ def dann(options):
     defense, loader = built("dann", recipe, options.images, options)
     yield "base", base_model(defense), {"PGD": pgd}, loader, None
     played = {"PGD, transferred": TransferFromStatic(pgd)}
+    played["FPA"] = GMSA(pgd, rounds=options.rounds, memory=False, from_clean=False)
     played["GMSA-AVG"] = GMSA(pgd, rounds=options.rounds, from_clean=False)
     played["GMSA-MIN"] = GMSA(hardest, rounds=options.rounds, from_clean=False)
     yield "DANN", defense, played, loader, RoundProtocol(images=options.images)
@@ -125,6 +130,16 @@ def tadv(options):
     hardest = replace(pgd, objective=worst_ce)
     played["GMSA-MIN"] = GMSA(hardest, rounds=options.rounds, from_clean=False)
     yield "TADV", defense, played, loader, RoundProtocol(images=options.images)
+
+
+def behind_dent(name, recipe, options):
+    """Return DENT on the first member of --base, or on the recipe's network, and test images."""
+    if not options.base:
+        return built(name, recipe, 128, options)
+    net = load_weights(ResNet20(), str(options.base), prefix="members.0")
+    data = Images(root="cifar10", resize=32, crop=32)
+    data.setup("test")
+    return DENT(net).eval(), DataLoader(data.parts["test"], 128)
 
 
 def built(name, recipe, size, options):
@@ -155,7 +170,10 @@ GAPS = {
         (("base", "AutoAttack"), ("DENT", "confident, transferred")),
         (("base", "AutoAttack"), ("DENT", "GMSA-AVG")),
     ],
-    "dann": [(("DANN", "PGD, transferred"), ("DANN", f"GMSA-{kind}")) for kind in ("AVG", "MIN")],
+    "dann": [
+        (("DANN", "PGD, transferred"), ("DANN", attack))
+        for attack in ("FPA", "GMSA-AVG", "GMSA-MIN")
+    ],
     "tadv": [
         (("base", known), ("TADV", attack))
         for known in ("AutoAttack", "PGD")
@@ -174,6 +192,9 @@ def main():
     parser.add_argument("--private-draws", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=5, help="of the table `stability`")
     parser.add_argument("--eps", type=float, default=0.2, help="linf, of RMC")
+    parser.add_argument(
+        "--base", type=Path, help="checkpoint of ResNet-20: DENT on its first member, no training"
+    )
     parser.add_argument("--folder", type=Path, default=Path("logs/transductive"))
     options, options.fit = parser.parse_known_args()
     print("| defense | attack | accuracy | 95 % interval |\n|---|---|---|---|")
