@@ -7,7 +7,8 @@ Table 1); `dent`, DENT on CIFAR-10 as image files in the folder `cifar10`, linf 
 `dann`, DANN at the paper's radius, linf 0.3, with a weight of the discriminator of 0.1 (Table 3);
 `tadv`, TADV beside its base at linf 0.3 (Table 4); `order`, DENT on `Patches10`, linf 8/255, where
 rounds of 128 images come in natural order or sorted by label (Table 5); `stability`, RMC from
---seeds training seeds, linf --eps (Table 6), with mean and standard deviation over them. Data are
+--seeds training seeds, linf --eps (Table 6), with mean and standard deviation over them; `leak`,
+likewise under PGD-skip, which attacks the state after the round before (Example 1). Data are
 digits where nothing else is said. With `--base CHECKPOINT` the DENT of `dent` and `order` is on the
 first member of an ensemble of ResNet-20, such as those in the folder `checkpoints`, on CIFAR-10.
 Differences are paired, with 95 % t intervals over images. --private-draws defenders adapt to each
@@ -66,11 +67,25 @@ def stability(options):
     played = {"PGD, transferred": TransferFromStatic(pgd)}
     played["FPA"] = GMSA(pgd, rounds=5, memory=False)
     played |= {"GMSA-AVG": GMSA(pgd, rounds=5), "GMSA-MIN": GMSA(hardest, rounds=5)}
+    for defense, loader in undefended(options):
+        yield "RMC", defense, played, loader, RoundProtocol(images=1)
+
+
+def leak(options):
+    pgd = PGD(Threat("linf", options.eps), 40, 0.01, keep_best=True)
+    for defense, loader in undefended(options):
+        played = {"PGD, transferred": TransferFromStatic(pgd)}
+        yield "RMC, secret state", defense, played, loader, RoundProtocol(images=1)
+        leaking = RoundProtocol(images=1, attacker_sees_state=True)
+        yield "RMC, state leaks", defense, {"PGD-skip": pgd}, loader, leaking
+
+
+def undefended(options):
+    """Yield RMC on an undefended network, and a loader of test images, from each training seed."""
     for seed in range(options.seeds):
         recipe = ["rmc_digits", f"--seed_everything={seed}"]
         recipe.append(f"--model.defense.attack.threat.eps={options.eps}")
-        defense, loader = built(f"stability{seed}", recipe, 1, options)
-        yield "RMC", defense, played, loader, RoundProtocol(images=1)
+        yield built(f"stability{seed}", recipe, 1, options)
 
 
 def order(options):
@@ -180,17 +195,18 @@ GAPS = {
         for attack in ("AutoAttack, transferred", "FPA", "GMSA-AVG", "GMSA-MIN")
     ],
     "stability": [],
+    "leak": [],
 }
 
 
 def main():
-    tables = {f.__name__: f for f in (madry, order, dent, dann, tadv, stability)}
+    tables = {f.__name__: f for f in (madry, order, dent, dann, tadv, stability, leak)}
     parser = argparse.ArgumentParser()
     parser.add_argument("--table", choices=tables, required=True)
     parser.add_argument("--images", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=7, help="rehearsals of GMSA on DANN, TADV")
     parser.add_argument("--private-draws", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=5, help="of the table `stability`")
+    parser.add_argument("--seeds", type=int, default=5, help="of `stability` and `leak`")
     parser.add_argument("--eps", type=float, default=0.2, help="linf, of RMC")
     parser.add_argument(
         "--base", type=Path, help="checkpoint of ResNet-20: DENT on its first member, no training"
