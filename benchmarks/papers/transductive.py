@@ -67,20 +67,20 @@ def stability(options):
     played = {"PGD, transferred": TransferFromStatic(pgd)}
     played["FPA"] = GMSA(pgd, rounds=5, memory=False)
     played |= {"GMSA-AVG": GMSA(pgd, rounds=5), "GMSA-MIN": GMSA(hardest, rounds=5)}
-    for defense, loader in undefended(options):
+    for defense, loader in rmc_by_seed(options):
         yield "RMC", defense, played, loader, RoundProtocol(images=1)
 
 
 def leak(options):
     pgd = PGD(Threat("linf", options.eps), 40, 0.01, keep_best=True)
-    for defense, loader in undefended(options):
+    for defense, loader in rmc_by_seed(options):
         played = {"PGD, transferred": TransferFromStatic(pgd)}
         yield "RMC, secret state", defense, played, loader, RoundProtocol(images=1)
         leaking = RoundProtocol(images=1, attacker_sees_state=True)
         yield "RMC, state leaks", defense, {"PGD-skip": pgd}, loader, leaking
 
 
-def undefended(options):
+def rmc_by_seed(options):
     """Yield RMC on an undefended network, and a loader of test images, from each training seed."""
     for seed in range(options.seeds):
         recipe = ["rmc_digits", f"--seed_everything={seed}"]
@@ -239,6 +239,9 @@ def main():
             found[name, attack].append(accuracy)
             scores[name, attack] = result.per_image(attack)
             print(f"| {name} | {attack} | {accuracy:.1f} | {low:.1f} to {high:.1f} |", flush=True)
+            if protocol and options.private_draws > 1:
+                by_draw = 100 * result.scores[:, result.names.index(attack)].mean(0)
+                print(f"{attack}, by defender: {by_draw.min():.1f} to {by_draw.max():.1f}")
         print(f"intervals cover {result.covers}")
     for first, second in GAPS[options.table]:
         if {first, second} <= scores.keys():
