@@ -1,19 +1,19 @@
 """Does BPDA break BaRT? The study of Table 1 of Sitawarin et al. (ICML 2022) on small images.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/bpda_study.py --out bpda_study.md
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/bpda_study.py --whole --size 10 --images 500
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/bpda_study.py --whole --size 10 --resolution 32
 
 A small CNN is trained behind random transforms of BaRT (Raff et al. 2019), once with and once
-without those that have no gradient, on Patches10 at half its resolution, 16x16. PGD with EoT (10
-draws, 40 steps of 4/255, within linf 16/255) then takes the transforms' gradient exactly, from
-BPDA networks, as the identity, or exactly where there is one and else from the networks (combo) or
-as the identity (straight_through).
-The accuracies are of ten independent evaluations with 20 draws each; so are their 95 % t intervals,
-which say nothing about other images. Networks and defenses are kept in --folder.
+without those that have no gradient, on Patches10, 32x32, at half its resolution unless --resolution
+is 32. PGD with EoT (10 draws, 40 steps of 4/255, within linf 16/255) then takes the transforms'
+gradient exactly, from BPDA networks, as the identity, or exactly where there is one and else from
+the networks (combo) or as the identity (straight_through). The accuracies are of ten independent
+evaluations with 20 draws each; so are their 95 % t intervals, which say nothing about other images.
+Networks and defenses are kept in --folder.
 
 The second command has the paper's list (appendix A.3) of 25 transforms, 21 with a gradient, and its
-ranges; the first, eight and six others with ranges of their own. Sizes in pixels are scaled down
-from 224, windows to 3 or 5.
+ranges; the first, eight and six others with ranges of their own. The radius of Swirl is scaled
+down from 224 pixels, windows to 3 or 5.
 """
 
 import argparse
@@ -78,7 +78,6 @@ WHOLE_DIFFERENTIABLE = {
     "Pepper": {"alpha": 0.01},
     "PoissonNoise": {"alpha": 0.01},
     "Salt": {"alpha": 0.01},
-    "Swirl": {"radius": (0.71, 14.3), "strength": (0.01, 2.0)},
     "XYZ": {"alpha": 0.25},
     "YUV": {"alpha": 0.05},
 }
@@ -105,11 +104,11 @@ def chance(*keys):
     return torch.Generator().manual_seed(derive_seed(*keys))
 
 
-def samples(part, count):
-    """Return images [N, 3, 16, 16] and their labels."""
+def samples(part, count, resolution):
+    """Return images [N, 3, resolution, resolution] and their labels."""
     picked = [part[i] for i in range(min(count, len(part)))]
     images = torch.stack([x for x, *_ in picked])
-    return avg_pool2d(images, 2), torch.tensor([y for _, y, _ in picked])
+    return avg_pool2d(images, 32 // resolution), torch.tensor([y for _, y, _ in picked])
 
 
 def approximation(transform, images, options):
@@ -162,8 +161,8 @@ def study(name, transforms, nets, data, options):
     defense = RandomTransforms(
         net, transforms, options.size, DRAWS_OF_AN_ANSWER, approximations=nets
     )
-    setting = f"{options.size}_{options.train}_{options.training_epochs}_{len(transforms)}"
-    saved = options.folder / f"{name}_{setting}.pt"
+    setting = f"{options.size}_{options.resolution}_{options.train}_{options.training_epochs}"
+    saved = options.folder / f"{name}_{setting}_{len(transforms)}.pt"
     if not saved.exists():
         torch.save(
             train(defense, train_x, train_y, options.training_epochs, name).state_dict(), saved
@@ -189,6 +188,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("bpda_study.md"))
     parser.add_argument("--whole", action="store_true", help="the paper's 25 transforms")
     parser.add_argument("--size", type=int, default=3, help="transforms of a copy; the paper's 10")
+    parser.add_argument("--resolution", type=int, default=16, choices=(16, 32), help="of images")
     parser.add_argument("--images", type=int, default=40, help="test images")
     parser.add_argument("--train", type=int, default=1500, help="training images")
     parser.add_argument("--epochs", type=int, default=5, help="of the BPDA networks; paper 10")
@@ -206,8 +206,15 @@ def main():
     options.folder.mkdir(parents=True, exist_ok=True)
     data = Patches10(train_size=options.train, test_size=options.images)
     data.setup()
-    everything = *samples(data.parts["train"], 10**9), *samples(data.parts["test"], 10**9)
+    everything = [
+        tensor
+        for part in ("train", "test")
+        for tensor in samples(data.parts[part], 10**9, options.resolution)
+    ]
     differentiable = WHOLE_DIFFERENTIABLE if options.whole else DIFFERENTIABLE
+    if options.whole:
+        radius = tuple(options.resolution / 224 * pixels for pixels in (10, 200))
+        differentiable = differentiable | {"Swirl": {"radius": radius, "strength": (0.01, 2.0)}}
     others = WHOLE_OTHERS if options.whole else OTHERS
     kinds = {"all": differentiable | others, "differentiable": differentiable}
     nets, learnt = {}, []
