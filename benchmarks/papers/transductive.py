@@ -2,18 +2,19 @@
 
     python benchmarks/papers/transductive.py --table madry --images 20
 
-Tables: `madry`, RMC on an adversarially trained base beside that base, linf --eps (the paper's
-Table 1); `dent`, DENT on CIFAR-10 as image files in the folder `cifar10`, linf 8/255 (Table 2);
-`dann`, DANN at the paper's radius, linf 0.3, with a weight of the discriminator of 0.1 (Table 3);
-`tadv`, TADV beside its base at linf 0.3 (Table 4); `order`, DENT on `Patches10`, linf 8/255, where
-rounds of 128 images come in natural order or sorted by label (Table 5); `stability`, RMC from
---seeds training seeds, linf --eps (Table 6), with mean and standard deviation over them; `leak`,
-likewise under PGD-skip, which attacks the state after the round before (Example 1). Data are
-digits where nothing else is said. With `--base CHECKPOINT` the DENT of `dent` and `order` is on the
-first member of an ensemble of ResNet-20, such as those in the folder `checkpoints`, on CIFAR-10.
-Differences are paired, with 95 % t intervals over images. --private-draws defenders adapt to each
-perturbed round. Finished images stay in --folder: the same command resumes, but begins anew with
-RMC, which keeps a state from image to image.
+Tables: `madry`, RMC on an adversarially trained base beside that base, linf --eps, from --seeds
+training seeds (the paper's Tables 1 and 6); `dent`, DENT on CIFAR-10 as image files in the folder
+`cifar10`, linf 8/255 (Table 2); `dann`, DANN at the paper's radius, linf 0.3, with a weight of the
+discriminator of 0.1 (Table 3); `tadv`, TADV beside its base at linf 0.3 (Table 4); `order`, DENT on
+`Patches10`, linf 8/255, where rounds of 128 images come in natural order or sorted by label (Table
+5); `stability`, RMC on an undefended base, likewise; `leak`, the same under PGD-skip, which attacks
+the state after the round before (Example 1). Data are digits where nothing else is said. With
+`--base CHECKPOINT` the DENT of `dent` and `order` is on the first member of an ensemble of
+ResNet-20, such as those in the folder `checkpoints`, on CIFAR-10. Differences are paired, with 95 %
+t intervals over images or, of several seeds, over seeds; accuracies over seeds have their standard
+deviation. --private-draws defenders adapt to each perturbed round. Finished images stay in
+--folder: the same command resumes, but begins anew with RMC, which keeps a state from image to
+image.
 """
 
 import argparse
@@ -40,7 +41,7 @@ from lightning_rob.data import Images
 from lightning_rob.defenses import DENT, base_model
 from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation.protocol import RoundProtocol
-from lightning_rob.metrics import paired
+from lightning_rob.metrics import paired, student
 from lightning_rob.nets import ResNet20, load_weights
 from lightning_rob.objectives import worst_ce
 
@@ -53,12 +54,14 @@ AGAINST = (
 def madry(options):
     eps, threat = options.eps, Threat("linf", options.eps)
     pgd = PGD(threat, 40, 0.01, keep_best=True)
-    recipe = ["rmc_digits", f"--model.attack={AGAINST.format(eps, eps / 4)}"]
-    recipe.append(f"--model.defense.attack.threat.eps={eps}")
-    defense, loader = built("madry", recipe, 1, options)
-    yield "base", base_model(defense), {"PGD": pgd}, loader, None
+    static = {"PGD": pgd, "AutoAttack": AutoAttack(threat, early_stop=False)}
     played = {"PGD, transferred": TransferFromStatic(pgd), "GMSA-AVG": GMSA(pgd, rounds=5)}
-    yield "RMC", defense, played, loader, RoundProtocol(images=1)
+    played["GMSA-MIN"] = GMSA(replace(pgd, objective=worst_ce), rounds=5)
+    robust = f"--model.attack={AGAINST.format(eps, eps / 4)}"
+    for defense, loader in rmc_by_seed("madry", [robust], options):
+        whole = DataLoader(loader.dataset, options.images)
+        yield "base", base_model(defense), static, whole, None
+        yield "RMC", defense, played, loader, RoundProtocol(images=1)
 
 
 def stability(options):
@@ -67,25 +70,25 @@ def stability(options):
     played = {"PGD, transferred": TransferFromStatic(pgd)}
     played["FPA"] = GMSA(pgd, rounds=5, memory=False)
     played |= {"GMSA-AVG": GMSA(pgd, rounds=5), "GMSA-MIN": GMSA(hardest, rounds=5)}
-    for defense, loader in rmc_by_seed(options):
+    for defense, loader in rmc_by_seed("stability", [], options):
         yield "RMC", defense, played, loader, RoundProtocol(images=1)
 
 
 def leak(options):
     pgd = PGD(Threat("linf", options.eps), 40, 0.01, keep_best=True)
-    for defense, loader in rmc_by_seed(options):
+    for defense, loader in rmc_by_seed("stability", [], options):
         played = {"PGD, transferred": TransferFromStatic(pgd)}
         yield "RMC, secret state", defense, played, loader, RoundProtocol(images=1)
         leaking = RoundProtocol(images=1, attacker_sees_state=True)
         yield "RMC, state leaks", defense, {"PGD-skip": pgd}, loader, leaking
 
 
-def rmc_by_seed(options):
-    """Yield RMC on an undefended network, and a loader of test images, from each training seed."""
+def rmc_by_seed(name, training, options):
+    """Yield RMC and a loader of single test images, from each training seed of its network."""
     for seed in range(options.seeds):
-        recipe = ["rmc_digits", f"--seed_everything={seed}"]
+        recipe = ["rmc_digits", f"--seed_everything={seed}", *training]
         recipe.append(f"--model.defense.attack.threat.eps={options.eps}")
-        yield built(f"stability{seed}", recipe, 1, options)
+        yield built(f"{name}{seed}", recipe, 1, options)
 
 
 def order(options):
@@ -171,7 +174,10 @@ def built(name, recipe, size, options):
 
 # Pairs of (defense, attack) by table: the second is compared with the first.
 GAPS = {
-    "madry": [(("base", "PGD"), ("RMC", "GMSA-AVG"))],
+    "madry": [
+        (("base", "AutoAttack"), ("RMC", attack))
+        for attack in ("PGD, transferred", "GMSA-AVG", "GMSA-MIN")
+    ],
     "order": [
         *(
             (("DENT, natural", attack), ("DENT, by_label", attack))
@@ -202,6 +208,15 @@ GAPS = {
 }
 
 
+def gap(first, second):
+    """Return second minus first with an interval: over images of one seed, or over seeds."""
+    if len(first) == 1:
+        return paired(first[0], second[0])
+    gaps = [100 * float((b - a).mean()) for a, b in zip(first, second, strict=True)]
+    low, high = student(gaps)
+    return f"{mean(gaps):+.1f} [{low:+.1f}, {high:+.1f}] over {len(gaps)} seeds"
+
+
 def main():
     tables = {f.__name__: f for f in (madry, order, dent, dann, tadv, stability, leak)}
     parser = argparse.ArgumentParser()
@@ -209,7 +224,7 @@ def main():
     parser.add_argument("--images", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=7, help="rehearsals of GMSA on DANN, TADV")
     parser.add_argument("--private-draws", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=5, help="of `stability` and `leak`")
+    parser.add_argument("--seeds", type=int, default=5, help="of the tables of RMC")
     parser.add_argument("--eps", type=float, default=0.2, help="linf, of RMC")
     parser.add_argument(
         "--base", type=Path, help="checkpoint of ResNet-20: DENT on its first member, no training"
@@ -220,7 +235,7 @@ def main():
     parser.add_argument("--folder", type=Path, default=Path("logs/transductive"))
     options, options.fit = parser.parse_known_args()
     print("| defense | attack | accuracy | 95 % interval |\n|---|---|---|---|")
-    found, scores = defaultdict(list), {}
+    found, scores = defaultdict(list), defaultdict(list)
     for name, defense, attacks, loader, protocol in tables[options.table](options):
         torch.manual_seed(0)
         result = evaluate(
@@ -237,7 +252,7 @@ def main():
             low, high = (100 * end for end in result.interval(attack))
             accuracy = 100 * result.accuracy(attack)
             found[name, attack].append(accuracy)
-            scores[name, attack] = result.per_image(attack)
+            scores[name, attack].append(result.per_image(attack))
             print(f"| {name} | {attack} | {accuracy:.1f} | {low:.1f} to {high:.1f} |", flush=True)
             if protocol and options.private_draws > 1:
                 by_draw = 100 * result.scores[:, result.names.index(attack)].mean(0)
@@ -245,9 +260,7 @@ def main():
         print(f"intervals cover {result.covers}")
     for first, second in GAPS[options.table]:
         if {first, second} <= scores.keys():
-            print(
-                f"{', '.join(second)} - {', '.join(first)}: {paired(scores[first], scores[second])}"
-            )
+            print(f"{', '.join(second)} - {', '.join(first)}: {gap(scores[first], scores[second])}")
     for (name, attack), values in found.items():
         if len(values) > 1:
             print(f"| {name} | {attack} | {mean(values):.1f} ± {stdev(values):.1f} | over seeds |")

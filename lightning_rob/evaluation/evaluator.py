@@ -15,7 +15,7 @@ from lightning_rob.attacks.base import check_images, walk
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import at_least
 from lightning_rob.evaluation.groups import GROUP_SIZE
-from lightning_rob.evaluation.per_image import BatchOutcome, PerImageResults, predicted_class
+from lightning_rob.evaluation.per_image import PerImageResults, predicted_class
 from lightning_rob.evaluation.protocol import (
     AttackerDefenderSession,
     NoAttack,
@@ -23,6 +23,7 @@ from lightning_rob.evaluation.protocol import (
     predictions,
 )
 from lightning_rob.evaluation.results import WORST, EvaluationResult
+from lightning_rob.evaluation.resume_log import BatchOutcome
 from lightning_rob.evaluation.worst import is_random
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.objectives import check_labels
@@ -208,22 +209,25 @@ class Evaluator:
         given = x.clone()
         if not self.joint:
             self.random = self.random or is_random(self.defense, x[:TRIED], index[:TRIED])
-        if self.store.load_cached(x, y, index):
-            for name in self.attacks:
-                self._report(AttackedBatch(name, index, x, y))
-            return
-        before = list(self.seconds.values())
-        clean = self._clean(x, y, index)
-        check_labels(y, clean.shape[2])
-        if not torch.equal(given, x):
-            raise ValueError("the network changes its input: x = x - mean, not x -= mean")
-        scores = torch.stack([robust_accuracy(one, y) for one in clean], 1)
-        outcomes = [BatchOutcome(scores, predicted_class(clean[0]), torch.zeros_like(scores[:, 0]))]
+        outcomes = self.store.cached(x, y, index)
         for name in self.attacks:
-            outcomes.append(self._score_attack(name, clean[0], x, y, index))
+            if name in outcomes:
+                self._report(AttackedBatch(name, index, x, y))
+        names = (CLEAN, *self.attacks)
+        if len(outcomes) < len(names):
+            clean = self._clean(x, y, index)
+            check_labels(y, clean.shape[2])
+            if not torch.equal(given, x):
+                raise ValueError("the network changes its input: x = x - mean, not x -= mean")
+        for name in names:
+            if name not in outcomes:
+                began = self.seconds.get(name, 0.0)
+                outcomes[name] = self._score(name, clean, x, y, index)
+                if keep:
+                    seconds = self.seconds.get(name, 0.0) - began
+                    self.store.log_outcome(x, y, index, name, outcomes[name], seconds)
         if keep:
-            taken = [now - then for now, then in zip(self.seconds.values(), before, strict=True)]
-            self.store.add_batch(x, y, index, outcomes, taken)
+            self.store.add_batch(x, y, index, [outcomes[name] for name in names])
 
     def _clean(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         """The probabilities [R, B, K] on clean images."""
@@ -233,17 +237,18 @@ class Evaluator:
         noise = Streams.from_index(index, self.settings.seed, 0, 2)
         return predictions(self.defense, x, noise, self.settings.inferences)
 
-    def _score_attack(
-        self, name: str, clean: Tensor, x: Tensor, y: Tensor, index: Tensor
-    ) -> BatchOutcome:
-        """The batch under one attack, scores averaged over repeats."""
+    def _score(self, name: str, clean: Tensor, x: Tensor, y: Tensor, index: Tensor) -> BatchOutcome:
+        """The batch under one attack, scores averaged over repeats, or without an attack."""
+        if name == CLEAN:
+            scores = torch.stack([robust_accuracy(one, y) for one in clean], 1)
+            return BatchOutcome(scores, predicted_class(clean[0]), torch.zeros_like(scores[:, 0]))
         attack, settings = self.attacks[name], self.settings
         began, total = time.perf_counter(), torch.zeros(len(x), settings.columns, device=x.device)
         for repeat in range(settings.repeats):
             session = self._session_of(name, repeat)
             x_adv, found = session.step(x, y, index, settings.inferences)
             total += torch.stack([robust_accuracy(one, y) for one in found], 1)
-        self._report(AttackedBatch(name, index, x, y, x_adv, clean, found[0]))
+        self._report(AttackedBatch(name, index, x, y, x_adv, clean[0], found[0]))
         self.seconds[name] += time.perf_counter() - began
         sizes = attack.threat.distance(x_adv, x)
         return BatchOutcome(total / settings.repeats, predicted_class(found[0]), sizes)

@@ -7,29 +7,15 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_rob.evaluation.records import with_schema
-from lightning_rob.evaluation.resume_log import ResumeLog, checksums
+from lightning_rob.evaluation.resume_log import BatchOutcome, ResumeLog, checksums
 from lightning_rob.files import atomic_write_text
 from lightning_rob.metrics import PerImage
-
-
-class BatchOutcome(NamedTuple):
-    """Results of a batch under one attack, or without an attack.
-
-    Args:
-        scores: [B, R] the probability that the prediction is right, by inference.
-        predictions: [B] the most probable class; -1 where there is none.
-        sizes: [B] of the perturbations, in the threat's norm.
-    """
-
-    scores: Tensor
-    predictions: Tensor
-    sizes: Tensor
 
 
 def predicted_class(probabilities: Tensor) -> Tensor:
@@ -62,22 +48,21 @@ class PerImageResults:
         self.checksums: dict[int, int] = {}  # of this process's images, by index
         self.log: ResumeLog | None = None
         if folder is not None:
-            self.log = ResumeLog(folder, len(names), inferences)
+            self.log = ResumeLog(folder, names, inferences)
 
-    def load_cached(self, x: Tensor, y: Tensor, index: Tensor) -> bool:
-        """Take a batch from the log; return whether the log had all of it."""
-        known = self.log.load(x, y, index) if self.log is not None else None
-        if known is not None:
-            self._update(x, y, index, *known)
-        return known is not None
+    def cached(self, x: Tensor, y: Tensor, index: Tensor) -> dict[str, BatchOutcome]:
+        """Return the outcomes of a batch that the log of an earlier run has, by name."""
+        return {} if self.log is None else self.log.load(x, y, index)
+
+    def log_outcome(
+        self, x: Tensor, y: Tensor, index: Tensor, name: str, outcome: BatchOutcome, seconds: float
+    ) -> None:
+        """Write the outcome of a batch under one attack to the log, where there is one."""
+        if self.log is not None:
+            self.log.add(x, y, index, name, outcome, seconds)
 
     def add_batch(
-        self,
-        x: Tensor,
-        y: Tensor,
-        index: Tensor,
-        outcomes: Sequence[BatchOutcome],
-        seconds: Sequence[float],
+        self, x: Tensor, y: Tensor, index: Tensor, outcomes: Sequence[BatchOutcome]
     ) -> None:
         """Add a batch.
 
@@ -86,20 +71,10 @@ class PerImageResults:
             y: [B] labels.
             index: [B].
             outcomes: one for each of the names.
-            seconds: the time of each attack.
-        """
-        means = torch.stack([outcome.scores.mean(1) for outcome in outcomes], 1)
-        single = torch.cat([outcome.scores for outcome in outcomes], 1)
-        sizes = torch.stack([outcome.sizes for outcome in outcomes], 1)
-        floats = torch.cat([means, single, sizes], 1).float()
-        predictions = torch.stack([outcome.predictions for outcome in outcomes], 1).long()
-        self._update(x, y, index, floats, predictions)
-        if self.log is not None:
-            self.log.add(x, y, index, floats, predictions, seconds)
 
-    def _update(
-        self, x: Tensor, y: Tensor, index: Tensor, floats: Tensor, predictions: Tensor
-    ) -> None:
+        Raises:
+            ValueError: two different images have the same index.
+        """
         known = checksums(x)
         for number, checksum in zip(index.tolist(), known, strict=True):
             if self.checksums.setdefault(number, checksum) != checksum:
@@ -107,9 +82,13 @@ class PerImageResults:
                     f"two different images have the index {number}: give each image of a data set "
                     "an index of its own, and augment none"
                 )
-        about = torch.stack([y.to(index), torch.tensor(known).to(index)], 1)
+        here = [BatchOutcome(*(part.to(index.device) for part in one)) for one in outcomes]
+        scores, predictions, sizes = zip(*here, strict=True)
+        means = torch.stack([score.mean(1) for score in scores], 1)
+        floats = torch.cat([means, *scores, torch.stack(sizes, 1)], 1).float()
+        about = [*predictions, y, torch.tensor(known)]
         self.floats.update(index, floats.to(index.device))
-        self.integers.update(index, torch.cat([predictions.to(index), about], 1))
+        self.integers.update(index, torch.stack([part.long().to(index) for part in about], 1))
 
     def __len__(self) -> int:
         """Return the number of images whose results the log has from an earlier run."""
@@ -117,7 +96,7 @@ class PerImageResults:
 
     def seconds(self) -> dict[str, float]:
         """Return how long each attack took on the images of an earlier run, by name."""
-        return self.log.seconds(self.names[1:]) if self.log is not None else {}
+        return {} if self.log is None else {n: self.log.seconds[n] for n in self.names[1:]}
 
     def rows(self) -> "PerImageRows":
         """Return the results of all images; a collective of all processes."""

@@ -1,21 +1,36 @@
-"""A log of finished batches, from which an interrupted evaluation resumes."""
+"""A log of finished batches, attack by attack, from which an interrupted evaluation resumes."""
 
 import json
+import math
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 Key = tuple[int, int, int]  # index, checksum and label of an image
-Row = tuple[list[float], list[int]]
 ROUNDING = 1e-4  # by which a sum of probabilities may exceed 1
+
+
+class BatchOutcome(NamedTuple):
+    """Results of a batch under one attack, or without an attack.
+
+    Args:
+        scores: [B, R] the probability that the prediction is right, by inference.
+        predictions: [B] the most probable class; -1 where there is none.
+        sizes: [B] of the perturbations, in the threat's norm.
+    """
+
+    scores: Tensor
+    predictions: Tensor
+    sizes: Tensor
 
 
 def checksums(x: Tensor) -> list[int]:
@@ -25,24 +40,23 @@ def checksums(x: Tensor) -> list[int]:
 
 
 class ResumeLog:
-    """Batches that an evaluation has finished, in a folder named after the evaluation.
+    """Outcomes of the batches that an evaluation has finished, in a folder of its own.
 
-    Each process appends a line of JSON per batch to a file of its own and waits until it is on the
-    disk; a line that a kill broke off is ignored. A row is reused for an image only if the image is
-    the same, pixel by pixel, with the same label.
+    Each process appends a line of JSON per batch and attack to a file of its own and waits until it
+    is on the disk; a line that a kill broke off is ignored. A result is reused for an image only if
+    the image is the same, pixel by pixel, with the same label.
 
     Args:
-        folder: of this evaluation and no other; made at the first batch.
-        names: A, the number of mean scores of an image.
-        inferences: R.
+        folder: of this evaluation and no other; made at the first line.
+        names: "clean" and those of the attacks.
+        inferences: R, how many predictions of the defense each image has.
     """
 
-    def __init__(self, folder: Path, names: int, inferences: int) -> None:
-        self.folder, self.names = folder, names
-        self.width = names * (inferences + 2)
+    def __init__(self, folder: Path, names: Sequence[str], inferences: int) -> None:
+        self.folder, self.names, self.inferences = folder, tuple(names), inferences
         self.path = folder / f"{platform.node()}-{os.getpid()}.jsonl"
-        self.known: dict[Key, Row] = {}
-        self.total_seconds: list[float] = []
+        self.known: dict[tuple[str, Key], tuple[list[float], int, float]] = {}
+        self.seconds = dict.fromkeys(self.names, 0.0)  # by name, on the known images
         self.read = [path for path in sorted(folder.glob("*.jsonl")) if path.is_file()]
         for path in self.read:
             for line in path.read_text(errors="replace").splitlines():
@@ -50,43 +64,37 @@ class ResumeLog:
                     self._keep(json.loads(line))
 
     def __len__(self) -> int:
-        return len(self.known)
+        """Return the number of images of which everything is known."""
+        counts = Counter(key for _, key in self.known)
+        return sum(count == len(self.names) for count in counts.values())
 
-    def seconds(self, names: Iterable[str]) -> dict[str, float]:
-        """Return how long each attack took on the known images."""
-        return dict(zip(names, self.total_seconds, strict=True)) if self.total_seconds else {}
-
-    def load(self, x: Tensor, y: Tensor, index: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the rows of a batch: floats [B, A (R + 2)] and predictions [B, A].
-
-        None unless all images [B, …] are known by index, pixels and label.
-        """
-        rows = [self.known.get(key) for key in _keys(x, y, index)]
-        found = [row for row in rows if row is not None]
-        if not found or len(found) < len(rows):
-            return None
-        floats, predictions = zip(*found, strict=True)
-        return torch.tensor(floats), torch.tensor(predictions)
+    def load(self, x: Tensor, y: Tensor, index: Tensor) -> dict[str, BatchOutcome]:
+        """Return, by name, what is known of all images [B, …], by index, pixels and label."""
+        found, keys = {}, _keys(x, y, index)
+        for name in self.names:
+            rows = [self.known[name, key] for key in keys if (name, key) in self.known]
+            if rows and len(rows) == len(keys):
+                scores, predictions, sizes = zip(*rows, strict=True)
+                found[name] = BatchOutcome(
+                    torch.tensor(scores), torch.tensor(predictions), torch.tensor(sizes)
+                )
+        return found
 
     def add(
-        self,
-        x: Tensor,
-        y: Tensor,
-        index: Tensor,
-        floats: Tensor,
-        predictions: Tensor,
-        seconds: Sequence[float],
+        self, x: Tensor, y: Tensor, index: Tensor, name: str, outcome: BatchOutcome, seconds: float
     ) -> None:
-        """Append the rows of a batch and the time of each attack.
+        """Append a batch's results under one attack, and how long it took.
 
         Raises:
             OSError: they cannot be written.
         """
         fields = {
+            "name": name,
             "keys": _keys(x, y, index),
-            "floats": floats.tolist(),
-            "predictions": predictions.tolist(),
-            "seconds": [round(value, 3) for value in seconds],
+            "scores": outcome.scores.float().tolist(),
+            "predictions": outcome.predictions.tolist(),
+            "sizes": outcome.sizes.float().tolist(),
+            "seconds": round(seconds, 3),
         }
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
@@ -103,25 +111,24 @@ class ResumeLog:
             if not list(self.folder.glob("*.jsonl")):
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _keep(self, batch: dict[str, Any]) -> None:
+    def _keep(self, line: dict[str, Any]) -> None:
+        name, seconds = line["name"], float(line["seconds"])
         rows = {
-            (int(key[0]), int(key[1]), int(key[2])): (floats, predictions)
-            for key, floats, predictions in zip(
-                batch["keys"], batch["floats"], batch["predictions"], strict=True
+            (int(index), int(checksum), int(label)): (scores, prediction, size)
+            for (index, checksum, label), scores, prediction, size in zip(
+                line["keys"], line["scores"], line["predictions"], line["sizes"], strict=True
             )
         }
-        seconds = [float(value) for value in batch["seconds"]]
-        if all(map(self._is_plausible, rows.values())) and len(seconds) == self.names - 1:
-            self.known |= rows
-            before = self.total_seconds or [0.0] * len(seconds)
-            self.total_seconds = [a + b for a, b in zip(before, seconds, strict=True)]
+        if name in self.names and all(map(self._is_plausible, rows.values())):
+            self.known |= {(name, key): row for key, row in rows.items()}
+            self.seconds[name] += seconds
 
-    def _is_plausible(self, row: Row) -> bool:
-        """Whether a row has its width, and scores that are probabilities."""
-        floats, predictions = row
-        probable = all(-ROUNDING <= score <= 1 + ROUNDING for score in floats[: self.names])
-        finite = all(value == value for value in floats)
-        return len(floats) == self.width and len(predictions) == self.names and probable and finite
+    def _is_plausible(self, row: tuple[list[float], int, float]) -> bool:
+        """Whether a row has R scores that are probabilities, a class and a finite size."""
+        scores, prediction, size = row
+        probable = all(-ROUNDING <= score <= 1 + ROUNDING for score in scores)
+        classified = isinstance(prediction, int) and prediction >= -1
+        return len(scores) == self.inferences and probable and classified and 0 <= size < math.inf
 
 
 def _keys(x: Tensor, y: Tensor, index: Tensor) -> list[Key]:

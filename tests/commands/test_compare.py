@@ -9,7 +9,8 @@ from rich.console import Console
 
 from lightning_rob.cli.options import parse_records
 from lightning_rob.commands.compare import compared, print_comparison
-from lightning_rob.evaluation.per_image import BatchOutcome, PerImageResults, write_result_file
+from lightning_rob.evaluation.per_image import PerImageResults, write_result_file
+from lightning_rob.evaluation.resume_log import BatchOutcome
 from tests.tiny import run
 
 
@@ -24,7 +25,7 @@ def record(path, scores, labels=None, brightness=0.0):
     outcomes = [BatchOutcome(column[:, None], zeros, zeros) for column in scores.values()]
     images = torch.arange(count).float().view(-1, 1, 1, 1) + brightness
     y = zeros if labels is None else labels
-    results.add_batch(images, y, torch.arange(count), outcomes, [0.0] * (len(scores) - 1))
+    results.add_batch(images, y, torch.arange(count), outcomes)
     attack = {"class_path": "lightning_rob.PGD", "init_args": {"steps": len(scores)}}
     card = {"attacks": {name: {"attack": attack} for name in list(scores)[1:]}}
     worst = torch.stack(list(scores.values()), 1).amin(1)

@@ -198,16 +198,17 @@ def test_an_adapting_defense_is_attacked_in_rounds():
     assert torch.equal(again.index, torch.arange(50))
 
 
-def test_a_killed_evaluation_resumes(tmp_path):
-    batches, uninterrupted = DataLoader(data(), 50), Counting()
-    settings = {"group_size": 10, "progress": False, "resume": tmp_path}
+def test_a_killed_evaluation_resumes_at_the_attack_it_had_reached(tmp_path):
+    batches, first = DataLoader(data(), 50), Stopping(99)
+    settings = {"group_size": 10, "progress": False}
     with pytest.raises(KeyboardInterrupt):
-        evaluate(net(), {"a": Stopping(3)}, batches, **settings)
+        evaluate(net(), {"a": first, "b": Stopping(3)}, batches, resume=tmp_path, **settings)
+    assert len(first.sizes) == 4
     assert list(tmp_path.glob("*/*.jsonl"))
-    resumed = Stopping(99)
-    found = evaluate(net(), {"a": resumed}, batches, **settings)
-    assert len(resumed.sizes) == 2
-    expected = evaluate(net(), {"a": uninterrupted}, batches, group_size=10, progress=False)
+    resumed = {"a": Stopping(99), "b": Stopping(99)}
+    found = evaluate(net(), resumed, batches, resume=tmp_path, **settings)
+    assert [len(attack.sizes) for attack in resumed.values()] == [1, 2]
+    expected = evaluate(net(), {"a": Counting(), "b": Counting()}, batches, **settings)
     assert torch.equal(found.scores, expected.scores)
     assert not list(tmp_path.glob("*/*.jsonl"))
 

@@ -12,13 +12,12 @@ from lightning.pytorch import Callback
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.evaluation.images import save_images
 from lightning_rob.evaluation.per_image import (
-    BatchOutcome,
     PerImageResults,
     predicted_class,
     read_result_file,
     write_result_file,
 )
-from lightning_rob.evaluation.resume_log import ResumeLog
+from lightning_rob.evaluation.resume_log import BatchOutcome, ResumeLog
 from tests.forked import start
 from tests.schema import checked
 from tests.tiny import Blobs, arc, pgd, recipe, records, robust_eval, run
@@ -130,11 +129,11 @@ def test_a_test_that_was_killed_goes_on_and_ends_in_the_same_bytes(trained, tmp_
     while not (left := list(tmp_path.glob("unfinished/*/*.jsonl"))) and time.monotonic() < limit:
         time.sleep(0.02)
     assert left, killed.wait(0)
-    while left[0].read_text().count('"seconds"') < 5 and time.monotonic() < limit:
+    while left[0].read_text().count('"arc"') < 5 and time.monotonic() < limit:
         time.sleep(0.02)
     killed.process.kill()
     killed.wait()
-    known = left[0].read_text().count('"seconds"')
+    known = left[0].read_text().count('"arc"')
     assert known >= 5
     assert not (tmp_path / CSV).exists()
     resumed = slow_test(tmp_path, trained).wait()
@@ -145,35 +144,48 @@ def test_a_test_that_was_killed_goes_on_and_ends_in_the_same_bytes(trained, tmp_
 
 
 def rows(count, seed=0):
-    """Images, labels and indices of a batch, and results of one attack on them."""
+    """Images, labels and indices of a batch, and its outcome under an attack."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(count, 1, 4, 4, generator=generator)
+    scores, sizes = torch.rand(2, count, generator=generator)
     batch = x, torch.arange(count) % 2, 10 * torch.arange(count) + 3
-    return batch, torch.rand(count, 6, generator=generator), torch.arange(2 * count).view(-1, 2)
+    return batch, BatchOutcome(scores[:, None], torch.arange(count), sizes)
 
 
 def log_of(folder, inferences=1):
-    return ResumeLog(folder, 2, inferences)
+    return ResumeLog(folder, ["pgd"], inferences)
+
+
+def part_of(batch, outcome, part):
+    return [tensor[part] for tensor in batch], BatchOutcome(*(tensor[part] for tensor in outcome))
+
+
+def same(log, batch, outcome):
+    return all(map(torch.equal, log.load(*batch)["pgd"], outcome))
 
 
 def test_a_log_is_exact_and_of_these_images(tmp_path):
-    batch, floats, predictions = rows(3)
-    (x, y, index) = batch
-    log_of(tmp_path).add(*batch, floats, predictions, [0.5])
-    log_of(tmp_path).add(x[:1] + 1, y[:1], index[:1], floats[:1], predictions[:1], [2.0])
+    batch, outcome = rows(3)
+    (x, y, index), first = part_of(batch, outcome, slice(1))
+    log_of(tmp_path).add(*batch, "pgd", outcome, 0.5)
+    log_of(tmp_path).add(x + 1, y, index, "pgd", first, 2.0)
+    log_of(tmp_path).add(x, y, index, "foreign", first, 2.0)
     log = log_of(tmp_path)
-    assert all(map(torch.equal, log.load(*batch), (floats, predictions)))
-    assert torch.equal(log.load(x[1:], y[1:], index[1:])[0], floats[1:])
-    assert log.seconds(["pgd"]) == {"pgd": 2.5}
+    assert len(log) == 4
+    assert same(log, batch, outcome)
+    assert same(log, *part_of(batch, outcome, slice(1, 3)))
+    assert log.seconds == {"pgd": 2.5}
+    x, y, index = batch
     for other in ((x + 1e-6, y, index), (x, 1 - y, index), (x, y, index + 1)):
-        assert log.load(*other) is None
+        assert not log.load(*other)
     assert len(log_of(tmp_path, inferences=2)) == 0  # rows of another width
 
 
 def test_a_line_that_a_kill_broke_off_is_ignored(tmp_path):
-    (x, y, index), floats, predictions = rows(4)
-    for part in (slice(2), slice(2, 4)):
-        log_of(tmp_path).add(x[part], y[part], index[part], floats[part], predictions[part], [1.0])
+    batch, outcome = rows(4)
+    parts = [part_of(batch, outcome, part) for part in (slice(2), slice(2, 4))]
+    for some, found in parts:
+        log_of(tmp_path).add(*some, "pgd", found, 1.0)
     (path,) = tmp_path.glob("*.jsonl")
     content = path.read_text()
     first = content.index("\n")
@@ -181,26 +193,28 @@ def test_a_line_that_a_kill_broke_off_is_ignored(tmp_path):
         path.write_text(content[:cut])
         assert len(log_of(tmp_path)) == 2 * (cut >= first) + 2 * (cut == len(content))
     path.write_text(content[: first - 9])
-    log_of(tmp_path).add(x[2:], y[2:], index[2:], floats[2:], predictions[2:], [1.0])
-    assert torch.equal(log_of(tmp_path).load(x[2:], y[2:], index[2:])[0], floats[2:])
+    log_of(tmp_path).add(*parts[1][0], "pgd", parts[1][1], 1.0)
+    assert same(log_of(tmp_path), *parts[1])
 
 
-@pytest.mark.parametrize("value", ["NaN", "1e30", "-5", "x", "Infinity"])
-def test_implausible_rows_are_ignored(tmp_path, value):
-    batch, _, predictions = rows(1)
-    floats = torch.tensor([[1.0, 0.5, 1.0, 0.5, 0.0, 3.0]])
-    log_of(tmp_path).add(*batch, floats, predictions, [1.0])
+@pytest.mark.parametrize("value", ["NaN", "1e30", "-5", '"x"', "Infinity"])
+@pytest.mark.parametrize("field", ["scores", "predictions", "sizes"])
+def test_implausible_rows_are_ignored(tmp_path, field, value):
+    batch, outcome = rows(1)
+    log_of(tmp_path).add(*batch, "pgd", outcome, 1.0)
     (path,) = tmp_path.glob("*.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
     assert len(log_of(tmp_path)) == 1
-    path.write_text(path.read_text().replace("[1.0, 0.5,", f"[1.0, {value},", 1))
-    assert len(log_of(tmp_path)) == 0
+    line = json.loads(path.read_text())
+    line[field] = [json.loads(f"[{value}]") if field == "scores" else json.loads(value)]
+    path.write_text(json.dumps(line))
+    assert len(log_of(tmp_path)) == (field == "sizes" and value == "1e30")
 
 
 def test_the_log_of_another_process_is_kept(tmp_path):
-    batch, floats, predictions = rows(1)
+    batch, outcome = rows(1)
     log = log_of(tmp_path)
-    log.add(*batch, floats, predictions, [1.0])
+    log.add(*batch, "pgd", outcome, 1.0)
     other = tmp_path / "elsewhere-1.jsonl"
     other.write_text("{")
     log.delete()
@@ -221,7 +235,7 @@ def test_a_row_by_hand(tmp_path):
     results = PerImageResults(("clean", "pgd", "a,b"), 1)
     outcomes = [outcome(1.0, 3, 0.0), outcome(0.25, 3, 0.031), outcome(0.125, 1, 0.0314)]
     batch = torch.zeros(1, 1, 2, 2), torch.tensor([3]), torch.tensor([7])
-    results.add_batch(*batch, outcomes, [1.0, 1.0])
+    results.add_batch(*batch, outcomes)
     path, worst = tmp_path / "a.csv", torch.tensor([0.125])
     card = {"attacks": {"pgd": {}, "a,b": {}}}
     write_result_file(path, results.names, results.rows(), 4, card, worst)
