@@ -161,8 +161,8 @@ def study(name, transforms, nets, data, options):
     defense = RandomTransforms(
         net, transforms, options.size, DRAWS_OF_AN_ANSWER, approximations=nets
     )
-    setting = f"{options.size}_{options.resolution}_{options.train}_{options.training_epochs}"
-    saved = options.folder / f"{name}_{setting}_{len(transforms)}.pt"
+    asked = options.size, options.resolution, options.train, options.training_epochs, options.width
+    saved = options.folder / f"{name}_{'_'.join(map(str, asked))}_{len(transforms)}.pt"
     if not saved.exists():
         torch.save(
             train(defense, train_x, train_y, options.training_epochs, name).state_dict(), saved
@@ -187,6 +187,7 @@ def main():
     parser.add_argument("--folder", type=Path, default=Path("logs/bpda_study"))
     parser.add_argument("--out", type=Path, default=Path("bpda_study.md"))
     parser.add_argument("--whole", action="store_true", help="the paper's 25 transforms")
+    parser.add_argument("--only", choices=STUDIES, help="one of the two defenses")
     parser.add_argument("--size", type=int, default=3, help="transforms of a copy; the paper's 10")
     parser.add_argument("--resolution", type=int, default=16, choices=(16, 32), help="of images")
     parser.add_argument("--images", type=int, default=40, help="test images")
@@ -217,8 +218,10 @@ def main():
         differentiable = differentiable | {"Swirl": {"radius": radius, "strength": (0.01, 2.0)}}
     others = WHOLE_OTHERS if options.whole else OTHERS
     kinds = {"all": differentiable | others, "differentiable": differentiable}
+    kinds = {name: kind for name, kind in kinds.items() if options.only in (name, None)}
     nets, learnt = {}, []
-    for name, transform in tqdm(named(kinds["all"]).items(), "BPDA networks", leave=False):
+    known = named(next(iter(kinds.values())))
+    for name, transform in tqdm(known.items(), "BPDA networks", leave=False):
         nets[name], about = approximation(transform, everything[0], options)
         learnt.append(f"| {name} | {about['error']:.5f} | {about['identity']:.5f} |")
     lines = [f"| transforms | {' | '.join(COLUMNS)} |", "|---|" + len(COLUMNS) * "---|"]
