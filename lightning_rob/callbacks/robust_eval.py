@@ -193,10 +193,11 @@ class RobustEval(Measurement):
         folder = run_folder(trainer)
         place = self._unfinished(trainer, pl_module, defense, details) if folder else None
         names = (CLEAN, *self.attacks)
-        store = PerImageResults(names, self.settings.columns, pl_module.device, place)
-        if len(store) and trainer.is_global_zero:
-            text = f"Continuing {', '.join(self.attacks)}: {len(store)} images are scored already."
-            console_of(trainer).print(text)
+        joint = self.settings.protocol_for(defense) is not None
+        store = PerImageResults(names, self.settings.columns, pl_module.device, place, joint)
+        if (counts := store.counts()) and trainer.is_global_zero:
+            known = ", ".join(f"{name} {count}" for name, count in counts.items())
+            console_of(trainer).print(f"Continuing. Images scored already: {known}.")
         if self.save_images and folder and not trainer.sanity_checking:
             self.image_folder = place or folder / "images"
         return store

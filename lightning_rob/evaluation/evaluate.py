@@ -104,7 +104,8 @@ def evaluate(
     if resume is not None:
         size = None if rounds is None else rounds.size(batches)
         folder = Path(resume) / _resume_key(defense, attacks, size, details)
-    store = PerImageResults((CLEAN, *attacks), settings.columns, device, folder)
+    joint = rounds is not None
+    store = PerImageResults((CLEAN, *attacks), settings.columns, device, folder, joint)
     with tqdm(
         desc="Attacking",
         unit="image",
@@ -193,7 +194,6 @@ def _resume_key(
         weights=fingerprint(defense),
         attack_code=dict(attacks),
         attacks={name: threat_model_card(attack) for name, attack in attacks.items()},
-        names=list(attacks),  # the order of the columns
         round=size,
         versions=versions(),
         **details,

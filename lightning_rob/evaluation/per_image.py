@@ -32,6 +32,7 @@ class PerImageResults:
         inferences: R, how many predictions of the defense each image has.
         device: where the batches are.
         folder: of the log from which an interrupted evaluation resumes; None keeps no log.
+        joint: predictions depend on the whole batch.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class PerImageResults:
         inferences: int,
         device: torch.device | str = "cpu",
         folder: Path | None = None,
+        joint: bool = False,
     ) -> None:
         self.names, self.inferences, self.folder = tuple(names), inferences, folder
         # Means, scores by inference, sizes; and predictions, label, checksum, which are exact.
@@ -48,7 +50,7 @@ class PerImageResults:
         self.checksums: dict[int, int] = {}  # of this process's images, by index
         self.log: ResumeLog | None = None
         if folder is not None:
-            self.log = ResumeLog(folder, names, inferences)
+            self.log = ResumeLog(folder, names, inferences, joint)
 
     def cached(self, x: Tensor, y: Tensor, index: Tensor) -> dict[str, BatchOutcome]:
         """Return the outcomes of a batch that the log of an earlier run has, by name."""
@@ -90,9 +92,10 @@ class PerImageResults:
         self.floats.update(index, floats.to(index.device))
         self.integers.update(index, torch.stack([part.long().to(index) for part in about], 1))
 
-    def __len__(self) -> int:
-        """Return the number of images whose results the log has from an earlier run."""
-        return len(self.log) if self.log is not None else 0
+    def counts(self) -> dict[str, int]:
+        """Return the number of images whose results the log has from an earlier run, by attack."""
+        known = {} if self.log is None else self.log.counts()
+        return {name: known[name] for name in self.names[1:] if name in known}
 
     def seconds(self) -> dict[str, float]:
         """Return how long each attack took on the images of an earlier run, by name."""

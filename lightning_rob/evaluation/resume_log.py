@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-Key = tuple[int, int, int]  # index, checksum and label of an image
+Key = tuple[int, int, int, int]  # index, checksum and label of an image, checksum of its round
 ROUNDING = 1e-4  # by which a sum of probabilities may exceed 1
 
 
@@ -50,27 +50,31 @@ class ResumeLog:
         folder: of this evaluation and no other; made at the first line.
         names: "clean" and those of the attacks.
         inferences: R, how many predictions of the defense each image has.
+        joint: predictions depend on the whole batch: reuse results only for the same batch.
     """
 
-    def __init__(self, folder: Path, names: Sequence[str], inferences: int) -> None:
+    def __init__(
+        self, folder: Path, names: Sequence[str], inferences: int, joint: bool = False
+    ) -> None:
         self.folder, self.names, self.inferences = folder, tuple(names), inferences
+        self.joint = joint
         self.path = folder / f"{platform.node()}-{os.getpid()}.jsonl"
         self.known: dict[tuple[str, Key], tuple[list[float], int, float]] = {}
         self.seconds = dict.fromkeys(self.names, 0.0)  # by name, on the known images
         self.read = [path for path in sorted(folder.glob("*.jsonl")) if path.is_file()]
         for path in self.read:
             for line in path.read_text(errors="replace").splitlines():
-                with suppress(ValueError, KeyError, TypeError):  # a broken line, or a foreign one
+                # A broken line, or a foreign one.
+                with suppress(ValueError, KeyError, TypeError, OverflowError):
                     self._keep(json.loads(line))
 
-    def __len__(self) -> int:
-        """Return the number of images of which everything is known."""
-        counts = Counter(key for _, key in self.known)
-        return sum(count == len(self.names) for count in counts.values())
+    def counts(self) -> dict[str, int]:
+        """Return the number of known images, by name."""
+        return Counter(name for name, _ in self.known)
 
     def load(self, x: Tensor, y: Tensor, index: Tensor) -> dict[str, BatchOutcome]:
         """Return, by name, what is known of all images [B, …], by index, pixels and label."""
-        found, keys = {}, _keys(x, y, index)
+        found, keys = {}, self._keys(x, y, index)
         for name in self.names:
             rows = [self.known[name, key] for key in keys if (name, key) in self.known]
             if rows and len(rows) == len(keys):
@@ -90,7 +94,7 @@ class ResumeLog:
         """
         fields = {
             "name": name,
-            "keys": _keys(x, y, index),
+            "keys": self._keys(x, y, index),
             "scores": outcome.scores.float().tolist(),
             "predictions": outcome.predictions.tolist(),
             "sizes": outcome.sizes.float().tolist(),
@@ -114,8 +118,8 @@ class ResumeLog:
     def _keep(self, line: dict[str, Any]) -> None:
         name, seconds = line["name"], float(line["seconds"])
         rows = {
-            (int(index), int(checksum), int(label)): (scores, prediction, size)
-            for (index, checksum, label), scores, prediction, size in zip(
+            (int(a), int(b), int(c), int(d)): (scores, prediction, size)
+            for (a, b, c, d), scores, prediction, size in zip(
                 line["keys"], line["scores"], line["predictions"], line["sizes"], strict=True
             )
         }
@@ -127,9 +131,10 @@ class ResumeLog:
         """Whether a row has R scores that are probabilities, a class and a finite size."""
         scores, prediction, size = row
         probable = all(-ROUNDING <= score <= 1 + ROUNDING for score in scores)
-        classified = isinstance(prediction, int) and prediction >= -1
+        classified = isinstance(prediction, int) and -1 <= prediction < 2**31
         return len(scores) == self.inferences and probable and classified and 0 <= size < math.inf
 
-
-def _keys(x: Tensor, y: Tensor, index: Tensor) -> list[Key]:
-    return list(zip(index.tolist(), checksums(x), y.tolist(), strict=True))
+    def _keys(self, x: Tensor, y: Tensor, index: Tensor) -> list[Key]:
+        rows = list(zip(index.tolist(), checksums(x), y.tolist(), strict=True))
+        batch = crc32(str(rows).encode()) if self.joint else 0
+        return [(*row, batch) for row in rows]

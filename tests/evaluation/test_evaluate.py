@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch import nn
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
 from lightning_rob import PGD, Ensemble, Foreign, RobustEval, Single, Strongest, Threat, evaluate
 from lightning_rob.attacks import Attack, MinimalNorm
@@ -295,21 +295,58 @@ def test_bad_input(change, error, message):
         evaluate(**given, progress=False)
 
 
-def test_a_network_of_other_code_does_not_resume(tmp_path):
-    class Net(TinyNet):
-        def forward(self, x):
-            return super().forward(1 - x)
+class Inverting(TinyNet):
+    def forward(self, x):
+        return super().forward(1 - x)
 
-    batches = DataLoader(data(), 50)
-    settings = {"group_size": 10, "progress": False}
-    with pytest.raises(KeyboardInterrupt):
-        attacks = {**ATTACKS, "a": Counting(3)}
-        evaluate(net(), attacks, batches, resume=tmp_path, **settings)
+
+def of_other_code():
     other = net()
-    other.__class__ = Net
-    found = evaluate(other, {**ATTACKS, "a": Counting()}, batches, resume=tmp_path, **settings)
-    expected = evaluate(other, ATTACKS, batches, **settings)
-    assert torch.equal(found.per_image("clean"), expected.per_image("clean"))
+    other.__class__ = Inverting
+    return other
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": net(1)},
+        {"model": of_other_code()},
+        {"attacks": {"weak": ATTACKS["pgd"]}},
+        {"seed": 1},
+        {"repeats": 2},
+        {"protocol": RoundProtocol(images=10)},
+    ],
+    ids=["weights", "code", "attack", "seed", "repeats", "rounds"],
+)
+def test_another_evaluation_does_not_resume(tmp_path, change):
+    given = {
+        "model": net(),
+        "attacks": {"weak": ATTACKS["weak"]},
+        "batches": DataLoader(data(), 50),
+    }
+    settings = {"group_size": 10, "progress": False, "resume": tmp_path}
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(**given | {"attacks": given["attacks"] | {"a": Stopping(3)}}, **settings)
+    given |= change
+    last = Stopping(99)
+    evaluate(**given | {"attacks": given["attacks"] | {"a": last}}, **settings)
+    assert len(last.sizes) == 5 * change.get("repeats", 1)
+
+
+def test_a_shorter_round_does_not_resume_a_longer_one(tmp_path):
+    def dent():
+        torch.manual_seed(0)
+        return DENT(SmallCNN(4, 3, 4))
+
+    def played(images, *attacks):
+        batches, names = DataLoader(images, 20), dict(zip("ab", attacks, strict=True))
+        return evaluate(dent(), names, batches, progress=False, resume=tmp_path)
+
+    with pytest.raises(KeyboardInterrupt):
+        played(data(), Stopping(99), Stopping(1))  # the second round is known under one attack
+    resumed = Stopping(99), Stopping(99)
+    played(Subset(data(), range(23)), *resumed)
+    assert [attack.sizes for attack in resumed] == [[3], [3]]
 
 
 class Scaled(TinyNet):

@@ -129,16 +129,16 @@ def test_a_test_that_was_killed_goes_on_and_ends_in_the_same_bytes(trained, tmp_
     while not (left := list(tmp_path.glob("unfinished/*/*.jsonl"))) and time.monotonic() < limit:
         time.sleep(0.02)
     assert left, killed.wait(0)
-    while left[0].read_text().count('"arc"') < 5 and time.monotonic() < limit:
+    while left[0].read_text().count('"name": "arc"') < 5 and time.monotonic() < limit:
         time.sleep(0.02)
     killed.process.kill()
     killed.wait()
-    known = left[0].read_text().count('"arc"')
-    assert known >= 5
+    apgd, arc = (left[0].read_text().count(f'"name": "{name}"') for name in ("apgd", "arc"))
+    assert apgd >= arc >= 5
     assert not (tmp_path / CSV).exists()
     resumed = slow_test(tmp_path, trained).wait()
     (found,) = tmp_path.glob("run/version_*/images/test-*.csv")
-    assert f"{2 * known} images are scored already" in resumed.stdout, resumed
+    assert f"scored already: apgd {2 * apgd}, arc {2 * arc}." in resumed.stdout, resumed
     assert found.read_bytes() == through.path.read_bytes()
     assert not list(tmp_path.glob("unfinished/*"))
 
@@ -171,14 +171,14 @@ def test_a_log_is_exact_and_of_these_images(tmp_path):
     log_of(tmp_path).add(x + 1, y, index, "pgd", first, 2.0)
     log_of(tmp_path).add(x, y, index, "foreign", first, 2.0)
     log = log_of(tmp_path)
-    assert len(log) == 4
+    assert log.counts() == {"pgd": 4}
     assert same(log, batch, outcome)
     assert same(log, *part_of(batch, outcome, slice(1, 3)))
     assert log.seconds == {"pgd": 2.5}
     x, y, index = batch
     for other in ((x + 1e-6, y, index), (x, 1 - y, index), (x, y, index + 1)):
         assert not log.load(*other)
-    assert len(log_of(tmp_path, inferences=2)) == 0  # rows of another width
+    assert not log_of(tmp_path, inferences=2).known  # rows of another width
 
 
 def test_a_line_that_a_kill_broke_off_is_ignored(tmp_path):
@@ -191,7 +191,7 @@ def test_a_line_that_a_kill_broke_off_is_ignored(tmp_path):
     first = content.index("\n")
     for cut in (0, 1, first - 1, first, first + 1, len(content) - 1, len(content)):
         path.write_text(content[:cut])
-        assert len(log_of(tmp_path)) == 2 * (cut >= first) + 2 * (cut == len(content))
+        assert len(log_of(tmp_path).known) == 2 * (cut >= first) + 2 * (cut == len(content))
     path.write_text(content[: first - 9])
     log_of(tmp_path).add(*parts[1][0], "pgd", parts[1][1], 1.0)
     assert same(log_of(tmp_path), *parts[1])
@@ -204,11 +204,11 @@ def test_implausible_rows_are_ignored(tmp_path, field, value):
     log_of(tmp_path).add(*batch, "pgd", outcome, 1.0)
     (path,) = tmp_path.glob("*.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
-    assert len(log_of(tmp_path)) == 1
+    assert len(log_of(tmp_path).known) == 1
     line = json.loads(path.read_text())
     line[field] = [json.loads(f"[{value}]") if field == "scores" else json.loads(value)]
     path.write_text(json.dumps(line))
-    assert len(log_of(tmp_path)) == (field == "sizes" and value == "1e30")
+    assert len(log_of(tmp_path).known) == (field == "sizes" and value == "1e30")
 
 
 def test_the_log_of_another_process_is_kept(tmp_path):
