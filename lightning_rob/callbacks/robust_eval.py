@@ -293,7 +293,6 @@ class RobustEval(Measurement):
             found.save(path, card)
             self.evaluator.store.copy_images(path.parent)
         trainer.strategy.barrier("the record is written")
-        self.evaluator.store.delete()
 
     def _publish(self, trainer: Trainer, stage: str) -> None:
         if stage == "test":
@@ -318,8 +317,14 @@ class RobustEval(Measurement):
         joined = joined if len(joined) <= LONGEST_NAME else f"{names[0]}+{len(names) - 1}_more"
         return "-".join(["test" if trainer.testing else "val", *epoch, *loader, *target, joined])
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Delete the log: all callbacks of the run have finished."""
+        if self.evaluator is not None:
+            self.evaluator.store.delete()
+
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Print the table of all callbacks of the run, once."""
+        """Delete the log, and print the table of all callbacks of the run, once."""
+        self.on_validation_end(trainer, pl_module)
         rows = self.collector(trainer).take_rows()
         if rows and trainer.is_global_zero:
             defense = self.defense_of(pl_module)

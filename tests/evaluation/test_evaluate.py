@@ -5,7 +5,8 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
@@ -453,6 +454,26 @@ def test_attacks_in_another_order_do_not_resume(tmp_path):
     found = evaluate(net(), attacks, batches, **settings)
     expected = evaluate(net(), ATTACKS, batches, group_size=10, progress=False)
     assert torch.equal(found.per_image("pgd"), expected.per_image("pgd"))
+
+
+def test_a_callback_that_had_finished_before_a_crash_attacks_no_more(tmp_path):
+    class Crash(Callback):
+        def on_test_epoch_end(self, *_):
+            raise OSError
+
+    module, blobs = AdversarialTraining(TinyNet), Blobs(test_size=40)
+
+    def tested(attack, *others):
+        callbacks, logger = [RobustEval({"a": attack}), *others], CSVLogger(tmp_path)
+        trainer = Trainer(accelerator="cpu", logger=logger, callbacks=callbacks)
+        trainer.test(module, blobs, verbose=False)
+
+    with pytest.raises(OSError):
+        tested(Stopping(99), Crash())
+    again = Stopping(99)
+    tested(again)
+    assert not again.sizes
+    assert not list(tmp_path.rglob("unfinished/*"))
 
 
 def test_worst_is_over_all_callbacks_that_evaluate_in_an_epoch():
