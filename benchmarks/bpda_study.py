@@ -4,8 +4,8 @@
     OMP_WAIT_POLICY=PASSIVE python benchmarks/bpda_study.py --whole --size 10 --resolution 32
 
 A small CNN is trained behind random transforms of BaRT (Raff et al. 2019), once with and once
-without those that have no gradient, on Patches10, 32x32, at half its resolution unless --resolution
-is 32. PGD with EoT (10 draws, 40 steps of 4/255, within linf 16/255) then takes the transforms'
+without those that have no gradient, on Patches10, at half its resolution unless --resolution is
+32. PGD with EoT (10 draws, 40 steps of 4/255, within linf 16/255) then takes the transforms'
 gradient exactly, from BPDA networks, as the identity, or exactly where there is one and else from
 the networks (combo) or as the identity (straight_through). The accuracies are of ten independent
 evaluations with 20 draws each; so are their 95 % t intervals, which say nothing about other images.
