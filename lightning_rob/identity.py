@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 DIGITS = 16  # hexadecimal digits of a fingerprint or key
 TORCH_ATTRIBUTES = set(vars(nn.Module())) | {"training"}
-VOLATILE = TORCH_ATTRIBUTES | {"_current_fx_name"}  # Lightning's name of the running hook
+# State of a running LightningModule: of hooks, toggled optimizers and logged metrics.
+RUNNING = {"_current_fx_name", "_param_requires_grad_state", "_metric_attributes"}
+VOLATILE = TORCH_ATTRIBUTES | RUNNING
 LIBRARIES = {"lightning_rob", "lightning", "torch", "torchvision", "torchmetrics", "numpy", "timm"}
 # A class's annotations since Python 3.14: a function that holds the namespace it lies in.
 ANNOTATE = {"__annotate__", "__annotate_func__"}
@@ -159,10 +161,10 @@ def _module(value: nn.Module) -> list[Any]:
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """Return an object's public attributes and, of a user's class, private numbers and texts."""
+    """Return an object's public attributes and, of a user's class, private values."""
     if _is_library(type(value).__module__):  # whose private state may be a cache
         return _public_attributes(value)
-    plain = (bool, int, float, str, tuple, Tensor)
+    plain = (bool, int, float, str, tuple, list, dict, set, frozenset, Tensor)
     private = {k: v for k, v in vars(value).items() if k.startswith("_") and isinstance(v, plain)}
     kept = {k: v for k, v in private.items() if k not in VOLATILE}
     return _public_attributes(value) | kept

@@ -53,6 +53,14 @@ def test_a_fingerprint_distinguishes_defenses_of_the_same_weights():
     assert fingerprint(Single(net)) != prints["net"]
 
 
+@pytest.mark.parametrize("values", [(1.0, 2.0), ([1.0], [2.0]), ({"a": 1}, {"a": 2}), ({1}, {2})])
+def test_a_fingerprint_covers_private_values_of_a_users_network(values):
+    net = TinyNet()
+    for value in (*values, None):
+        before, net._values = fingerprint(Single(net)), value
+        assert fingerprint(Single(net)) != before
+
+
 def test_an_object_without_description_is_equal_to_none_of_another_process():
     class Opaque:
         __slots__ = ()
