@@ -5,8 +5,9 @@
 Trains the recipe once per seed and attacks the same test images within each radius. "PGD" is
 adaptive PGD on the ensemble and PGD on the first member; "ARC" has the paper's local radius, "two
 radii" the stronger of eps and eps/4, and "warm" starts from the images of the others, with an
-eighth of the radius. Prints means over seeds with 95 % t intervals over seeds. Further options are
-those of `lightning-rob fit`. Checkpoints and finished rows stay in --folder: the same command
+eighth of the radius. --attacks also has PGD with ten restarts, on the expected logits, on the first
+member and on a drawn one. Prints means over seeds with 95 % t intervals over seeds. Further options
+are those of `lightning-rob fit`. Checkpoints and finished rows stay in --folder: the same command
 resumes.
 """
 
@@ -19,15 +20,17 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_rob import ARC, PGD, Ensemble, OnMember, Strongest, Threat, evaluate
+from lightning_rob.attacks import RandomMember
 from lightning_rob.cli import main as command_line
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.defenses import first_member
 from lightning_rob.metrics import student
+from lightning_rob.objectives import ce_of_mean_logits
 from lightning_rob.shipped import find_recipe
 
 
 def attacks(threat, neighbours):
-    """Return the four attacks within a threat; each is at least as strong as the one in it."""
+    """Return the attacks within a threat by name."""
     eps, steps = threat.eps, 20
 
     def arc(step_size, start=None):
@@ -37,7 +40,16 @@ def attacks(threat, neighbours):
     two = Strongest([arc(eps), arc(eps / 4)])
     started = Strongest([pgd, OnMember(pgd, 0), two])
     paper = arc(eps if threat.norm == "linf" else eps / 4)
-    return {"PGD": pgd, "ARC": paper, "two radii": two, "warm": arc(eps / 8, started)}
+    return {
+        "PGD": pgd,
+        "ARC": paper,
+        "two radii": two,
+        "warm": arc(eps / 8, started),
+        "restarts": PGD(threat, steps, eps / 4, restarts=10),
+        "logits": PGD(threat, steps, eps / 4, objective=ce_of_mean_logits, random_start=False),
+        "first member": OnMember(pgd, 0),
+        "drawn member": RandomMember(pgd),
+    }
 
 
 def trained(run, args):
