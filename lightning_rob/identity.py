@@ -8,26 +8,34 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import PurePath
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 DIGITS = 16  # hexadecimal digits of a fingerprint or key
 TORCH_ATTRIBUTES = set(vars(nn.Module())) | {"training"}
-# State of a running LightningModule: of hooks, toggled optimizers and logged metrics.
-RUNNING = {"_current_fx_name", "_param_requires_grad_state", "_metric_attributes"}
-VOLATILE = TORCH_ATTRIBUTES | RUNNING
-LIBRARIES = {"lightning_rob", "lightning", "torch", "torchvision", "torchmetrics", "numpy", "timm"}
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+CONSTANTS = (bool, int, float, complex, str, bytes, Sequence, Mapping, AbstractSet)
+VALUES = (*CONSTANTS, Tensor, np.ndarray, np.generic, SimpleNamespace, PurePath, torch.dtype)
+LIBRARIES = {"lightning_rob", "lightning", "torch", "torchvision", "torchmetrics", "kornia"}
+LIBRARIES |= {"numpy", "timm"}
 # A class's annotations since Python 3.14: a function that holds the namespace it lies in.
 ANNOTATE = {"__annotate__", "__annotate_func__"}
 # Stands for an object without a description, so that no other process takes it for one of its own.
 PROCESS = f"process {uuid4().hex}"
+INSIDE: ContextVar[frozenset[int]] = ContextVar(
+    "INSIDE", default=frozenset()
+)  # ids of outer values
+READ: ContextVar[bool] = ContextVar("READ", default=False)  # whether a function reads the value
 
 
 def import_path(value: Any) -> str:
@@ -87,6 +95,17 @@ def to_plain_data(value: Any) -> Any:
     """
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
+    outer = INSIDE.get()
+    if id(value) in outer:  # it holds itself
+        return "outer value"
+    token = INSIDE.set(outer | {id(value)})
+    try:
+        return _described(value)
+    finally:
+        INSIDE.reset(token)
+
+
+def _described(value: Any) -> Any:
     if isinstance(value, Tensor | np.ndarray):
         return _tensor_digest(torch.as_tensor(value))
     if isinstance(value, Mapping):
@@ -110,7 +129,8 @@ def _routine(value: Any) -> Any:
     if inspect.isfunction(value):
         closure = [cell.cell_contents for cell in value.__closure__ or ()]
         reads = [value.__defaults__, value.__kwdefaults__, closure]
-        return [name, _code(value.__code__), *map(to_plain_data, reads), _globals_of(value)]
+        described = [name, _code(value.__code__), *map(to_plain_data, reads)]
+        return described if READ.get() else [*described, _globals_of(value)]
     if inspect.ismethod(value):
         return [to_plain_data(value.__func__), to_plain_data(value.__self__)]
     return name
@@ -124,15 +144,42 @@ def _globals_of(function: Any) -> list[Any]:
         if current in seen or _is_library(current.__module__):
             continue
         seen.add(current)
-        names = sorted({*current.__code__.co_names} & {*current.__globals__})
-        for name in names:
-            value = current.__globals__[name]
-            if isinstance(value, (bool, int, float, str, tuple)):
-                found.append([name, repr(value)])
+        names = _names(current.__code__)
+        read = {name: current.__globals__[name] for name in names & {*current.__globals__}}
+        for module in [part for part in read.values() if isinstance(part, ModuleType)]:
+            if not _is_library(module.__name__):
+                read |= {name: vars(module)[name] for name in names & {*vars(module)}}
+        for name, value in sorted(read.items()):
+            if _is_value(value):
+                found.append([name, _plain_global(value)])
             elif inspect.isfunction(value) and not _is_library(value.__module__):
                 found.append([name, _code(value.__code__), repr(value.__defaults__)])
                 waiting.append(value)
     return found
+
+
+def _plain_global(value: Any) -> Any:
+    """Return a global value as plain data; functions in it without what they read in turn."""
+    token = READ.set(True)
+    try:
+        return to_plain_data(value)
+    finally:
+        READ.reset(token)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that code reads, and the functions and comprehensions in it."""
+    inner = [_names(part) for part in code.co_consts if inspect.iscode(part)]
+    return {*code.co_names}.union(*inner)
+
+
+def _is_value(value: Any) -> bool:
+    """Whether something is a constant, an array, a container or a dataclass of the user's."""
+    if isinstance(value, type):
+        return False
+    return isinstance(value, VALUES) or (
+        is_dataclass(value) and not _is_library(type(value).__module__)
+    )
 
 
 def _is_library(module: str) -> bool:
@@ -155,19 +202,33 @@ def _object(value: Any) -> Any:
 
 
 def _module(value: nn.Module) -> list[Any]:
-    """Return a module without its weights: classes, code, arguments, layers."""
+    """Return a module without its weights: classes, code, arguments, hooks, layers."""
     children = [(name, _module(part)) for name, part in value.named_children()]
-    return [_kind(type(value)), to_plain_data(_arguments(value)), children]
+    hooks = [[name, *getattr(value, name).values()] for name in HOOKS if getattr(value, name)]
+    described = [*map(to_plain_data, (_arguments(value), *hooks))]
+    return [_kind(type(value)), *described, children]
 
 
 def _arguments(value: Any) -> dict[str, Any]:
     """Return an object's public attributes and, of a user's class, private values."""
     if _is_library(type(value).__module__):  # whose private state may be a cache
         return _public_attributes(value)
-    plain = (bool, int, float, str, tuple, list, dict, set, frozenset, Tensor)
-    private = {k: v for k, v in vars(value).items() if k.startswith("_") and isinstance(v, plain)}
-    kept = {k: v for k, v in private.items() if k not in VOLATILE}
-    return _public_attributes(value) | kept
+    own = {k: v for k, v in vars(value).items() if k.startswith("_") and k not in _volatile()}
+    return _public_attributes(value) | {k: v for k, v in own.items() if _is_private_value(v)}
+
+
+def _is_private_value(value: Any) -> bool:
+    """Whether a private attribute counts, as opposed to a lock or a logger."""
+    if isinstance(value, Mapping):
+        return bool(value)  # Lightning adds an empty one
+    users = not _is_library(type(value).__module__)
+    return _is_value(value) or isinstance(value, partial) or inspect.isroutine(value) or users
+
+
+@cache
+def _volatile() -> set[str]:
+    """Return the private attributes of torch and of a LightningModule, which change in a run."""
+    return TORCH_ATTRIBUTES | {*vars(LightningModule())} | {"_current_fx_name"}
 
 
 def _kind(kind: type) -> list[Any]:
@@ -182,8 +243,8 @@ def _kind(kind: type) -> list[Any]:
             else:
                 parts = [getattr(value, "__func__", getattr(value, "func", value))]
             found += [[name, _routine(part)] for part in parts if inspect.isfunction(part)]
-            if isinstance(value, (bool, int, float, str, tuple)) and not name.startswith("__"):
-                found.append([name, repr(value)])
+            if _is_value(value) and not name.startswith("__"):
+                found.append([name, to_plain_data(value)])
     return found
 
 

@@ -1,11 +1,17 @@
 """Identity: equal for what is equal, different for all else, and readable as a recipe."""
 
+from collections import deque
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import jsonargparse
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_rob import Ensemble, Mixture, RandomTransforms, Single, TransformEnsemble
 from lightning_rob.attacks import ARC, PAA, PGD, Attack, OnMember, Quantized8Bit, Strongest
@@ -44,6 +50,21 @@ DEFENSES = {
 }
 
 
+@dataclass(frozen=True)
+class Scaled:
+    by: Any
+
+
+GAINS = [1.0]
+
+
+def read(x):
+    return READERS["a"](x)
+
+
+READERS = {"a": read, "b": read}
+
+
 def test_a_fingerprint_distinguishes_defenses_of_the_same_weights():
     net = TinyNet()
     prints = {name: fingerprint(make(net)) for name, make in DEFENSES.items()}
@@ -53,12 +74,71 @@ def test_a_fingerprint_distinguishes_defenses_of_the_same_weights():
     assert fingerprint(Single(net)) != prints["net"]
 
 
-@pytest.mark.parametrize("values", [(1.0, 2.0), ([1.0], [2.0]), ({"a": 1}, {"a": 2}), ({1}, {2})])
-def test_a_fingerprint_covers_private_values_of_a_users_network(values):
-    net = TinyNet()
-    for value in (*values, None):
-        before, net._values = fingerprint(Single(net)), value
-        assert fingerprint(Single(net)) != before
+class Helper:
+    """Holds the network that holds it."""
+
+    def __init__(self, net, gain):
+        self.net, self.gain = net, gain
+
+
+PAIRS = {
+    "number": lambda net, by: setattr(net, "_gain", by),
+    "list": lambda net, by: setattr(net, "_gain", [by]),
+    "mapping": lambda net, by: setattr(net, "_gain", {"a": by}),
+    "set": lambda net, by: setattr(net, "_gain", {by}),
+    "deque": lambda net, by: setattr(net, "_gain", deque([by])),
+    "array": lambda net, by: setattr(net, "_gain", np.float32(by)),
+    "namespace": lambda net, by: setattr(net, "_gain", SimpleNamespace(a=by)),
+    "dataclass": lambda net, by: setattr(net, "_gain", Scaled(by)),
+    "lambda": lambda net, by: setattr(net, "_gain", lambda x: x * by),
+    "object": lambda net, by: setattr(net, "_gain", Helper(net, by)),
+    "hook": lambda net, by: net.first.register_forward_pre_hook(lambda layer, x: (x[0] * by,)),
+    "class": lambda net, by: setattr(type(net), "GAINS", [by]),
+    "global": lambda net, by: GAINS.__setitem__(0, by),
+    "function": lambda net, by: READERS.__setitem__("a", lambda x: x * by),
+}
+
+
+@pytest.mark.parametrize("change", PAIRS.values(), ids=PAIRS.keys())
+def test_a_fingerprint_covers_what_a_users_network_reads(change):
+    class Net(TinyNet):
+        def forward(self, x):
+            return super().forward(read(x)) * sum(gain for gain in GAINS)
+
+    found = []
+    for by in (1.0, 2.0, 1.0):
+        torch.manual_seed(0)
+        net = Net()
+        change(net, by)
+        found.append(fingerprint(Single(net)))
+    assert found[0] != found[1]
+    assert found[0] == found[2]
+
+
+class Logged(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+
+    def test_step(self, batch):
+        self.log("mean", self.net(batch).mean())
+
+
+class Watched(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_test_batch_end(self, trainer, module, *_):
+        self.seen.append(fingerprint(module))
+
+
+def test_a_run_does_not_change_a_fingerprint(tmp_path):
+    module, watch = Logged(), Watched()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, callbacks=[watch], **quiet)
+    before = fingerprint(module)
+    trainer.test(module, DataLoader(torch.ones(2, 2)), verbose=False)
+    assert watch.seen == [before] * 2
 
 
 def test_an_object_without_description_is_equal_to_none_of_another_process():
@@ -72,11 +152,6 @@ def test_an_object_without_description_is_equal_to_none_of_another_process():
     with pytest.raises(ValueError, match="make it a frozen dataclass"):
         check_describable([Opaque()])
     check_describable(PLAIN)
-
-
-@dataclass(frozen=True)
-class Scaled:
-    by: Any
 
 
 def test_a_key_depends_on_arrays_functions_and_nested_values():
