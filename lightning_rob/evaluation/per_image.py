@@ -235,7 +235,7 @@ def read_result_file(path: Path | str) -> ResultFile:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"there is no record {path}")
+        raise FileNotFoundError(f"there is no record {path}: name a CSV file in images/ of a run")
     try:
         card = json.loads(path.with_suffix(".json").read_text())
         with path.open(newline="") as file:
