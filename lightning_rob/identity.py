@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
@@ -24,8 +25,9 @@ from torch import Tensor, nn
 DIGITS = 16  # hexadecimal digits of a fingerprint or key
 TORCH_ATTRIBUTES = set(vars(nn.Module())) | {"training"}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-CONSTANTS = (bool, int, float, complex, str, bytes, Sequence, Mapping, AbstractSet)
-VALUES = (*CONSTANTS, Tensor, np.ndarray, np.generic, SimpleNamespace, PurePath, torch.dtype)
+CONSTANTS = (bool, int, float, complex, str, bytes, PurePath, torch.dtype, torch.device)
+CONTAINERS = (tuple, list, dict, set, frozenset, deque, SimpleNamespace)
+VALUES = (*CONSTANTS, *CONTAINERS, Tensor, np.ndarray, np.generic)
 LIBRARIES = {"lightning_rob", "lightning", "torch", "torchvision", "torchmetrics", "kornia"}
 LIBRARIES |= {"numpy", "timm"}
 # A class's annotations since Python 3.14: a function that holds the namespace it lies in.
@@ -210,11 +212,19 @@ def _module(value: nn.Module) -> list[Any]:
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """Return an object's public attributes and, of a user's class, private values."""
+    """Return an object's public attributes and, of a user's class, private values.
+
+    Private containers and objects count for networks alone: others may keep records in them.
+    """
     if _is_library(type(value).__module__):  # whose private state may be a cache
         return _public_attributes(value)
+    counts = _is_private_value if isinstance(value, nn.Module) else _is_private_number
     own = {k: v for k, v in vars(value).items() if k.startswith("_") and k not in _volatile()}
-    return _public_attributes(value) | {k: v for k, v in own.items() if _is_private_value(v)}
+    return _public_attributes(value) | {k: v for k, v in own.items() if counts(v)}
+
+
+def _is_private_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, tuple, Tensor))
 
 
 def _is_private_value(value: Any) -> bool:
