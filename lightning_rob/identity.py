@@ -19,7 +19,6 @@ from uuid import uuid4
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 DIGITS = 16  # hexadecimal digits of a fingerprint or key
@@ -235,10 +234,15 @@ def _is_private_value(value: Any) -> bool:
     return _is_value(value) or isinstance(value, partial) or inspect.isroutine(value) or users
 
 
-@cache
 def _volatile() -> set[str]:
     """Return the private attributes of torch and of a LightningModule, which change in a run."""
-    return TORCH_ATTRIBUTES | {*vars(LightningModule())} | {"_current_fx_name"}
+    lightning = sys.modules.get("lightning.pytorch")  # not imported here: attacks need only torch
+    return _attributes_of(getattr(lightning, "LightningModule", nn.Module))
+
+
+@cache
+def _attributes_of(kind: type[nn.Module]) -> set[str]:
+    return TORCH_ATTRIBUTES | {*vars(kind())} | {"_current_fx_name"}
 
 
 def _kind(kind: type) -> list[Any]:
