@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import json
+import logging
 import math
 import re
 import sys
@@ -11,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
-from functools import cache, partial
+from enum import Enum
+from functools import cache, cached_property, partial, partialmethod
 from pathlib import PurePath
-from types import CodeType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, ModuleType, SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -33,10 +35,11 @@ LIBRARIES |= {"numpy", "timm"}
 ANNOTATE = {"__annotate__", "__annotate_func__"}
 # Stands for an object without a description, so that no other process takes it for one of its own.
 PROCESS = f"process {uuid4().hex}"
-INSIDE: ContextVar[frozenset[int]] = ContextVar(
-    "INSIDE", default=frozenset()
-)  # ids of outer values
-READ: ContextVar[bool] = ContextVar("READ", default=False)  # whether a function reads the value
+LONGEST = 10_000  # characters of a description that is kept as it is; of a longer one, its digest
+# While a value is described: whether a function reads it, and what is described so far, by this and
+# the value's id. It holds the values, too, so that their ids stay their own.
+READ: ContextVar[bool] = ContextVar("READ", default=False)
+DONE: ContextVar[dict[tuple[int, bool], tuple[Any, Any]] | None] = ContextVar("DONE", default=None)
 
 
 def import_path(value: Any) -> str:
@@ -96,31 +99,51 @@ def to_plain_data(value: Any) -> Any:
     """
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
-    outer = INSIDE.get()
-    if id(value) in outer:  # it holds itself
-        return "outer value"
-    token = INSIDE.set(outer | {id(value)})
-    try:
-        return _described(value)
-    finally:
-        INSIDE.reset(token)
+    done = DONE.get()
+    if done is None:
+        token = DONE.set({})
+        try:
+            return to_plain_data(value)
+        finally:
+            DONE.reset(token)
+    key = id(value), READ.get()
+    if key not in done:
+        done[key] = value, "outer value"  # found again if the value holds itself
+        done[key] = value, _shortened(_described(value))
+    return done[key][1]
+
+
+def _shortened(found: Any) -> Any:
+    """Return a long description's digest: values that share parts would grow exponentially."""
+    if len(text := str(found)) <= LONGEST:
+        return found
+    return _undescribed() if PROCESS in text else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _undescribed() -> str:
+    return f"{PROCESS} {uuid4().hex}"
 
 
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor | np.ndarray):
-        return _tensor_digest(torch.as_tensor(value))
+        return _tensor_digest(value)
     if isinstance(value, Mapping):
-        return sorted((to_plain_data(key), to_plain_data(part)) for key, part in value.items())
+        pairs = [(to_plain_data(key), to_plain_data(part)) for key, part in value.items()]
+        return sorted(pairs, key=lambda pair: str(pair[0]))
     if isinstance(value, AbstractSet):
         return sorted(map(str, map(to_plain_data, value)))
+    if isinstance(value, range | slice | PurePath | torch.device | torch.dtype | torch.Size):
+        return str(value)
     if isinstance(value, Sequence):
         return [to_plain_data(part) for part in value]
-    if isinstance(value, PurePath | torch.device | torch.dtype | torch.Size):
-        return str(value)
     if isinstance(value, partial):
         return ["partial", *map(to_plain_data, (value.func, value.args, value.keywords))]
     if isinstance(value, type) or inspect.isroutine(value):
         return _routine(value)
+    if isinstance(value, ModuleType | logging.Logger):
+        return f"{type(value).__name__} {getattr(value, '__name__', '') or value.name}"
+    if isinstance(value, Enum):
+        return f"{type(value).__module__}.{value}"
     return _object(value)
 
 
@@ -128,8 +151,7 @@ def _routine(value: Any) -> Any:
     """Return a class by its name, a function by its code and all that it reads."""
     name = f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     if inspect.isfunction(value):
-        closure = [cell.cell_contents for cell in value.__closure__ or ()]
-        reads = [value.__defaults__, value.__kwdefaults__, closure]
+        reads = [value.__defaults__, value.__kwdefaults__, _closure(value)]
         described = [name, _code(value.__code__), *map(to_plain_data, reads)]
         return described if READ.get() else [*described, _globals_of(value)]
     if inspect.ismethod(value):
@@ -137,26 +159,69 @@ def _routine(value: Any) -> Any:
     return name
 
 
+def _closure(function: Any) -> list[Any]:
+    cells = function.__closure__ or ()
+    return [None if cell == CellType() else cell.cell_contents for cell in cells]
+
+
 def _globals_of(function: Any) -> list[Any]:
-    """Return the code of the user's functions, and the constants, that a function reads."""
+    """Return the code of the user's functions, and the values, that a function reads."""
     found, waiting, seen = [], [function], set()
     while waiting:
         current = waiting.pop()
-        if current in seen or _is_library(current.__module__):
+        if current in seen:
             continue
         seen.add(current)
-        names = _names(current.__code__)
-        read = {name: current.__globals__[name] for name in names & {*current.__globals__}}
-        for module in [part for part in read.values() if isinstance(part, ModuleType)]:
-            if not _is_library(module.__name__):
-                read |= {name: vars(module)[name] for name in names & {*vars(module)}}
-        for name, value in sorted(read.items()):
-            if _is_value(value):
-                found.append([name, _plain_global(value)])
-            elif inspect.isfunction(value) and not _is_library(value.__module__):
-                found.append([name, _code(value.__code__), repr(value.__defaults__)])
-                waiting.append(value)
+        waiting += _functions_in([current.__defaults__, current.__kwdefaults__, _closure(current)])
+        if _is_library(current.__module__):
+            continue
+        for name, value in sorted(_read_by(current).items()):
+            found.append([name, _global(value)])
+            waiting += _functions_in(value)
     return found
+
+
+def _read_by(function: Any) -> dict[str, Any]:
+    """Return the global values that a function reads, by name, and those of the user's modules."""
+    names = _names(function.__code__)
+    read = {name: function.__globals__[name] for name in names & {*function.__globals__}}
+    imported = {name: sys.modules[name] for name in names & {*sys.modules}}  # in the function
+    modules, seen = [*read.values(), *imported.values()], set()
+    while modules:
+        module = modules.pop()
+        if not isinstance(module, ModuleType) or module in seen or _is_library(module.__name__):
+            continue
+        seen.add(module)
+        inside = {name: vars(module)[name] for name in names & {*vars(module)}}
+        modules += inside.values()
+        read |= inside
+    return {name: value for name, value in read.items() if not isinstance(value, ModuleType)}
+
+
+def _functions_in(value: Any, depth: int = 3) -> list[Any]:
+    """Return the functions in a value: itself, wrapped, or in a container."""
+    if inspect.isfunction(value):
+        return [value, *_functions_in(getattr(value, "__wrapped__", None))]
+    if isinstance(value, partial):
+        return _functions_in(value.func)
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)) and depth:
+        return [function for part in value for function in _functions_in(part, depth - 1)]
+    wrapped = inspect.isroutine(value) and getattr(value, "__wrapped__", None)
+    return _functions_in(wrapped) if wrapped else []
+
+
+def _global(value: Any) -> Any:
+    """Return a global value as plain data; what has no description, by its class."""
+    if inspect.isfunction(value) and _is_library(value.__module__):
+        return import_path(value)
+    if isinstance(value, type):
+        own = {} if _is_library(value.__module__) else vars(value)
+        members = {k: v for k, v in own.items() if _is_value(v) and not k.startswith("__")}
+        return [import_path(value), _plain_global(members)]
+    found = _plain_global(value)
+    return found if _is_value(value) or PROCESS not in str(found) else import_path(type(value))
 
 
 def _plain_global(value: Any) -> Any:
@@ -199,12 +264,14 @@ def _object(value: Any) -> Any:
     if isinstance(getattr(value, "__dict__", None), dict) and vars(value):
         return [kind, to_plain_data(_arguments(value))]
     text = repr(value)
-    return [kind, PROCESS if " at 0x" in text else text]
+    return [kind, _undescribed() if " at 0x" in text else text]
 
 
 def _module(value: nn.Module) -> list[Any]:
     """Return a module without its weights: classes, code, arguments, hooks, layers."""
     children = [(name, _module(part)) for name, part in value.named_children()]
+    if isinstance(value, torch.fx.GraphModule):
+        children.append(("code", [value.code]))
     hooks = [[name, *getattr(value, name).values()] for name in HOOKS if getattr(value, name)]
     described = [*map(to_plain_data, (_arguments(value), *hooks))]
     return [_kind(type(value)), *described, children]
@@ -231,7 +298,8 @@ def _is_private_value(value: Any) -> bool:
     if isinstance(value, Mapping):
         return bool(value)  # Lightning adds an empty one
     users = not _is_library(type(value).__module__)
-    return _is_value(value) or isinstance(value, partial) or inspect.isroutine(value) or users
+    described = isinstance(value, (partial, type)) or inspect.isroutine(value)
+    return _is_value(value) or described or users
 
 
 def _volatile() -> set[str]:
@@ -254,11 +322,19 @@ def _kind(kind: type) -> list[Any]:
                 continue
             if isinstance(value, property):
                 parts = [part for part in (value.fget, value.fset) if part]
+            elif isinstance(value, partialmethod):
+                parts = [partial(value.func, *value.args, **value.keywords)]
             else:
-                parts = [getattr(value, "__func__", getattr(value, "func", value))]
+                value = getattr(value, "__func__", value)
+                parts = [value.func if isinstance(value, cached_property) else value]
             found += [[name, _routine(part)] for part in parts if inspect.isfunction(part)]
-            if _is_value(value) and not name.startswith("__"):
-                found.append([name, to_plain_data(value)])
+            others = (partial, type, nn.Module)
+            found += [
+                [name, to_plain_data(part)]
+                for part in parts
+                if not name.startswith("__")
+                and (_is_value(part) or isinstance(part, others) or inspect.isbuiltin(part))
+            ]
     return found
 
 
@@ -282,9 +358,15 @@ def _constant(value: Any) -> str:
     return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
-def _tensor_digest(tensor: Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    kind = f"{tensor.dtype} {list(tensor.shape)}"
+def _tensor_digest(value: Tensor | np.ndarray) -> str:
+    try:
+        tensor = torch.as_tensor(value).detach().cpu().resolve_conj().resolve_neg()
+        content = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        kind = f"{tensor.dtype} {list(tensor.shape)}"
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):  # text, sparse, lazy
+        if isinstance(value, Tensor):
+            return _tensor_digest(value.to_dense()) if value.is_sparse else _undescribed()
+        content, kind = repr(value.tolist()).encode(), f"{value.dtype.str} {list(value.shape)}"
     return f"{kind} {hashlib.sha256(content).hexdigest()}"
 
 
@@ -294,11 +376,14 @@ def fingerprint(module: nn.Module) -> str:
     Args:
         module: a network or a defense.
     """
+    token = DONE.set({})
     try:
         arguments: Any = _module(module)
-    except RecursionError:  # an object that holds itself
-        arguments = PROCESS
-    layers = re.sub(r"<function ([\w.<>]+) at 0x[0-9a-f]+>", r"\1", repr(module))
+        layers = re.sub(r"<function ([\w.<>]+) at 0x[0-9a-f]+>", r"\1", repr(module))
+    except RecursionError:  # very many layers, one inside the other
+        arguments, layers = _undescribed(), ""
+    finally:
+        DONE.reset(token)
     digest = hashlib.sha256(f"{layers} {arguments}".encode())
     # Not the state dict: normalisation and sampling probabilities are buffers that it leaves out.
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:

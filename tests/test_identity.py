@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,7 @@ DEFENSES = {
 
 @dataclass(frozen=True)
 class Scaled:
+    GAIN = 1.0
     by: Any
 
 
@@ -59,10 +61,11 @@ GAINS = [1.0]
 
 
 def read(x):
-    return READERS["a"](x)
+    return READERS["a"](x) * Scaled.GAIN + len(IMPORTED)
 
 
 READERS = {"a": read, "b": read}
+IMPORTED = {"act": torch.tanh}
 
 
 def test_a_fingerprint_distinguishes_defenses_of_the_same_weights():
@@ -94,6 +97,11 @@ PAIRS = {
     "object": lambda net, by: setattr(net, "_gain", Helper(net, by)),
     "hook": lambda net, by: net.first.register_forward_pre_hook(lambda layer, x: (x[0] * by,)),
     "class": lambda net, by: setattr(type(net), "GAINS", [by]),
+    "type": lambda net, by: setattr(net, "_act", nn.Tanh if by == 1 else nn.ReLU),
+    "partial": lambda net, by: setattr(type(net), "ACT", partial(torch.add, other=by)),
+    "decorated": lambda net, by: READERS.__setitem__("b", torch.no_grad()(lambda x: x * by)),
+    "constant of a class": lambda net, by: setattr(Scaled, "GAIN", by),
+    "imported": lambda net, by: IMPORTED.__setitem__("act", torch.tanh if by == 1 else torch.exp),
     "global": lambda net, by: GAINS.__setitem__(0, by),
     "function": lambda net, by: READERS.__setitem__("a", lambda x: x * by),
 }
@@ -113,6 +121,46 @@ def test_a_fingerprint_covers_what_a_users_network_reads(change):
         found.append(fingerprint(Single(net)))
     assert found[0] != found[1]
     assert found[0] == found[2]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {("a", 1): 1, "b": 2, None: 3},
+        np.array(["a", "b"]),
+        np.arange(4)[::-1],
+        np.array([None, "a"]),
+        torch.eye(3).to_sparse(),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        range(10**9),
+        np,
+    ],
+    ids=str,
+)
+def test_odd_values_have_a_description(value):
+    net = TinyNet()
+    net._value = value
+    assert PROCESS not in str(to_plain_data(value))
+    assert fingerprint(net) == fingerprint(net)
+
+
+def test_an_uninitialized_layer_is_equal_to_none():
+    net = nn.LazyLinear(3)
+    assert fingerprint(net) != fingerprint(net)
+
+
+def test_shared_parts_take_no_exponential_time():
+    twice = [1.0]
+    for _ in range(60):
+        twice = [twice, twice]
+    layers = [TinyNet() for _ in range(40)]
+    for layer, *before in zip(layers[2:], layers, layers[1:], strict=False):
+        layer.before = before
+    net = TinyNet()
+    net.twice, net.layers = twice, nn.Sequential(*layers)
+    before = fingerprint(net)
+    layers[0].norm.eps = 0.1
+    assert fingerprint(net) != before
 
 
 class Logged(LightningModule):
