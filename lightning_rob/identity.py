@@ -138,6 +138,8 @@ def _described(value: Any) -> Any:
         return [to_plain_data(part) for part in value]
     if isinstance(value, partial):
         return ["partial", *map(to_plain_data, (value.func, value.args, value.keywords))]
+    if not inspect.isfunction(value) and callable(getattr(value, "__wrapped__", None)):
+        return to_plain_data(value.__wrapped__)  # by functools.cache
     if isinstance(value, type) or inspect.isroutine(value):
         return _routine(value)
     if isinstance(value, ModuleType | logging.Logger):
@@ -216,6 +218,8 @@ def _global(value: Any) -> Any:
     """Return a global value as plain data; what has no description, by its class."""
     if inspect.isfunction(value) and _is_library(value.__module__):
         return import_path(value)
+    if type(value).__module__ == "weakref":  # a cache
+        return import_path(type(value))
     if isinstance(value, type):
         own = {} if _is_library(value.__module__) else vars(value)
         members = {k: v for k, v in own.items() if _is_value(v) and not k.startswith("__")}
@@ -270,8 +274,8 @@ def _object(value: Any) -> Any:
 def _module(value: nn.Module) -> list[Any]:
     """Return a module without its weights: classes, code, arguments, hooks, layers."""
     children = [(name, _module(part)) for name, part in value.named_children()]
-    if isinstance(value, torch.fx.GraphModule):
-        children.append(("code", [value.code]))
+    if isinstance(value, torch.fx.GraphModule | torch.jit.ScriptModule):
+        children.append(("code", [getattr(value, "code", "")]))
     hooks = [[name, *getattr(value, name).values()] for name in HOOKS if getattr(value, name)]
     described = [*map(to_plain_data, (_arguments(value), *hooks))]
     return [_kind(type(value)), *described, children]
@@ -294,12 +298,11 @@ def _is_private_number(value: Any) -> bool:
 
 
 def _is_private_value(value: Any) -> bool:
-    """Whether a private attribute counts, as opposed to a lock or a logger."""
+    """Whether a private attribute of a network counts, as opposed to a lock of a library."""
     if isinstance(value, Mapping):
         return bool(value)  # Lightning adds an empty one
-    users = not _is_library(type(value).__module__)
-    described = isinstance(value, (partial, type)) or inspect.isroutine(value)
-    return _is_value(value) or described or users
+    users = _is_value(value) or not _is_library(type(value).__module__)
+    return users or PROCESS not in str(to_plain_data(value))
 
 
 def _volatile() -> set[str]:
