@@ -274,8 +274,8 @@ def _object(value: Any) -> Any:
 def _module(value: nn.Module) -> list[Any]:
     """Return a module without its weights: classes, code, arguments, hooks, layers."""
     children = [(name, _module(part)) for name, part in value.named_children()]
-    if isinstance(value, torch.fx.GraphModule | torch.jit.ScriptModule):
-        children.append(("code", [getattr(value, "code", "")]))
+    if isinstance(value, torch.fx.GraphModule):
+        children.append(("code", [value.code]))
     hooks = [[name, *getattr(value, name).values()] for name in HOOKS if getattr(value, name)]
     described = [*map(to_plain_data, (_arguments(value), *hooks))]
     return [_kind(type(value)), *described, children]
@@ -366,7 +366,7 @@ def _tensor_digest(value: Tensor | np.ndarray) -> str:
         tensor = torch.as_tensor(value).detach().cpu().resolve_conj().resolve_neg()
         content = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
         kind = f"{tensor.dtype} {list(tensor.shape)}"
-    except (TypeError, ValueError, RuntimeError, NotImplementedError):  # text, sparse, lazy
+    except (TypeError, ValueError, RuntimeError):  # text, sparse, lazy
         if isinstance(value, Tensor):
             return _tensor_digest(value.to_dense()) if value.is_sparse else _undescribed()
         content, kind = repr(value.tolist()).encode(), f"{value.dtype.str} {list(value.shape)}"
