@@ -13,6 +13,7 @@ from lightning_rob.attacks.members import Strongest
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.ensemble import sampling_probabilities
+from lightning_rob.defenses.network import network_logits
 from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
@@ -60,7 +61,7 @@ class Search(ActiveBatch):
     def differs(self, other: "Search") -> Tensor:
         """Return the images [b] whose state is not the same in another search."""
         state = ((s.delta, s.acc_best, s.acc_current) for s in (self, other))
-        changes = [(a != b).view(len(a), -1).any(1) for a, b in zip(*state, strict=True)]
+        changes = [(a != b).reshape(len(a), -1).any(1) for a, b in zip(*state, strict=True)]
         return torch.stack(changes).any(0)
 
 
@@ -199,7 +200,7 @@ class ARC(Attack):
     def _nearest(self, member: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
         """Return normal and distance of the predicted class's linearised boundary nearest to z."""
         z = z.detach().requires_grad_()
-        logits = member(z)
+        logits = network_logits(member, z)
         count = min((self.neighbours or logits.shape[-1]), logits.shape[-1] - 1)
         top = logits.topk(count + 1).values
         return nearest_boundary(top[:, :1] - top[:, 1:], z, self.threat)
@@ -243,7 +244,7 @@ def nearest_boundary(gaps: Tensor, z: Tensor, threat: Threat) -> tuple[Tensor, T
         threat: its norm measures the distance.
     """
     normal, distance = torch.zeros_like(z), z.new_full((len(z),), torch.inf)
-    for rank, gap in enumerate(gaps.unbind(1), 1):
+    for rank, gap in enumerate(gaps.to(z).unbind(1), 1):
         (w,) = torch.autograd.grad(gap.sum(), z, retain_graph=rank < gaps.shape[1])
         zeta = gap.detach().abs() / (threat.dual(w) + GUARD)
         normal, distance = _where(zeta < distance, w, normal), torch.minimum(zeta, distance)
@@ -255,7 +256,7 @@ def expected_accuracy(
     members: Sequence[nn.Module], weights: Tensor, x: Tensor, y: Tensor, check: bool = False
 ) -> Tensor:
     """Return the probability [B] that a randomly drawn member is correct, L(x) in the paper."""
-    logits = torch.stack([member(x) for member in members])
+    logits = torch.stack([network_logits(member, x) for member in members])
     if check:
         check_logits(logits, y)
     return random_member(logits, weights).gather(1, y[:, None])[:, 0]

@@ -93,7 +93,8 @@ class DDN(Attack):
             best.update(run.index, run.x_adv, self.threat.size(run.x_adv - run.x), value, 0)
             share = (1 + math.cos(math.pi * step / self.steps)) / 2
             length = (LAST_STEP + (FIRST_STEP - LAST_STEP) * share) * (high - low)
-            run.norm = run.norm * torch.where(value > 0, 1 - self.gamma, 1 + self.gamma)
+            factor = torch.where(value > 0, 1 - self.gamma, 1 + self.gamma)
+            run.norm = run.norm * factor.to(run.norm)
             run.move(self.threat, at.gradient.nan_to_num(0.0, 0.0, 0.0), length)
         shorten(defense, run, best, self.threat, expected_margin)
         return brought_inside(best.x_adv, x, self.threat)

@@ -6,16 +6,16 @@ from itertools import count
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.defenses import Defense, Single, TransformEnsemble, is_transform_ensemble
+from lightning_rob.defenses.network import Preprocessed
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.rules import random_member
 from lightning_rob.threat import Norm, Threat, norm_order
-from lightning_rob.transforms import Transform
 
 CLOSE = 1e-6  # difference of perturbations, in pixel units, that is rounding only
 PATIENCE = 10  # rounds in a row without progress after which an image stops
@@ -386,25 +386,14 @@ def attack_member(
         return inner.perturb(ensemble.one(member), x, y, generator)
     with torch.no_grad():
         transformed = transform(x)
-    target = Single(_InOwnSpace(transform, ensemble.members[member]))
+
+    def seen(z: Tensor) -> Tensor:
+        """Return transformed images without what cannot be carried back."""
+        return transform(transform.undo(z)) if transform.differentiable else z
+
+    target = Single(Preprocessed(seen, ensemble.members[member]))
     x_adv = inner.perturb(target, transformed.clone(), y, generator)
     return inner.threat.apply(transform.undo(x_adv.detach() - transformed), x)
-
-
-class _InOwnSpace(nn.Module):
-    """A network on transformed images, blind to perturbations that cannot be carried back."""
-
-    def __init__(self, transform: Transform, net: nn.Module) -> None:
-        super().__init__()
-        self.transform = transform
-        self.net = net
-
-    def forward(self, z: Tensor) -> Tensor:
-        """Compute the logits [B, K] of transformed images [B, C, H, W]."""
-        if self.transform.differentiable:
-            z = self.transform(self.transform.undo(z))
-        logits: Tensor = self.net(z)
-        return logits
 
 
 def with_vote_counts(ensemble: TransformEnsemble) -> TransformEnsemble:

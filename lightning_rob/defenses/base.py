@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from lightning_rob.defenses.network import Preprocessed, network_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.transforms import Transform
@@ -168,9 +169,14 @@ class Single(Defense):
         """The network."""
         return [self.net]
 
+    @property
+    def foldable_networks(self) -> list[nn.Module]:
+        """The network, without what preprocesses its images."""
+        return [self.net.net if isinstance(self.net, Preprocessed) else self.net]
+
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         """Compute [B, C, H, W] -> [1, B, K]."""
-        return torch.as_tensor(self.net(x)).unsqueeze(0)
+        return network_logits(self.net, x).unsqueeze(0)
 
 
 def base_model(defense: Defense) -> Defense:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
+from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.per_image import PerImageLayer
 from lightning_rob.defenses.transductive import (
     LocalBatchNorm,
@@ -80,7 +81,7 @@ class DENT(Transductive):
             if isinstance(module, BatchNorm):
                 module.eval()
         for _ in self.progress(range(self.steps), "DENT", None):
-            loss = information(net(x), self.diversity)
+            loss = information(network_logits(net, x), self.diversity)
             gradients = torch.autograd.grad(loss, weights, allow_unused=True)
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient

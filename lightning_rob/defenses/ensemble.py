@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.defenses.base import Defense, Single, check_network
+from lightning_rob.defenses.network import network_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, random_member
 
@@ -61,7 +62,7 @@ class Ensemble(Defense):
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         """Compute [B, C, H, W] -> [M, B, K]."""
-        return torch.stack([member(x) for member in self.members])
+        return torch.stack([network_logits(member, x) for member in self.members])
 
 
 class Mixture(Defense):

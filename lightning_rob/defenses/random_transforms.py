@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.defenses.base import Defense, check_network
+from lightning_rob.defenses.network import network_logits
 from lightning_rob.memory import images_at_once
 from lightning_rob.randomness import Generator, Streams, uniform
 from lightning_rob.rules import Rule, mean_probs
@@ -108,7 +109,7 @@ class RandomTransforms(Defense):
         copies = self.transformed(x, generator, draws).flatten(0, 1)
         whole = self.net.training or torch.compiler.is_exporting()
         parts = [copies] if whole else torch.split(copies, images_at_once(copies))
-        logits = torch.cat([self.net(part) for part in parts])
+        logits = torch.cat([network_logits(self.net, part) for part in parts])
         return logits.view(draws, len(x), logits.shape[-1]), x.new_full((draws,), 1 / draws)
 
     def transformed(self, x: Tensor, generator: Generator = None, draws: int = 1) -> Tensor:

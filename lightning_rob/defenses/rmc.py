@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_rob.defenses.base import Defense, Single
+from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.transductive import (
     Augment,
     Optimizer,
@@ -270,7 +271,7 @@ def set_memory_format(net: nn.Module, x: Tensor) -> None:
     if x.device.type != "cpu":
         return
     try:
-        net.eval().to(memory_format=torch.channels_last)(x)
+        network_logits(net.eval().to(memory_format=torch.channels_last), x)
     except RuntimeError:
         net.to(memory_format=torch.contiguous_format)
 
@@ -287,7 +288,7 @@ def train_epoch(
     total = torch.zeros((), device=x.device)
     for index in order:
         optimizer.zero_grad()
-        loss = cross_entropy(net(x[index]), y[index])
+        loss = cross_entropy(network_logits(net, x[index]), y[index])
         torch.autograd.backward(loss)
         optimizer.step()
         total += loss.detach() * len(index)
@@ -299,7 +300,8 @@ def mean_loss(net: nn.Module, x: Tensor, y: Tensor, size: int) -> float:
     """Compute the loss on images [N, C, H, W], labels [N] in eval mode, `size` at a time."""
     net.eval()
     parts = zip(torch.split(x, size), torch.split(y, size), strict=True)
-    return sum(float(cross_entropy(net(a), b, reduction="sum")) for a, b in parts) / len(x)
+    losses = (cross_entropy(network_logits(net, a), b, reduction="sum") for a, b in parts)
+    return sum(map(float, losses)) / len(x)
 
 
 def _default_optimizer(weights: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

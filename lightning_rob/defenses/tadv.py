@@ -10,6 +10,7 @@ from torch.nn.functional import kl_div
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rob.defenses.base import Defense, Single
+from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.transductive import (
     Augment,
     SourceData,
@@ -189,7 +190,7 @@ def smoothness(
         Mean KL(prediction on x || prediction on x_adv), a scalar; on x in eval mode.
     """
     with torch.no_grad():
-        target = net.eval()(x).softmax(-1)
+        target = network_logits(net.eval(), x).softmax(-1)
     net.train()
     x_adv = attack(Single(net), x, target.argmax(-1), generator)
-    return kl_div(net(x_adv).log_softmax(-1), target, reduction="batchmean")
+    return kl_div(network_logits(net, x_adv).log_softmax(-1), target, reduction="batchmean")

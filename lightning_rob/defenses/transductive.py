@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from lightning_rob.defenses.base import Defense, Single, check_network
+from lightning_rob.defenses.network import network_logits
 from lightning_rob.randomness import Generator, generator_from, seeded_global_rng
 from lightning_rob.rules import Rule, mean_probs
 
@@ -158,7 +159,7 @@ class Transductive(Defense):
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         """Compute [B, C, H, W] -> [1, B, K] by the current network."""
-        return torch.as_tensor((self.adapted or self.net)(x)).unsqueeze(0)
+        return network_logits(self.adapted or self.net, x).unsqueeze(0)
 
     def adapt(self, x: Tensor, generator: Generator = None) -> Self:
         """Return the defense adapted to an unlabelled test batch; this one is not changed.

@@ -9,31 +9,13 @@ from torch import Tensor, nn
 
 from lightning_rob.defenses.base import Defense, check_network
 from lightning_rob.defenses.ensemble import sampling_probabilities
+from lightning_rob.defenses.network import Preprocessed, network_logits
 from lightning_rob.randomness import Generator, Streams, derive_seed
 from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.transforms import Transform
 from lightning_rob.transforms.pool import chosen
 
 Transforms = str | Sequence[str] | Mapping[str, Transform]
-
-
-class TransformedNetwork(nn.Module):
-    """A network behind a deterministic transformation of its input.
-
-    Args:
-        transform: in front of the network.
-        net: [B, C, H, W] -> [B, K].
-    """
-
-    def __init__(self, transform: Transform, net: nn.Module) -> None:
-        super().__init__()
-        self.transform = transform
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the logits [B, K] of images [B, C, H, W]."""
-        logits: Tensor = self.net(self.transform(x))
-        return logits
 
 
 class TransformEnsemble(Defense):
@@ -144,7 +126,7 @@ class TransformEnsemble(Defense):
             if transform.sample(probe, torch.Generator()):
                 raise TypeError(f"{name} is random: its member is no fixed classifier")
         pairs = zip(self.transforms.values(), self.members, strict=True)
-        return [TransformedNetwork(transform, net) for transform, net in pairs]
+        return [Preprocessed(transform, net) for transform, net in pairs]
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
@@ -155,8 +137,8 @@ class TransformEnsemble(Defense):
         """Compute [B, C, H, W] -> [M, B, K]."""
         if isinstance(generator, Streams):
             generator = generator.split(1)  # the next call draws anew
-        votes = [net(self.seen(i, x, generator)) for i, net in enumerate(self.members)]
-        return torch.stack(votes)
+        seen = (self.seen(i, x, generator) for i in range(len(self.members)))
+        return torch.stack(list(map(network_logits, self.members, seen)))
 
 
 def is_transform_ensemble(defense: nn.Module) -> TypeGuard[TransformEnsemble]:

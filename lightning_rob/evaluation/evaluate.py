@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from lightning_rob.attacks import Attack
 from lightning_rob.defenses import Defense, Single
+from lightning_rob.defenses.network import Preprocessed
 from lightning_rob.evaluation.evaluator import (
     AttackedBatch,
     EvaluationSettings,
@@ -129,24 +130,6 @@ def evaluate(
     check_indices(found, count)
     store.delete()
     return found
-
-
-class Preprocessed(nn.Module):
-    """A network behind a function of its images.
-
-    Args:
-        preprocess: differentiable function of images [B, C, H, W].
-        net: the network.
-    """
-
-    def __init__(self, preprocess: Callable[[Tensor], Tensor], net: nn.Module) -> None:
-        super().__init__()
-        self.preprocess = preprocess
-        self.net = net
-
-    def forward(self, x: Tensor) -> Any:
-        """Return the network's logits of the preprocessed images."""
-        return self.net(self.preprocess(x))
 
 
 def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None = None) -> Defense:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_rob.attacks import Attack
 from lightning_rob.defenses import Defense, Ensemble, Single
 from lightning_rob.defenses.ensemble import sampling_probabilities
+from lightning_rob.defenses.network import network_logits
 from lightning_rob.modules.base import RobustModule
 from lightning_rob.modules.joint import new_members
 from lightning_rob.objectives import classification_loss
@@ -78,7 +79,7 @@ class SequentialTraining(RobustModule):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the current member's cross-entropy on adversarial images of the attack target."""
         x_adv = self.attack(self._built_once(self.attack_target), x, y, self.noise)
-        return classification_loss(self.trainable_network()(x_adv), y)
+        return classification_loss(network_logits(self.trainable_network(), x_adv), y)
 
     def trainable_network(self) -> nn.Module:
         """Return the member in training."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_rob.attacks import PGD, attacking
 from lightning_rob.defenses import Defense, Single
+from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.per_image import PerImageValues
 from lightning_rob.modules.joint import JointTraining
 from lightning_rob.objectives import classification_loss
@@ -38,6 +39,8 @@ def features(net: nn.Module, layer: str, x: Tensor) -> Tensor:
     Raises:
         ValueError: the network does not call the module.
     """
+    if not layer:
+        return network_logits(net, x)
     recorded: list[Tensor] = []
     part = net.get_submodule(layer)
     if isinstance(part, ACTIVATIONS):  # cloned, because an activation may work in place
@@ -45,7 +48,7 @@ def features(net: nn.Module, layer: str, x: Tensor) -> Tensor:
     else:
         hook = part.register_forward_hook(lambda _, inputs, output: recorded.append(output))
     try:
-        net(x)
+        network_logits(net, x)
     finally:
         hook.remove()
     if not recorded:
@@ -170,7 +173,9 @@ class DVERGE(JointTraining):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the sum of the members' cross-entropies on images distilled from all others."""
         if self.current_epoch < self.warmup_epochs:
-            return torch.stack([classification_loss(member(x), y) for member in self.members]).sum()
+            return torch.stack(
+                [classification_loss(network_logits(member, x), y) for member in self.members]
+            ).sum()
         target, layer = x[torch.randperm(len(x), device=x.device)], self.layer()
         distilled = [
             distil(member, layer, x, target, self.eps, self.steps, self.step_size)
@@ -182,13 +187,13 @@ class DVERGE(JointTraining):
         losses = []
         for member in self.members:
             x_adv = self.attack(Single(member).to(x.device), x, y, self.noise)
-            losses.append(classification_loss(member(x_adv), y))
+            losses.append(classification_loss(network_logits(member, x_adv), y))
         return diversity + torch.stack(losses).sum()
 
     def _diversity(self, distilled: list[Tensor], y: Tensor) -> Tensor:
         """Return the sum over members i and others j of i's loss on images distilled from j."""
         losses = [
-            classification_loss(member(z), y)
+            classification_loss(network_logits(member, z), y)
             for i, member in enumerate(self.members)
             for j, z in enumerate(distilled)
             if i != j

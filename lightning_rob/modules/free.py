@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rob.defenses import Single
+from lightning_rob.defenses.network import network_logits
 from lightning_rob.modules.base import RobustModule
 from lightning_rob.nets import load_weights
 from lightning_rob.objectives import classification_loss
@@ -84,7 +85,7 @@ class FreeTraining(RobustModule):
         x_adv = self._perturbed = self.threat.apply(self.delta[: len(x)], x).detach()
         x_adv.requires_grad_()
         for target in self._target:
-            target_loss = classification_loss(target(x_adv), y)
+            target_loss = classification_loss(network_logits(target, x_adv), y)
             (x_adv.grad,) = torch.autograd.grad(target_loss, x_adv)
         x = x_adv.detach() if self._target else x_adv
         return classification_loss(self.defense.logits(x)[0], y)

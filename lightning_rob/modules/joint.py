@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_rob.attacks import Attack
 from lightning_rob.defenses import Ensemble
+from lightning_rob.defenses.network import network_logits
 from lightning_rob.modules.base import RobustModule
 from lightning_rob.nets import load_weights
 from lightning_rob.objectives import check_labels, cross_entropy
@@ -56,7 +57,7 @@ def losses_and_gradients(
     """
     losses, gradients = [], []
     for member in members:
-        logits = member(x)
+        logits = network_logits(member, x)
         check_labels(y, logits.shape[-1])
         losses.append(cross_entropy(logits, y))
         (gradient,) = torch.autograd.grad(losses[-1].sum(), x, create_graph=True)

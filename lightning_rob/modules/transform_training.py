@@ -18,6 +18,7 @@ from tqdm import tqdm
 from lightning_rob.attacks import evaluating
 from lightning_rob.data.base import ImageData
 from lightning_rob.data.transformed import CHUNK, TransformedCache
+from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.transform_ensemble import TransformEnsemble, transformed
 from lightning_rob.errors import at_least
 from lightning_rob.files import atomic_save
@@ -139,7 +140,7 @@ class TransformTraining(RobustModule):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the cross-entropy on images that are already transformed."""
-        return classification_loss(self.trainable_network()(x), y)
+        return classification_loss(network_logits(self.trainable_network(), x), y)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute and log the loss on the transformed images."""
@@ -298,7 +299,9 @@ class TransformTraining(RobustModule):
         parts = [slice(start, start + CHUNK) for start in range(0, len(y), CHUNK)]
         with evaluating(net):
             losses = [
-                cross_entropy(net(images[part].to(self.device)), y[part].to(self.device))
+                cross_entropy(
+                    network_logits(net, images[part].to(self.device)), y[part].to(self.device)
+                )
                 for part in parts
             ]
         return float(torch.cat(losses).double().mean())

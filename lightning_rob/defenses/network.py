@@ -1,0 +1,80 @@
+"""Call a network in its own precision, and take the logits out of whatever it returns."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Preprocessed(nn.Module):
+    """A network behind a function of its images, such as a normalization.
+
+    Args:
+        preprocess: function of images [B, C, H, W].
+        net: the network.
+    """
+
+    def __init__(self, preprocess: Callable[[Tensor], Tensor], net: nn.Module) -> None:
+        super().__init__()
+        self.preprocess = preprocess
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the network's logits [B, K] of the preprocessed images."""
+        return network_logits(self.net, self.preprocess(x))
+
+
+def network_logits(net: nn.Module, x: Tensor) -> Tensor:
+    """Compute a network's logits: [B, …] -> [B, K], float32 or better.
+
+    Images are cast to the type of the first floating-point weight or buffer of the network, through
+    which gradients lead back to the images as they were given.
+
+    Args:
+        net: returns logits [B, K], or an object or mapping that has them as `logits`.
+        x: [B, …] images of any floating-point type.
+
+    Raises:
+        TypeError: the network returns something else.
+        ValueError: it returns a tensor that is not [B, K] or not floating point.
+    """
+    output = net(x if isinstance(net, Preprocessed) else x.to(_dtype(net, x.dtype)))
+    logits = output
+    if isinstance(output, Mapping):
+        logits = output.get("logits", output)
+    elif not isinstance(output, Tensor):
+        logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise TypeError(_what_is_wanted(net, x, logits))
+    if logits.dim() != 2 or len(logits) != len(x) or not logits.is_floating_point():
+        raise ValueError(_what_is_wanted(net, x, logits))
+    return logits.float() if logits.itemsize < 4 else logits
+
+
+def _dtype(net: nn.Module, default: torch.dtype) -> torch.dtype:
+    for part in net.modules():
+        for tensors in (part._parameters, part._buffers):
+            for tensor in tensors.values():
+                if tensor is not None and tensor.is_floating_point():
+                    return tensor.dtype
+    return default
+
+
+def _what_is_wanted(net: nn.Module, x: Tensor, output: Any) -> str:
+    return (
+        f"{type(net).__name__} returned {_described(output)} for {len(x)} images, but logits "
+        f"[B, K] are wanted, here a floating-point tensor [{len(x)}, K], alone or as `logits` of "
+        "an object or dict: wrap the network in a module whose forward returns them"
+    )
+
+
+def _described(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return f"a tensor {list(output.shape)} of {output.dtype}"
+    if isinstance(output, Mapping):
+        return f"a {type(output).__name__} with keys {', '.join(map(str, output)) or 'none'}"
+    if isinstance(output, tuple | list):
+        parts = ", ".join(map(_described, output[:3])) + ", …" * (len(output) > 3)
+        return f"a {type(output).__name__} of {len(output)} ({parts})"
+    return "nothing" if output is None else f"a {type(output).__name__}"
