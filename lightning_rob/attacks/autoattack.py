@@ -246,9 +246,11 @@ class AutoAttack(Attack):
     def _check_classes(self, names: Sequence[str], classes: int) -> None:
         for name in names:
             if classes < CLASSES[name]:
+                wanted = {*names, "apgd-dlr"}
+                fitting = tuple(n for n in CLASSES if n in wanted and CLASSES[n] <= classes)
                 raise ValueError(
                     f"{name} needs {CLASSES[name]} classes or more, the defense has {classes}: "
-                    "name other attacks, with version='custom'"
+                    f"give version='custom' and attacks={fitting}"
                 )
 
     def _by_package(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
@@ -346,10 +348,15 @@ class MeanPrediction(Defense):
 
 @contextmanager
 def _isolated() -> Iterator[None]:
-    """Undo two side effects: the package seeds torch's global streams, and ends `sys.settrace`."""
-    trace = sys.gettrace()
+    """Undo two side effects: the package seeds torch's global streams, and ends `sys.settrace`.
+
+    It makes tensors of torch's default type, which has to be that of its images.
+    """
+    trace, dtype = sys.gettrace(), torch.get_default_dtype()
     with isolated_streams():
         try:
+            torch.set_default_dtype(torch.float32)
             yield
         finally:
+            torch.set_default_dtype(dtype)
             sys.settrace(trace)

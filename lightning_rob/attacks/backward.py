@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from lightning_rob.attacks.base import Backward, Forward, other_forward
 from lightning_rob.attacks.residual import Block, Branch, residual_blocks, running
 from lightning_rob.defenses import Defense, random_transforms_in
+from lightning_rob.defenses.network import logits_in
 from lightning_rob.defenses.random_transforms import Gradients, Shared
 from lightning_rob.threat import TINY, scale
 from lightning_rob.transforms.base import pinned
@@ -254,9 +255,9 @@ class InsideBounds(Backward):
             if not (torch.is_grad_enabled() and x.requires_grad):
                 return plain(x)
             with torch.no_grad():
-                logits = plain(x)
+                logits = logits_in(plain(x))
             hair = max(self.hair, torch.finfo(x.dtype).eps)
-            inside = plain(pinned(x, low + hair, high - hair))
+            inside = logits_in(plain(pinned(x, low + hair, high - hair)))
             out: Tensor = _ValueWithGradientOf.apply(logits, inside)
             return out
 

@@ -264,7 +264,7 @@ class Accelerated(AttackDecorator):
             if self.autocast is None or not (torch.is_grad_enabled() and x.requires_grad):
                 return fast(x)
             with torch.autocast(x.device.type, getattr(torch, self.autocast)):
-                return fast(x).to(x)
+                return fast(x)
 
         return accelerated
 

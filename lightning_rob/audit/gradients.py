@@ -3,7 +3,6 @@
 All are of the margin, the largest wrong logit minus the label's, unless cross-entropy is named.
 """
 
-import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -31,7 +30,7 @@ from lightning_rob.audit.findings import (
 )
 from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.defenses import Defense, Mixture, Single
-from lightning_rob.evaluation.suites import DoublePrecision, surrogate_for
+from lightning_rob.evaluation.suites import DoublePrecision, doubled, surrogate_for
 from lightning_rob.objectives import expected_margin
 from lightning_rob.randomness import uniform
 
@@ -133,11 +132,10 @@ def in_double(
     defense = defense or batch.target.differentiable_part
     if batch.target.transductive or defense is None or not batch.differentiable:
         return batch.unknown()
-    defense = copy.deepcopy(defense)
     try:
-        return measure(defense.double(), batch.x.double()).to(batch.x)
+        return measure(doubled(defense), batch.x.double()).to(batch.x)
     except RuntimeError:
-        return measure(defense.to(batch.x.dtype), batch.x)
+        return measure(defense, batch.x)
 
 
 def _margin(batch: AuditBatch, defense: Defense, x: Tensor) -> Tensor:

@@ -39,17 +39,21 @@ def network_logits(net: nn.Module, x: Tensor) -> Tensor:
         TypeError: the network returns something else.
         ValueError: it returns a tensor that is not [B, K] or not floating point.
     """
-    output = net(x if isinstance(net, Preprocessed) else x.to(_dtype(net, x.dtype)))
-    logits = output
-    if isinstance(output, Mapping):
-        logits = output.get("logits", output)
-    elif not isinstance(output, Tensor):
-        logits = getattr(output, "logits", output)
+    logits = logits_in(net(x if isinstance(net, Preprocessed) else x.to(_dtype(net, x.dtype))))
     if not isinstance(logits, Tensor):
         raise TypeError(_what_is_wanted(net, x, logits))
     if logits.dim() != 2 or len(logits) != len(x) or not logits.is_floating_point():
         raise ValueError(_what_is_wanted(net, x, logits))
     return logits.float() if logits.itemsize < 4 else logits
+
+
+def logits_in(output: Any) -> Any:
+    """Return the `logits` of a network's output; an output that has none as it is."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get("logits", output)
+    return getattr(output, "logits", output)
 
 
 def _dtype(net: nn.Module, default: torch.dtype) -> torch.dtype:
@@ -71,10 +75,10 @@ def _what_is_wanted(net: nn.Module, x: Tensor, output: Any) -> str:
 
 def _described(output: Any) -> str:
     if isinstance(output, Tensor):
-        return f"a tensor {list(output.shape)} of {output.dtype}"
+        return f"Tensor {list(output.shape)} of {output.dtype}"
     if isinstance(output, Mapping):
-        return f"a {type(output).__name__} with keys {', '.join(map(str, output)) or 'none'}"
+        return f"{type(output).__name__} with keys {', '.join(map(str, output)) or 'none'}"
     if isinstance(output, tuple | list):
         parts = ", ".join(map(_described, output[:3])) + ", …" * (len(output) > 3)
-        return f"a {type(output).__name__} of {len(output)} ({parts})"
-    return "nothing" if output is None else f"a {type(output).__name__}"
+        return f"{type(output).__name__} of {len(output)} ({parts})"
+    return "None" if output is None else type(output).__name__

@@ -260,7 +260,9 @@ def learning(generator: torch.Generator, device: torch.device) -> Iterator[None]
 
 def trainable(net: nn.Module) -> nn.Module:
     """Return a copy of a network whose weights are all trainable, without other processes."""
-    own = copy.deepcopy(net).requires_grad_()
+    with torch.no_grad():  # else the copied weights of TorchScript would be no leaves
+        own = copy.deepcopy(net)
+    own.requires_grad_()
     for module in own.modules():
         if isinstance(module, nn.SyncBatchNorm):
             module.__class__ = LocalBatchNorm  # type: ignore[assignment]

@@ -154,8 +154,14 @@ class DoublePrecision(Attack):
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
-        found = self.attack(copy.deepcopy(defense).double(), x.double(), y, generator)
+        found = self.attack(doubled(defense), x.double(), y, generator)
         return self.threat.project(found.to(x.dtype), x)
+
+
+@torch.no_grad()  # with gradients, the copied weights of TorchScript would be no leaves
+def doubled(defense: Defense) -> Defense:
+    """Return a copy of the defense in double precision."""
+    return copy.deepcopy(defense).double()
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,14 @@ import re
 from dataclasses import FrozenInstanceError, fields, replace
 from functools import cache
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import lightning_rob
 from lightning_rob import attacks, objectives, transforms
 from lightning_rob.attacks import (
     APGD,
@@ -59,6 +61,8 @@ from lightning_rob.defenses import (
     Single,
     TransformEnsemble,
 )
+from lightning_rob.evaluation import NoAttack
+from lightning_rob.evaluation.suites import Auto, DoublePrecision, RandomCorners, RandomStart
 from lightning_rob.objectives import (
     ce_of_mean_logits,
     ce_of_mean_probs,
@@ -144,16 +148,27 @@ ENTRIES = {
     "with-backward": (WithBackward(DeepFool(LINF), InsideBounds()), "ensemble"),
 }
 
+# of the suites and the audit: not searches of their own, so that only some tests are of them
+OTHERS = {
+    "no-attack": (NoAttack(LINF), "ensemble"),
+    "random-corners": (RandomCorners(LINF, 3), "ensemble"),
+    "random-start": (RandomStart(L2), "ensemble"),
+    "double-precision": (DoublePrecision(STEPS), "ensemble"),
+    "auto": (Auto(LINF, 60), "ensemble"),
+    "auto-transformed": (Auto(LINF, 60), "transformed"),
+}
+
 
 def entries(*names, where=lambda attack: True):
     """Parametrise a test by the named entries, or by all of them."""
+    listed = ENTRIES | OTHERS
     missing = pytest.mark.skipif(not find_spec("pyautoattack"), reason="pyautoattack is missing")
     return pytest.mark.parametrize(
         ("attack", "kind"),
         [
-            pytest.param(*ENTRIES[name], id=name, marks=[missing] if name == "reference" else [])
+            pytest.param(*listed[name], id=name, marks=[missing] if name == "reference" else [])
             for name in names or ENTRIES
-            if where(ENTRIES[name][0])
+            if where(listed[name][0])
         ],
     )
 
@@ -214,17 +229,19 @@ def pair():
 
 
 def test_every_attack_is_in_the_list():
+    """Wherever it is defined: the audit and the suites have attacks of their own."""
     found, waiting = set(), [Attack]
-    for module in pkgutil.iter_modules(attacks.__path__, "lightning_rob.attacks."):
-        importlib.import_module(module.name)
+    for module in pkgutil.walk_packages(lightning_rob.__path__, "lightning_rob."):
+        if module.name not in ("lightning_rob.__main__", "lightning_rob.commands.tune_ray"):
+            importlib.import_module(module.name)
     while waiting:
         found |= (new := set(waiting.pop().__subclasses__()) - found)
         waiting += new
-    ours = {cls for cls in found if cls.__module__.startswith("lightning_rob.attacks.")}
-    assert {cls for cls in ours if not inspect.isabstract(cls)} == {
-        type(attack) for attack, _ in ENTRIES.values()
-    }
-    assert {cls.__name__ for cls in ours if not inspect.isabstract(cls)} <= set(attacks.__all__)
+    ours = {cls for cls in found if cls.__module__.startswith("lightning_rob.")}
+    ours = {cls for cls in ours if not inspect.isabstract(cls)}
+    assert ours == {type(attack) for attack, _ in (ENTRIES | OTHERS).values()}
+    public = {cls.__name__ for cls in ours if cls.__module__.startswith("lightning_rob.attacks.")}
+    assert public <= set(attacks.__all__)
 
 
 # images
@@ -325,6 +342,40 @@ def test_memory_layout_and_type_of_labels_do_not_matter(attack, defense):
     expected = attack(defense, x, y, seeded())
     found = attack(defense, strange, y.int(), seeded())
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+# type of the images, of the network, of its logits, torch's default; the images' strides, output
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+MIXTURES = {
+    "double network": (F32, F64, F64, F32, "transposed", lambda logits: {"logits": logits}),
+    "double images": (F64, F32, F32, F32, "sliced", lambda logits: SimpleNamespace(logits=logits)),
+    "double logits": (F32, F32, F64, F32, "plain", torch.clone),
+    "default double": (F32, F32, F32, F64, "transposed", torch.clone),
+    "bfloat16 network": (F32, BF16, BF16, F32, "sliced", torch.clone),
+}
+STRIDES = {
+    "plain": lambda x: x,
+    "sliced": lambda x: torch.stack([x, x], -1)[..., 0],
+    "transposed": lambda x: x.mT.contiguous().mT,  # as of channels last, no `view` flattens it
+}
+
+
+@pytest.mark.parametrize("mixture", MIXTURES.values(), ids=MIXTURES.keys())
+@entries(*ENTRIES, *OTHERS)
+def test_any_mixture_of_types_strides_and_outputs(attack, defense, mixture):
+    dtype, network, logits, default, strides, output = mixture
+    x, y = images(4, seed=31)
+    x = STRIDES[strides](x.to(dtype))
+    for net in defense.to(network).modules():
+        if isinstance(net, ConvNet):
+            net.register_forward_hook(lambda net, x, found: output(found.to(logits)))
+    torch.set_default_dtype(default)
+    try:
+        x_adv = attack(defense, x, y, seeded())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_inside(attack.threat, x_adv, x)
+    assert isinstance(attack, NoAttack) == torch.equal(x_adv, x)
 
 
 @entries(*FAMILIES)
