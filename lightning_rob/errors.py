@@ -13,6 +13,17 @@ class LostRank(Fault):
     """Another process of the run is gone; this one must not wait for it even while exiting."""
 
 
+class NoGradientError(RuntimeError):
+    """An attack that follows gradients meets predictions that have none."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no gradient leads from the logits to the images: attack with Square, which needs none, "
+            "or give the defense another backward pass (BPDA); detach, numpy, no_grad, argmax and "
+            "integers cut it, and `lightning-rob audit` says more"
+        )
+
+
 class ZeroGradientWarning(UserWarning):
     """A gradient attack has nothing to follow: its accuracy says nothing about robustness."""
 

@@ -11,6 +11,7 @@ from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.attacks.passes import PassCount
+from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.ensemble import sampling_probabilities
 from lightning_rob.defenses.network import network_logits
@@ -245,7 +246,7 @@ def nearest_boundary(gaps: Tensor, z: Tensor, threat: Threat) -> tuple[Tensor, T
     """
     normal, distance = torch.zeros_like(z), z.new_full((len(z),), torch.inf)
     for rank, gap in enumerate(gaps.to(z).unbind(1), 1):
-        (w,) = torch.autograd.grad(gap.sum(), z, retain_graph=rank < gaps.shape[1])
+        w = image_gradient(gap, z, keep=rank < gaps.shape[1])
         zeta = gap.detach().abs() / (threat.dual(w) + GUARD)
         normal, distance = _where(zeta < distance, w, normal), torch.minimum(zeta, distance)
     return normal, distance

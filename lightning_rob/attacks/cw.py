@@ -12,7 +12,7 @@ from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
-from lightning_rob.errors import at_least
+from lightning_rob.errors import NoGradientError, at_least
 from lightning_rob.objectives import Objective, expected_margin
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.threat import Threat
@@ -200,6 +200,8 @@ class CW(Attack):
             x_adv = run.x + delta
             x_adv = x_adv + (x_adv.clamp(*self.threat.bounds) - x_adv).detach()
             value = evaluate.value(defense, x_adv, run.y, run.generator).to(x_adv)
+            if not value.requires_grad:
+                raise NoGradientError()
             squared = delta.square().flatten(1).sum(1)
             cost = squared + run.const * (self.confidence - value).clamp_min(0)
             (gradient,) = torch.autograd.grad(cost.sum(), run.w)

@@ -12,6 +12,7 @@ from lightning_rob.attacks.apgd import surface_point
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.foreign import scores
 from lightning_rob.attacks.passes import PassCount
+from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import at_least
@@ -166,7 +167,7 @@ def nearest_hyperplane(gaps: Tensor, z: Tensor, threat: Threat) -> tuple[Tensor,
     normal, nearest_gap = torch.zeros_like(z), gaps[:, 0].detach()
     nearest = torch.full_like(nearest_gap, torch.inf)
     for rank, gap in enumerate(gaps.unbind(1), 1):
-        (w,) = torch.autograd.grad(gap.sum(), z, retain_graph=rank < gaps.shape[1])
+        w = image_gradient(gap, z, keep=rank < gaps.shape[1])
         distance = gap.detach().abs() / threat.dual(w).clamp_min(TINY)
         nearer = distance < nearest
         normal = torch.where(nearer.view(-1, *[1] * (z.dim() - 1)), w, normal)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_rob.attacks.base import Attack
 from lightning_rob.defenses import Defense
+from lightning_rob.errors import NoGradientError
 from lightning_rob.randomness import Generator, seed_from, uniform
 from lightning_rob.rules import Rule, expectation, mean_logits
 from lightning_rob.threat import Norm, Threat
@@ -121,8 +122,14 @@ def scores(defense: Defense, x: Tensor, generator: Generator, draws: int | None)
 
     Returns:
         [B, K], of at least single precision; see `scores_of`.
+
+    Raises:
+        NoGradientError: the images require a gradient, and nothing leads back to them.
     """
-    return scores_of(*defense.sample_logits(x, generator, draws), defense.rule)
+    found = scores_of(*defense.sample_logits(x, generator, draws), defense.rule)
+    if x.requires_grad and torch.is_grad_enabled() and not found.requires_grad:
+        raise NoGradientError()
+    return found
 
 
 def scores_of(logits: Tensor, weights: Tensor, rule: Rule) -> Tensor:

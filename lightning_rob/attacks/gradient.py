@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.base import Backward, attacking
+from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import ZeroGradientWarning
 from lightning_rob.objectives import Objective, check_logits, climbed, expected_ce, reduction_of
@@ -88,7 +89,7 @@ class ObjectiveGradient:
             else:
                 logits, weights = defense.sample_logits(x, generator, self.draws)
             value = self._of(logits, weights, y, check)
-            (gradient,) = torch.autograd.grad(value.sum(), x)
+            gradient = image_gradient(value, x)
             logits = logits.detach()
             deciders = ((defense.rule, logits, weights),)
             at = ObjectiveAt(value.detach(), gradient, logits, weights, deciders)
@@ -178,6 +179,6 @@ def draw_gradients(
         check_logits(logits, y)
         weights = (weights * draws).view(draws, -1)
         for draw, weight in zip(logits.view(draws, -1, *logits.shape[1:]), weights, strict=True):
-            value = objective(draw, weight, y).sum()
-            gradients += torch.autograd.grad(value, x, retain_graph=len(gradients) < draws - 1)
+            value = objective(draw, weight, y)
+            gradients.append(image_gradient(value, x, keep=len(gradients) < draws - 1))
     return torch.stack(gradients)

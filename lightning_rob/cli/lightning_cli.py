@@ -28,7 +28,7 @@ from lightning_rob.cli.trust import install
 from lightning_rob.commands.base import write_config
 from lightning_rob.commands.checkpoints import RECIPE
 from lightning_rob.commands.thresholds import parse_thresholds, violations
-from lightning_rob.errors import InputError
+from lightning_rob.errors import InputError, NoGradientError
 from lightning_rob.files import UNWRITABLE, atomic_write_text, raise_thread_errors
 from lightning_rob.modules import RobustModule
 from lightning_rob.processes import supervised_processes
@@ -40,6 +40,7 @@ USER_ERRORS = (
     OSError,
     ModuleNotFoundError,  # of an extra
     MisconfigurationException,
+    NoGradientError,
     yaml.YAMLError,
 )
 

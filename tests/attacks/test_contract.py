@@ -61,6 +61,7 @@ from lightning_rob.defenses import (
     Single,
     TransformEnsemble,
 )
+from lightning_rob.errors import NoGradientError
 from lightning_rob.evaluation import NoAttack
 from lightning_rob.evaluation.suites import Auto, DoublePrecision, RandomCorners, RandomStart
 from lightning_rob.objectives import (
@@ -593,6 +594,25 @@ def test_non_finite_logits(attack, defense):
     with pytest.raises(ValueError, match="logits are not numbers on 4 of 4 images"):
         attack(broken, x, y, seeded())
     assert_same(before, snapshot(broken))
+
+
+NO_GRADIENT = {
+    "numpy": lambda z: torch.tensor(z.detach().numpy()),
+    "one-hot": lambda z: nn.functional.one_hot(z.argmax(-1), 4).float(),
+}
+
+
+@pytest.mark.parametrize("cut", NO_GRADIENT.values(), ids=NO_GRADIENT.keys())
+@entries(
+    *(name for name in OWN_CHECKS if not name.startswith("square")), "ddn", "foreign", "fab-l2"
+)
+def test_no_gradient_at_all(attack, defense, cut):
+    """What cannot work says what can."""
+    x, _ = images(4, seed=24)
+    for net in defense.members:
+        net.register_forward_hook(lambda net, x, logits: cut(logits))
+    with pytest.raises(NoGradientError, match=r"^no gradient leads .* Square.*BPDA.*audit"):
+        attack(defense, x, defense.adapt(x)(x).argmax(1), seeded())
 
 
 @entries(*OWN_CHECKS)
