@@ -18,9 +18,9 @@ class NoGradientError(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "no gradient leads from the logits to the images: attack with Square, which needs none, "
-            "or give the defense another backward pass (BPDA); detach, numpy, no_grad, argmax and "
-            "integers cut it, and `lightning-rob audit` says more"
+            "no gradient leads from the logits to the images: attack with Square, which needs "
+            "none, or give the defense another backward pass (BPDA); detach, numpy, no_grad, "
+            "argmax and integers cut it, and `lightning-rob audit` says more"
         )
 
 

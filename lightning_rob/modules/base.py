@@ -13,19 +13,21 @@ from torch import Tensor, nn
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import give_source
+from lightning_rob.evaluation.groups import Batch, unpacked
 from lightning_rob.metrics import RobustAccuracy
 from lightning_rob.objectives import check_labels
 from lightning_rob.randomness import Streams, derive_seed
 
-Batch = tuple[Tensor, Tensor, Tensor]
+LARGEST_BATCH = MOST_PROCESSES = 2**20  # for numbers of images that have no index
 
 
 class RobustModule(LightningModule, ABC):
     """Train `defense` by the loss that a subclass defines.
 
-    A batch is images [B, C, H, W] in [0, 1], labels [B] and image indices [B]. The randomness of a
-    step is derived from seed, epoch, batch and image, so that neither a resumed run nor a callback
-    changes it.
+    A batch is images [B, C, H, W] in [0, 1], labels [B] and, if the loader has them, image indices
+    [B]; `unpack` is for batches of another form. The randomness of a step is derived from seed,
+    epoch, batch and image, so that neither a resumed run nor a callback changes it. In batches
+    without indices it is derived from the place of an image: its process, batch and position.
 
     Args:
         optimizer: parameters -> optimizer.
@@ -46,10 +48,28 @@ class RobustModule(LightningModule, ABC):
         self.val_accuracy, self.test_accuracy = RobustAccuracy(), RobustAccuracy()
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         self.noise: Streams | None = None
+        self._predicted = 0  # images that this process has predicted
 
     @abstractmethod
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the training loss of a batch: [B, C, H, W], [B] -> scalar."""
+
+    def unpack(self, batch: Any) -> Any:
+        """Return (images, labels) or (images, labels, indices); override it for other batches."""
+        return batch
+
+    def indexed(self, batch: Any, batch_idx: int) -> Batch:
+        """Return images, labels and indices; where there are none, numbers of process and place.
+
+        Raises:
+            TypeError: `unpack` returns something else.
+            ValueError: there is not one label for each image.
+        """
+        x, y, index = unpacked(self.unpack(batch))
+        if index is None:
+            place = (batch_idx * MOST_PROCESSES + self.global_rank) * LARGEST_BATCH
+            index = place + torch.arange(len(x), device=x.device)
+        return x, y, index
 
     def check_trainer(self, trainer: Trainer) -> None:
         """Refuse a trainer with which this module cannot be fitted.
@@ -62,8 +82,12 @@ class RobustModule(LightningModule, ABC):
         """Check the trainer's options; the command line does so before it writes anything."""
         self.check_trainer(self.trainer)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Compute and log the loss, `train/loss`, with the randomness of this step."""
+        return self.train_on(self.indexed(batch, batch_idx), batch_idx)
+
+    def train_on(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Compute and log the loss of images [B, C, H, W], labels [B] and indices [B]."""
         x, y, index = batch
         torch.manual_seed(derive_seed(self.seed, self.current_epoch, batch_idx, self.global_rank))
         self.noise = Streams.from_index(index, self.seed, self.current_epoch)
@@ -80,21 +104,29 @@ class RobustModule(LightningModule, ABC):
         """Broadcast rank 0's BatchNorm statistics before a test too."""
         self.on_validation_epoch_start()
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log the clean accuracy, `val/acc`."""
-        self._score("val", self.val_accuracy, batch)
+        self._score("val", self.val_accuracy, self.indexed(batch, batch_idx))
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int) -> None:
         """Log the clean accuracy, `test/acc`."""
-        self._score("test", self.test_accuracy, batch)
+        self._score("test", self.test_accuracy, self.indexed(batch, batch_idx))
 
     def on_predict_start(self) -> None:
-        """Give transductive defenses the labelled training images."""
+        """Count from the first image; give transductive defenses the labelled training images."""
+        self._predicted = 0
         give_source(self.defense, lambda: labelled_images(self.trainer))
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
-        """Return image indices [B] and the probability of each prediction [B, K]."""
-        x, _, index = batch
+    def predict_step(self, batch: Any, batch_idx: int) -> tuple[Tensor, Tensor]:
+        """Return image indices [B] and the probability of each prediction [B, K].
+
+        Images without an index are counted, as Lightning deals them to the processes in turn.
+        """
+        x, _, index = unpacked(self.unpack(batch))
+        if index is None:
+            counted = torch.arange(self._predicted, self._predicted + len(x), device=x.device)
+            index = counted * self.trainer.world_size + self.global_rank
+        self._predicted += len(x)
         private = torch.Generator().manual_seed(derive_seed(self.seed, *index.tolist()))
         adapted = self.defense.adapt(x, private).eval()
         return index, adapted(x, Streams.from_index(index, self.seed))

@@ -69,7 +69,8 @@ class DANN(RobustModule):
                 "DANN needs unlabelled images beside the labelled ones: "
                 "use the data module SourceTargetData"
             )
-        self.target = batch["target"][0]
+        target = batch["target"]
+        self.target = target if isinstance(target, Tensor) else self.unpack(target)[0]
         return super().training_step(batch["source"], batch_idx)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

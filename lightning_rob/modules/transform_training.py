@@ -22,7 +22,7 @@ from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.transform_ensemble import TransformEnsemble, transformed
 from lightning_rob.errors import at_least
 from lightning_rob.files import atomic_save
-from lightning_rob.modules.base import Batch, RobustModule
+from lightning_rob.modules.base import RobustModule
 from lightning_rob.nets.weights import read_file
 from lightning_rob.objectives import classification_loss, cross_entropy
 from lightning_rob.randomness import Streams
@@ -142,16 +142,16 @@ class TransformTraining(RobustModule):
         """Return the cross-entropy on images that are already transformed."""
         return classification_loss(network_logits(self.trainable_network(), x), y)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Compute and log the loss on the transformed images."""
-        x, y, index = batch
+        x, y, index = self.indexed(batch, batch_idx)
         if "train" in self.images:
             x = self._transformed("train")[self.images["train"].positions(index)].to(x.device)
         else:
             name = self.names[self.member_on_this_rank]
             noise = Streams.from_index(index, self.seed, self.current_epoch)
             x = transformed(self.transforms[name], name, x, noise)
-        return super().training_step((x, y, index), batch_idx)
+        return self.train_on((x, y, index), batch_idx)
 
     def setup(self, stage: str) -> None:
         """Load the images into memory, and the finished sub-models from `folder`."""

@@ -44,7 +44,7 @@ CHECKPOINTS = [
 FOLDER = "run/version_0/checkpoints"
 
 
-def method(folder, name):
+def method(folder, name, data=None):
     """A recipe of four epochs of a method, whose losses are written as CSV."""
     init = {
         "net": {"class_path": "tests.tiny.TinyNet"},
@@ -63,7 +63,7 @@ def method(folder, name):
     return recipe(
         folder,
         model={"class_path": name, "init_args": init | METHODS[name]},
-        data=blobs,
+        data=data or blobs,
         trainer__logger={"class_path": "CSVLogger", "init_args": logger},
         **{"trainer__callbacks+": [robust_eval({"apgd": pgd()})]},
     )
