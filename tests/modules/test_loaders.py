@@ -76,7 +76,11 @@ def test_a_plain_command_line_of_lightning(tmp_path, monkeypatch):
             "enable_model_summary": False,
         },
     }
-    options = {"subclass_mode_model": True, "save_config_callback": None}
+    options = {
+        "subclass_mode_model": True,
+        "save_config_callback": None,
+        "seed_everything_default": False,
+    }
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(arguments))
     monkeypatch.setattr(sys, "argv", ["mine.py", "fit", "--config", str(tmp_path / "mine.yaml")])
     cli = LightningCLI(RobustModule, Pairs, **options)
