@@ -1,7 +1,7 @@
 """Transformed images, computed once and cached."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_rob.data.base import IndexedSubset
+from lightning_rob.data.base import IndexedSubset, Sample
 from lightning_rob.defenses.transform_ensemble import transformed
 from lightning_rob.files import atomic_save
 from lightning_rob.nets.weights import read_file
@@ -28,7 +28,7 @@ class TransformedCache:
         folder: folder that caches transformed images for later runs; None caches none.
     """
 
-    def __init__(self, part: IndexedSubset, folder: str | None = None) -> None:
+    def __init__(self, part: IndexedSubset | Sequence[Sample], folder: str | None = None) -> None:
         rows = [part[i] for i in range(len(part))]
         self.x = torch.stack([x for x, *_ in rows])
         self.y = torch.tensor([int(y) for _, y, _ in rows])

@@ -21,6 +21,7 @@ from lightning_rob.data.transformed import CHUNK, TransformedCache
 from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.transform_ensemble import TransformEnsemble, transformed
 from lightning_rob.errors import at_least
+from lightning_rob.evaluation.groups import unpacked
 from lightning_rob.files import atomic_save
 from lightning_rob.modules.base import RobustModule
 from lightning_rob.nets.weights import read_file
@@ -67,7 +68,7 @@ class TransformTraining(RobustModule):
     training has started.
 
     Training images without augmentation are transformed once, by a random stream keyed by image;
-    augmented images are transformed anew in every epoch.
+    augmented images, and those of a loader that is not of this package, anew in every epoch.
 
     Args:
         net: builds a network, [B, C, H, W] -> [B, K]; called once per sub-model.
@@ -158,19 +159,28 @@ class TransformTraining(RobustModule):
         if stage != "fit":
             return
         data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(data, ImageData) or not len(data.parts["val"]):
+        if isinstance(data, ImageData):
+            self._load_images(data)
+        elif self.trainer.world_size > 1 or self.folder or self.cache:
             raise MisconfigurationException(
-                "TransformTraining needs validation images for early stopping, and one of the data "
-                "modules of lightning_rob.data: set data.val_size to 1 or more"
+                "TransformTraining by several processes, or with a folder or a cache, needs one of "
+                "the data modules of lightning_rob.data, which know each image by its index"
             )
-        if not data.parts["train"].augmentations:
-            self.images["train"] = TransformedCache(data.parts["train"], self.cache)
-        self.images["val"] = TransformedCache(data.parts["val"], self.cache)
         finished = self.trainer.strategy.broadcast(self._finished_weights())
         for member, weights in finished.items():
             self.members[member].load_state_dict(weights)
         self.pending = [i for i in range(len(self.names)) if i not in finished]
         self._start_next()
+
+    def _load_images(self, data: ImageData) -> None:
+        if not len(data.parts["val"]):
+            raise MisconfigurationException(
+                "TransformTraining needs validation images for early stopping: set data.val_size "
+                "to 1 or more"
+            )
+        if not data.parts["train"].augmentations:
+            self.images["train"] = TransformedCache(data.parts["train"], self.cache)
+        self.images["val"] = TransformedCache(data.parts["val"], self.cache)
 
     def on_train_start(self) -> None:
         """Check the trainer's options, and let each rank train on its own."""
@@ -293,8 +303,16 @@ class TransformTraining(RobustModule):
                 )
         return self.transformed_images[part]
 
+    def _served_images(self) -> list[tuple[Tensor, int, int]]:
+        """Return the images of a validation loader of the user, numbered as they are served."""
+        batches = (unpacked(self.unpack(b)) for b in self.trainer.val_dataloaders)  # type: ignore[union-attr]
+        pairs = ((x, int(y)) for xs, ys, _ in batches for x, y in zip(xs, ys, strict=True))
+        return [(x, y, number) for number, (x, y) in enumerate(pairs)]
+
     @torch.no_grad()
     def _validation_loss(self) -> float:
+        if "val" not in self.images:
+            self.images["val"] = TransformedCache(self._served_images())
         net, images, y = self.trainable_network(), self._transformed("val"), self.images["val"].y
         parts = [slice(start, start + CHUNK) for start in range(0, len(y), CHUNK)]
         with evaluating(net):

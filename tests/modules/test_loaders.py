@@ -1,19 +1,22 @@
 """Training on loaders of other people: (x, y), (x, y, index) and batches of another form."""
 
 import sys
+from inspect import isabstract
 
 import pytest
 import torch
 import yaml
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningCLI
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_rob import PGD, Threat
+from lightning_rob import PGD, Threat, modules
 from lightning_rob.defenses import RandomTransforms
-from lightning_rob.modules import AdversarialTraining, RobustModule
+from lightning_rob.modules import AdversarialTraining, RobustModule, TransformTraining
 from lightning_rob.transforms import GaussianNoise
-from tests.modules.test_contract import METHODS, method
+from tests.modules.test_contract import METHODS, losses, method
 from tests.tiny import Blobs, TinyNet, recipe, run
 
 
@@ -47,11 +50,63 @@ def data_of(name):
     return f"{kind.__module__}.{kind.__name__}"
 
 
+def test_every_method_is_in_the_list():
+    trained = {name.rpartition(".")[2] for name in METHODS} | {"TransformTraining"}
+    assert trained | {"PretrainedEnsemble"} >= {
+        name for name in modules.__all__ if not isabstract(getattr(modules, name))
+    }
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_trains_on_pairs(tmp_path, name):
     path = method(tmp_path, name, data={"class_path": data_of(name)})
     run("fit", "--config", path, "--trainer.max_epochs=4", "--trainer.limit_train_batches=2")
-    assert (tmp_path / "run/version_0/metrics.csv").is_file()
+    found = losses(tmp_path)
+    assert len(found) == 4
+    assert torch.tensor(found).isfinite().all()
+
+
+QUIET = {
+    "max_epochs": 1,
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def trainer(folder, **options):
+    return Trainer(default_root_dir=folder, **QUIET | options)
+
+
+class Losses(Callback):
+    """The validation losses of each sub-model."""
+
+    def __init__(self):
+        self.found = {}
+
+    def on_validation_end(self, trainer, module):
+        for key, value in trainer.callback_metrics.items():
+            if key.startswith("val/loss/"):
+                self.found.setdefault(key.removeprefix("val/loss/"), []).append(float(value))
+
+
+def test_transform_training_on_pairs_stops_and_ends_with_the_best_weights(tmp_path):
+    torch.manual_seed(0)
+    module, data, seen = TransformTraining(TinyNet, ["clean", "rotate_90"], 3, 1), Pairs(), Losses()
+    trainer(tmp_path, max_epochs=6, callbacks=[seen], num_sanity_val_steps=0).fit(module, data)
+    assert module.complete
+    x, y = data.images.tensors
+    for member, (name, transform) in zip(module.members, module.transforms.items(), strict=True):
+        with torch.no_grad():
+            loss = nn.functional.cross_entropy(member.eval()(transform(x)), y)
+        assert float(loss) == pytest.approx(min(seen.found[name]), rel=1e-4)
+    stored = TransformTraining(TinyNet, "clean", folder=str(tmp_path))
+    with pytest.raises(
+        MisconfigurationException, match=r"a cache, needs .* data modules"
+    ):
+        trainer(tmp_path).fit(stored, Pairs())
 
 
 def test_a_plain_command_line_of_lightning(tmp_path, monkeypatch):
@@ -67,14 +122,7 @@ def test_a_plain_command_line_of_lightning(tmp_path, monkeypatch):
                 },
             },
         },
-        "trainer": {
-            "max_epochs": 1,
-            "accelerator": "cpu",
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-        },
+        "trainer": QUIET,
     }
     options = {
         "subclass_mode_model": True,
@@ -87,18 +135,6 @@ def test_a_plain_command_line_of_lightning(tmp_path, monkeypatch):
     metrics = cli.trainer.callback_metrics
     assert metrics["train/loss"] > 0
     assert 0 < metrics["val/acc"] <= 1
-
-
-def trainer(folder):
-    return Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
 
 
 class AsDict(Pairs):
