@@ -28,8 +28,8 @@ class RandomTransforms(Defense):
 
     Args:
         net: [B, C, H, W] -> [B, K] logits.
-        transforms: K transforms; or, as in a recipe, their arguments by name:
-            {Affine: {alpha: 0.2}, HorizontalFlip: {p: 0.5}}.
+        transforms: K transforms, augmentations of Kornia among them, see `FromKornia`; or, as in a
+            recipe, their arguments by name: {Affine: {alpha: 0.2}, HorizontalFlip: {p: 0.5}}.
         size: S, the largest number of transforms a copy goes through.
         draws: n, the number of copies per prediction; attacks and training may draw others.
         rule: turns the logits of the copies into a prediction: `mean_probs`, `majority` or
@@ -56,7 +56,7 @@ class RandomTransforms(Defense):
     def __init__(
         self,
         net: nn.Module,
-        transforms: Sequence[Transform] | Mapping[str, Mapping[str, Any]],
+        transforms: Sequence[Transform | nn.Module] | Mapping[str, Mapping[str, Any]],
         size: int,
         draws: int,
         rule: Rule = mean_probs,

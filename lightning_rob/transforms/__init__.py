@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from torch import nn
+
 from lightning_rob.transforms.base import Transform
 from lightning_rob.transforms.blur import (
     Bilateral,
@@ -24,6 +26,7 @@ from lightning_rob.transforms.color import (
 )
 from lightning_rob.transforms.compress import FFT, JPEG, ColorPrecision
 from lightning_rob.transforms.edge import Laplacian, Sobel
+from lightning_rob.transforms.from_kornia import FromKornia
 from lightning_rob.transforms.geometric import Affine, Crop, HorizontalFlip, Swirl, VerticalFlip
 from lightning_rob.transforms.noise import (
     Erase,
@@ -54,22 +57,25 @@ def catalogue() -> dict[str, type[Transform]]:
 
 
 def named(
-    transforms: Sequence[Transform] | Mapping[str, Mapping[str, Any]],
+    transforms: Sequence[Transform | nn.Module] | Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Transform]:
     """Return transforms by their names.
 
     Args:
-        transforms: instances, or the arguments of each by its name. Names are those of the 33,
-            `Bilateral`, and those of `lightning_rob.transforms.nondifferentiable`.
+        transforms: instances, modules of `kornia.augmentation` among them, or the arguments of each
+            by its name. Names are those of the 33, `Bilateral`, and those of
+            `lightning_rob.transforms.nondifferentiable`.
 
     Raises:
         ValueError: an unknown name or argument, or two transforms of one class.
+        TypeError: a module of another package.
     """
     if isinstance(transforms, Mapping):
         return {name: _build(name, options) for name, options in transforms.items()}
-    found = {type(transform).__name__: transform for transform in transforms}
-    if len(found) != len(transforms):
-        names = [type(transform).__name__ for transform in transforms]
+    given = [FromKornia(one) if isinstance(one, nn.Module) else one for one in transforms]
+    found = {transform.name: transform for transform in given}
+    if len(found) != len(given):
+        names = [transform.name for transform in given]
         twice = {name for name in names if names.count(name) > 1}
         raise ValueError(f"each transform can be there once, got two of {', '.join(sorted(twice))}")
     return found
@@ -101,6 +107,7 @@ __all__ = [
     "ColorPrecision",
     "Crop",
     "Erase",
+    "FromKornia",
     "Gamma",
     "GaussianBlur",
     "GaussianNoise",
