@@ -93,7 +93,8 @@ def check_images(x: Tensor, bounds: tuple[float, float]) -> None:
     low, high = float(x.min()), float(x.max())
     if not (bounds[0] - 1e-4 <= low and high <= bounds[1] + 1e-4):
         raise ValueError(
-            f"images must lie in {list(bounds)}, got values in [{low:.4g}, {high:.4g}]"
+            f"images must lie in {list(bounds)}, got values in [{low:.4g}, {high:.4g}]: give them "
+            "unnormalised, and the normalization as `preprocess=`"
         )
 
 

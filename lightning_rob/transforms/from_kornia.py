@@ -36,7 +36,7 @@ class FromKornia(Transform):
         kind = type(self.augmentation)
         if not any(base.__module__.startswith("kornia.augmentation.") for base in kind.__mro__):
             raise TypeError(
-                f"FromKornia takes a module of kornia.augmentation, got {kind.__name__}"
+                f"only modules of kornia.augmentation are transforms, got {kind.__name__}"
             )
 
     @property
@@ -68,7 +68,7 @@ class FromKornia(Transform):
 
     def apply(self, x: Tensor, seeds: Tensor) -> Tensor:
         """Augment each image [C, H, W] by its own seed."""
-        images = zip(x.split(1), seeds.tolist(), strict=True)
+        images = zip(torch.split(x, 1), seeds.tolist(), strict=True)
         return torch.cat([self._augmented(image, seed) for image, seed in images])
 
     def _augmented(self, x: Tensor, seed: int) -> Tensor:
