@@ -22,14 +22,14 @@ def norm_order(norm: Norm) -> float:
     """Return the p of a norm given by name or number.
 
     Raises:
-        ValueError: neither "linf", "l2" nor a number of at least 1.
+        ValueError: neither a name such as "linf", "l2" or "l1" nor a number of at least 1.
     """
     try:
-        p = {"linf": math.inf, "l2": 2.0}.get(str(norm)) or float(norm)
+        p = float(str(norm).removeprefix("l"))
     except ValueError:
         p = math.nan
     if not p >= 1:
-        raise ValueError(f"norm must be 'linf', 'l2' or a number >= 1, got {norm!r}")
+        raise ValueError(f"norm must be 'linf', 'l2', 'l1' or a number >= 1, got {norm!r}")
     return p
 
 

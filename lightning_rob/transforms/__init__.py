@@ -73,9 +73,9 @@ def named(
     if isinstance(transforms, Mapping):
         return {name: _build(name, options) for name, options in transforms.items()}
     given = [FromKornia(one) if isinstance(one, nn.Module) else one for one in transforms]
-    found = {transform.name: transform for transform in given}
+    found = {transform.class_name: transform for transform in given}
     if len(found) != len(given):
-        names = [transform.name for transform in given]
+        names = [transform.class_name for transform in given]
         twice = {name for name in names if names.count(name) > 1}
         raise ValueError(f"each transform can be there once, got two of {', '.join(sorted(twice))}")
     return found

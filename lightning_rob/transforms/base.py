@@ -76,11 +76,11 @@ class Transform(ABC):
         """
         if x.dim() != 4 or not x.is_floating_point():
             raise ValueError(
-                f"{self.name} takes floating [B, C, H, W], got {x.dtype} {list(x.shape)}"
+                f"{self.class_name} takes floating [B, C, H, W], got {x.dtype} {list(x.shape)}"
             )
         if not self.differentiable and x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                f"{self.name} has no gradient: call it under torch.no_grad or on a detached image"
+                f"{self.class_name} has no gradient: call it under torch.no_grad or on a detached image"
             )
         with torch.autocast(x.device.type, enabled=False):
             return self._apply_finite(x, *params) if len(x) else x
@@ -109,7 +109,7 @@ class Transform(ABC):
         Raises:
             TypeError: the transform is not reversible.
         """
-        raise TypeError(f"{self.name} cannot be undone")
+        raise TypeError(f"{self.class_name} cannot be undone")
 
     def as_released(self) -> Self:
         """Return the transform with every slip of the authors' code that it has as an option.
@@ -138,17 +138,19 @@ class Transform(ABC):
         return clip(y, 0, 1)
 
     @property
-    def name(self) -> str:
+    def class_name(self) -> str:
         """The name by which a defense has it, that of the class."""
         return type(self).__name__
 
     def _need_rgb(self, x: Tensor) -> None:
         if x.shape[1] != 3:
-            raise ValueError(f"{self.name} is about colour and needs RGB, got {list(x.shape)}")
+            raise ValueError(
+                f"{self.class_name} is about colour and needs RGB, got {list(x.shape)}"
+            )
 
     def _need_grey_or_rgb(self, x: Tensor) -> None:
         if x.shape[1] not in (1, 3):
-            raise ValueError(f"{self.name} needs one or three channels, got {list(x.shape)}")
+            raise ValueError(f"{self.class_name} needs one or three channels, got {list(x.shape)}")
 
 
 def check_range(name: str, given: tuple[float, float] | None, low: float, high: float) -> None:

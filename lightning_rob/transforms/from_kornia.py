@@ -40,7 +40,7 @@ class FromKornia(Transform):
             )
 
     @property
-    def name(self) -> str:
+    def class_name(self) -> str:
         """The augmentation's own name."""
         return type(self.augmentation).__name__
 
@@ -77,5 +77,7 @@ class FromKornia(Transform):
             y = self.augmentation(x)
         if not isinstance(y, Tensor) or y.shape != x.shape:
             found = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
-            raise ValueError(f"{self.name} must keep the size of images, {list(x.shape)}: {found}")
+            raise ValueError(
+                f"{self.class_name} must keep the size of images, {list(x.shape)}: {found}"
+            )
         return y

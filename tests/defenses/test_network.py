@@ -153,3 +153,27 @@ def test_torchscript_and_compiled_networks(made, tmp_path):
     reports = [audit(Single(model), x, y, THREAT, queries=20) for model in (plain, net)]
     flags = [[(one.name, one.severity) for one in report.findings] for report in reports]
     assert flags[1] == flags[0]
+
+
+def test_a_classifier_of_hugging_face():
+    """Built from a configuration: nothing is downloaded."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ResNetConfig(
+        num_channels=1, embedding_size=4, hidden_sizes=[4], depths=[1], num_labels=4
+    )
+    net = transformers.ResNetForImageClassification(config).eval()
+    x, _ = images(4)
+    y = net(x).logits.argmax(1)
+    found = evaluate(net, ATTACKS, [(x, y)])
+    assert found.accuracy("clean") == 1
+    assert (found.per_image("worst") <= found.per_image("clean")).all()
+
+
+def test_a_network_of_timm():
+    timm = pytest.importorskip("timm")
+    net = timm.create_model("test_resnet", num_classes=4, in_chans=1).eval()
+    x = torch.rand(4, 1, 32, 32, generator=seeded())
+    y = net(x).argmax(1)
+    found = evaluate(net, ATTACKS, [(x, y)])
+    assert found.accuracy("clean") == 1
+    assert (found.per_image("worst") <= found.per_image("clean")).all()
