@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rob.commands.checkpoints import read_checkpoint
-from lightning_rob.files import MANIFEST_SUFFIX, Stamp, atomic_save, stamp_of, write_manifest
+from lightning_rob.files import Stamp, atomic_save, manifest_name, stamp_of, write_manifest
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -27,7 +27,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        Path(f"{path}{MANIFEST_SUFFIX}").unlink(missing_ok=True)
+        Path(path).with_name(manifest_name(Path(path).name)).unlink(missing_ok=True)
         atomic_save(checkpoint, Path(path))
         write_manifest(Path(path))
 
@@ -60,4 +60,4 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Remove it with its manifest."""
         super().remove_checkpoint(path)
-        Path(f"{path}{MANIFEST_SUFFIX}").unlink(missing_ok=True)
+        Path(path).with_name(manifest_name(Path(path).name)).unlink(missing_ok=True)

@@ -1,11 +1,20 @@
 """Manifests beside checkpoints: written, removed and checked with them."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-from lightning_rob.files import check_file, check_manifest, manifest_path, write_manifest
+from lightning_rob.cli import checkpoints
+from lightning_rob.files import (
+    atomic_write,
+    check_file,
+    check_manifest,
+    manifest_path,
+    write_manifest,
+)
 from lightning_rob.nets import load_weights
 from tests.cli.bad_inputs import flipped, trained
 from tests.cli.test_main import fails
@@ -128,8 +137,6 @@ def test_an_importer_reads_no_changed_weights(tmp_path):
 
 
 def test_a_kill_between_checkpoint_and_manifest_is_no_false_alarm(tmp_path, monkeypatch):
-    from lightning_rob.cli import checkpoints
-
     path = tmp_path / "last.ckpt"
     checkpoints.SafeCheckpointIO().save_checkpoint({"state_dict": {"x": torch.zeros(3)}}, path)
     for name in ("atomic_save", "write_manifest"):
@@ -138,6 +145,22 @@ def test_a_kill_between_checkpoint_and_manifest_is_no_false_alarm(tmp_path, monk
             with pytest.raises(KeyboardInterrupt):
                 checkpoints.SafeCheckpointIO().save_checkpoint({"state_dict": {}}, path)
         assert isinstance(checkpoints.read_checkpoint(str(path))["state_dict"], dict)
+
+
+def test_a_requeued_job_finds_the_checkpoint_that_lightning_has_written(tmp_path):
+    """Lightning takes all digits in a name with "ckpt_" for the number of a checkpoint."""
+    next_path = _CheckpointConnector.hpc_save_path
+    checkpoints.SafeCheckpointIO().save_checkpoint({"state_dict": {}}, next_path(tmp_path))
+    found = []
+
+    def write(draft):
+        draft.write_text("half")
+        found.append(Path(next_path(tmp_path)).name)  # as after a kill
+
+    atomic_write(tmp_path / "hpc_ckpt_2.ckpt", write)
+    check_manifest(tmp_path / "hpc_ckpt_1.ckpt")
+    assert manifest_path(tmp_path / "hpc_ckpt_1.ckpt").exists()
+    assert [*found, Path(next_path(tmp_path)).name] == ["hpc_ckpt_2.ckpt", "hpc_ckpt_3.ckpt"]
 
 
 def killed(*_):
