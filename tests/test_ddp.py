@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_rob import PGD, RobustEval, Threat
 from tests.callbacks.test_any_module import DATA, Classifier, Repeated, Stored, trainer
-from tests.forked import two_processes, two_ranks
+from tests.forked import forked, two_processes, two_ranks
 from tests.tiny import arc, pgd, recipe, records, robust_eval, run, same_weights, weights
 
 TWO = ["--trainer.strategy=ddp_find_unused_parameters_true", "--trainer.devices=2"]
@@ -104,6 +104,19 @@ def test_two_processes_perturb_weights_like_one(tmp_path):
         trained.append(weights(tmp_path / name / "run/version_0/checkpoints/epoch=3-step=4.ckpt"))
     for one, other in zip(*(each.values() for each in trained), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_processes_of_a_notebook_train_and_test(tmp_path):
+    """They are forked, and hand the weights over to the process that started them."""
+    more = ["--trainer.devices=2", "--trainer.strategy=ddp_notebook_find_unused_parameters_true"]
+    more += ["--trainer.max_epochs=2", "--model.epochs=1", "--test_after_fit=true"]
+    done = forked("fit", "--config", recipe(tmp_path), *more)
+    assert done.returncode == 0, done.stderr
+    assert {r["stage"] for r in records(tmp_path)} == {"val", "test"}
+    more.append("--trainer.callbacks.dataloader_idx=3")
+    done = forked("fit", "--config", recipe(tmp_path), *more)
+    assert done.returncode == 1
+    assert "evaluates one of 1 data loaders" in done.stderr.splitlines()[-1]
 
 
 def test_two_processes_predict_into_one_file(trained, tmp_path):
