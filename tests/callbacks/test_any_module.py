@@ -256,6 +256,25 @@ def test_sharded_weights_are_refused():
         callback.setup(run, Classifier(), "fit")
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("64-true", torch.float64), ("bf16-true", torch.float32), ("16-true", torch.float32)],
+)
+def test_precisions_of_the_trainer(precision, dtype):
+    """Images are at least of the trainer's precision, and of float32."""
+    seen = []
+
+    class Seen(RobustEval):
+        def attack_batch(self, trainer, pl_module, batch):
+            seen.append(batch[0].dtype)
+            super().attack_batch(trainer, pl_module, batch)
+
+    run = trainer(Seen(ATTACKS), max_epochs=1, precision=precision)
+    run.fit(Classifier(), DataLoader(DATA, 10), DataLoader(DATA, 10))
+    assert set(seen) == {dtype}
+    assert "val/robust/worst" in run.callback_metrics
+
+
 def test_a_trainer_that_logs_nothing_is_refused():
     with pytest.raises(MisconfigurationException, match="barebones=True"):
         run = Trainer(
