@@ -204,7 +204,7 @@ class EvaluationCallback(Callback, ABC):
                 f"{type(pl_module).__name__} of another, such as pytorch_lightning: write "
                 "`import lightning.pytorch as pl`"
             )
-        if trainer.barebones:  # type: ignore[attr-defined]
+        if trainer.barebones:
             raise MisconfigurationException(
                 f"Trainer(barebones=True) logs nothing, so {type(self).__name__} would attack for "
                 "nothing: leave one of them out"
@@ -276,7 +276,7 @@ class EvaluationCallback(Callback, ABC):
             return None
         served = torch.tensor(sorted(set().union(*shares)), dtype=torch.int64)
         settings, place = self.settings, self.dataloader_idx or 0
-        size = settings.protocol and settings.protocol.images
+        size = settings.protocol.images if settings.protocol else None
         within = images_within_limits(trainer, self.loader, len(served), size, place)
         return served[choose(len(served), settings.max_images, settings.seed, within)]
 

@@ -362,5 +362,5 @@ def with_threat(
 
 
 def _count(loader: Any) -> int | str:
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     return len(dataset) if hasattr(dataset, "__len__") else "unnumbered"

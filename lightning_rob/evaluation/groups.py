@@ -179,7 +179,8 @@ def is_repeated(loader: Any, number: int) -> bool:
     """
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, DistributedSampler) and loader.batch_sampler is None:
-        return number * sampler.num_replicas + sampler.rank >= len(sampler.dataset)
+        stored: Any = sampler.dataset
+        return bool(number * sampler.num_replicas + sampler.rank >= len(stored))
     try:
         return number >= len(loader)
     except TypeError:  # it has no length
@@ -189,7 +190,7 @@ def is_repeated(loader: Any, number: int) -> bool:
 def fetch(loader: Any, positions: Tensor | Sequence[int]) -> Any:
     """Return the images at these positions of a loader's data set, as a batch of the loader.
 
-    What the data set draws from the global random streams is a function of the positions, and the
+    Draws of the data set from the global random streams are a function of the positions, and the
     streams are left as they were.
     """
     places = torch.as_tensor(positions).tolist()
