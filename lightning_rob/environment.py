@@ -21,3 +21,17 @@ def callbacks() -> list[Any]:
     load: Any = import_module("lightning_rob.cli.load")
     found: list[Any] = load.load_callbacks([name for name in names if name])
     return found
+
+
+def none_for_pytorch_lightning() -> list[Any]:
+    """Return nothing to a `Trainer` of pytorch_lightning, which takes no callbacks of lightning.
+
+    Raises:
+        ImportError: LIGHTNING_ROB_CALLBACKS names plug-ins.
+    """
+    if os.environ.get(VARIABLE, "").strip(" ,"):
+        raise ImportError(
+            f"{VARIABLE} is for trainers of the package lightning, this one is of "
+            "pytorch_lightning: write `import lightning.pytorch as pl` in the script"
+        )
+    return []

@@ -31,7 +31,7 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
         OSError: no space, or no permission to write; the former content of `path` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    draft = path.with_name("." + name_beside(path.name, f".{os.getpid()}.part"))
     try:
         write(draft)
         with draft.open("rb+") as file:
@@ -42,6 +42,15 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
         raise
     finally:
         draft.unlink(missing_ok=True)
+
+
+def name_beside(name: str, suffix: str) -> str:
+    """Return the name of a file beside another one, whose name it starts with.
+
+    It has no "ckpt_": Lightning looks for the checkpoint of a requeued job among all such names, by
+    the digits in them.
+    """
+    return name.replace("ckpt_", "ckpt-") + suffix
 
 
 def atomic_save(content: object, path: Path) -> None:
@@ -129,14 +138,18 @@ def digest(path: Path) -> str:
 def manifest_path(path: Path) -> Path:
     """Path of a file's manifest; for a symbolic link, that of its target."""
     target = path.resolve() if path.is_symlink() else path
-    return target.with_name(target.name + MANIFEST_SUFFIX)
+    return target.with_name(manifest_name(target.name))
+
+
+def manifest_name(name: str) -> str:
+    """Name of the manifest of a file of this name."""
+    return name_beside(name, MANIFEST_SUFFIX)
 
 
 def write_manifest(path: Path) -> None:
     """Write a file's digest beside it, in the format of `sha256sum`."""
-    manifest = manifest_path(path)
-    name = manifest.name.removesuffix(MANIFEST_SUFFIX)
-    atomic_write_text(manifest, f"{digest(path)}  {name}\n")
+    name = path.resolve().name if path.is_symlink() else path.name
+    atomic_write_text(manifest_path(path), f"{digest(path)}  {name}\n")
 
 
 def check_manifest(path: Path) -> None:

@@ -151,12 +151,13 @@ def _exit_with(parent: int) -> None:
 
 @contextmanager
 def supervised_processes(
-    children: Callable[[], Sequence["subprocess.Popen[bytes]"]], limit: Callable[[], float | None]
+    children: Callable[[], Sequence[Any]], limit: Callable[[], float | None]
 ) -> Iterator[None]:
     """Kill the ranks launched in the block if it fails; wait for them if it succeeds.
 
     Args:
-        children: returns the launched processes on this machine.
+        children: returns the launched processes on this machine, of subprocess or, waited for
+            already, of multiprocessing.
         limit: returns for how many seconds they may outlast this process; None is forever.
 
     Raises:
@@ -173,7 +174,8 @@ def supervised_processes(
         # Processes that the caller starts later belong to another run.
         if os.environ.get(PARENT) == str(os.getpid()):
             del os.environ[PARENT]
-    for rank, child in enumerate(children(), start=1):
+    started = [child for child in children() if isinstance(child, subprocess.Popen)]
+    for rank, child in enumerate(started, start=1):
         try:
             code = child.wait(limit())
         except subprocess.TimeoutExpired as error:

@@ -1,9 +1,11 @@
 """Randomness as an argument: a generator for a batch, or one stream for each of its images."""
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -165,3 +167,23 @@ def seeded_global_rng(generator: torch.Generator, device: torch.device) -> Itera
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield
+
+
+@contextmanager
+def own_streams(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Seed the global streams of torch, numpy and Python; then restore them.
+
+    Args:
+        seed: seed of all three.
+        device: its stream is seeded in addition to the CPU's.
+    """
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    generator = torch.Generator().manual_seed(seed)
+    with seeded_global_rng(generator, device or torch.device("cpu")):
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(of_numpy)
+            random.setstate(of_python)

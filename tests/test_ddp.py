@@ -1,10 +1,15 @@
 """One process and two give the same figures; monitoring changes nothing."""
 
+import os
+
 import pandas
 import pytest
 import torch
+from torch.utils.data import DataLoader, Sampler
 
-from tests.forked import two_ranks
+from lightning_rob import PGD, RobustEval, Threat
+from tests.callbacks.test_any_module import DATA, Classifier, Repeated, Stored, trainer
+from tests.forked import forked, two_processes, two_ranks
 from tests.tiny import arc, pgd, recipe, records, robust_eval, run, same_weights, weights
 
 TWO = ["--trainer.strategy=ddp_find_unused_parameters_true", "--trainer.devices=2"]
@@ -101,6 +106,19 @@ def test_two_processes_perturb_weights_like_one(tmp_path):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_processes_of_a_notebook_train_and_test(tmp_path):
+    """They are forked, and hand the weights over to the process that started them."""
+    more = ["--trainer.devices=2", "--trainer.strategy=ddp_notebook_find_unused_parameters_true"]
+    more += ["--trainer.max_epochs=2", "--model.epochs=1", "--test_after_fit=true"]
+    done = forked("fit", "--config", recipe(tmp_path), *more)
+    assert done.returncode == 0, done.stderr
+    assert {r["stage"] for r in records(tmp_path)} == {"val", "test"}
+    more.append("--trainer.callbacks.dataloader_idx=3")
+    done = forked("fit", "--config", recipe(tmp_path), *more)
+    assert done.returncode == 1
+    assert "evaluates one of 1 data loaders" in done.stderr.splitlines()[-1]
+
+
 def test_two_processes_predict_into_one_file(trained, tmp_path):
     """Of 33 images one process has 17, the other 16."""
     files = []
@@ -124,3 +142,44 @@ def test_training_is_the_same_with_and_without_callbacks(tmp_path):
     one, other = (weights(tmp_path / name / CHECKPOINT) for name in ("with", "without"))
     assert same_weights(one, other)
     assert (tmp_path / "with/run/version_0/robust.jsonl").exists()
+
+
+class Odd(Sampler):
+    """A sampler of one's own: 13 images, shuffled."""
+
+    def __iter__(self):
+        return iter((2 * torch.randperm(13) + 1).tolist())
+
+    def __len__(self):
+        return 13
+
+
+def validated(out, processes):
+    """Write index and scores under a sampler and of stored batches, and try a stream."""
+    stored, found = DataLoader(Stored(), batch_size=None), []
+    for loader, number in (
+        (DataLoader(DATA, 4, sampler=Odd()), None),
+        (stored, None),
+        (stored, 12),
+    ):
+        torch.manual_seed(int(os.environ.get("LOCAL_RANK", "0")))  # processes shuffle differently
+        attacks = {"pgd": PGD(Threat("linf", 0.1), 2, 0.05)}
+        callback = RobustEval(attacks, max_images=number, group_size=4)
+        run = trainer(callback, devices=processes, strategy="ddp" if processes > 1 else "auto")
+        run.validate(Classifier(), loader, verbose=False)
+        found.append((callback.result.index, callback.result.scores))
+    if run.is_global_zero:
+        torch.save(found, out)
+    if processes > 1:
+        run.validate(Classifier(), Repeated(DataLoader(DATA, 20)), verbose=False)
+
+
+def test_every_image_counts_once_under_any_sampler(tmp_path):
+    validated(tmp_path / "one", 1)
+    done = two_processes(validated, tmp_path / "two", 2)
+    assert "2 processes are served the same images" in done.stderr
+    one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
+    assert one[0][0].tolist() == list(range(1, 26, 2))
+    assert all(map(torch.equal, one[0], two[0]))
+    assert [len(set(index.tolist())) for index, _ in two] == [13, 40, 12]
+    assert one[1][1][:, 0].sum() == two[1][1][:, 0].sum() > 0  # clean

@@ -3,6 +3,7 @@
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils._pytree import tree_flatten
 
 from lightning_rob.callbacks.collector import Collector, collector_of
 from lightning_rob.callbacks.progress import AttackProgress
@@ -33,12 +34,14 @@ from lightning_rob.evaluation.groups import (
     canonical_groups,
     choose,
     group_loader,
-    serves_once,
+    is_repeated,
+    served_positions,
     unpacked,
     with_index,
 )
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import SESSION, versions
+from lightning_rob.randomness import Streams, own_streams
 
 SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
 
@@ -47,11 +50,11 @@ class EvaluationCallback(Callback, ABC):
     """Hands each image of a validation or test to `attack_batch` once, and then calls `report`.
 
     The images come at the end of the epoch in canonical groups, or in the rounds of a protocol:
-    the same images together whatever the loader's batches and their order. Each process takes the
-    next group when it has finished its last. A loader whose sampler decides itself which images are
-    evaluated is evaluated batch by batch instead. Images are float32, outside autocast and
-    inference mode. The sanity check before training tries two images of each batch and reports
-    nothing.
+    the same images together whatever the loader's batches, sampler and order. Each process takes
+    the next group when it has finished its last. A stream, whose images have no positions, is
+    evaluated batch by batch instead. Images are float32, or double under `64-true`, outside
+    autocast and inference mode, and the global random streams are left as they were. The sanity
+    check before training tries two images of each batch and reports nothing.
 
     Args:
         settings: seed, number of images, size of groups.
@@ -82,7 +85,9 @@ class EvaluationCallback(Callback, ABC):
         self.dataloader_idx = dataloader_idx
         self.loader: Any = None
         self.protocol: RoundProtocol | None = None
-        self.chosen: Tensor | None = None
+        self.positions: Tensor | None = None
+        self.held: list[Tensor] = []
+        self.first: tuple[Any, ...] | None = None
         self.seen = self.taken = 0
         self.expected: int | None = None
         self.processes = 1
@@ -118,7 +123,7 @@ class EvaluationCallback(Callback, ABC):
     @property
     def grouped(self) -> bool:
         """Whether images are attacked in canonical groups, not as the loader batches them."""
-        return serves_once(self.loader, self.processes)
+        return self.positions is not None
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this callback evaluates in the current epoch."""
@@ -144,7 +149,12 @@ class EvaluationCallback(Callback, ABC):
         dataloader_idx: int = 0,
     ) -> None:
         """Attack the batch, if images cannot be grouped."""
-        if dataloader_idx == (self.dataloader_idx or 0):
+        place = self.dataloader_idx or 0
+        loop: Any = trainer._evaluation_loop
+        if not loop._is_sequential:  # a batch of each loader, in the structure of the loaders
+            loaders = tree_flatten(loop._combined_loader.iterables)[1]
+            batch, dataloader_idx = loaders.flatten_up_to(batch)[place], place
+        if dataloader_idx == place and not (batch is None or is_repeated(self.loader, batch_idx)):
             self._take(trainer, pl_module, batch)
 
     on_test_batch_end = on_validation_batch_end
@@ -182,11 +192,23 @@ class EvaluationCallback(Callback, ABC):
             checkpoint["current_model_state"] = checkpoint["state_dict"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse strategies under which a process has no whole network; order the callbacks.
+        """Refuse trainers in which nothing can be measured; order the callbacks.
 
         Raises:
-            MisconfigurationException: FSDP, DeepSpeed or tensor parallelism.
+            MisconfigurationException: FSDP, DeepSpeed or tensor parallelism, under which a process
+                has no whole network; a trainer that logs nothing, or one of `pytorch_lightning`.
         """
+        if not isinstance(pl_module, LightningModule):
+            raise MisconfigurationException(
+                f"{type(self).__name__} is for trainers and modules of the package lightning, got "
+                f"{type(pl_module).__name__} of another, such as pytorch_lightning: write "
+                "`import lightning.pytorch as pl`"
+            )
+        if trainer.barebones:
+            raise MisconfigurationException(
+                f"Trainer(barebones=True) logs nothing, so {type(self).__name__} would attack for "
+                "nothing: leave one of them out"
+            )
         if isinstance(trainer.strategy, SHARDED):
             raise MisconfigurationException(
                 f"{type(self).__name__} attacks whole networks, {type(trainer.strategy).__name__} "
@@ -226,35 +248,37 @@ class EvaluationCallback(Callback, ABC):
     def _start(self, trainer: Trainer, pl_module: LightningModule, loaders: Any) -> None:
         if not self.due(trainer):
             return
-        self.loader = loader = self._select(loaders)
-        self.chosen = None
+        self.loader = self._select(loaders)
         self.seen = self.taken = 0
-        self.processes, self.expected = trainer.world_size, None
-        images = self._served()
-        if self.settings.max_images is not None:
-            if images is None:
-                raise ValueError("max_images needs a data set that knows its length: leave it out")
-            place = self.dataloader_idx or 0
-            within = images_within_limits(trainer, loader, loader.batch_size, place)
-            if not self.grouped:  # its batches are not those of the data set
-                within = images
-            if self.settings.max_images < images:
-                number, seed = self.settings.max_images, self.settings.seed
-                self.chosen = choose(images, number, seed, within)
-                images = len(self.chosen)
+        self.held, self.first, self.expected = [], None, None
+        self.processes = trainer.world_size
+        self.positions = self._chosen(trainer)
         if not trainer.sanity_checking:
+            images = self.settings.max_images if self.positions is None else len(self.positions)
             total = images and -(-images // trainer.world_size) * self.attack_count(pl_module)
             self.progress = AttackProgress(trainer, "Attacking", total)
         with torch.inference_mode(False):  # whose tensors could not be added to outside of it
             self.protocol = self.begin(trainer, pl_module)
-        if self.protocol is not None and not self.grouped:
+        if self.protocol is None:
+            return
+        if self.positions is None:
             raise ValueError(
-                "a defense that adapts is attacked in rounds of images that the loader serves once "
-                "each: give a part of them as torch.utils.data.Subset, not by a sampler"
+                "a defense that adapts is attacked in rounds of images, a stream has no positions "
+                "of them: give a torch.utils.data.DataLoader over a data set with a length"
             )
-        if self.protocol is not None and not trainer.sanity_checking:
-            order = self._positions(trainer, self.protocol.size(loader))
-            self.protocol.check(loader, len(order), trainer.world_size)
+        if not trainer.sanity_checking:
+            self.protocol.check(self.loader, len(self.positions), trainer.world_size)
+
+    def _chosen(self, trainer: Trainer) -> Tensor | None:
+        """Return the positions of the images to evaluate, within all limits; None for a stream."""
+        shares = gather(trainer, served_positions(self.loader, trainer.world_size))
+        if None in shares:
+            return None
+        served = torch.tensor(sorted(set().union(*shares)), dtype=torch.int64)
+        settings, place = self.settings, self.dataloader_idx or 0
+        size = settings.protocol.images if settings.protocol else None
+        within = images_within_limits(trainer, self.loader, len(served), size, place)
+        return served[choose(len(served), settings.max_images, settings.seed, within)]
 
     def _select(self, loaders: Any) -> Any:
         """Return the data loader to evaluate."""
@@ -267,46 +291,61 @@ class EvaluationCallback(Callback, ABC):
             )
         return several[place]
 
-    def _served(self) -> int | None:
-        """Return how many images the loader serves on all processes; None if it cannot be known."""
-        if not hasattr(self.loader.dataset, "__len__"):
-            return None
-        stream = isinstance(self.loader.dataset, IterableDataset)
-        if stream or self.grouped or type(self.loader.batch_sampler) is not BatchSampler:
-            return len(self.loader.dataset)
-        return len(self.loader.sampler) * self.processes
-
     def _take(self, trainer: Trainer, pl_module: Any, batch: Any) -> None:
-        """Attack a batch of the sanity check, or of a loader that cannot be regrouped."""
+        """Attack a batch of the sanity check or of a stream, or hold some of a stream's images."""
         if not self.due(trainer) or (self.grouped and not trainer.sanity_checking):
             return
         x, y, index = unpacked(batch, self.unpack)
-        count = len(x)
-        place = (self.seen + torch.arange(count)) * trainer.world_size + trainer.global_rank
-        self.seen += count
-        part = torch.arange(count)
-        if trainer.sanity_checking:
-            part = part[:2]  # two images are enough to find out that an attack runs
-        elif self.chosen is not None:
-            part = part[torch.isin(place, self.chosen)]
-        if not len(part):
+        place = (self.seen + torch.arange(len(x))) * trainer.world_size + trainer.global_rank
+        self.seen += len(x)
+        with self._apart(pl_module):
+            # Copied, for a stream may reuse its buffers.
+            x, y = x.to(self._dtype(trainer), copy=True), y.clone()
+            index = place.to(x.device) if index is None else index.clone()
+            self.first = self.first or (float(x.double().sum()), *y.tolist())
+            if trainer.sanity_checking:  # two images are enough to find out that an attack runs
+                self.attack_batch(trainer, pl_module, (x[:2], y[:2], index[:2]))
+            elif self.settings.max_images is not None:
+                self._hold(place.to(x.device), x, y, index)
+            else:
+                self.taken += len(x)
+                self.attack_batch(trainer, pl_module, (x, y, index))
+
+    def _hold(self, place: Tensor, *rows: Tensor) -> None:
+        """Keep a random choice of a stream's images so far: those of the smallest keys."""
+        found = [Streams.from_index(place, self.settings.seed).keys, *rows]
+        if self.held:
+            found = [torch.cat(pair) for pair in zip(self.held, found, strict=True)]
+        few = found[0].argsort()[: self.settings.max_images]
+        self.held = [part[few] for part in found]
+
+    def _held_groups(self, trainer: Trainer) -> Iterator[Batch]:
+        """Yield this process's part of the images chosen from a stream, in groups."""
+        keys = sorted(key for share in gather(trainer, self._keys()) for key in share)
+        self.expected = min(len(keys), self.settings.max_images or 0)
+        if not self.held or not self.expected:
             return
-        self.taken += len(part)
-        index = place.to(x.device) if index is None else index
-        with torch.autocast(x.device.type, enabled=False), torch.inference_mode(False):
-            rows = [each[part.to(x.device)].clone() for each in (x.float(), y, index)]
-            self.attack_batch(trainer, pl_module, (rows[0], rows[1], rows[2]))
+        mine = (self.held[0] <= keys[self.expected - 1]).nonzero()[:, 0]
+        mine = mine[self.held[3][mine].argsort()]
+        for group in torch.split(mine, self.settings.group_size):
+            x, y, index = (part[group] for part in self.held[1:])
+            yield x, y, index
+
+    def _keys(self) -> list[int]:
+        return self.held[0].tolist() if self.held else []
 
     def _batches(self, trainer: Trainer) -> Iterator[Batch]:
-        """This process's canonical groups or rounds."""
+        """This process's canonical groups or rounds, or what is held of a stream."""
+        if self.positions is None:
+            if self.settings.max_images is not None:
+                yield from self._held_groups(trainer)
+            return
         share = trainer.global_rank, trainer.world_size
         if self.protocol is not None:
-            order = self._positions(trainer, self.protocol.size(self.loader))
-            found = self.protocol.rounds(self.loader, order, *share, self.unpack)
+            found = self.protocol.rounds(self.loader, self.positions, *share, self.unpack)
         else:
-            order = self._positions(trainer, self.loader.batch_size)
-            found = self._groups(trainer, order)
-        self.expected = len(order)
+            found = self._groups(trainer, self.positions)
+        self.expected = len(self.positions)
         for positions, batch in found:
             yield self._transferred(trainer, batch, positions)
 
@@ -327,33 +366,67 @@ class EvaluationCallback(Callback, ABC):
         batch = module._on_before_batch_transfer(batch, place)
         batch = trainer.strategy.batch_to_device(batch, dataloader_idx=place)
         x, y, index = with_index(batch, positions, self.unpack)
-        return x.float(), y, index
+        return x.to(self._dtype(trainer)), y, index
 
-    def _positions(self, trainer: Trainer, size: int) -> Tensor:
-        """The images to evaluate, within the trainer's limits on batches of this size."""
-        count = images_within_limits(trainer, self.loader, size, self.dataloader_idx or 0)
-        if self.chosen is None:
-            return torch.arange(count)
-        if self.protocol is not None:  # whole rounds
-            return self.chosen[:count]
-        return self.chosen[self.chosen < count]
+    def _dtype(self, trainer: Trainer) -> torch.dtype:
+        """The type to which the trainer's precision casts images, but never below float32."""
+        cast = trainer.precision_plugin.convert_input(torch.empty(0, dtype=torch.float32)).dtype
+        return torch.promote_types(cast, torch.float32)
+
+    @contextmanager
+    def _apart(self, pl_module: Any) -> Iterator[None]:
+        """Leave autocast, inference mode and the global random streams, from which training draws.
+
+        In a training loop a data set, a network or an attack would draw on training's account.
+        """
+        device = pl_module.device
+        with (
+            own_streams(self.settings.seed, device),
+            torch.autocast(device.type, enabled=False),
+            torch.inference_mode(False),
+        ):
+            yield
 
     def _finish(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        if not self.due(trainer) or trainer.sanity_checking:
+        if not self.due(trainer):
             return
-        with torch.autocast(pl_module.device.type, enabled=False), torch.inference_mode(False):
-            if self.grouped:
-                show = self.progress.show if self.progress and self.progress.rich else None
-                with reporting_adaptation(self.defense_of(pl_module), show):
-                    for batch in self._batches(trainer):
-                        self.attack_batch(trainer, pl_module, batch)
-        stream = isinstance(self.loader.dataset, IterableDataset)
-        if stream and trainer.world_size == 1:  # a sampler or another process may repeat an image
-            self.expected = self.taken
+        self._check_shares(trainer)
+        if trainer.sanity_checking:
+            return
+        show = self.progress.show if self.progress and self.progress.rich else None
+        with (
+            self._apart(pl_module),
+            reporting_adaptation(self.defense_of(pl_module), show),
+        ):
+            for batch in self._batches(trainer):
+                self.attack_batch(trainer, pl_module, batch)
+        if self.expected is None and trainer.world_size == 1:
+            self.expected = self.taken  # another process may repeat images of a stream
         if self.progress:
             self.progress.close()
             self.progress = None
         self.report(trainer, pl_module, stage)
+
+    def _check_shares(self, trainer: Trainer) -> None:
+        """Raise ValueError where several processes have the same first batch of a stream."""
+        if self.grouped or trainer.world_size == 1:
+            return
+        firsts = [first for first in gather(trainer, self.first) if first is not None]
+        if len(set(firsts)) < len(firsts):
+            raise ValueError(
+                f"{len(firsts)} processes are served the same images, so that each would count "
+                f"several times: let {type(self.loader).__name__} give each process a part of its "
+                "own, such as by torch.utils.data.distributed or by its rank"
+            )
+
+
+def gather(trainer: Trainer, mine: Any) -> list[Any]:
+    """Return the value of every process, in the order of ranks."""
+    if trainer.world_size == 1:
+        return [mine]
+    gathered = [None] * trainer.world_size
+    torch.distributed.all_gather_object(gathered, mine)
+    return gathered
 
 
 def _move_averaging_behind(trainer: Trainer) -> None:
@@ -367,22 +440,27 @@ def _move_averaging_behind(trainer: Trainer) -> None:
         trainer.callbacks = [*others[:place], *averaging, *others[place:]]  # type: ignore[attr-defined]
 
 
-def images_within_limits(trainer: Trainer, loader: Any, size: int, place: int = 0) -> int:
+def images_within_limits(
+    trainer: Trainer, loader: Any, images: int, round_size: int | None = None, place: int = 0
+) -> int:
     """Return how many images `limit_val_batches` and the like leave; a trial run has one round.
 
     Args:
         trainer: its limits hold.
-        loader: its data set is evaluated.
-        size: images of a round.
+        loader: serves the images.
+        images: how many it serves on all processes.
+        round_size: images of a round; None is a batch.
         place: of the loader among several.
     """
+    processes = trainer.world_size
+    batch = loader.batch_size or -(-images // max(len(loader) * processes, 1))
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        return min(int(size * trainer.world_size), len(loader.dataset))
+        return min((round_size or batch) * processes, images)
     testing = trainer.state.fn == "test"
     limits: Any = trainer.num_test_batches if testing else trainer.num_val_batches
     if len(limits) <= place or limits[place] >= len(loader):
-        return len(loader.dataset)
-    return min(int(limits[place] * loader.batch_size * trainer.world_size), len(loader.dataset))
+        return images
+    return min(int(limits[place] * batch * processes), images)
 
 
 def checkpoint_position(trainer: Trainer) -> dict[str, Any]:

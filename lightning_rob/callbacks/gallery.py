@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
-from lightning_rob.callbacks.base import EvaluationCallback
+from lightning_rob.callbacks.base import EvaluationCallback, gather
 from lightning_rob.callbacks.loggers import log_picture, writing_folder
 from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense
@@ -134,7 +134,7 @@ class Gallery(EvaluationCallback):
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Gather the images of all processes; the first one counts and draws."""
-        gathered = _gather(trainer, (self.counts, self.kept))
+        gathered = gather(trainer, (self.counts, self.kept))
         self.counts = {key: sum(counts[key] for counts, _ in gathered) for key in self.counts}
         self.kept = first([found for _, kept in gathered for found in kept], self.count)
         self.line = (
@@ -171,12 +171,3 @@ class Gallery(EvaluationCallback):
 def first(found: list[Found], count: int) -> list[Found]:
     """Return `count` images: the most robust to the weak attack, then those of lowest index."""
     return sorted(found, key=lambda item: item[:2])[:count]
-
-
-def _gather(trainer: Trainer, mine: Any) -> list[Any]:
-    """Return the value of every process, in the order of ranks."""
-    if trainer.world_size == 1:
-        return [mine]
-    gathered = [None] * trainer.world_size
-    torch.distributed.all_gather_object(gathered, mine)
-    return gathered

@@ -219,14 +219,14 @@ class RobustEval(Measurement):
     ) -> dict[str, Any]:
         """All that the scores depend on."""
         module: Any = trainer.datamodule  # type: ignore[attr-defined]
-        batches = f"{self.loader.batch_size} loaded"
+        batches = f"{getattr(self.loader, 'batch_size', None)} loaded"
         return {
             "weights": self.collector(trainer).once(self.target, partial(fingerprint, defense)),
             "defense": type(defense).__name__,
             "module": type(pl_module).__name__,
             "rule": attack_spec(defense.rule),
             "target": self._target_name,
-            "data": f"{type(module).__name__}, {_count(self.loader.dataset)} images",
+            "data": f"{type(module).__name__}, {_count(self.loader)} images",
             "group_size": self.settings.group_size if self.grouped else batches,
             "protocol": details.get("protocol"),
             "save_images": self.save_images,
@@ -361,5 +361,6 @@ def with_threat(
     return {name: attack.rescaled(pixels(eps), norm) for name, attack in attacks.items()}
 
 
-def _count(dataset: Any) -> int | str:
+def _count(loader: Any) -> int | str:
+    dataset: Any = getattr(loader, "dataset", None)
     return len(dataset) if hasattr(dataset, "__len__") else "unnumbered"

@@ -1,12 +1,21 @@
 """Lightning checkpoints, written atomically with a manifest and read without running code."""
 
+import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_rob.commands.checkpoints import read_checkpoint
-from lightning_rob.files import MANIFEST_SUFFIX, Stamp, atomic_save, stamp_of, write_manifest
+from lightning_rob.errors import InputError
+from lightning_rob.files import Stamp, atomic_write, manifest_name, stamp_of, write_manifest
+from lightning_rob.nets.weights import read_file
+
+HANDED_OVER = ".temp.ckpt"  # by Lightning, from a process that it has spawned: weights alone
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -23,12 +32,29 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
-        """Write to the disk, then rename; a kill never leaves the manifest of another file."""
+        """Write to the disk, then rename; a kill never leaves the manifest of another file.
+
+        Hyper-parameters that are not plain values, which `load_checkpoint` would refuse to read,
+        are left out: the recipe builds them.
+
+        Raises:
+            InputError: another entry is not a plain value.
+        """
+        content, buffer = _without_objects(checkpoint), io.BytesIO()
+        torch.save(content, buffer)
+        if objects := _objects_in(buffer):
+            key = next((k for k, value in content.items() if not _is_plain(value)), "?")
+            raise InputError(
+                f"nothing could read the checkpoint {path}: its {key!r} holds a {objects[0]}, "
+                "which loading weights only refuses; let on_save_checkpoint and state_dict return "
+                "tensors, numbers, texts, lists and dicts"
+            )
         if "://" in str(path) or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(content, path, storage_options)
             return
-        Path(f"{path}{MANIFEST_SUFFIX}").unlink(missing_ok=True)
-        atomic_save(checkpoint, Path(path))
+        Path(path).with_name(manifest_name(Path(path).name)).unlink(missing_ok=True)
+        # Python 3.13 warns of a `getbuffer` that the traceback of a failed write still holds.
+        atomic_write(Path(path), lambda draft: draft.write_bytes(buffer.getvalue()))
         write_manifest(Path(path))
 
     def peek(self, path: str) -> dict[str, Any]:
@@ -47,6 +73,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, *_: Any, **options: Any) -> dict[str, Any]:
         """Return the content, on the CPU, refusing code even if Lightning would allow it."""
+        if Path(path).name == HANDED_OVER:
+            return dict(read_file(path))
         content = self._take(str(path)) or read_checkpoint(str(path))
         names = {"epoch": "epoch", "step": "global_step"}
         self.loaded = {name: content[key] for name, key in names.items() if key in content}
@@ -60,4 +88,33 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Remove it with its manifest."""
         super().remove_checkpoint(path)
-        Path(f"{path}{MANIFEST_SUFFIX}").unlink(missing_ok=True)
+        Path(path).with_name(manifest_name(Path(path).name)).unlink(missing_ok=True)
+
+
+def _without_objects(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint whose hyper-parameters are plain values."""
+    content = dict(checkpoint)
+    for kind in (LightningModule, LightningDataModule):
+        found = content.get(kind.CHECKPOINT_HYPER_PARAMS_KEY)
+        if found is None or _is_plain(found):
+            continue
+        content.pop(kind.CHECKPOINT_HYPER_PARAMS_TYPE, None)  # a container of another package
+        plain = {key: value for key, value in found.items() if _is_plain(value)}
+        content[kind.CHECKPOINT_HYPER_PARAMS_KEY] = plain
+    return content
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be saved, and read where weights only are loaded."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception:  # an object may raise any when it is pickled
+        return False
+    return not _objects_in(buffer)
+
+
+def _objects_in(buffer: io.BytesIO) -> list[str]:
+    """Return the classes and functions in a saved file that loading weights only refuses."""
+    buffer.seek(0)
+    return sorted(get_unsafe_globals_in_checkpoint(buffer))

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.multiprocessing.spawn import ProcessException
 
 from lightning_rob.callbacks.guard import TerminateOnNonFinite
 from lightning_rob.callbacks.loggers import run_folder
@@ -28,7 +29,7 @@ from lightning_rob.cli.trust import install
 from lightning_rob.commands.base import write_config
 from lightning_rob.commands.checkpoints import RECIPE
 from lightning_rob.commands.thresholds import parse_thresholds, violations
-from lightning_rob.errors import InputError, NoGradientError
+from lightning_rob.errors import Fault, InputError, NoGradientError
 from lightning_rob.files import UNWRITABLE, atomic_write_text, raise_thread_errors
 from lightning_rob.modules import RobustModule
 from lightning_rob.processes import supervised_processes
@@ -146,6 +147,8 @@ class RobustCLI(LightningCLI):
             raise InputError(shorten_jsonargparse_error(self._describe(error))) from error
         except RuntimeError as error:
             raise shorten_state_dict_error(error) from error
+        except ProcessException as error:  # of ddp_spawn and its like
+            raise Fault(str(error).strip().rpartition("\n")[2]) from error
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return the subcommand that is asked for: each parser takes as long as parsing."""

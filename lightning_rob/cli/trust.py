@@ -27,6 +27,7 @@ TRUSTED_PARTS = {
     "torchvision": ("transforms", "models"),
     "lightning.pytorch": (
         *("accelerators", "callbacks", "loggers", "plugins", "profilers", "strategies"),
+        "cli.ReduceLROnPlateau",
     ),
     "lightning.fabric": ("plugins",),
     "torchmetrics": ("classification",),

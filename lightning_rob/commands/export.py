@@ -55,6 +55,11 @@ def run(config: ExportConfig, run: Run) -> None:
         f"predictions on {card['compared_images']} test images differ by at most "
         f"{card['largest_difference']:.1e} after loading it back"
     )
+    many, *shape = card["inputs"]["images"]["shape"]
+    print(
+        f"It takes {many} images of {' x '.join(map(str, shape))} at a time, and no others: for "
+        "another size export again, from data of that size"
+    )
 
 
 def first_images(

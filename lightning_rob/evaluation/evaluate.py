@@ -32,6 +32,7 @@ from lightning_rob.evaluation.groups import (
     group_loader,
     on_device,
     regrouped,
+    served_positions,
     serves_once,
     with_index,
 )
@@ -62,9 +63,9 @@ def evaluate(
 ) -> EvaluationResult:
     """Score a defense on clean images and under each attack.
 
-    Images of a `DataLoader` that serves each of them once are attacked in canonical groups by
-    position, so that its batch size and order change nothing. Of any other iterable consecutive
-    images are attacked together. Images are moved to the defense's device.
+    Images of a `DataLoader` over a data set with positions are attacked in canonical groups, each
+    image once, so that batch size, order and repetitions change nothing. Of any other iterable
+    consecutive images are attacked together. Images are moved to the defense's device.
 
     Args:
         model: a `Defense`; a module with a `defense`, such as a `RobustModule`; or a network
@@ -203,14 +204,16 @@ def _batches(
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise ValueError("evaluate gives each process all images: leave out DistributedSampler")
-    if not serves_once(batches):
+    served = served_positions(batches)
+    if served is None:
         if settings.max_images is not None:
             raise ValueError("max_images needs a DataLoader that knows its images: leave it out")
         if protocol is not None and protocol.order != "natural":
             raise ValueError(f"order {protocol.order!r} needs a DataLoader that knows its images")
         yield from regrouped(counted(batches, unpack), size)
         return
-    positions = choose(len(batches.dataset), settings.max_images, settings.seed)
+    chosen = choose(len(served), settings.max_images, settings.seed)
+    positions = torch.tensor(served, dtype=torch.int64)[chosen]
     if protocol is not None:
         for places, batch in protocol.rounds(batches, positions, unpack=unpack):
             yield with_index(batch, places, unpack)

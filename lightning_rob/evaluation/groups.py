@@ -5,7 +5,9 @@ batch may get other logits in the last bit, and another adversarial image. An ev
 cuts the data set into groups by position; processes share groups, not images.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.utils.data import (
 )
 
 from lightning_rob.attacks.base import check_label_type
+from lightning_rob.randomness import derive_seed, own_streams
 
 GROUP_SIZE = 128
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -89,28 +92,29 @@ class GroupQueue:
 def serves_once(loader: Any, world_size: int = 1) -> bool:
     """Return whether a loader serves every image of its data set once, in any order.
 
-    Only then can images be fetched by position instead. An `IterableDataset` has no positions; a
-    sampler that weights, repeats or leaves out images, and a loader with an `__iter__` of its own,
-    decide themselves what is evaluated.
-
     Args:
         loader: as a process has it.
         world_size: how many processes share the images.
     """
+    if not _has_positions(loader) or type(loader.batch_sampler) is not BatchSampler:
+        return False
+    own = loader.batch_size is not None  # not a batch sampler of the user's
+    return own and _in_any_order(loader.sampler, loader.dataset, world_size)
+
+
+def _has_positions(loader: Any) -> bool:
+    """Whether images can be fetched by position: not from a stream, nor where batches are stored.
+
+    A loader with an `__iter__` of its own may serve anything.
+    """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    if type(loader).__iter__ is not DataLoader.__iter__ or loader.batch_size is None:
-        return False
-    if type(loader.batch_sampler) is not BatchSampler:
-        return False
-    return _in_any_order(loader.sampler, loader.dataset, world_size)
+    return type(loader).__iter__ is DataLoader.__iter__ and loader.batch_sampler is not None
 
 
 def _in_any_order(sampler: Any, dataset: Any, world_size: int) -> bool:
     if isinstance(sampler, DistributedSampler):
-        # Lightning puts a loader's own sampler behind a distributed one, as its data set.
-        inside = getattr(sampler.dataset, "_sampler", None)
-        served = sampler.dataset is dataset or _in_any_order(inside, dataset, 1)
+        served = sampler.dataset is dataset or _in_any_order(_undistributed(sampler), dataset, 1)
         return served and sampler.num_replicas == world_size
     if type(sampler) is RandomSampler:
         served = not sampler.replacement and len(sampler) == len(dataset)
@@ -118,8 +122,85 @@ def _in_any_order(sampler: Any, dataset: Any, world_size: int) -> bool:
     return type(sampler) is SequentialSampler and sampler.data_source is dataset
 
 
-def group_loader(loader: DataLoader[Any], groups: list[Tensor] | GroupQueue) -> DataLoader[Any]:
-    """Return a loader of the same data set and workers whose batches are these groups.
+def _undistributed(sampler: Any) -> Any:
+    """Return the loader's own sampler, which Lightning puts behind a distributed one as its data.
+
+    Its copies on several processes may shuffle differently, so that their shares overlap.
+    """
+    inside = getattr(sampler, "dataset", None) if isinstance(sampler, DistributedSampler) else None
+    return getattr(inside, "_sampler", sampler)
+
+
+def served_positions(loader: Any, world_size: int = 1) -> list[int] | None:
+    """Return the sorted positions of the images that a loader serves, each once.
+
+    Its sampler is asked, with random streams of its own: it gives the same images at every call.
+
+    Args:
+        loader: as a process has it.
+        world_size: how many processes share the images; together they serve the union.
+
+    Returns:
+        The positions in the data set; None for a stream, or a sampler without length or numbers.
+    """
+    if not _has_positions(loader):
+        return None
+    if serves_once(loader, world_size):
+        return list(range(len(loader.dataset)))
+    batches = type(loader.batch_sampler) is not BatchSampler
+    sampler = _undistributed(loader.batch_sampler if batches else loader.batch_sampler.sampler)
+    if not hasattr(sampler, "__len__"):
+        return None
+    with own_streams(0), _kept_generators(sampler, getattr(sampler, "sampler", None)):
+        found = list(islice(sampler, len(sampler)))
+    try:
+        return sorted({place.__index__() for place in (chain(*found) if batches else found)})
+    except (AttributeError, TypeError):
+        return None
+
+
+@contextmanager
+def _kept_generators(*samplers: Any) -> Iterator[None]:
+    """Restore the generators of samplers, which a training loader may share."""
+    found = [getattr(sampler, "generator", None) for sampler in samplers]
+    before = [(g, g.get_state()) for g in found if isinstance(g, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
+
+
+def is_repeated(loader: Any, number: int) -> bool:
+    """Return whether a process's batch of this number was served before.
+
+    A distributed sampler over stored batches repeats some so that all processes have equally many,
+    and `CombinedLoader` begins again with a short loader.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and loader.batch_sampler is None:
+        stored: Any = sampler.dataset
+        return bool(number * sampler.num_replicas + sampler.rank >= len(stored))
+    try:
+        return number >= len(loader)
+    except TypeError:  # it has no length
+        return False
+
+
+def fetch(loader: Any, positions: Tensor | Sequence[int]) -> Any:
+    """Return the images at these positions of a loader's data set, as a batch of the loader.
+
+    Draws of the data set from the global random streams are a function of the positions, and the
+    streams are left as they were.
+    """
+    places = torch.as_tensor(positions).tolist()
+    many = getattr(loader.dataset, "__getitems__", None)
+    with own_streams(derive_seed(*places)):
+        return loader.collate_fn(many(places) if many else [loader.dataset[i] for i in places])
+
+
+def group_loader(loader: DataLoader[Any], groups: list[Tensor] | GroupQueue) -> Iterator[Any]:
+    """Yield these groups of a loader's data set, fetched by its workers.
 
     Args:
         loader: the one that the user gave.
@@ -127,16 +208,19 @@ def group_loader(loader: DataLoader[Any], groups: list[Tensor] | GroupQueue) -> 
     """
     queued = isinstance(groups, GroupQueue)
     workers = min(loader.num_workers, 1 if queued else len(groups))
+    if not workers:
+        yield from (fetch(loader, group) for group in groups)
+        return
     batches: Any = groups if isinstance(groups, GroupQueue) else [g.tolist() for g in groups]
-    return DataLoader(
+    yield from DataLoader(
         loader.dataset,
         batch_sampler=batches,
         num_workers=workers,
-        prefetch_factor=(1 if queued else 2) if workers else None,
+        prefetch_factor=1 if queued else 2,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context if workers else None,
+        multiprocessing_context=loader.multiprocessing_context,
         generator=torch.Generator(),  # else each pass draws from the global stream
     )
 

@@ -1,6 +1,6 @@
 """The protocol between attacker and defender: who sees what, who adapts, in which rounds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
 from lightning_rob.defenses import Defense
-from lightning_rob.evaluation.groups import Unpack, unpacked
+from lightning_rob.evaluation.groups import Unpack, fetch, unpacked
 from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator, Streams, derive_seed, seeded_global_rng
 from lightning_rob.threat import Threat
@@ -271,13 +271,6 @@ class RoundProtocol:
             sees = "sees its state" if self.attacker_sees_state else "rehearses its state"
             described |= {"attacker": sees, "sequences": processes}
         return described
-
-
-def fetch(loader: Any, positions: Tensor | Sequence[int]) -> Any:
-    """Return the images at these positions of a loader's data set, as a batch of the loader."""
-    places = torch.as_tensor(positions).tolist()
-    many = getattr(loader.dataset, "__getitems__", None)
-    return loader.collate_fn(many(places) if many else [loader.dataset[i] for i in places])
 
 
 def check_rounds(rounds: int, processes: int, images: int) -> None:

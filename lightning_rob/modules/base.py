@@ -1,14 +1,17 @@
 """Base class of all training methods."""
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
@@ -31,8 +34,9 @@ class RobustModule(LightningModule, ABC):
 
     Args:
         optimizer: parameters -> optimizer.
-        lr_scheduler: optimizer -> schedule, stepped once an epoch; None keeps the
-            learning rate.
+        lr_scheduler: optimizer -> schedule, stepped once an epoch, `OneCycleLR` and `CyclicLR` once
+            a batch, `lightning.pytorch.cli.ReduceLROnPlateau` by the value that it monitors; None
+            keeps the learning rate.
     """
 
     defense: Defense
@@ -189,7 +193,33 @@ class RobustModule(LightningModule, ABC):
         return self.defense
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer of `trainable_network()` and its schedule, stepped by epoch."""
+        """Return the optimizer of `trainable_network()` and its schedule.
+
+        Raises:
+            MisconfigurationException: the schedule waits for a plateau of an unnamed value.
+        """
         optimizer = self.optimizer(self.trainable_network().parameters())
         schedule = self.lr_scheduler and self.lr_scheduler(optimizer)
-        return {"optimizer": optimizer} | ({"lr_scheduler": schedule} if schedule else {})
+        if not schedule:
+            return {"optimizer": optimizer}
+        config: dict[str, Any] = {"scheduler": schedule}
+        if isinstance(schedule, OneCycleLR | CyclicLR):
+            config["interval"] = "step"
+        if isinstance(schedule, ReduceLROnPlateau):
+            config["monitor"] = monitor = getattr(schedule, "monitor", None)
+            if monitor is None:
+                raise MisconfigurationException(
+                    "ReduceLROnPlateau needs the name of a logged value: use "
+                    "lightning.pytorch.cli.ReduceLROnPlateau, with monitor=val/robust/worst and "
+                    "mode=max"
+                )
+            config["frequency"] = self._epochs_between(monitor)
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def _epochs_between(self, monitor: str) -> int:
+        """Return after how many epochs a value is new: a schedule would take an old one again."""
+        if not monitor.startswith("val/robust/"):
+            return 1
+        callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
+        every = [getattr(callback, "every_n_epochs", 1) for callback in callbacks]
+        return math.lcm(self.trainer.check_val_every_n_epoch or 1, *every)

@@ -1,7 +1,9 @@
 """Callbacks on modules and batches that are not of this package, and plain loops."""
 
 import json
+import random
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -10,11 +12,17 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities import CombinedLoader
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_rob import PGD, Ensemble, RobustEval, Single, Threat, evaluate
-from lightning_rob.callbacks import RobustAudit, RobustCheckpoint, TransferMatrixEval
+from lightning_rob.callbacks import (
+    RobustAudit,
+    RobustCheckpoint,
+    TransferMatrixEval,
+    VotingRuleEval,
+)
 from tests.tiny import TinyNet
 
 THREAT = Threat("linf", 16 / 255)
@@ -59,6 +67,39 @@ class Dictionaries(Dataset):
         return {"image": (x - 0.5) / 0.25, "label": y}
 
 
+class Noisy(Dataset):
+    """The same images, with noise of the usual three streams."""
+
+    def __len__(self):
+        return len(DATA)
+
+    def __getitem__(self, i):
+        x, y = DATA[i]
+        noise = [torch.rand(1), torch.tensor([np.random.rand(), random.random()])]
+        return (x + 0.1 * torch.cat(noise).view(3, 1, 1)).float().clamp(0, 1), y
+
+
+class Stored(Dataset):
+    """The same images, stored in batches of 9; the last one has 4."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, i):
+        return DATA[9 * i : 9 * i + 9]
+
+
+class Repeated:
+    """Loaders one after the other, as anything that can be iterated."""
+
+    def __init__(self, *loaders):
+        self.loaders = loaders
+
+    def __iter__(self):
+        for loader in self.loaders:
+            yield from loader
+
+
 def trainer(*callbacks, **options):
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     given = {"enable_checkpointing": False} | quiet | options
@@ -84,16 +125,67 @@ def test_a_module_that_knows_nothing_of_defenses():
         assert logged[f"test/robust/{name}"] == pytest.approx(found.accuracy(name))
 
 
-def test_it_trains_as_without_the_callback(tmp_path):
+def watching(folder):
+    """One callback of each kind that attacks."""
+    audit = RobustAudit(THREAT, 2, 10, max_images=8)
+    matrix, votes = TransferMatrixEval(ATTACKS), VotingRuleEval(ATTACKS)
+    return RobustEval(ATTACKS), audit, matrix, votes, RobustCheckpoint(dirpath=folder)
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__`")
+@pytest.mark.parametrize("stream", [False, True])
+def test_it_trains_as_without_the_callbacks(stream, tmp_path):
+    """Also where validation images draw from the streams that training draws from."""
     weights = []
-    for callbacks in ((), (RobustEval(ATTACKS), RobustCheckpoint(dirpath=tmp_path))):
-        torch.manual_seed(1)
+    for callbacks in ((), watching(tmp_path)):
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(1)
         module = Classifier()
         run = trainer(*callbacks, max_epochs=2, enable_checkpointing=bool(callbacks))
-        run.fit(module, DataLoader(DATA, 10, shuffle=True), DataLoader(DATA, 10))
+        val = DataLoader(Noisy(), 10)
+        run.fit(module, DataLoader(Noisy(), 10, shuffle=True), Repeated(val) if stream else val)
         weights.append(module.net.state_dict())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert len(list(tmp_path.glob("*.ckpt"))) == 1
+
+
+def test_images_that_draw_at_random_are_the_same_in_every_epoch():
+    found = []
+    for size in (7, 40):
+        callback = RobustEval(ATTACKS)
+        evaluated(callback, loaders=DataLoader(Noisy(), size))
+        found.append(callback.result.scores)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("loader", "images"),
+    [
+        (Repeated(DataLoader(DATA, 7)), 40),
+        (Repeated(DataLoader(DATA, 7), DataLoader(DATA, 7)), 80),
+        (DataLoader(Stored(), batch_size=None), 40),
+    ],
+)
+def test_streams_and_stored_batches(loader, images):
+    whole, few = RobustEval(ATTACKS), RobustEval(ATTACKS, max_images=12, group_size=5)
+    run = trainer(whole, few)
+    run.test(Classifier(), loader, verbose=False)
+    assert whole.result.index.tolist() == list(range(images))
+    assert len(set(few.result.index.tolist())) == 12
+    places = few.result.index % 40
+    assert torch.equal(few.result.rows.label, DATA[:][1][places])
+    assert run.callback_metrics["test/robust/clean"] == expected().accuracy("clean")
+
+
+@pytest.mark.parametrize("mode", ["sequential", "min_size", "max_size", "max_size_cycle"])
+@pytest.mark.parametrize("stored", [False, True])
+def test_modes_of_combined_loaders(mode, stored):
+    second = DataLoader(Stored(), batch_size=None) if stored else DataLoader(DATA, 20)
+    loaders = CombinedLoader({"few": DataLoader(DATA, 5), "many": second}, mode)
+    callbacks = [RobustEval(ATTACKS, dataloader_idx=i) for i in (0, 1)]
+    run = trainer(*callbacks, max_epochs=1)
+    run.fit(Classifier(), DataLoader(DATA, 10), loaders)
+    assert [len(c.result.index) for c in callbacks] == [40, 40]
 
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
@@ -162,6 +254,38 @@ def test_sharded_weights_are_refused():
     run.strategy.__class__ = type("Sharded", (FSDPStrategy,), {})
     with pytest.raises(MisconfigurationException, match="Sharded shards them: train with"):
         callback.setup(run, Classifier(), "fit")
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("64-true", torch.float64), ("bf16-true", torch.float32), ("16-true", torch.float32)],
+)
+def test_precisions_of_the_trainer(precision, dtype):
+    """Images are at least of the trainer's precision, and of float32."""
+    seen = []
+
+    class Seen(RobustEval):
+        def attack_batch(self, trainer, pl_module, batch):
+            seen.append(batch[0].dtype)
+            super().attack_batch(trainer, pl_module, batch)
+
+    run = trainer(Seen(ATTACKS), max_epochs=1, precision=precision)
+    run.fit(Classifier(), DataLoader(DATA, 10), DataLoader(DATA, 10))
+    assert set(seen) == {dtype}
+    assert "val/robust/worst" in run.callback_metrics
+
+
+def test_a_trainer_that_logs_nothing_is_refused():
+    with pytest.raises(MisconfigurationException, match="barebones=True"):
+        run = Trainer(
+            accelerator="cpu", barebones=True, max_epochs=1, callbacks=RobustEval(ATTACKS)
+        )
+        run.fit(Classifier(), DataLoader(DATA, 10), DataLoader(DATA, 10))
+
+
+def test_a_module_of_another_lightning_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"import lightning\.pytorch as pl"):
+        RobustEval(ATTACKS).setup(trainer(), TinyNet(), "fit")
 
 
 def test_bad_inputs():

@@ -14,7 +14,7 @@ from lightning_rob import ARC, PGD, Threat, evaluate
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.cli import main
 from lightning_rob.cli.trust import VARIABLE as ALLOWED
-from lightning_rob.environment import VARIABLE, callbacks
+from lightning_rob.environment import VARIABLE, callbacks, none_for_pytorch_lightning
 from lightning_rob.errors import InputError
 from tests.callbacks.test_any_module import DATA, Classifier
 from tests.tiny import TinyNet, recipe
@@ -163,3 +163,11 @@ def test_the_recipe_of_a_foreign_run_names_both(foreign):
     content = yaml.safe_load((foreign / "config.yaml").read_text())
     assert content["model"]["class_path"].endswith("Classifier")
     assert content["data"]["class_path"].endswith("OwnImages")
+
+
+def test_a_trainer_of_pytorch_lightning_is_told_that_plug_ins_are_not_for_it(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert none_for_pytorch_lightning() == []
+    monkeypatch.setenv(VARIABLE, "pgd")
+    with pytest.raises(ImportError, match=r"write `import lightning\.pytorch as pl`"):
+        none_for_pytorch_lightning()

@@ -1,11 +1,21 @@
 """Manifests beside checkpoints: written, removed and checked with them."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-from lightning_rob.files import check_file, check_manifest, manifest_path, write_manifest
+from lightning_rob.cli import checkpoints
+from lightning_rob.errors import InputError
+from lightning_rob.files import (
+    atomic_write,
+    check_file,
+    check_manifest,
+    manifest_path,
+    write_manifest,
+)
 from lightning_rob.nets import load_weights
 from tests.cli.bad_inputs import flipped, trained
 from tests.cli.test_main import fails
@@ -128,16 +138,48 @@ def test_an_importer_reads_no_changed_weights(tmp_path):
 
 
 def test_a_kill_between_checkpoint_and_manifest_is_no_false_alarm(tmp_path, monkeypatch):
-    from lightning_rob.cli import checkpoints
-
     path = tmp_path / "last.ckpt"
     checkpoints.SafeCheckpointIO().save_checkpoint({"state_dict": {"x": torch.zeros(3)}}, path)
-    for name in ("atomic_save", "write_manifest"):
+    for name in ("atomic_write", "write_manifest"):
         with monkeypatch.context() as patched:
             patched.setattr(checkpoints, name, killed)
             with pytest.raises(KeyboardInterrupt):
                 checkpoints.SafeCheckpointIO().save_checkpoint({"state_dict": {}}, path)
         assert isinstance(checkpoints.read_checkpoint(str(path))["state_dict"], dict)
+
+
+def test_a_requeued_job_finds_the_checkpoint_that_lightning_has_written(tmp_path):
+    """Lightning takes all digits in a name with "ckpt_" for the number of a checkpoint."""
+    next_path = _CheckpointConnector.hpc_save_path
+    checkpoints.SafeCheckpointIO().save_checkpoint({"state_dict": {}}, next_path(tmp_path))
+    found = []
+
+    def write(draft):
+        draft.write_text("half")
+        found.append(Path(next_path(tmp_path)).name)  # as after a kill
+
+    atomic_write(tmp_path / "hpc_ckpt_2.ckpt", write)
+    check_manifest(tmp_path / "hpc_ckpt_1.ckpt")
+    assert manifest_path(tmp_path / "hpc_ckpt_1.ckpt").exists()
+    assert [*found, Path(next_path(tmp_path)).name] == ["hpc_ckpt_2.ckpt", "hpc_ckpt_3.ckpt"]
+
+
+def test_hyper_parameters_that_are_objects_are_left_out(tmp_path):
+    """Nothing would read the checkpoint; the recipe in it builds them."""
+    found = {"act": torch.nn.GELU(), "make": lambda: 0, "folder": tmp_path, "lr": 0.1}
+    saved = {"state_dict": {"x": torch.ones(3)}, "hyper_parameters": found}
+    checkpoints.SafeCheckpointIO().save_checkpoint(saved, tmp_path / "last.ckpt")
+    content = checkpoints.read_checkpoint(str(tmp_path / "last.ckpt"))
+    assert content["hyper_parameters"] == {"lr": 0.1}
+    assert content["state_dict"]["x"].sum() == 3
+    assert saved["hyper_parameters"] is found
+
+
+def test_a_checkpoint_that_nothing_could_read_is_not_written(tmp_path):
+    saved = {"state_dict": {}, "words": {"all": [torch.nn.GELU()]}}
+    with pytest.raises(InputError, match=r"its 'words' holds a torch\.nn\.\S+GELU, which loading"):
+        checkpoints.SafeCheckpointIO().save_checkpoint(saved, tmp_path / "last.ckpt")
+    assert not list(tmp_path.iterdir())
 
 
 def killed(*_):

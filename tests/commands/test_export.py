@@ -252,7 +252,9 @@ def test_the_command_exports_a_checkpoint(tmp_path, capsys, monkeypatch):
     out = tmp_path / "defense.pt2"
     monkeypatch.chdir(tmp_path)
     run("export", "--ckpt_path", checkpoint, "--out", out, "--trainer.accelerator=cpu")
-    assert "Ensemble under random_member, 2 draws" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Ensemble under random_member, 2 draws" in printed
+    assert "It takes 1 to 4096 images of 3 x 8 x 8 at a time, and no others" in printed
     run("predict", "--ckpt_path", checkpoint, "--trainer.accelerator=cpu")
     rows = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()[1:]
     predicted = torch.tensor([[float(cell) for cell in row.split(",")[2:]] for row in rows])

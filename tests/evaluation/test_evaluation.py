@@ -12,10 +12,12 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -37,7 +39,7 @@ from lightning_rob.evaluation import (
     serves_once,
     worst_case,
 )
-from lightning_rob.evaluation.groups import GroupQueue
+from lightning_rob.evaluation.groups import GroupQueue, served_positions
 from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack
 from lightning_rob.metrics import robust_accuracy, wilson, wilson_over_draws
 from lightning_rob.modules import AdversarialTraining
@@ -118,32 +120,54 @@ class Stream(IterableDataset):
 DATA = TensorDataset(torch.arange(12))
 
 
+class Own(BatchSampler):
+    pass
+
+
+class Shouting(Dataset):
+    """Images under names instead of numbers."""
+
+    def __getitem__(self, name):
+        return name.upper()
+
+
+ALL = list(range(12))
+SHARED = torch.Generator().manual_seed(1)
+
+
 @pytest.mark.parametrize(
-    ("loader", "expected"),
+    ("loader", "once", "served"),
     [
-        (DataLoader(DATA, 5), True),
-        (DataLoader(DATA, 5, shuffle=True), True),
-        (DataLoader(DATA, 5, sampler=DistributedSampler(DATA, 1, 0)), True),
-        (DataLoader(DATA, 5, sampler=DistributedSampler(DATA, 2, 0)), False),
-        (DataLoader(DATA, 5, sampler=SequentialSampler(range(10))), False),
-        (DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, False)), False),
-        (DataLoader(DATA, 5, sampler=RandomSampler(DATA, replacement=True)), False),
-        (DataLoader(DATA, 5, sampler=RandomSampler(DATA, num_samples=5)), False),
-        (DataLoader(DATA, 5, sampler=WeightedRandomSampler([1.0] * 12, 12)), False),
-        (DataLoader(DATA, 5, sampler=[3, 1, 2]), False),
-        (DataLoader(Stream(), 5), False),
-        ([DATA[:5]], False),
+        (DataLoader(DATA, 5), True, ALL),
+        (DataLoader(DATA, 5, shuffle=True, drop_last=True), True, ALL),
+        (DataLoader(DATA, 5, sampler=DistributedSampler(DATA, 1, 0)), True, ALL),
+        (
+            DataLoader(DATA, 5, sampler=DistributedSampler(DATA, 2, 0, shuffle=False)),
+            False,
+            ALL[::2],
+        ),
+        (DataLoader(DATA, 5, sampler=SequentialSampler(range(10))), False, ALL[:10]),
+        (DataLoader(DATA, batch_sampler=Own(SequentialSampler(DATA), 4, True)), False, ALL),
+        (DataLoader(DATA, batch_sampler=BatchSampler([8, 3, 3], 2, False)), False, [3, 8]),
+        (DataLoader(DATA, 5, sampler=RandomSampler(DATA, num_samples=5)), False, 5),
+        (DataLoader(DATA, 5, sampler=WeightedRandomSampler([1.0] + [0.0] * 11, 12)), False, [0]),
+        (DataLoader(DATA, 5, sampler=SubsetRandomSampler([7, 2], SHARED)), False, [2, 7]),
+        (DataLoader(DATA, 5, sampler=[3, 1, 2]), False, [1, 2, 3]),
+        (DataLoader(Shouting(), 5, sampler=["a", "b"]), False, None),
+        (DataLoader(DATA, 5, sampler=iter(range(12))), False, None),
+        (DataLoader([torch.zeros(3, 1)] * 4, batch_size=None), False, None),
+        (DataLoader(Stream(), 5), False, None),
+        ([DATA[:5]], False, None),
     ],
 )
-def test_images_are_regrouped_only_where_the_loader_serves_each_once(loader, expected):
-    assert serves_once(loader) is expected
-
-
-def test_a_batch_sampler_of_ones_own_is_respected():
-    class Own(BatchSampler):
-        pass
-
-    assert not serves_once(DataLoader(DATA, batch_sampler=Own(SequentialSampler(DATA), 4, False)))
+def test_which_images_a_loader_serves(loader, once, served):
+    states = torch.get_rng_state(), SHARED.get_state()
+    assert serves_once(loader) is once
+    found = served_positions(loader)
+    assert found == served_positions(loader)
+    assert found == served or len(found) == served
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert torch.equal(states[1], SHARED.get_state())
 
 
 def integers(items):  # a worker of Python 3.14 imports it
@@ -493,9 +517,17 @@ def test_images_of_a_stream_are_attacked_as_they_come():
     callback = RobustEval({"pgd": NOTHING})
     evaluate(AdversarialTraining(TinyNet), callback, data=Endless())
     assert (callback.results[0].details["group_size"], callback.results[0].n) == (None, 33)
-    with pytest.raises(ValueError, match="max_images needs a data set that knows its length"):
-        few = RobustEval({"pgd": NOTHING}, max_images=5)
+
+
+def test_some_images_of_a_stream_are_a_random_choice():
+    chosen = []
+    for seed in (0, 0, 1):
+        few = RobustEval({"pgd": NOTHING}, max_images=5, seed=seed)
         evaluate(AdversarialTraining(TinyNet), few, data=Endless())
+        chosen.append(few.result.index.tolist())
+    assert len(set(chosen[0])) == 5
+    assert max(chosen[0]) > 8  # of any batch
+    assert chosen[0] == chosen[1] != chosen[2]
 
 
 def test_limits_on_batches_hold_before_images_are_chosen():
@@ -513,11 +545,9 @@ class Weighted(Blobs):
         return DataLoader(part, 8, sampler=sampler)
 
 
-def test_a_sampler_that_cannot_be_regrouped_is_said_so():
-    callback = RobustEval({"pgd": NOTHING})
+def test_an_image_that_a_sampler_repeats_counts_once():
+    callback = RobustEval({"pgd": NOTHING}, group_size=7)
     evaluate(AdversarialTraining(TinyNet), callback, data=Weighted())
-    assert callback.results[0].details["group_size"] is None
-    assert 0 < callback.results[0].n <= 20
-    regrouped = RobustEval({"pgd": NOTHING}, group_size=7)
-    evaluate(AdversarialTraining(TinyNet), regrouped)
-    assert (regrouped.results[0].details["group_size"], regrouped.results[0].n) == (7, 33)
+    (result, *_), index = callback.results, callback.result.index.tolist()
+    assert (result.details["group_size"], result.n) == (7, len(set(index)))
+    assert 0 < result.n < 20

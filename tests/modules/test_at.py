@@ -7,10 +7,12 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from lightning.pytorch.cli import ReduceLROnPlateau
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from lightning_rob.attacks import PGD
+from lightning_rob.callbacks import RobustEval
 from lightning_rob.defenses import RandomTransforms
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.modules.weight_perturbation import loss_at_perturbed_weights
@@ -19,7 +21,7 @@ from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, VerticalFlip
 from tests.modules.support import Spy, batch
-from tests.tiny import TinyNet
+from tests.tiny import Blobs, TinyNet
 
 THREAT = Threat("linf", 16 / 255)
 
@@ -283,3 +285,35 @@ def test_awp_refuses_weights_of_16_bits(precision):
     trainer = Trainer(accelerator="cpu", precision=precision, logger=False)
     with pytest.raises(MisconfigurationException, match=f"awp is for .* got {precision}"):
         AdversarialTraining(TinyNet, Spy(), awp=0.005).check_trainer(trainer)
+
+
+def rates(schedule, callback, epochs):
+    """Return the learning rate after each step of a training with a schedule."""
+    found = []
+
+    class Noted(AdversarialTraining):
+        def on_train_batch_start(self, batch, batch_idx):
+            found.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    module = Noted(TinyNet, optimizer=lambda p: torch.optim.SGD(p, 1e-7), lr_scheduler=schedule)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    quiet |= {"enable_checkpointing": False, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
+    run = Trainer(accelerator="cpu", max_epochs=epochs, callbacks=[callback], **quiet)
+    run.fit(module, Blobs(train_size=48))
+    return found
+
+
+def test_a_schedule_waits_for_new_robust_accuracies():
+    """The accuracy never improves; it is measured in every second epoch."""
+    callback = RobustEval({"pgd": PGD(Threat("linf", 0.1), 1, 0.1)}, every_n_epochs=2)
+    options = {"mode": "max", "patience": 0, "factor": 0.5}
+    plateau = partial(ReduceLROnPlateau, monitor="val/robust/worst", **options)
+    assert rates(plateau, callback, 6) == [1e-7] * 4 + [5e-8] * 2
+    with pytest.raises(MisconfigurationException, match="needs the name of a logged value"):
+        rates(torch.optim.lr_scheduler.ReduceLROnPlateau, callback, 1)
+
+
+def test_a_schedule_of_one_cycle_steps_with_each_batch():
+    callback = RobustEval({"pgd": PGD(Threat("linf", 0.1), 1, 0.1)}, every_n_epochs=9)
+    cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=4)
+    assert len(set(rates(cycle, callback, 3))) == 3

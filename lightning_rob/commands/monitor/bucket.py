@@ -17,7 +17,7 @@ from lightning_rob.commands.monitor.source import (
     Version,
 )
 from lightning_rob.errors import InputError
-from lightning_rob.files import MANIFEST_SUFFIX, UNWRITABLE
+from lightning_rob.files import UNWRITABLE, manifest_name
 
 SUFFIX = ".ckpt"
 CHECKPOINT = re.compile(r"(checkpoints/(.*/)?)?[^/]+\.ckpt")  # as in a local run
@@ -63,7 +63,7 @@ class Bucket(RemoteSource):
         """Write an object and its manifest into a folder."""
         name, stamp = version
         try:
-            for part in (name, name + MANIFEST_SUFFIX):
+            for part in (name, _manifest_of(name)):
                 if part in self.infos:
                     self.files.get_file(self._place_of(part), str(folder / Path(part).name))
         except Exception as error:  # of any package
@@ -94,7 +94,8 @@ class Bucket(RemoteSource):
         name = PurePosixPath(self.root).name
         found = {name: self.files.info(self.root)}
         with suppress(FileNotFoundError):
-            found[name + MANIFEST_SUFFIX] = self.files.info(self.root + MANIFEST_SUFFIX)
+            manifest = manifest_name(name)
+            found[manifest] = self.files.info(self.root.removesuffix(name) + manifest)
         return found
 
     def _place_of(self, name: str) -> str:
@@ -106,8 +107,12 @@ class Bucket(RemoteSource):
 
     def _stamp(self, name: str) -> Stamp:
         """Return what changes when an object or its manifest does."""
-        infos = (self.infos.get(part, {}) for part in (name, name + MANIFEST_SUFFIX))
+        infos = (self.infos.get(part, {}) for part in (name, _manifest_of(name)))
         return tuple(part for info in infos for part in _version(info))
+
+
+def _manifest_of(name: str) -> str:
+    return str(PurePosixPath(name).with_name(manifest_name(PurePosixPath(name).name)))
 
 
 def _version(info: Info) -> tuple[Any, ...]:
