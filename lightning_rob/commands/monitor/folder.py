@@ -14,6 +14,7 @@ import yaml
 from lightning_rob.commands.checkpoints import config_in_checkpoint, read_checkpoint
 from lightning_rob.commands.monitor.history import Fields, History, Identity, identity, timestamp
 from lightning_rob.commands.monitor.source import Refused, Source, Stamp, Unreachable, Version
+from lightning_rob.errors import visible
 from lightning_rob.files import digest
 
 SETTLE = 10.0  # seconds after which an unreadable file that does not change is broken
@@ -260,7 +261,7 @@ class CheckpointFolder:
 
 def broken_event(name: str, reason: str) -> Fields:
     """Return the event of a checkpoint that cannot be evaluated."""
-    alarm = [f"{name} cannot be evaluated: {reason}"]
+    alarm = [visible(f"{name} cannot be evaluated: {reason}")]
     return {"event": "broken", "checkpoint": name, "date": timestamp(), "alarm": alarm}
 
 

@@ -50,9 +50,9 @@ def _write(runs: Sequence[Run], out: Path) -> tuple[Path, Path]:
     beside = out.with_suffix(".md")
     out.parent.mkdir(parents=True, exist_ok=True)
     sections = list(_sections(runs, out.parent))
-    out.write_text(page(_title(runs), sections), encoding="utf-8")
+    out.write_text(page(_title(runs), sections), "utf-8", "backslashreplace")
     texts = [block.markdown for blocks in sections for block in blocks if block.markdown]
-    beside.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    beside.write_text("\n\n".join(texts) + "\n", "utf-8", "backslashreplace")
     return out, beside
 
 

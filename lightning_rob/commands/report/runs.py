@@ -64,7 +64,7 @@ def readable(fields: Fields) -> Fields:
 
 def records_in(path: Path) -> Iterator[Fields]:
     """Yield the records of a file; half-written and foreign lines are passed over."""
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             fields = json.loads(line)
         except ValueError:
@@ -268,7 +268,7 @@ def read_run(folder: Path) -> Run:
         others={stem: fields for stem, fields in found if fields.get("kind") == "gallery"},
         recipe=text,
         config=_parsed(text),
-        pictures=sorted(folder.glob("*.png")),
+        pictures=sorted(filter(Path.is_file, folder.glob("*.png"))),
     )
 
 
@@ -279,7 +279,7 @@ def _of_kind(records: Iterable[Fields], kind: str) -> list[Fields]:
 def _audit(path: Path) -> Fields:
     """Return the audit's record; empty where there is none."""
     try:
-        found = json.loads(path.read_text(errors="replace"))
+        found = json.loads(path.read_text(errors="replace")) if path.is_file() else None
     except (OSError, ValueError):
         return {}
     is_audit = isinstance(found, dict) and found.get("schema") == SCHEMA
