@@ -84,7 +84,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
             content = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(content, dict):
             yield content

@@ -271,6 +271,6 @@ def read_result_file(path: Path | str) -> ResultFile:
     except FileNotFoundError as error:
         card_path = path.with_suffix(".json")
         raise ValueError(f"{path} is not a record: it has no card {card_path.name}") from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, csv.Error) as error:
         raise ValueError(f"{path} is not a record of an evaluation: {error}") from error
     return ResultFile(path, card, index, label, scores, checksum)

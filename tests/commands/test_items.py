@@ -12,10 +12,12 @@ import yaml
 from torch import nn
 
 from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.commands import report as reports
 from lightning_rob.commands.monitor import folder
 from lightning_rob.commands.monitor.source import LocalFolder
 from lightning_rob.commands.report import report
 from lightning_rob.commands.scores import ScoreFiles
+from lightning_rob.commands.tune_trials import Record, Study, Trial
 from lightning_rob.errors import visible
 from lightning_rob.evaluation.per_image import as_text, name_of
 from lightning_rob.files import write_manifest
@@ -239,3 +241,51 @@ CALLS = []
 
 def called(*args, **kwargs):
     CALLS.append(args)
+
+
+def test_a_run_with_broken_records_does_not_stop_the_report(tmp_path, monkeypatch, capsys):
+    fields = {"schema": 1, "kind": "accuracy", "name": "pgd", "stage": "test", "accuracy": 0.5}
+    for name in ("good", "nested", "odd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "robust.jsonl").write_text(json.dumps(fields) + "\n")
+    with (tmp_path / "nested/robust.jsonl").open("a") as file:
+        file.write("[" * 200_000 + "\n")
+    (tmp_path / "nested/config.yaml").write_text("[" * 5000)
+    os.mkfifo(tmp_path / "nested/votes.jsonl")
+    os.mkfifo(tmp_path / "nested/audit.json")
+    os.mkfifo(tmp_path / "nested/x.png")
+    (tmp_path / "odd/robust.jsonl").write_text(json.dumps(fields | {"n": 1, "seed": [{}]}) + "\n")
+    _, beside = report([tmp_path], tmp_path / "report.html")
+    text = beside.read_text()
+    assert all(name in text for name in ("good", "nested", "odd"))
+
+    def fails(found, *args):
+        if found.folder.name == "odd":
+            raise LookupError("odd \x1b[2J")
+        return run_section(found, *args)
+
+    run_section = reports.run_section
+    monkeypatch.setattr(reports, "run_section", fails)
+    _, beside = report([tmp_path], tmp_path / "report.html")
+    assert "its records cannot be shown: LookupError: odd" in beside.read_text()
+    assert beside.read_text().count("50.0%") >= 2
+    error = capsys.readouterr().err
+    assert "odd \\x1b[2J" in error and "\x1b" not in error
+
+
+def test_a_later_trial_without_the_objective_is_a_failed_trial(tmp_path):
+    class Space:
+        def score(self, metrics):
+            if "acc" not in metrics:
+                raise ValueError("no acc is logged")
+            return metrics["acc"]
+
+    def study(path):
+        return Study(Space(), None, Record(path, "s"), None)
+
+    first = study(tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match="no acc"):
+        first.add(Trial(0, {}, {}, 1.0, versions={}))
+    first.add(Trial(0, {}, {"acc": 0.5}, 1.0, versions={}))
+    first.add(Trial(1, {}, {}, 1.0, versions={}))
+    assert [trial.error for trial in first.record.ended] == [None, "no acc is logged"]

@@ -67,7 +67,7 @@ def records_in(path: Path) -> Iterator[Fields]:
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             fields = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(fields, dict) and fields.get("schema") == SCHEMA:
             yield readable(fields)
@@ -280,7 +280,7 @@ def _audit(path: Path) -> Fields:
     """Return the audit's record; empty where there is none."""
     try:
         found = json.loads(path.read_text(errors="replace")) if path.is_file() else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     is_audit = isinstance(found, dict) and found.get("schema") == SCHEMA
     if is_audit and found.get("kind") == "audit" and isinstance(found.get("findings"), list):
@@ -304,7 +304,7 @@ def _last(records: Iterable[Fields], *names: str) -> list[Fields]:
 def _parsed(text: str) -> Fields:
     try:
         content = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
