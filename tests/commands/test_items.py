@@ -1,9 +1,12 @@
 """One item never stops the others: broken checkpoints, odd names, files of strangers."""
 
+import csv
 import json
 import os
 import shutil
 import zipfile
+from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import pytest
@@ -11,18 +14,24 @@ import torch
 import yaml
 from torch import nn
 
+import lightning_rob
+from lightning_rob.attacks import PGD
 from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.cli.load import load_module
 from lightning_rob.commands import report as reports
 from lightning_rob.commands.monitor import folder
 from lightning_rob.commands.monitor.source import LocalFolder
 from lightning_rob.commands.report import report
 from lightning_rob.commands.scores import ScoreFiles
 from lightning_rob.commands.tune_trials import Record, Study, Trial
-from lightning_rob.errors import visible
-from lightning_rob.evaluation.per_image import as_text, name_of
+from lightning_rob.errors import InputError, visible
+from lightning_rob.evaluation.per_image import as_text, name_of, read_result_file
 from lightning_rob.files import write_manifest
 from lightning_rob.modules import AdversarialTraining
+from lightning_rob.nets import weights
 from lightning_rob.nets.weights import read_file
+from lightning_rob.threat import Threat
+from tests.cli.hostile import CANARY, evil
 from tests.commands.test_notify import Receiver
 from tests.tiny import pgd, recipe, robust_eval, run
 
@@ -289,3 +298,37 @@ def test_a_later_trial_without_the_objective_is_a_failed_trial(tmp_path):
     first.add(Trial(0, {}, {"acc": 0.5}, 1.0, versions={}))
     first.add(Trial(1, {}, {}, 1.0, versions={}))
     assert [trial.error for trial in first.record.ended] == [None, "no acc is logged"]
+
+
+DOORS = {
+    "load": lightning_rob.load,
+    "load_module": load_module,
+    "load_weights": lambda path: weights.load_weights(nn.Linear(1, 1), path),
+    "members": lambda path: weights.member_prefixes([nn.Linear(1, 1)], path),
+    "stage": weights.started_members,
+    "load_from_checkpoint": lambda path: AdversarialTraining.load_from_checkpoint(path),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_checkpoint_with_code_is_refused_at_every_door(door, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("evil.ckpt").write_bytes(evil())
+    with pytest.raises((ValueError, InputError, UnpicklingError)):
+        DOORS[door]("evil.ckpt")
+    assert not Path(CANARY).exists()
+
+
+def test_an_attack_named_as_a_formula_is_data_in_the_record(tmp_path):
+    name = "=HYPERLINK(1)"
+    x, y = torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 3])
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 4)).eval()
+    attacks = {name: PGD(Threat("linf", 0.3), 2, 0.3)}
+    result = lightning_rob.evaluate(net, attacks, [(x, y)])
+    result.save(tmp_path / "r.csv")
+    cells = [
+        cell for row in csv.reader((tmp_path / "r.csv").read_text().splitlines()) for cell in row
+    ]
+    assert f"'{name}" in cells
+    assert not [cell for cell in cells if cell.startswith(("=", "+", "@"))]
+    assert read_result_file(tmp_path / "r.csv").attacks == [name]

@@ -44,7 +44,7 @@ class Display:
             self.has_head = True
         low, high = results["worst"]["interval"]
         cells = {
-            "checkpoint": self.prefix + _short(event["checkpoint"]),
+            "checkpoint": self.prefix + visible(_short(event["checkpoint"])),
             "epoch": str(event["epoch"]),
             "step": str(event["step"]),
             "clean": f"{100 * results['clean']['accuracy']:.1f}",

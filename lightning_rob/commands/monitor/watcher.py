@@ -550,6 +550,7 @@ class Watcher:
 def _reason(error: Exception) -> str:
     """Return an error's first line; for weights of another architecture, a short reason."""
     first = next(iter(str(error).strip().splitlines()), "")
+    first = " ".join([first, *getattr(error, "__notes__", ())[:1]]).strip()
     if "state_dict" in first:
         return "it is of another architecture than the model"
     if isinstance(error, InputError | Fault | ValueError) and first:

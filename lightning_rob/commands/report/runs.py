@@ -278,8 +278,10 @@ def _of_kind(records: Iterable[Fields], kind: str) -> list[Fields]:
 
 def _audit(path: Path) -> Fields:
     """Return the audit's record; empty where there is none."""
+    if not path.is_file():
+        return {}
     try:
-        found = json.loads(path.read_text(errors="replace")) if path.is_file() else None
+        found = json.loads(path.read_text(errors="replace"))
     except (OSError, ValueError, RecursionError):
         return {}
     is_audit = isinstance(found, dict) and found.get("schema") == SCHEMA
