@@ -21,7 +21,7 @@ from lightning_rob.commands.sweep_table import Row, SweepTable
 from lightning_rob.commands.sweep_values import Value
 from lightning_rob.commands.sweep_variables import VARIABLES, Variable
 from lightning_rob.defenses import Defense
-from lightning_rob.errors import Fault
+from lightning_rob.errors import Fault, visible
 from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.records import Result, append_records, measured, versions
 from lightning_rob.evaluation.results import WORST
@@ -60,8 +60,14 @@ def run(config: SweepConfig, run: Run) -> None:
     if run.trainer.is_global_zero:
         SweepTable(config, table, facts).write(folder)
     if sweep.failures:
-        named = "; ".join(f"{value.label}: {error}" for value, error in sweep.failures.items())
+        named = "; ".join(f"{v.label}: {_reason(error)}" for v, error in sweep.failures.items())
         raise Fault(f"{len(sweep.failures)} of {len(rows)} values failed, {named}")
+
+
+def _reason(error: Exception) -> str:
+    """Return what kind of error it is, its first line and under which attack it came."""
+    lines = [*str(error).strip().splitlines()[:1], *getattr(error, "__notes__", ())[:1]]
+    return visible(f"{type(error).__name__}: {' '.join(lines)}")
 
 
 @dataclass(frozen=True)
@@ -257,7 +263,7 @@ class Sweep:
                 # Other processes would wait for this one, and all values have one cause.
                 if self.run.trainer.world_size > 1 or len(self.failures) == len(rows):
                     raise next(iter(self.failures.values())) from None
-                print(f"{place}: failed, {type(error).__name__}: {error}")
+                print(f"{place}: failed, {_reason(error)}")
                 continue
             points = [self._point(task, new) for task in tasks]
             self.cache.add(points, writes)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback
 from torch import nn
 
 import lightning_rob
@@ -332,3 +333,47 @@ def test_an_attack_named_as_a_formula_is_data_in_the_record(tmp_path):
     assert f"'{name}" in cells
     assert not [cell for cell in cells if cell.startswith(("=", "+", "@"))]
     assert read_result_file(tmp_path / "r.csv").attacks == [name]
+
+
+class FailsAt(Callback):
+    """Fails at the start of the test of this number."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def on_test_start(self, *_) -> None:
+        self.left -= 1
+        if not self.left:
+            raise LookupError("odd")
+
+
+def test_a_value_of_a_sweep_that_fails_is_named_and_the_others_are_measured(
+    trained, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    saved(trained[0], tmp_path / "a.ckpt", 1)
+    fails = {"class_path": f"{__name__}.FailsAt", "init_args": {"number": 2}}
+    plugged = [fails, robust_eval({"pgd": pgd(random_start=False)})]
+    callbacks = [f"--trainer.callbacks+={json.dumps(one)}" for one in plugged]
+    options = ("--over=eps", "--values=1/255,2/255,4/255", "--out=swept", *callbacks)
+    with pytest.raises(SystemExit) as stop:
+        run("sweep", "--ckpt_path=a.ckpt", "--trainer.accelerator=cpu", *options)
+    assert stop.value.code == 1
+    out, err = capsys.readouterr()
+    assert "[2/3] eps 2/255: failed, LookupError: odd" in out
+    assert "1 of 3 values failed, 2/255: LookupError: odd" in err
+    found = list(map(json.loads, Path("swept/sweep.jsonl").read_text().splitlines()))
+    assert len({line["value"] for line in found}) == 2
+
+
+def test_the_attack_that_fails_is_named():
+    class Fails(PGD):
+        def perturb(self, *_, **__):
+            raise LookupError("odd")
+
+    threat, x, y = Threat("linf", 0.1), torch.rand(2, 3, 8, 8), torch.tensor([0, 1])
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 4)).eval()
+    attacks = {"fine": PGD(threat, 1, 0.1), "bad": Fails(threat, 1, 0.1)}
+    with pytest.raises(LookupError, match="odd") as failed:
+        lightning_rob.evaluate(net, attacks, [(x, y)])
+    assert failed.value.__notes__ == ["under the attack 'bad'"]
