@@ -7,7 +7,6 @@ import json
 import os
 import stat
 import threading
-import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -226,10 +225,11 @@ def check_file(path: Path) -> None:
         return
     if is_archive:
         check_archive(path)
-    elif path.suffix != ".safetensors":
-        warnings.warn(
-            f"{path} was written without a digest: damage would not be seen", stacklevel=2
-        )
+
+
+def is_undigested(path: Path) -> bool:
+    """Return whether a file of `torch.save` has neither a manifest nor checksums of its parts."""
+    return not manifest_path(path).exists() and not zipfile.is_zipfile(path)
 
 
 def check_archive(path: Path) -> None:
