@@ -143,8 +143,8 @@ def read_file(path: str | os.PathLike[str]) -> Any:
             " alone, or if you trust the file allow it with torch.serialization.add_safe_globals"
         ) from None
     if is_undigested(Path(path)):
-        told = f"{path} was written without a digest: damage would not be seen"
-        warnings.warn(told, stacklevel=2)
+        text = f"{path} was written without a digest: damage would not be seen"
+        warnings.warn(text, stacklevel=2)
     return content
 
 
