@@ -1,4 +1,4 @@
-"""Exceptions that end a command with one line on stderr, a warning, and the check of numbers."""
+"""Exceptions that end a command with one line, a warning, and checks of what they quote."""
 
 
 class InputError(Exception):
@@ -33,3 +33,13 @@ def at_least(minimum: int, **numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and number < minimum:
             raise ValueError(f"{name} must be at least {minimum}, got {number}")
+
+
+def visible(text: str) -> str:
+    """Return text that any terminal and file can take: what is not printable becomes an escape.
+
+    A name of a file may hold a newline, codes of a terminal or bytes that are no UTF-8.
+    """
+    return "".join(
+        part if part.isprintable() else part.encode("unicode_escape").decode() for part in text
+    )

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import os
+import stat
 import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,7 @@ import torch
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 MANIFEST_SUFFIX = ".sha256"
 MARKUP = (b"<!doctype", b"<html", b"<head", b"<?xml")
+MOST_CONTENT, MOST_RATIO = 2**26, 16  # bytes of an archive's content, or times its size
 Stamp = tuple[int, int, int]  # inode, bytes, time of change
 
 
@@ -90,7 +92,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
             content = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(content, dict):
             yield content
@@ -127,6 +129,32 @@ def raise_thread_errors() -> Iterator[None]:
         threading.excepthook = previous
     if failures:
         raise failures[0]
+
+
+def check_regular(path: Path) -> None:
+    """Refuse a FIFO, device or socket, whose reading may wait for ever.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: not a regular file.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path} is not a regular file but a folder, a FIFO or a device")
+
+
+def check_content_size(path: Path) -> None:
+    """Refuse an archive whose content would be much larger than itself.
+
+    Files of `torch.save` are not compressed at all; only `.npz` files of scores are.
+
+    Raises:
+        ValueError: the content would be larger than 64 MiB and 16 times the file.
+        zipfile.BadZipFile: not an archive.
+    """
+    with zipfile.ZipFile(path) as archive:
+        content = sum(part.file_size for part in archive.infolist())
+    if content > max(MOST_CONTENT, MOST_RATIO * path.stat().st_size):
+        raise ValueError(f"{path} would inflate to {content / 2**20:.0f} MiB: it is not read")
 
 
 def digest(path: Path) -> str:
@@ -183,10 +211,12 @@ def check_file(path: Path) -> None:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a folder, empty, an HTML page, a pointer of Git LFS, or changed.
+        ValueError: a folder, a FIFO, empty, an HTML page, a pointer of Git LFS, changed, or an
+            archive of much larger content.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder, not a PyTorch checkpoint: name the file in it")
+    check_regular(path)
     with path.open("rb") as file:
         start = file.read(200).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if not start:
@@ -201,8 +231,18 @@ def check_file(path: Path) -> None:
             f"{path} is not a PyTorch checkpoint: it is a pointer of Git LFS; run git lfs pull"
         )
     check_manifest(path)
-    if not manifest_path(path).exists() and zipfile.is_zipfile(path):
+    is_archive = zipfile.is_zipfile(path)
+    if is_archive:
+        check_content_size(path)
+    if manifest_path(path).exists():
+        return
+    if is_archive:
         check_archive(path)
+
+
+def is_undigested(path: Path) -> bool:
+    """Return whether a file of `torch.save` has neither a manifest nor checksums of its parts."""
+    return not manifest_path(path).exists() and not zipfile.is_zipfile(path)
 
 
 def check_archive(path: Path) -> None:

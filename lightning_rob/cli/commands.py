@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import shlex
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -212,7 +213,12 @@ def _monitored(name: str, args: Sequence[str]) -> tuple[Any, Callable[[Path], Ru
     own = ["--trainer.devices=1", "--trainer.logger=false", *plugged]
 
     def build(path: Path) -> Run:
-        return CheckpointCLI(name, [f"--ckpt_path={path}", *own, *args]).built(str(path))
+        with tempfile.TemporaryDirectory() as folder:
+            given = path
+            if not os.fspath(path).isprintable():  # YAML has no text for such a name
+                given = Path(folder) / "given.ckpt"
+                given.symlink_to(path.absolute())
+            return CheckpointCLI(name, [f"--ckpt_path={given}", *own, *args]).built(str(path))
 
     return options, build
 

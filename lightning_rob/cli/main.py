@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from lightning_rob.errors import Fault, InputError, LostRank
+from lightning_rob.errors import Fault, InputError, LostRank, visible
 
 COMMANDS = {
     "fit": "train, evaluating the configured attacks at every validation",
@@ -145,7 +145,7 @@ def _fail(message: str, code: int = 2, at_once: bool = False) -> NoReturn:
         code: exit code.
         at_once: skip the exit handlers, of which torch's would wait for a lost rank.
     """
-    line = re.sub(r"\s*\n\s*", " ", message.strip())
+    line = visible(re.sub(r"\s*\n\s*", " ", message.strip()))
     print(f"lightning-rob: error: {line}", file=sys.stderr, flush=True)
     if at_once:
         sys.stdout.flush()

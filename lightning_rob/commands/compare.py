@@ -16,6 +16,7 @@ from lightning_rob.commands.configs import CompareConfig
 from lightning_rob.commands.report.blocks import plain
 from lightning_rob.commands.specs import differences
 from lightning_rob.comparisons import P_DECIDES, SIGNIFICANT
+from lightning_rob.errors import visible
 from lightning_rob.evaluation.per_image import ResultFile, read_result_file
 from lightning_rob.files import atomic_write_text
 from lightning_rob.metrics import Paired, holm, paired
@@ -85,14 +86,14 @@ def run(config: CompareConfig) -> None:
     found = compared(pairs)
     print_comparison(" and ".join(str(path) for path in config.records), found)
     for line in differing:
-        Console().print(line, style="yellow", markup=False)
+        Console().print(visible(line), style="yellow", markup=False)
     worse = [c for c in found if config.fail_if_worse and c.is_worse(config.fail_if_worse)]
     if config.markdown:
         atomic_write_text(config.markdown, markdown(found, worse, differing))
     if config.junit:
         atomic_write_text(config.junit, junit(found, worse))
     for comparison in worse:
-        print(f"lightning-rob: worse: {comparison.text}", file=sys.stderr)
+        print(visible(f"lightning-rob: worse: {comparison.text}"), file=sys.stderr)
     if worse:
         raise SystemExit(1)
 
@@ -203,13 +204,13 @@ def print_comparison(
     title: str, found: Sequence[Comparison], console: Console | None = None
 ) -> None:
     """Print a table of comparisons."""
-    table = Table(title=escape(title), caption=_legend(found), **STYLE)
+    table = Table(title=escape(visible(title)), caption=_legend(found), **STYLE)
     # on a narrow terminal names and intervals take several lines, and no number is cut
     table.add_column("accuracy", min_width=len("accuracy"), overflow="fold")
     for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap="interval" not in name)
     for comparison in found:
-        table.add_row(escape(comparison.name), *_cells(comparison))
+        table.add_row(escape(visible(comparison.name)), *_cells(comparison))
     (console or Console()).print(table)
 
 

@@ -18,6 +18,7 @@ from lightning_rob.commands.locations import check_remote, is_remote, is_single
 from lightning_rob.commands.sweep_values import SWEPT, Value, parse_values
 from lightning_rob.commands.thresholds import parse_thresholds
 from lightning_rob.comparisons import SIGNIFICANT
+from lightning_rob.errors import visible
 
 Receives = Literal["run", "trainings", "checkpoints", "data", "records"]
 LOCAL = "127.0.0.1"  # address of the monitor's page and metrics
@@ -473,7 +474,7 @@ class MonitorConfig(CommandConfig):
     @property
     def name(self) -> str:
         """The run's name in notifications and metrics."""
-        return self.label or self.url or str((self.file or self.folder).absolute())
+        return visible(self.label or self.url or str((self.file or self.folder).absolute()))
 
     @property
     def home(self) -> Path:

@@ -4,7 +4,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.evaluation import EvaluationResult
-from lightning_rob.files import atomic_write
+from lightning_rob.files import atomic_write, check_content_size, check_regular
 
 Scores = tuple[Tensor, Tensor]  # indices [N], rising, and scores [N, R] by inference
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error)
@@ -55,14 +55,22 @@ class ScoreFiles:
         atomic_write(self.folder / self.name / f"{key}.npz", save)
 
     def read(self, record: Mapping[str, Any]) -> Scores | None:
-        """Return the scores that a record names; None if its file is missing or another one.
+        """Return the scores that a record names; None if its file is missing or refused.
+
+        Refused is another file than the record's, one outside the folder, and one that would
+        inflate to much more than it is.
 
         Args:
             record: with `reuse` and the number of images `n`.
         """
         try:
             reuse, images = record["reuse"], int(record["n"])
-            with np.load(self.folder / reuse["scores"], allow_pickle=False) as content:
+            place = PurePosixPath(reuse["scores"])
+            if place.is_absolute() or ".." in place.parts:
+                return None  # a record of a stranger must not make us read other files
+            check_regular(self.folder / place)
+            check_content_size(self.folder / place)
+            with np.load(self.folder / place, allow_pickle=False) as content:
                 index, scores, key = (content[name] for name in ("index", "scores", "key"))
         except UNREADABLE:
             return None

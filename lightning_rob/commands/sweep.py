@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from lightning_rob.commands.sweep_table import Row, SweepTable
 from lightning_rob.commands.sweep_values import Value
 from lightning_rob.commands.sweep_variables import VARIABLES, Variable
 from lightning_rob.defenses import Defense
+from lightning_rob.errors import Fault, visible
 from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.records import Result, append_records, measured, versions
 from lightning_rob.evaluation.results import WORST
@@ -37,6 +38,7 @@ def run(config: SweepConfig, run: Run) -> None:
 
     Raises:
         ValueError: the variable does not fit the attacks or the defense.
+        Fault: some values failed; table and figure have the others.
     """
     weights = fingerprint(run.defense)
     name = Path(run.checkpoint).stem if run.checkpoint else type(run.model).__name__
@@ -53,9 +55,19 @@ def run(config: SweepConfig, run: Run) -> None:
         for callback in callbacks:
             callback.setup(run.trainer, run.model, "test")  # renames clashing attacks
         rows = measurement_plan(config, callbacks, run)
-        table = Sweep(config, run, others, ResultCache(folder)).measure(rows)
+        sweep = Sweep(config, run, others, ResultCache(folder))
+        table = sweep.measure(rows)
     if run.trainer.is_global_zero:
         SweepTable(config, table, facts).write(folder)
+    if sweep.failures:
+        named = "; ".join(f"{v.label}: {_reason(error)}" for v, error in sweep.failures.items())
+        raise Fault(f"{len(sweep.failures)} of {len(rows)} values failed, {named}")
+
+
+def _reason(error: Exception) -> str:
+    """Return what kind of error it is, its first line and under which attack it came."""
+    lines = [*str(error).strip().splitlines()[:1], *getattr(error, "__notes__", ())[:1]]
+    return visible(f"{type(error).__name__}: {' '.join(lines)}")
 
 
 @dataclass(frozen=True)
@@ -226,12 +238,16 @@ class ResultCache:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Measures the results that the cache lacks, beside callbacks that do not report."""
+    """Measures the results that the cache lacks, beside callbacks that do not report.
+
+    A value that fails, for any reason, is one of `failures`; the others are measured.
+    """
 
     config: SweepConfig
     run: Run
     others: Sequence[Callback]
     cache: ResultCache
+    failures: dict[Value, Exception] = field(default_factory=dict)
 
     def measure(self, rows: Sequence[PlanRow]) -> dict[Value, Row]:
         """Return each value's results by name, and print each value's accuracies."""
@@ -239,7 +255,16 @@ class Sweep:
         writes = self.run.trainer.is_global_zero
         for number, (value, tasks) in enumerate(rows, start=1):
             began = time.perf_counter()
-            new = self._measured(tasks)
+            place = f"[{number}/{len(rows)}] {self.config.over} {value.label}"
+            try:
+                new = self._measured(tasks)
+            except Exception as error:  # of any kind: the other values are measured
+                self.failures[value] = error
+                # Other processes would wait for this one, and all values have one cause.
+                if self.run.trainer.world_size > 1 or len(self.failures) == len(rows):
+                    raise next(iter(self.failures.values())) from None
+                print(f"{place}: failed, {_reason(error)}")
+                continue
             points = [self._point(task, new) for task in tasks]
             self.cache.add(points, writes)
             worst = worst_point(tasks, self.cache, self.run.defense.transductive)
@@ -250,7 +275,6 @@ class Sweep:
             if writes:
                 took = f"{time.perf_counter() - began:.0f} s" if new else "recorded"
                 accuracies = ", ".join(f"{r.name} {r.accuracy:.1%}" for r in row.values())
-                place = f"[{number}/{len(rows)}] {self.config.over} {value.label}"
                 print(f"{place}: {accuracies} ({took})")
         return table
 

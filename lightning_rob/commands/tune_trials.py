@@ -146,13 +146,20 @@ class Study:
         """Score a trial and record it.
 
         Raises:
-            ValueError: it does not log the objective.
+            ValueError: it does not log the objective, and no earlier one did.
         """
-        if trial.error is None:
-            objective = self.space.score(trial.metrics)
-            if math.isfinite(objective):
-                trial = replace(trial, objective=objective)
-            else:
-                trial = replace(trial, error=f"the objective is {objective}")
+        trial = self._scored(trial) if trial.error is None else trial
         self.record.add(trial)
         self.report(trial)
+
+    def _scored(self, trial: Trial) -> Trial:
+        """Return a trial with its objective, or why it has none."""
+        try:
+            objective = self.space.score(trial.metrics)
+        except ValueError as reason:
+            if self.record.best is None:
+                raise  # it is not a matter of this trial's values
+            return replace(trial, error=str(reason))
+        if math.isfinite(objective):
+            return replace(trial, objective=objective)
+        return replace(trial, error=f"the objective is {objective}")

@@ -246,7 +246,11 @@ class Evaluator:
         began, total = time.perf_counter(), torch.zeros(len(x), settings.columns, device=x.device)
         for repeat in range(settings.repeats):
             session = self._session_of(name, repeat)
-            x_adv, found = session.step(x, y, index, settings.inferences)
+            try:
+                x_adv, found = session.step(x, y, index, settings.inferences)
+            except Exception as error:
+                error.add_note(f"under the attack {name!r}")  # of several: which one
+                raise
             total += torch.stack([robust_accuracy(one, y) for one in found], 1)
         self._report(AttackedBatch(name, index, x, y, x_adv, clean[0], found[0]))
         self.seconds[name] += time.perf_counter() - began

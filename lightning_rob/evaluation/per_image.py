@@ -14,8 +14,20 @@ from torch import Tensor
 
 from lightning_rob.evaluation.records import with_schema
 from lightning_rob.evaluation.resume_log import BatchOutcome, ResumeLog, checksums
-from lightning_rob.files import atomic_write_text
+from lightning_rob.files import atomic_write_text, check_regular
 from lightning_rob.metrics import PerImage
+
+FORMULA = tuple("=+-@\t\r\n'")  # what a spreadsheet takes for more than text
+
+
+def as_text(name: str) -> str:
+    """Return a name as a cell that a spreadsheet does not calculate; `name_of` reads it."""
+    return f"'{name}" if name.startswith(FORMULA) else name
+
+
+def name_of(cell: str) -> str:
+    """Return the name in a cell that `as_text` wrote."""
+    return cell.removeprefix("'")
 
 
 def predicted_class(probabilities: Tensor) -> Tensor:
@@ -166,7 +178,7 @@ def write_result_file(
     table = io.StringIO()
     lines = csv.writer(table, lineterminator="\n")
     inferences = rows.scores.shape[2]
-    lines.writerow(_head(names, inferences))
+    lines.writerow(map(as_text, _head(names, inferences)))
     for i, number in enumerate(rows.index.tolist()):
         single, sizes = rows.scores[i].tolist(), rows.sizes[i].tolist()
         means = rows.scores[i].mean(1).tolist()
@@ -175,7 +187,12 @@ def write_result_file(
             cells += [f"{means[j]:.7g}", str(prediction)]
             cells += [f"{sizes[j]:.6g}"] if j else []
             cells += [f"{score:.7g}" for score in single[j]] if inferences > 1 else []
-        last = [f"{float(worst[i]):.7g}", _broken_by(names, means), draws, int(rows.checksum[i])]
+        last = [
+            f"{float(worst[i]):.7g}",
+            as_text(_broken_by(names, means)),
+            draws,
+            int(rows.checksum[i]),
+        ]
         lines.writerow([number, int(rows.label[i]), *cells, *last])
     text = json.dumps(with_schema({"kind": "card", **card}), indent=1)
     atomic_write_text(path.with_suffix(".json"), text + "\n")
@@ -237,9 +254,11 @@ def read_result_file(path: Path | str) -> ResultFile:
     if not path.is_file():
         raise FileNotFoundError(f"there is no record {path}: name a CSV file in images/ of a run")
     try:
+        check_regular(path.with_suffix(".json"))
         card = json.loads(path.with_suffix(".json").read_text())
         with path.open(newline="") as file:
             head, *lines = list(csv.reader(file))
+        head = list(map(name_of, head))
         columns = {name: [line[head.index(name)] for line in lines] for name in head}
         index, label, checksum = (
             torch.tensor([int(cell) for cell in columns[name]], dtype=torch.int64)
@@ -252,6 +271,6 @@ def read_result_file(path: Path | str) -> ResultFile:
     except FileNotFoundError as error:
         card_path = path.with_suffix(".json")
         raise ValueError(f"{path} is not a record: it has no card {card_path.name}") from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, csv.Error) as error:
         raise ValueError(f"{path} is not a record of an evaluation: {error}") from error
     return ResultFile(path, card, index, label, scores, checksum)

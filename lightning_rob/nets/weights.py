@@ -3,6 +3,7 @@
 import os
 import re
 import textwrap
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product, repeat, takewhile
@@ -14,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lightning_rob.files import check_file
+from lightning_rob.files import check_file, is_undigested
 from lightning_rob.nets.normalize import Normalize
 
 State = dict[str, Tensor]
@@ -130,7 +131,7 @@ def read_file(path: str | os.PathLike[str]) -> Any:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is not a safetensors file, or is cut short") from error
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     # The unpickler reads arbitrary bytes here, so its exceptions cannot be listed: a file that is
     # cut short may even raise OSError, although it has been opened before.
     except Exception as error:
@@ -141,6 +142,10 @@ def read_file(path: str | os.PathLike[str]) -> Any:
             f"{path} holds a {refused[1]}, which loading weights only refuses: save the state dict"
             " alone, or if you trust the file allow it with torch.serialization.add_safe_globals"
         ) from None
+    if is_undigested(Path(path)):
+        text = f"{path} was written without a digest: damage would not be seen"
+        warnings.warn(text, stacklevel=2)
+    return content
 
 
 def read_tensors(path: str | os.PathLike[str]) -> State:

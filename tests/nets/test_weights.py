@@ -39,6 +39,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.* was written without a digest")  # of the old format
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_finds_the_network(layout, tmp_path):
     saved, file = with_statistics(small(1), images(1, 28)), tmp_path / "net.pt"

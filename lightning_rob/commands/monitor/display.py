@@ -7,6 +7,7 @@ from contextlib import suppress
 from rich.console import Console
 
 from lightning_rob.commands.monitor.history import Fields
+from lightning_rob.errors import visible
 
 MAX_NAMED = 12  # images named in a row; the history has all of them
 WIDTHS = {"checkpoint": 24, "epoch": 5, "step": 7, "clean": 6, "worst": 12, "change": 15}
@@ -43,7 +44,7 @@ class Display:
             self.has_head = True
         low, high = results["worst"]["interval"]
         cells = {
-            "checkpoint": self.prefix + _short(event["checkpoint"]),
+            "checkpoint": self.prefix + visible(_short(event["checkpoint"])),
             "epoch": str(event["epoch"]),
             "step": str(event["step"]),
             "clean": f"{100 * results['clean']['accuracy']:.1f}",
@@ -67,7 +68,7 @@ class Display:
 def warn(text: str) -> None:
     """Print one line on stderr, if it can be written: its disk may be full."""
     with suppress(OSError):
-        print(f"lightning-rob: {' '.join(text.split())}", file=sys.stderr, flush=True)
+        print(f"lightning-rob: {visible(' '.join(text.split()))}", file=sys.stderr, flush=True)
 
 
 def _line(cells: Mapping[str, str]) -> str:

@@ -14,15 +14,10 @@ import yaml
 from lightning_rob.commands.checkpoints import config_in_checkpoint, read_checkpoint
 from lightning_rob.commands.monitor.history import Fields, History, Identity, identity, timestamp
 from lightning_rob.commands.monitor.source import Refused, Source, Stamp, Unreachable, Version
-from lightning_rob.errors import InputError
+from lightning_rob.errors import visible
 from lightning_rob.files import digest
 
 SETTLE = 10.0  # seconds after which an unreadable file that does not change is broken
-# A file is of anybody's making: its entries may be of any type.
-UNREADABLE = (
-    *(InputError, ValueError, OSError, TypeError),
-    *(AttributeError, ArithmeticError, RuntimeError, LookupError),
-)
 FACTS = ("file", "weights", "recipe", "epoch", "step")  # of a checkpoint, in a line
 
 
@@ -217,9 +212,9 @@ class CheckpointFolder:
             file = self._read(name, stamp)
         except Unreachable:
             raise
-        except UNREADABLE as error:
+        except Exception as error:  # of any kind: the file is of anybody's making
             if self.source.holds((name, stamp)):
-                self._wait(name, stamp, str(error))
+                self._wait(name, stamp, str(error) or type(error).__name__)
             return
         if file.unchanged:
             self.incomplete.pop(name, None)
@@ -266,7 +261,7 @@ class CheckpointFolder:
 
 def broken_event(name: str, reason: str) -> Fields:
     """Return the event of a checkpoint that cannot be evaluated."""
-    alarm = [f"{name} cannot be evaluated: {reason}"]
+    alarm = [visible(f"{name} cannot be evaluated: {reason}")]
     return {"event": "broken", "checkpoint": name, "date": timestamp(), "alarm": alarm}
 
 

@@ -83,7 +83,7 @@ class LivePage:
         headers = HEADERS if held else [*HEADERS, ("Refresh", str(REFRESH))]
         names = [Path(run).name for run in self.snapshots]
         title = f"Monitor of {', '.join(names)}" if names else "Monitor"
-        content = page(title, list(self._sections(held))).encode()
+        content = page(title, list(self._sections(held))).encode(errors="backslashreplace")
         start_response("200 OK", [*headers, ("Content-Length", str(len(content)))])
         return [content]
 

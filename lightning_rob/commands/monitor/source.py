@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightning_rob.errors import InputError
+from lightning_rob.errors import InputError, visible
 from lightning_rob.files import stamp_of
 
 Stamp = tuple[Any, ...]  # changes when a checkpoint does; can be written as JSON
@@ -70,6 +70,11 @@ class Source(ABC):
         """Delete local copies of all other checkpoints."""
 
 
+def _shown(name: str) -> str:
+    """Return a file's name with escapes; those of two files differ."""
+    return visible(name.replace("\\", "\\\\"))
+
+
 class LocalFolder(Source):
     """The folder of a run, or of checkpoints.
 
@@ -83,17 +88,19 @@ class LocalFolder(Source):
     def __init__(self, folder: Path, single: Path | None = None) -> None:
         self.folder = folder
         self.single = single
+        self.paths: dict[str, Path] = {}  # by name
 
     def stamps(self) -> dict[str, Stamp]:
-        """Return the stamp of each file by its path in the folder."""
+        """Return the stamp of each file by its path in the folder, which any page can show."""
         paths = [*self.folder.glob("*.ckpt"), *self.folder.glob("checkpoints/**/*.ckpt")]
         paths = [self.single] if self.single else paths
         found = {path: stamp for path in paths if (stamp := stamp_of(path))}
-        return {path.relative_to(self.folder).as_posix(): found[path] for path in found}
+        self.paths = {_shown(path.relative_to(self.folder).as_posix()): path for path in found}
+        return {name: found[path] for name, path in self.paths.items()}
 
     def path(self, version: Version) -> Path:
         """Return the file."""
-        return self.folder / version[0]
+        return self.paths.get(version[0], self.folder / version[0])
 
     def holds(self, version: Version) -> bool:
         """Return whether the file has not changed."""

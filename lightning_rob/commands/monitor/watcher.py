@@ -4,7 +4,7 @@ import errno
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,6 @@ from lightning_rob.files import UNWRITABLE, raise_thread_errors
 from lightning_rob.identity import cache_key
 
 NICE = 10
-LOADING_ERRORS = (InputError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
 
 CACHE = "monitor_cache"  # in the folder of the history, for remote checkpoints
 
@@ -185,7 +184,6 @@ class Watcher:
         self.suite_broken = False  # whether its files are, while the former suite is in use
         self.built_at = 0.0
         self.done: set[Identity] = set()
-        self.first_recipe: str | None = None
         self.current_recipe: str | None = None  # of the suite's module
         self.unfetched: set[Version] = set()  # reported: they could not be fetched again
 
@@ -328,11 +326,7 @@ class Watcher:
         """Evaluate each checkpoint, until the end or a failure."""
         while (file := (yield from self.next_file())) is not None:
             if self.suite is None:
-                try:
-                    self._adopt(self.new_suite(file), file)
-                except InputError:
-                    if file.unchanged:
-                        raise
+                self._build_suite([file, *self.pending()])
                 continue  # without a suite, it was deleted before it was read: the next will do
             self.folder.in_evaluation = file.identity
             try:
@@ -343,8 +337,29 @@ class Watcher:
             self._end_broken_suite()
             yield 0.0  # another model may be next
 
+    def _build_suite(self, files: Iterable[CheckpointFile]) -> None:
+        """Adopt the suite of the first of these checkpoints whose recipe can be built.
+
+        A mistake in the options fails with every recipe, one in a checkpoint with its own.
+
+        Raises:
+            Exception: that of the first recipe, if none can be built.
+        """
+        failures: dict[str, Exception] = {}
+        for file in files:
+            if file.recipe in failures:
+                continue
+            try:
+                return self._adopt(self.new_suite(file), file)
+            except Exception as error:  # of any kind: the file is of anybody's making
+                if file.unchanged:
+                    failures[file.recipe] = error
+        if failures:
+            raise next(iter(failures.values()))
+        return None
+
     def _adopt(self, suite: Suite, first: CheckpointFile) -> None:
-        self.suite, self.first_recipe, self.built_at = suite, first.recipe, time.time()
+        self.suite, self.built_at = suite, time.time()
         self.current_recipe = first.recipe if first.unchanged else None
         self.outdated, self.done = False, self._done()
         self.suite_broken = False
@@ -363,18 +378,16 @@ class Watcher:
             return
         edited, old = self.suite_files.changed(), self._is_old(self.built_at)
         self.outdated |= edited or bool(old and self._due())
-        first = self.folder.first
-        if not self.outdated or first is None:
+        if not self.outdated:
             return
         try:
-            self._adopt(self.new_suite(first), first)
-        except LOADING_ERRORS as error:
-            if first.unchanged:
-                self.outdated, self.built_at = False, time.time()
-                self.suite_broken = True
-                name = ", ".join(self.config.suite or ["the suite"])
-                reason = f"{_reason(error)}; the former suite stays in use"
-                self.record(broken_event(name, reason) | {"part": "suite"})
+            self._build_suite(sorted(self.folder.files.values(), key=lambda file: file.order))
+        except Exception as error:  # of any kind: the checkpoints go on by the former suite
+            self.outdated, self.built_at = False, time.time()
+            self.suite_broken = True
+            name = ", ".join(self.config.suite or ["the suite"])
+            reason = f"{_reason(error)}; the former suite stays in use"
+            self.record(broken_event(name, reason) | {"part": "suite"})
 
     @property
     def _period(self) -> float:
@@ -484,30 +497,35 @@ class Watcher:
         """Return a checkpoint's results; none if the file has changed.
 
         Raises:
-            UnusableCheckpoint: its weights do not fit the model or are not finite, or the model of
-                its recipe cannot be built or attacked.
+            UnusableCheckpoint: it cannot be loaded or evaluated, for any reason.
+            OSError: the disk of the history is full.
         """
-        suite = self.suite
-        assert suite is not None
+        assert self.suite is not None
+        try:
+            if not self._load(file):
+                return []
+            return self.suite.evaluate(PeriodicAction(self.look, self.config.every))
+        except Exception as error:  # of any kind: the others are evaluated
+            self.current_recipe = None  # the next one gets a module of its own
+            if isinstance(error, OSError) and error.errno in UNWRITABLE:
+                raise
+            raise UnusableCheckpoint(_reason(error)) from error
+
+    def _load(self, file: CheckpointFile) -> bool:
+        """Give the suite the module and weights of a checkpoint; False if it has changed."""
+        assert self.suite is not None
         try:
             if file.recipe != self.current_recipe:
-                suite.replace_module(self.build(file.path).model)
+                self.suite.replace_module(self.build(file.path).model)
                 self.current_recipe = file.recipe
-            load_weights(suite.module, read_checkpoint(str(file.path)))
-        except LOADING_ERRORS as error:
+            load_weights(self.suite.module, read_checkpoint(str(file.path)))
+        except Exception:
             if file.unchanged:
-                raise UnusableCheckpoint(_reason(error)) from error
+                raise
         if not file.unchanged:
             self.current_recipe = None  # the module may be that of the new file
-            return []
-        try:
-            return suite.evaluate(PeriodicAction(self.look, self.config.every))
-        except Fault as error:
-            raise UnusableCheckpoint(str(error)) from error
-        except ValueError as error:
-            if file.recipe == self.first_recipe:
-                raise  # the attacks are wrong, not the checkpoint
-            raise UnusableCheckpoint(f"the model of its recipe: {error}") from error
+            return False
+        return True
 
     def end(self) -> int:
         """Return and record the exit code: 1 after an alarm since the last end, else 0.
@@ -531,5 +549,10 @@ class Watcher:
 
 def _reason(error: Exception) -> str:
     """Return an error's first line; for weights of another architecture, a short reason."""
-    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return "it is of another architecture than the model" if "state_dict" in first else first
+    first = next(iter(str(error).strip().splitlines()), "")
+    first = " ".join([first, *getattr(error, "__notes__", ())[:1]]).strip()
+    if "state_dict" in first:
+        return "it is of another architecture than the model"
+    if isinstance(error, InputError | Fault | ValueError) and first:
+        return first
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -6,11 +6,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lightning_rob.commands.configs import ReportConfig
-from lightning_rob.commands.report.blocks import Block, heading, paragraph
+from lightning_rob.commands.report.blocks import Block, heading, paragraph, warning
 from lightning_rob.commands.report.comparison import comparison
 from lightning_rob.commands.report.page import page
 from lightning_rob.commands.report.runs import Run, find_runs
 from lightning_rob.commands.report.sections import run_section
+from lightning_rob.errors import visible
 
 __all__ = ["report", "run"]
 
@@ -21,10 +22,10 @@ def run(config: ReportConfig) -> None:
     known = [found.folder.resolve() for found in runs]
     for folder in config.runs:
         if not any(path.is_relative_to(folder.resolve()) for path in known):
-            print(f"Nothing is recorded in {folder}", file=sys.stderr)
+            print(visible(f"Nothing is recorded in {folder}"), file=sys.stderr)
     folder = config.runs[0] if len(config.runs) == 1 else Path()
     for path in _write(runs, config.out or folder / "report.html"):
-        print(f"Wrote {path}")
+        print(visible(f"Wrote {path}"))
 
 
 def report(folders: Sequence[str | Path], out: Path) -> tuple[Path, Path]:
@@ -50,9 +51,9 @@ def _write(runs: Sequence[Run], out: Path) -> tuple[Path, Path]:
     beside = out.with_suffix(".md")
     out.parent.mkdir(parents=True, exist_ok=True)
     sections = list(_sections(runs, out.parent))
-    out.write_text(page(_title(runs), sections), encoding="utf-8")
+    out.write_text(page(_title(runs), sections), "utf-8", "backslashreplace")
     texts = [block.markdown for blocks in sections for block in blocks if block.markdown]
-    beside.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    beside.write_text("\n\n".join(texts) + "\n", "utf-8", "backslashreplace")
     return out, beside
 
 
@@ -63,7 +64,13 @@ def _sections(runs: Sequence[Run], folder: Path) -> Iterator[list[Block]]:
     if several:
         yield [heading(1, _title(runs)), *comparison(runs, names)]
     for found, name in zip(runs, names, strict=True):
-        yield list(run_section(found, name, 2 if several else 1, folder))
+        level = 2 if several else 1
+        try:
+            yield list(run_section(found, name, level, folder))
+        except Exception as error:  # of any kind: records of strangers; the other runs are shown
+            reason = f"its records cannot be shown: {type(error).__name__}: {error}"
+            print(visible(f"lightning-rob: {found.folder}: {reason}"), file=sys.stderr)
+            yield [heading(level, found.title, name), warning(reason)]
     yield [paragraph(f"Written by lightning-rob {version('lightning-rob')} report.", "note")]
 
 

@@ -9,6 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_rob.errors import visible
+
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -21,7 +23,7 @@ class Block(NamedTuple):
 
 def plain(text: str) -> str:
     """Return text on one line in which Markdown finds nothing to interpret."""
-    text = escape(" ".join(text.split()), quote=False)
+    text = escape(visible(" ".join(text.split())), quote=False)
     return re.sub(r"([\\`*\[\]|~])|(?<!\w)(_)|(_)(?!\w)", r"\\\g<0>", text)
 
 

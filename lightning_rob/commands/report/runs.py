@@ -64,10 +64,10 @@ def readable(fields: Fields) -> Fields:
 
 def records_in(path: Path) -> Iterator[Fields]:
     """Yield the records of a file; half-written and foreign lines are passed over."""
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             fields = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(fields, dict) and fields.get("schema") == SCHEMA:
             yield readable(fields)
@@ -268,7 +268,7 @@ def read_run(folder: Path) -> Run:
         others={stem: fields for stem, fields in found if fields.get("kind") == "gallery"},
         recipe=text,
         config=_parsed(text),
-        pictures=sorted(folder.glob("*.png")),
+        pictures=sorted(filter(Path.is_file, folder.glob("*.png"))),
     )
 
 
@@ -278,9 +278,11 @@ def _of_kind(records: Iterable[Fields], kind: str) -> list[Fields]:
 
 def _audit(path: Path) -> Fields:
     """Return the audit's record; empty where there is none."""
+    if not path.is_file():
+        return {}
     try:
         found = json.loads(path.read_text(errors="replace"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     is_audit = isinstance(found, dict) and found.get("schema") == SCHEMA
     if is_audit and found.get("kind") == "audit" and isinstance(found.get("findings"), list):
@@ -304,7 +306,7 @@ def _last(records: Iterable[Fields], *names: str) -> list[Fields]:
 def _parsed(text: str) -> Fields:
     try:
         content = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -1,0 +1,379 @@
+"""One item never stops the others: broken checkpoints, odd names, files of strangers."""
+
+import csv
+import json
+import os
+import shutil
+import zipfile
+from pathlib import Path
+from pickle import UnpicklingError
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback
+from torch import nn
+
+import lightning_rob
+from lightning_rob.attacks import PGD
+from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.cli.load import load_module
+from lightning_rob.commands import report as reports
+from lightning_rob.commands.monitor import folder
+from lightning_rob.commands.monitor.source import LocalFolder
+from lightning_rob.commands.report import report
+from lightning_rob.commands.scores import ScoreFiles
+from lightning_rob.commands.tune_trials import Record, Study, Trial
+from lightning_rob.errors import InputError, visible
+from lightning_rob.evaluation.per_image import as_text, name_of, read_result_file
+from lightning_rob.files import write_manifest
+from lightning_rob.modules import AdversarialTraining
+from lightning_rob.nets import weights
+from lightning_rob.nets.weights import read_file
+from lightning_rob.threat import Threat
+from tests.cli.hostile import CANARY, evil
+from tests.commands.test_notify import Receiver
+from tests.tiny import pgd, recipe, robust_eval, run
+
+pytest.importorskip("prometheus_client")
+from prometheus_client.parser import text_string_to_metric_families
+
+
+class Wide(nn.Linear):
+    """A network of other images."""
+
+    def __init__(self):
+        super().__init__(3 * 9 * 9, 4)
+
+    def forward(self, x):
+        return super().forward(x.flatten(1))
+
+
+class Odd(nn.Linear):
+    """A network that fails in a way of its own."""
+
+    def __init__(self):
+        super().__init__(192, 4)
+
+    def forward(self, x):
+        raise KeyError("odd")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Content of a checkpoint, and the same with other networks."""
+    torch.set_num_threads(1)
+    top = tmp_path_factory.mktemp("trained")
+    module = {"class_path": "lightning_rob.modules.AdversarialTraining"}
+    net = {"class_path": "tests.tiny.TinyNet"}
+
+    def of(net):
+        init = {"net": net, "attack": pgd(random_start=False)}
+        return recipe(top, model=module | {"init_args": init}, trainer__max_epochs=1)
+
+    run("fit", "--config", of(net), "--test_after_fit=false")
+    (path,) = (top / "run/version_0/checkpoints").glob("epoch*.ckpt")
+    content = torch.load(path, weights_only=True)
+    others = {}
+    for kind in (Wide, Odd):
+        text = yaml.safe_load(content["lightning_rob_recipe"])
+        text["model"]["init_args"]["net"] = {
+            "class_path": f"tests.commands.test_items.{kind.__name__}"
+        }
+        file = of(text["model"]["init_args"]["net"])
+        model = RobustCLI(["--config", str(file), "--trainer.logger=false"], run=False).model
+        others[kind.__name__] = content | {
+            "lightning_rob_recipe": yaml.safe_dump(text),
+            "state_dict": model.state_dict(),
+        }
+    return content, others
+
+
+def saved(content, path, step, scale=1.0):
+    state = {k: v * scale if v.is_floating_point() else v for k, v in content["state_dict"].items()}
+    torch.save(content | {"state_dict": state, "global_step": step}, path)
+
+
+def test_seven_of_ten_are_evaluated_and_three_are_alarms(trained, tmp_path, monkeypatch):
+    """Diverged weights, another size of images, an exception of the network; for Prometheus."""
+    monkeypatch.setattr(os, "setpriority", lambda *_: None)
+    content, others = trained
+    place = tmp_path / "checkpoints"
+    place.mkdir()
+    saved(others["Odd"], place / "0.ckpt", 1)  # the first, by which the suite would be built
+    for step in (2, 3, 5, 6, 8, 9, 10):
+        saved(content, place / f"{step}.ckpt", step, 1 - step / 1000)
+    saved(content, place / "4.ckpt", 4, 1e30)
+    saved(others["Wide"], place / "7.ckpt", 7)
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(yaml.safe_dump(robust_eval({"pgd": pgd(random_start=False)})))
+    prom = tmp_path / "rob.prom"
+    with Receiver() as receiver:
+        options = ("--once", "--suite", suite, "--trainer.accelerator=cpu", "--metrics_file", prom)
+        for code in (1, 0):  # the next start does not die at them either
+            try:
+                run("monitor", tmp_path, *options, "--notify", receiver.url)
+                ended = 0
+            except SystemExit as stop:
+                ended = stop.code
+            assert ended == code
+        receiver.shutdown()
+    found = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
+    by_kind = {
+        kind: [
+            line["checkpoint"].removeprefix("checkpoints/")
+            for line in found
+            if line.get("event") == kind
+        ]
+        for kind in ("evaluated", "broken")
+    }
+    assert sorted(by_kind["evaluated"]) == sorted(f"{n}.ckpt" for n in (2, 3, 5, 6, 8, 9, 10))
+    assert sorted(by_kind["broken"]) == ["0.ckpt", "4.ckpt", "7.ckpt"]
+    reasons = {e["checkpoint"][12:]: e["alarm"][0] for e in found if e.get("event") == "broken"}
+    assert "KeyError: 'odd'" in reasons["0.ckpt"]
+    assert "not numbers" in reasons["4.ckpt"]
+    assert "RuntimeError" in reasons["7.ckpt"]
+    alarms = [post for post in receiver.posts if post["kind"] == "alarm"]
+    assert sorted(post["checkpoint"][12:] for post in alarms) == ["0.ckpt", "4.ckpt", "7.ckpt"]
+    counts = {
+        s.name: s.value for f in text_string_to_metric_families(prom.read_text()) for s in f.samples
+    }
+    assert counts["lightning_rob_evaluations_total"] == 7
+    assert counts["lightning_rob_broken_total"] == 3
+    assert counts["lightning_rob_alarm"] == 0  # ten recovered
+
+
+NAMES = [b"caf\xe9.ckpt", b"\x1b]0;title\x07.ckpt", b"a\nlightning-rob: alarm: forged.ckpt"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_odd_names_are_escaped_everywhere(trained, tmp_path, monkeypatch, capfd, name):
+    monkeypatch.setattr(os, "setpriority", lambda *_: None)
+    monkeypatch.setattr(folder, "SETTLE", 0.0)
+    place = tmp_path / "checkpoints"
+    place.mkdir()
+    saved(trained[0], place / os.fsdecode(name), 1)
+    (place / os.fsdecode(b"x" + name)).write_text("no checkpoint")
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(yaml.safe_dump(robust_eval({"pgd": pgd(random_start=False)})))
+    options = ("--once", "--suite", suite, "--trainer.accelerator=cpu", "--every=0.1")
+    with pytest.raises(SystemExit):
+        run("monitor", tmp_path, *options)
+    shown = visible(os.fsdecode(name))
+    events = list(map(json.loads, (tmp_path / "monitor.jsonl").read_text().splitlines()))
+    kinds = {e["event"]: e["checkpoint"] for e in events if "checkpoint" in e and "event" in e}
+    assert kinds["evaluated"] == f"checkpoints/{shown}"
+    assert kinds["broken"] == f"checkpoints/x{shown}"
+    _, beside = report([tmp_path], tmp_path / "report.html")
+    out, err = capfd.readouterr()
+    for text in (out, err, beside.read_text(), (tmp_path / "report.html").read_text()):
+        assert "\x1b]" not in text and "\x07" not in text
+        assert "\nlightning-rob: alarm: forged" not in text
+
+
+def test_names_that_look_alike_are_two_files(tmp_path):
+    for name in ("a\x1b.ckpt", "a\\x1b.ckpt", "a\\\x1b.ckpt"):
+        (tmp_path / name).touch()
+    source = LocalFolder(tmp_path)
+    names = source.stamps()
+    assert len(names) == 3
+    assert {source.path((n, ())).name for n in names} == {p.name for p in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "name", ["=HYPERLINK(1)", "+1", "-1", "@a", "\tx", "\rx", "'=a", "'", "pgd"]
+)
+def test_no_name_is_a_formula(name):
+    assert not as_text(name).startswith(("=", "+", "-", "@", "\t", "\r"))
+    assert name_of(as_text(name)) == name
+
+
+def test_a_record_reads_only_small_scores_of_its_own_folder(tmp_path):
+    home = tmp_path / "run"
+    files = ScoreFiles(home, "scores")
+    files.write("k", (torch.arange(3), torch.ones(3, 1)))
+    line = {"n": 3, "reuse": files.reference("k")}
+    assert files.read(line) is not None
+    shutil.copy(home / "scores/k.npz", tmp_path / "k.npz")
+    for place in (str(tmp_path / "k.npz"), "../k.npz", str(home / "scores/k.npz")):
+        assert files.read(line | {"reuse": {"key": "k", "scores": place}}) is None
+    os.mkfifo(home / "scores/fifo.npz")
+    assert files.read(line | {"reuse": {"key": "k", "scores": "scores/fifo.npz"}}) is None
+    np.savez_compressed(
+        home / "scores/k.npz",
+        index=np.arange(3),
+        scores=np.ones((3, 1)),
+        key="k",
+        z=np.zeros(2**24),
+    )
+    assert files.read(line) is None
+
+
+def test_a_checkpoint_that_inflates_or_never_ends_is_refused(tmp_path):
+    stored = tmp_path / "stored.ckpt"
+    torch.save({"state_dict": {"w": torch.zeros(2**25)}}, stored)
+    bomb = tmp_path / "bomb.ckpt"
+    with zipfile.ZipFile(stored) as old, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as new:
+        for part in old.namelist():
+            new.writestr(part, old.read(part))
+    assert read_file(stored)["state_dict"]["w"].numel() == 2**25
+    with pytest.raises(ValueError, match="would inflate to 128 MiB"):
+        read_file(bomb)
+    os.mkfifo(tmp_path / "fifo.ckpt")
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_file(tmp_path / "fifo.ckpt")
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_file("/dev/zero")
+
+
+def test_a_file_of_the_old_kind_says_that_damage_is_not_seen(tmp_path):
+    path = tmp_path / "old.ckpt"
+    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    with pytest.warns(UserWarning, match="without a digest: damage would not be seen"):
+        read_file(path)
+    write_manifest(path)
+    read_file(path)
+
+
+def test_lightning_calls_nothing_that_a_checkpoint_names(tmp_path):
+    """The advice of docs/yours.md: `load_from_checkpoint`; Lightning 2.6.5 called the function."""
+    named = {"_instantiator": f"{__name__}.called", "anything": 1}
+    content = {"pytorch-lightning_version": "2.6.6", "state_dict": {}, "hyper_parameters": named}
+    torch.save(content, tmp_path / "evil.ckpt")
+    with pytest.raises(ValueError, match="instantiator"):
+        AdversarialTraining.load_from_checkpoint(tmp_path / "evil.ckpt", strict=False)
+    assert not CALLS
+
+
+CALLS = []
+
+
+def called(*args, **kwargs):
+    CALLS.append(args)
+
+
+def test_a_run_with_broken_records_does_not_stop_the_report(tmp_path, monkeypatch, capsys):
+    fields = {"schema": 1, "kind": "accuracy", "name": "pgd", "stage": "test", "accuracy": 0.5}
+    for name in ("good", "nested", "odd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "robust.jsonl").write_text(json.dumps(fields) + "\n")
+    with (tmp_path / "nested/robust.jsonl").open("a") as file:
+        file.write("[" * 200_000 + "\n")
+    (tmp_path / "nested/config.yaml").write_text("[" * 5000)
+    os.mkfifo(tmp_path / "nested/votes.jsonl")
+    os.mkfifo(tmp_path / "nested/audit.json")
+    os.mkfifo(tmp_path / "nested/x.png")
+    (tmp_path / "odd/robust.jsonl").write_text(json.dumps(fields | {"n": 1, "seed": [{}]}) + "\n")
+    _, beside = report([tmp_path], tmp_path / "report.html")
+    text = beside.read_text()
+    assert all(name in text for name in ("good", "nested", "odd"))
+
+    def fails(found, *args):
+        if found.folder.name == "odd":
+            raise LookupError("odd \x1b[2J")
+        return run_section(found, *args)
+
+    run_section = reports.run_section
+    monkeypatch.setattr(reports, "run_section", fails)
+    _, beside = report([tmp_path], tmp_path / "report.html")
+    assert "its records cannot be shown: LookupError: odd" in beside.read_text()
+    assert beside.read_text().count("50.0%") >= 2
+    error = capsys.readouterr().err
+    assert "odd \\x1b[2J" in error and "\x1b" not in error
+
+
+def test_a_later_trial_without_the_objective_is_a_failed_trial(tmp_path):
+    class Space:
+        def score(self, metrics):
+            if "acc" not in metrics:
+                raise ValueError("no acc is logged")
+            return metrics["acc"]
+
+    def study(path):
+        return Study(Space(), None, Record(path, "s"), None)
+
+    first = study(tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match="no acc"):
+        first.add(Trial(0, {}, {}, 1.0, versions={}))
+    first.add(Trial(0, {}, {"acc": 0.5}, 1.0, versions={}))
+    first.add(Trial(1, {}, {}, 1.0, versions={}))
+    assert [trial.error for trial in first.record.ended] == [None, "no acc is logged"]
+
+
+DOORS = {
+    "load": lightning_rob.load,
+    "load_module": load_module,
+    "load_weights": lambda path: weights.load_weights(nn.Linear(1, 1), path),
+    "members": lambda path: weights.member_prefixes([nn.Linear(1, 1)], path),
+    "stage": weights.started_members,
+    "load_from_checkpoint": lambda path: AdversarialTraining.load_from_checkpoint(path),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_checkpoint_with_code_is_refused_at_every_door(door, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("evil.ckpt").write_bytes(evil())
+    with pytest.raises((ValueError, InputError, UnpicklingError)):
+        DOORS[door]("evil.ckpt")
+    assert not Path(CANARY).exists()
+
+
+def test_an_attack_named_as_a_formula_is_data_in_the_record(tmp_path):
+    name = "=HYPERLINK(1)"
+    x, y = torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 3])
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 4)).eval()
+    attacks = {name: PGD(Threat("linf", 0.3), 2, 0.3)}
+    result = lightning_rob.evaluate(net, attacks, [(x, y)])
+    result.save(tmp_path / "r.csv")
+    cells = [
+        cell for row in csv.reader((tmp_path / "r.csv").read_text().splitlines()) for cell in row
+    ]
+    assert f"'{name}" in cells
+    assert not [cell for cell in cells if cell.startswith(("=", "+", "@"))]
+    assert read_result_file(tmp_path / "r.csv").attacks == [name]
+
+
+class FailsAt(Callback):
+    """Fails at the start of the test of this number."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def on_test_start(self, *_) -> None:
+        self.left -= 1
+        if not self.left:
+            raise LookupError("odd")
+
+
+def test_a_value_of_a_sweep_that_fails_is_named_and_the_others_are_measured(
+    trained, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    saved(trained[0], tmp_path / "a.ckpt", 1)
+    fails = {"class_path": f"{__name__}.FailsAt", "init_args": {"number": 2}}
+    plugged = [fails, robust_eval({"pgd": pgd(random_start=False)})]
+    callbacks = [f"--trainer.callbacks+={json.dumps(one)}" for one in plugged]
+    options = ("--over=eps", "--values=1/255,2/255,4/255", "--out=swept", *callbacks)
+    with pytest.raises(SystemExit) as stop:
+        run("sweep", "--ckpt_path=a.ckpt", "--trainer.accelerator=cpu", *options)
+    assert stop.value.code == 1
+    out, err = capsys.readouterr()
+    assert "[2/3] eps 2/255: failed, LookupError: odd" in out
+    assert "1 of 3 values failed, 2/255: LookupError: odd" in err
+    found = list(map(json.loads, Path("swept/sweep.jsonl").read_text().splitlines()))
+    assert len({line["value"] for line in found}) == 2
+
+
+def test_the_attack_that_fails_is_named():
+    class Fails(PGD):
+        def perturb(self, *_, **__):
+            raise LookupError("odd")
+
+    threat, x, y = Threat("linf", 0.1), torch.rand(2, 3, 8, 8), torch.tensor([0, 1])
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 4)).eval()
+    attacks = {"fine": PGD(threat, 1, 0.1), "bad": Fails(threat, 1, 0.1)}
+    with pytest.raises(LookupError, match="odd") as failed:
+        lightning_rob.evaluate(net, attacks, [(x, y)])
+    assert failed.value.__notes__ == ["under the attack 'bad'"]
