@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_rob.comparisons import SIGNIFICANT, rounded_down
-from lightning_rob.metrics.gaffke import SMALLEST, mean_interval, p_at_most
+from lightning_rob.metrics.gaffke import SMALLEST, Floats, mean_interval, p_at_most
 
 
 def wilson(mean: float, n: int, level: float = 0.95) -> tuple[float, float]:
@@ -118,11 +118,6 @@ class Paired:
         """Whether p is below 0.05."""
         return self.p < SIGNIFICANT
 
-    @property
-    def p_fall(self) -> float:
-        """The one-sided p-value of a second mean not below the first; 1 where it is above."""
-        return self.p / 2 if self.difference < 0 else 1.0
-
     def __str__(self) -> str:
         low, high = self.interval
         return (
@@ -162,12 +157,32 @@ def paired(first: Tensor, second: Tensor) -> Paired:
     Raises:
         ValueError: different numbers of scores, or a score is NaN.
     """
-    if first.shape != second.shape:
-        raise ValueError(f"{len(first)} scores cannot be paired with {len(second)}")
-    gaps = (second.double() - first.double()).clamp(-1, 1).cpu().numpy()
-    if np.isnan(gaps).any():
-        raise ValueError("scores that are not numbers cannot be compared")
+    gaps = _gaps(first, second)
     difference = float(gaps.mean()) if len(gaps) else 0.0
-    p = min(1.0, 2 * p_at_most(gaps), 2 * p_at_most(-gaps))
+    p = paired_p(first, second)
     certain = not ((first % 1).any() or (second % 1).any())
     return Paired(difference, mean_interval(gaps), p, "McNemar" if certain else "Gaffke")
+
+
+def paired_p(first: Tensor, second: Tensor) -> float:
+    """Compute the two-sided p-value of `paired` alone, which is fast.
+
+    Args:
+        first: [N] in [0, 1].
+        second: [N] of the same images.
+
+    Raises:
+        ValueError: different numbers of scores, or a score is NaN.
+    """
+    gaps = _gaps(first, second)
+    return min(1.0, 2 * p_at_most(gaps), 2 * p_at_most(-gaps))
+
+
+def _gaps(first: Tensor, second: Tensor) -> Floats:
+    """Return the second scores minus the first, [N] in [-1, 1]."""
+    if first.shape != second.shape:
+        raise ValueError(f"{len(first)} scores cannot be paired with {len(second)}")
+    gaps = (second.double() - first.double()).clamp(-1, 1)
+    if gaps.isnan().any():
+        raise ValueError("scores that are not numbers cannot be compared")
+    return np.asarray(gaps.cpu().numpy())
