@@ -8,7 +8,8 @@ that are simpler: each checkpoint against the one before at 5 %, and against the
 0.05 / (t (t + 1)), both by McNemar's one-sided test.
 
 Prints two tables: streams that ring though nothing happens, and the place of the first alarm where
-accuracy falls. An hour on a CPU; `--quick` takes a tenth of the streams and of the checkpoints.
+accuracy falls. Half an hour on a CPU; `--quick` takes a tenth of the streams and
+checkpoints.
 """
 
 import argparse

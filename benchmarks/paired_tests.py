@@ -19,6 +19,7 @@ from lightning_rob.metrics import student, wilson, wilson_over_draws
 from lightning_rob.metrics.gaffke import p_at_most
 
 LEVEL = 0.05
+VALUES, SHARES = np.array([0, 0.5, 1]), np.array([0.2, 0.2, 0.6])  # of images' scores
 
 
 def network_and_ensemble(accuracy, ensemble=None):
@@ -173,7 +174,10 @@ def by_size(settings, sizes, tests, times, seed):
 
 
 def coverage(times, seed):
-    """Print how often intervals of accuracies by draw hold the mean over images and draws."""
+    """Print how often intervals of accuracies by draw hold what they are of.
+
+    Wilson's are of the mean over images and draws, the t interval of the mean over draws alone.
+    """
     effects = {
         "normal, sd 2 points": lambda chance, shape: chance.normal(0, 0.02, shape),
         "skewed, sd 2 points": lambda chance, shape: 0.02 * (1 - chance.exponential(1, shape)),
@@ -186,31 +190,33 @@ def coverage(times, seed):
     )
     print("|---|--:|--:|--:|--:|--:|")
     for name, effect in effects.items():
-        truth = expected(effect)
+        mean = expected(effect)
         for n in (100, 1000):
             for draws in (2, 5, 10):
                 chance = np.random.default_rng([seed, n, draws])
                 held = np.zeros(3)
                 for _ in range(times):
                     shift = effect(chance, draws)
-                    image = chance.choice([0, 0.5, 1], n, p=[0.2, 0.2, 0.6])
-                    scores = chance.random((draws, n)) < np.clip(image * 0.9 + shift[:, None], 0, 1)
-                    found = scores.mean(1).tolist()
-                    spans = (
-                        wilson_over_draws(found, n),
-                        student(found),
-                        wilson(found[0], n),
+                    kind = chance.choice(3, n, p=SHARES)
+                    scores = chance.random((draws, n)) < np.clip(
+                        0.9 * VALUES[kind] + shift[:, None], 0, 1
                     )
-                    held += [low <= truth <= high for low, high in spans]
+                    found = scores.mean(1).tolist()
+                    whole, drawn = mean @ SHARES, mean[kind].mean()
+                    spans = [
+                        (whole, wilson_over_draws(found, n)),
+                        (drawn, student(found)),
+                        (whole, wilson(found[0], n)),
+                    ]
+                    held += [low <= truth <= high for truth, (low, high) in spans]
                 cells = " | ".join(f"{100 * share:.1f}" for share in held / times)
                 print(f"| {name} | {n} | {draws} | {cells} |", flush=True)
 
 
 def expected(effect):
-    """Return the mean over images and draws, from a million draws."""
+    """Return the mean score over draws of images with each of `VALUES`, from a million draws."""
     shift = effect(np.random.default_rng(0), 1_000_000)
-    shares = zip((0, 0.5, 1), (0.2, 0.2, 0.6), strict=True)
-    return sum(p * np.clip(0.9 * v + shift, 0, 1).mean() for v, p in shares)
+    return np.array([np.clip(0.9 * value + shift, 0, 1).mean() for value in VALUES])
 
 
 def main():
@@ -224,7 +230,7 @@ def main():
     by_size(EQUAL, (10, 12, 13, 20, 50, 100, 1000), ("Gaffke", "t"), times, options.seed)
     print("Share of samples in which a difference is found, in percent\n")
     by_size(UNEQUAL, (20, 50, 100, 200, 1000), tuple(TESTS), times // 4, options.seed)
-    print("Share of 95 % intervals that hold the mean over images and draws, in percent\n")
+    print("Share of 95 % intervals that hold the mean, in percent\n")
     coverage(times // 2, options.seed)
 
 

@@ -104,7 +104,7 @@ def test_p_and_interval_agree_with_the_t_test_on_many_images():
 def test_a_network_rarely_differs_from_an_ensemble_of_its_accuracy(n):
     """Each is right with probability 0.9, the network on nine images of ten, the ensemble on all.
 
-    The t test calls 13 % (n = 12) and 12 % (n = 50) of these pairs different.
+    The t test calls 29 % (n = 12) and 12 % (n = 50) of these pairs different.
     """
     draws = np.random.default_rng(2)
     ensemble = torch.full((n,), 0.9).double()

@@ -148,7 +148,7 @@ def test_figures_and_images_are_those_of_direct_calls(trained, watched, put, cap
         put(name)
     swap = watched / "checkpoints/swapped.ckpt"
     changed(watched / "checkpoints" / EPOCHS[3], swap, swapped, step=20)
-    assert monitor(trained, watched, "--once", "--drop=significant") == 1
+    assert monitor(trained, watched, "--once", "--drop=0.5") == 1
     assert evaluated(watched) == [EPOCHS[0], EPOCHS[3], "swapped.ckpt"]
     hands = [by_hand(trained, watched / "checkpoints" / name) for name in evaluated(watched)]
     found = [line for line in lines(watched) if "event" not in line]
@@ -239,7 +239,7 @@ def test_healthy_streams_rarely_ring_and_a_fall_rings_at_once(random):
     """A small version of benchmarks/monitor_drop.py: 5 % of 1,000 images are redrawn each time."""
     draws, early, at_once = np.random.default_rng(0), 0, 0
     index = torch.arange(1000)
-    for _ in range(10):
+    for _ in range(20):
         state, lost = draws.random(1000) < 0.6, draws.random(1000) < 5 / 60
         earlier, rang = [], []
         for place in range(20):
@@ -251,8 +251,8 @@ def test_healthy_streams_rarely_ring_and_a_fall_rings_at_once(random):
             rang.append(any(drop.significant(0.05) for drop in drops(now, earlier)))
             earlier.append(now)
         early, at_once = early + any(rang[:-1]), at_once + rang[-1]
-    assert early == 0
-    assert at_once >= 9
+    assert early <= 2  # the level allows one stream of forty
+    assert at_once >= 18
 
 
 def test_started_again_it_evaluates_nothing_twice(trained, watched, put):

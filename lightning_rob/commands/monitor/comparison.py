@@ -189,7 +189,7 @@ def drops(
         judged_before: n - 1; None if each but the first of the earlier ones was judged once.
 
     Returns:
-        One for each; a single one where there is a single earlier checkpoint.
+        One for each; the last alone where it is also the best.
     """
     earlier = [other for other in previous if other.position <= current.position]
     earlier.sort(key=lambda other: other.position)  # evaluated in any order, the same is the best
@@ -199,9 +199,8 @@ def drops(
     factor = SHARES * n**FADING
     last = next((other for other in reversed(earlier) if not other.fell), earlier[-1])
     best = max(earlier, key=lambda other: other.accuracies[WORST])
-    if k == 1:
-        return [_drop("last", last, current, factor)]
-    return [_drop("last", last, current, 2 * factor), _drop("best", best, current, 2 * factor * k)]
+    found = [_drop("last", last, current, factor if k == 1 else 2 * factor)]
+    return found if best is last else [*found, _drop("best", best, current, 2 * factor * k)]
 
 
 def _drop(to: str, before: CheckpointResults, after: CheckpointResults, factor: float) -> Drop:
