@@ -1,9 +1,14 @@
-"""Corrections for several comparisons, in plain Python: reports need not load torch."""
+"""Limits and corrections for several comparisons, in plain Python: reports need no torch."""
 
 from collections.abc import Sequence
 
 SIGNIFICANT = 0.05  # p below which a difference is significant
-P_DECIDES = "p decides"  # where it and the interval disagree
+ROUNDING = 1e-6  # a mean of float32 scores may miss its exact value by about 1e-7
+
+
+def rounded_down(limit: float) -> float:
+    """Return the least accuracy that counts as a limit reached: the limit but for rounding."""
+    return limit - ROUNDING
 
 
 def holm(p: Sequence[float]) -> list[float]:

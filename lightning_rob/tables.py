@@ -96,7 +96,7 @@ def _methods(columns: Collection[str], covered: Collection[str], compared: int) 
         source = "private draws" if "private" in methods[0] else "inferences"
         methods += [f"randomness: t over {source}"]
     if "against" in columns:
-        methods += ["against: McNemar, paired t for expected accuracies"]
+        methods += ["against: McNemar, Gaffke for expected accuracies"]
         methods += [f"p: Holm over {compared} comparisons"] if compared > 1 else []
     return methods
 

@@ -8,9 +8,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import norm
+from scipy.stats import norm, ttest_1samp
 
-from lightning_rob.metrics import clopper_pearson, holm, mcnemar, paired, wilson
+from lightning_rob.metrics import (
+    clopper_pearson,
+    holm,
+    mcnemar,
+    paired,
+    paired_p,
+    student,
+    wilson,
+)
+from lightning_rob.metrics.gaffke import p_at_most
 
 
 def bits(text):
@@ -25,31 +34,85 @@ def test_mcnemar_by_hand():
     assert mcnemar(before, before) == 1.0
 
 
-def test_which_test_depends_on_the_answers():
+def test_which_test_depends_on_the_scores():
     certain = paired(bits("11110"), bits("10010"))
     assert (certain.test, certain.difference) == ("McNemar", pytest.approx(-0.4))
     assert certain.p == pytest.approx(0.5)
+    assert paired_p(bits("11110"), bits("10010")) == certain.p
     one, other = torch.tensor([0.5, 1.0, 0.5, 0.2]), torch.tensor([0.4, 0.8, 0.4, 0.0])
-    expected = paired(one, other)
-    assert (expected.test, expected.difference) == ("sign flips", pytest.approx(-0.15))
-    many = paired(one.repeat(5), other.repeat(5))
-    assert (many.test, many.difference) == ("paired t", pytest.approx(-0.15))
-    assert many.p < 1e-6
-    assert expected.p == pytest.approx(2 / 2**4)
-    assert paired(one, one).p == 1.0
-    assert paired(one[:1], other[:1]).p == 1.0
-    assert paired(bits("11"), torch.tensor([0.5, 0.5])).p == pytest.approx(0.5)
+    assert (paired(one, other).test, paired(one, other).difference) == (
+        "Gaffke",
+        pytest.approx(-0.15),
+    )
+    assert paired(one.repeat(50), other.repeat(50)).p < 1e-6
+    assert paired_p(other, one) == paired_p(one, other)
     with pytest.raises(ValueError, match="not numbers"):
         paired(one, other * math.nan)
 
 
-def test_p_decides_where_the_interval_disagrees():
-    """Five images lost of five: the t interval has no width, McNemar's p is 2 / 2**5."""
-    few = paired(torch.ones(5), torch.zeros(5))
-    assert few.interval == (-1.0, -1.0)
-    assert not few.significant
-    assert str(few).endswith("p = 0.062 (McNemar): not significant, p decides")
-    assert paired(torch.ones(6), torch.zeros(6)).significant
+@pytest.mark.parametrize("n", [0, 1, 20])
+def test_equal_scores_do_not_differ(n):
+    """The interval is Clopper and Pearson's for none of n images, in both directions."""
+    same = paired(torch.ones(n), torch.ones(n))
+    end = clopper_pearson(0, n)[1]
+    assert (same.p, same.interval) == (1.0, pytest.approx((-end, end), abs=1e-6))
+
+
+@pytest.mark.parametrize(("lost", "won"), [(5, 0), (6, 0), (9, 1), (30, 14), (700, 1), (0, 3)])
+@pytest.mark.parametrize("both", [0, 40])
+def test_mcnemars_test_is_a_case_of_gaffkes(lost, won, both):
+    before = torch.tensor([1.0] * lost + [0.0] * won + [1.0] * both)
+    after = torch.tensor([0.0] * lost + [1.0] * won + [1.0] * both)
+    found = paired(before, after)
+    assert found.p == pytest.approx(mcnemar(before, after), rel=1e-9)
+    assert found.significant == (found.interval[0] > 0 or found.interval[1] < 0)
+
+
+def test_an_interval_of_two_values_is_clopper_and_pearsons():
+    """All images lost or won, so the difference is a proportion, scaled to -1 … 1."""
+    low, high = clopper_pearson(7, 20)
+    before, after = torch.tensor([0.0] * 7 + [1.0] * 13), torch.tensor([1.0] * 7 + [0.0] * 13)
+    expected = (2 * low - 1, 2 * high - 1)
+    assert paired(before, after).interval == pytest.approx(expected, abs=1e-6)
+
+
+def test_p_of_equal_differences_is_known():
+    """Twenty differences of 0.1: the chance that their weights, times 0.1, are below one's."""
+    found = paired(torch.full((20,), 0.9).double(), torch.ones(20).double())
+    assert found.p == pytest.approx(2 * 1.1**-20)
+    assert paired(torch.zeros(20_000), torch.ones(20_000)).p > 0
+
+
+def test_p_is_the_share_of_random_weights():
+    """By its definition: weights of uniform spacings, and -1 for what was not drawn."""
+    draws = np.random.default_rng(0)
+    gaps = draws.choice([-0.5, 0.03, 0.2, 0.7], 15)
+    weights = draws.exponential(size=(100_000, 16))
+    for mean in (-0.2, 0.0, 0.1):
+        share = (weights @ np.append(gaps - mean, -1 - mean) <= 0).mean()
+        assert p_at_most(gaps, mean) == pytest.approx(share, abs=0.005)
+
+
+def test_p_and_interval_agree_with_the_t_test_on_many_images():
+    gaps = torch.tensor(np.random.default_rng(1).normal(0.01, 0.2, 5000)).clamp(-0.5, 0.5)
+    found = paired(0.5 - gaps / 2, 0.5 + gaps / 2)
+    assert found.p == pytest.approx(ttest_1samp(gaps, 0).pvalue, rel=0.3)
+    assert found.interval == pytest.approx(student(gaps.tolist()), abs=4e-4)
+
+
+@pytest.mark.parametrize("n", [12, 50])
+def test_a_network_rarely_differs_from_an_ensemble_of_its_accuracy(n):
+    """Each is right with probability 0.9, the network on nine images of ten, the ensemble on all.
+
+    The t test calls 29 % (n = 12) and 12 % (n = 50) of these pairs different.
+    """
+    draws = np.random.default_rng(2)
+    ensemble = torch.full((n,), 0.9).double()
+    found = [paired(torch.tensor(draws.random(n) < 0.9).double(), ensemble) for _ in range(400)]
+    assert np.mean([one.significant for one in found]) < 0.05
+    assert min(one.p for one in found) > 0
+    covered = [one.interval[0] <= 0 <= one.interval[1] for one in found]
+    assert covered == [not one.significant for one in found]
 
 
 def test_scores_of_other_images_are_refused():

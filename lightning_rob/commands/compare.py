@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_rob.commands.configs import CompareConfig
 from lightning_rob.commands.report.blocks import plain
 from lightning_rob.commands.specs import differences
-from lightning_rob.comparisons import P_DECIDES, SIGNIFICANT
+from lightning_rob.comparisons import SIGNIFICANT, rounded_down
 from lightning_rob.errors import visible
 from lightning_rob.evaluation.per_image import ResultFile, read_result_file
 from lightning_rob.files import atomic_write_text
@@ -27,7 +27,6 @@ CONDITIONS = ("target", "seed", "repeats", "inferences", "protocol", "versions")
 SETTINGS = ("target", "repeats", "inferences", "protocol")  # in which gated records are equal
 COLUMNS = ("first", "second", "difference", "95 % interval", "lost", "won", "p")
 MIN_IMAGES = 10  # fewer are too few to judge a difference
-ROUNDING = 1e-9
 NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")  # even escaped
 
 
@@ -55,8 +54,7 @@ class Comparison:
 
     def is_worse(self, limit: float) -> bool:
         """Return whether the accuracy fell significantly, by the limit or more."""
-        # A fall by exactly the limit counts, however its mean was rounded.
-        return self.paired.difference <= ROUNDING - limit and self.p < SIGNIFICANT
+        return -self.paired.difference >= rounded_down(limit) and self.p < SIGNIFICANT
 
     @property
     def text(self) -> str:
@@ -195,9 +193,9 @@ def _common(one: ResultFile, other: ResultFile, config: CompareConfig) -> Iterat
 
 def _legend(found: Sequence[Comparison]) -> str:
     tests = " or ".join(dict.fromkeys(comparison.paired.test for comparison in found))
-    legend = f"interval: paired t, 95 %; p: {tests}, two-sided"
+    legend = f"interval: {tests}, 95 %; p: two-sided"
     legend += f", adjusted by Holm over {len(found)} comparisons" if len(found) > 1 else ""
-    return f"{legend}; {P_DECIDES}; lost, won: images whose score fell, rose"
+    return f"{legend}; lost, won: images whose score fell, rose"
 
 
 def print_comparison(

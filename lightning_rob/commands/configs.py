@@ -508,9 +508,8 @@ class CompareConfig(CommandConfig):
     A record is a CSV file in the folder images/ of a run. Of two records: two checkpoints
     under the same attacks, or an ensemble and its first member. Of one record: attacks on
     the same checkpoint. The test is McNemar's where each prediction is right or wrong, and
-    the paired t test for expected accuracies of randomized ensembles; with several rows p
-    is adjusted by Holm, so that all can be read at once. p decides; the interval, by the
-    t distribution, says how large the difference may be.
+    Gaffke's for expected accuracies of randomized ensembles; with several rows p is
+    adjusted by Holm, so that all can be read at once. The interval is of the same test.
 
       lightning-rob compare logs/version_0/images/test-arc.csv \
           logs/version_1/images/test-arc.csv

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping
 
+from lightning_rob.comparisons import rounded_down
+
 
 def parse_thresholds(text: str) -> dict[str, float]:
     """Return the minimum accuracy by metric name.
@@ -47,6 +49,7 @@ def violations(minima: Mapping[str, float], logged: Mapping[str, float], stage: 
         if key not in logged:
             known = sorted(k.removeprefix(f"{stage}/") for k in logged if k.startswith(stage))
             raise ValueError(f"no figure {name} was measured, only {', '.join(known) or 'none'}")
-        if not logged[key] >= minimum:  # NaN violates a threshold, too
-            lines.append(f"{name} is {logged[key]:.2%}, below {100 * minimum:g}%")
+        if not logged[key] >= rounded_down(minimum):  # NaN violates a threshold, too
+            digits = 2 if round(logged[key] - minimum, 4) else 4  # enough to show the difference
+            lines.append(f"{name} is {logged[key]:.{digits}%}, below {100 * minimum:g}%")
     return lines

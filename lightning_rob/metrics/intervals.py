@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
+import numpy as np
 from torch import Tensor
 
-from lightning_rob.comparisons import P_DECIDES, SIGNIFICANT
-
-FEW = 12  # images whose 2^12 patterns of signs are all tried
+from lightning_rob.comparisons import SIGNIFICANT, rounded_down
+from lightning_rob.metrics.gaffke import SMALLEST, Floats, mean_interval, p_at_most
 
 
 def wilson(mean: float, n: int, level: float = 0.95) -> tuple[float, float]:
@@ -101,15 +101,11 @@ def wilson_over_draws(values: Sequence[float], n: int, level: float = 0.95) -> t
 class Paired:
     """The difference of two scores of the same images.
 
-    The p-value decides whether the difference is significant. The interval says how large it may
-    be; it comes from the t distribution, which is approximate for 0/1 scores, so near the limit,
-    or of few images, it may leave out 0 where the exact p-value finds nothing, or the reverse.
-
     Args:
         difference: the second's mean minus the first's.
-        interval: its 95 % t interval; (-1, 1) for fewer than two images.
-        p: the probability of a difference at least as large under the null hypothesis.
-        test: name of the test that gave p.
+        interval: its 95 % interval; it leaves out 0 exactly if p is below 0.05.
+        p: the two-sided p-value of no difference.
+        test: name of the test that gave both.
     """
 
     difference: float
@@ -126,8 +122,8 @@ class Paired:
         low, high = self.interval
         return (
             f"{100 * self.difference:+.1f} points (95 % interval {100 * low:.1f} … "
-            f"{100 * high:.1f}, paired t), p = {self.p:.2g} ({self.test}): "
-            f"{'' if self.significant else 'not '}significant, {P_DECIDES}"
+            f"{100 * high:.1f}), p = {self.p:.2g} ({self.test}): "
+            f"{'' if self.significant else 'not '}significant"
         )
 
 
@@ -143,16 +139,16 @@ def mcnemar(first: Tensor, second: Tensor) -> float:
     """
     from scipy.stats import binomtest
 
-    one, other = first >= 0.5, second >= 0.5
+    one, other = first >= rounded_down(0.5), second >= rounded_down(0.5)
     lost, won = int((one & ~other).sum()), int((other & ~one).sum())
-    return float(binomtest(won, won + lost).pvalue) if won + lost else 1.0
+    return max(float(binomtest(won, won + lost).pvalue), SMALLEST) if won + lost else 1.0
 
 
 def paired(first: Tensor, second: Tensor) -> Paired:
     """Compare two scores of the same images: attacks or checkpoints.
 
-    The test is McNemar's if all scores are 0 or 1, else (expected accuracies of a randomized
-    ensemble) the t test of the differences; for at most 12 images their signs are flipped.
+    The test is `gaffke.p_at_most` of the differences, on both sides: it holds for any scores in
+    [0, 1], however few or skewed. Where all scores are 0 or 1 it is McNemar's exact test.
 
     Args:
         first: [N] in [0, 1].
@@ -161,41 +157,32 @@ def paired(first: Tensor, second: Tensor) -> Paired:
     Raises:
         ValueError: different numbers of scores, or a score is NaN.
     """
+    gaps = _gaps(first, second)
+    difference = float(gaps.mean()) if len(gaps) else 0.0
+    p = paired_p(first, second)
+    certain = not ((first % 1).any() or (second % 1).any())
+    return Paired(difference, mean_interval(gaps), p, "McNemar" if certain else "Gaffke")
+
+
+def paired_p(first: Tensor, second: Tensor) -> float:
+    """Compute the two-sided p-value of `paired` alone, which is fast.
+
+    Args:
+        first: [N] in [0, 1].
+        second: [N] of the same images.
+
+    Raises:
+        ValueError: different numbers of scores, or a score is NaN.
+    """
+    gaps = _gaps(first, second)
+    return min(1.0, 2 * p_at_most(gaps), 2 * p_at_most(-gaps))
+
+
+def _gaps(first: Tensor, second: Tensor) -> Floats:
+    """Return the second scores minus the first, [N] in [-1, 1]."""
     if first.shape != second.shape:
         raise ValueError(f"{len(first)} scores cannot be paired with {len(second)}")
-    gaps = (second - first).double()
+    gaps = (second.double() - first.double()).clamp(-1, 1)
     if gaps.isnan().any():
         raise ValueError("scores that are not numbers cannot be compared")
-    if len(gaps) < 2:
-        return Paired(float(gaps.sum()), (-1.0, 1.0), 1.0, "too few images")
-    if not ((first % 1).any() or (second % 1).any()):
-        p, test = mcnemar(first, second), "McNemar"
-    elif len(gaps) <= FEW:
-        p, test = _sign_flips(gaps), "sign flips"
-    else:
-        p, test = _paired_t(gaps), "paired t"
-    return Paired(float(gaps.mean()), student(gaps.tolist()), p, test)
-
-
-def _sign_flips(gaps: Tensor) -> float:
-    """Compute the exact p-value of a mean difference under all patterns of signs."""
-    from scipy.stats import permutation_test
-
-    result = permutation_test(
-        (gaps.numpy(),),
-        lambda g, axis: g.mean(axis),
-        vectorized=True,
-        permutation_type="samples",
-        n_resamples=2**FEW + 1,
-    )
-    return float(result.pvalue)
-
-
-def _paired_t(gaps: Tensor) -> float:
-    """Compute the two-sided p-value of a mean difference by the t test."""
-    from scipy.stats import t
-
-    error = float(gaps.std()) / math.sqrt(len(gaps))
-    if not error:  # all differences are equal
-        return float(gaps[0] == 0)
-    return 2 * float(t.sf(abs(float(gaps.mean())) / error, len(gaps) - 1))
+    return np.asarray(gaps.cpu().numpy())

@@ -40,7 +40,7 @@ def test_the_command_compares_attacks_and_checkpoints(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "x → y" in out
     assert "-50.0" in out
-    assert "p: McNemar, two-sided; p decides" in " ".join(out.split())
+    assert "interval: McNemar, 95 %; p: two-sided; lost" in " ".join(out.split())
     assert "Holm" not in out  # of one comparison
     run("compare", one, other)
     out = capsys.readouterr().out
@@ -113,6 +113,13 @@ def test_the_gate_fails_on_a_fall_that_is_significant_and_large(
     assert f"| x | 100.0% | {100 - lost}.0% | -{lost}.0 |" in text
     assert text.startswith("- **worse:** x changed") == bool(code)
     assert gate(tmp_path, new, "1" * 100, "--fail-if-worse", limit) == 0  # it rose
+
+
+def test_a_fall_by_exactly_the_limit_counts_for_float32_scores():
+    """0.9 and 0.7 of float32 differ by 0.19999999."""
+    (found,) = compared([("x", torch.full((500,), 0.9), torch.full((500,), 0.7))])
+    assert found.is_worse(0.2)
+    assert not found.is_worse(0.2001)
 
 
 def test_the_gate_refuses_what_means_something_else(tmp_path, capsys):

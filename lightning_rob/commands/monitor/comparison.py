@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -12,13 +12,16 @@ from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.history import Fields, History, Identity, identity, tag
 from lightning_rob.commands.scores import Scores
 from lightning_rob.commands.thresholds import violations
+from lightning_rob.comparisons import rounded_down
 from lightning_rob.errors import InputError
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST
-from lightning_rob.metrics import holm, mcnemar, paired
+from lightning_rob.metrics import mcnemar, paired_p
 
+FADING = 1.3  # the slower the shares of the level fall, the less is left for the first
+SHARES = 3.94  # at least the sum of 1 / n^1.3 over all n
 MIN_IMAGES = 10  # fewer are too few to judge a drop
-ROBUST = 0.5  # score from which an image counts as robust: more often right than not
+ROBUST = rounded_down(0.5)  # score from which an image counts as robust, as in McNemar's test
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,14 @@ class CheckpointResults:
             where a single file is replaced.
         accuracies: by name.
         read: returns indices [N] and scores [N] under the worst attack.
+        fell: whether it was judged to be significantly worse than earlier ones.
     """
 
     checkpoint: str
     position: int
     accuracies: dict[str, float]
     read: Callable[[], Scores]
+    fell: bool = False
 
     @property
     def scores(self) -> Scores:
@@ -53,9 +58,8 @@ class Drop:
         since: the earlier checkpoint.
         before: its accuracy under the worst attack.
         after: that of the judged checkpoint.
-        p: of McNemar's test where predictions are right or wrong, else of the paired t test.
-        p_adjusted: by Holm over the checkpoint's comparisons. The best of k earlier checkpoints is
-            so by luck as well, and its p counts k times.
+        p: two-sided, of `paired`.
+        p_adjusted: by all comparisons of the history, those to come included.
         test: the test of both.
     """
 
@@ -66,6 +70,10 @@ class Drop:
     p: float
     p_adjusted: float
     test: str
+
+    def significant(self, level: float | None) -> bool:
+        """Return whether accuracy fell and p is below a level; None: nothing is significant."""
+        return level is not None and self.after < self.before and self.p_adjusted < level
 
 
 def worst_of(group: Sequence[Fields]) -> Fields:
@@ -96,6 +104,8 @@ def last_results(history: History, suite: str) -> dict[Identity, CheckpointResul
     """
     found: dict[Identity, CheckpointResults] = {}
     for *results, event in history.groups():
+        if event["event"] == "judged" and identity(event) in found and event["suite"] == suite:
+            found[identity(event)] = replace(found[identity(event)], fell=_fell(event))
         if event["event"] != "evaluated" or event["suite"] != suite:
             continue
         if history.has_scores(worst := worst_of(results)):
@@ -103,8 +113,21 @@ def last_results(history: History, suite: str) -> dict[Identity, CheckpointResul
             accuracies = {line["name"]: line["accuracy"] for line in results}
             checkpoint, position = event["checkpoint"], event["position"]
             found.pop(identity(event), None)
-            found[identity(event)] = CheckpointResults(checkpoint, position, accuracies, scores)
+            found[identity(event)] = CheckpointResults(
+                checkpoint, position, accuracies, scores, _fell(event)
+            )
     return found
+
+
+def _fell(event: Fields) -> bool:
+    """Return whether an event holds a significant drop, by the level of its time."""
+    level = event.get("limits", {}).get("drop")
+    return any(Drop(**drop).significant(level) for drop in event.get("drops", ()))
+
+
+def times_judged(history: History) -> int:
+    """Return how often a checkpoint of this history was compared with earlier ones so far."""
+    return sum("drops" in event for event in history.events("evaluated", "judged"))
 
 
 def current_results(
@@ -121,7 +144,7 @@ def change(before: CheckpointResults, after: CheckpointResults) -> Fields:
 
     The p is that of McNemar's exact two-sided test of one against the other.
     """
-    index, old, new = _common(before, after)
+    index, old, new = _common(before.scores, after.scores)
     was, remains = old >= ROBUST, new >= ROBUST
     return {
         "since": before.checkpoint,
@@ -132,12 +155,11 @@ def change(before: CheckpointResults, after: CheckpointResults) -> Fields:
     }
 
 
-def _common(before: CheckpointResults, after: CheckpointResults) -> tuple[Tensor, Tensor, Tensor]:
+def _common(one: Scores, other: Scores) -> tuple[Tensor, Tensor, Tensor]:
     """Return the indices [N] of the images that both have, and the scores [N] of each."""
-    both = before.scores, after.scores
-    index = both[0][0][torch.isin(both[0][0], both[1][0])]
-    old, new = (scores[torch.searchsorted(own, index)] for own, scores in both)
-    return index, old, new
+    index = one[0][torch.isin(one[0], other[0])]
+    first, second = (scores[torch.searchsorted(own, index)] for own, scores in (one, other))
+    return index, first, second
 
 
 def last_before(earlier: Sequence[CheckpointResults], position: float) -> CheckpointResults | None:
@@ -147,35 +169,57 @@ def last_before(earlier: Sequence[CheckpointResults], position: float) -> Checkp
     return max(until, key=lambda other: other.position, default=None)
 
 
-def drops(current: CheckpointResults, previous: Sequence[CheckpointResults]) -> list[Drop]:
+def drops(
+    current: CheckpointResults,
+    previous: Sequence[CheckpointResults],
+    judged_before: int | None = None,
+) -> list[Drop]:
     """Compare a checkpoint with the last and the best before it, on at least `MIN_IMAGES` images.
+
+    The last is one that had not fallen itself, so that after a fall the alarm stays until a
+    checkpoint recovers. The n-th judgement of a history takes the share
+    1 / (3.94 n^1.3) of the level, half of it for each comparison; the half of the best is spread
+    over the k checkpoints of which it is the best. All shares sum to less than one, and half of
+    each is for a rise, so the probability of a false alarm in a lifetime is below half the level,
+    however the checkpoints depend on each other.
+
+    Args:
+        current: the checkpoint to be judged.
+        previous: others of the same suite; later ones are left out.
+        judged_before: n - 1; None if each but the first of the earlier ones was judged once.
 
     Returns:
         One for each; the last alone where it is also the best.
     """
     earlier = [other for other in previous if other.position <= current.position]
     earlier.sort(key=lambda other: other.position)  # evaluated in any order, the same is the best
-    last = last_before(earlier, current.position)
-    if last is None or len(current.scores[0]) < MIN_IMAGES:
+    if not earlier or len(current.scores[0]) < MIN_IMAGES:
         return []
+    k, n = len(earlier), len(earlier) if judged_before is None else judged_before + 1
+    factor = SHARES * n**FADING
+    last = next((other for other in reversed(earlier) if not other.fell), earlier[-1])
     best = max(earlier, key=lambda other: other.accuracies[WORST])
-    compared = [("last", last, 1)]
-    compared += [] if best is last else [("best", best, len(earlier))]
-    found = [paired(*_common(other, current)[1:]) for _, other, _ in compared]
-    adjusted = holm([min(1.0, t * test.p) for (*_, t), test in zip(compared, found, strict=True)])
-    several = f", Holm over {len(compared)} comparisons" if len(compared) > 1 else ""
-    after = current.accuracies[WORST]
-    return [
-        Drop(to, one.checkpoint, one.accuracies[WORST], after, test.p, p, test.test + several)
-        for (to, one, _), test, p in zip(compared, found, adjusted, strict=True)
-    ]
+    found = [_drop("last", last, current, factor if k == 1 else 2 * factor)]
+    return found if best is last else [*found, _drop("best", best, current, 2 * factor * k)]
+
+
+def _drop(to: str, before: CheckpointResults, after: CheckpointResults, factor: float) -> Drop:
+    """Compare a checkpoint with an earlier one; p counts `factor` times."""
+    p = paired_p(*_common(before.scores, after.scores)[1:])
+    accuracies = before.accuracies[WORST], after.accuracies[WORST]
+    test = "Gaffke, adjusted over the history"
+    return Drop(to, before.checkpoint, *accuracies, p, min(1.0, factor * p), test)
 
 
 def judged(
-    config: MonitorConfig, current: CheckpointResults, previous: Sequence[CheckpointResults]
+    config: MonitorConfig,
+    current: CheckpointResults,
+    previous: Sequence[CheckpointResults],
+    judged_before: int | None = None,
 ) -> Fields:
     """Return the fields of an event that compare a checkpoint with earlier ones, and the limits."""
-    before, found = last_before(previous, current.position), drops(current, previous)
+    before = last_before(previous, current.position)
+    found = drops(current, previous, judged_before)
     fields: Fields = {"change": change(before, current)} if before else {}
     fields |= {"drops": [asdict(drop) for drop in found]} if found else {}
     fields |= {"limits": {"alarm": config.minima, "drop": config.level}}
@@ -184,12 +228,11 @@ def judged(
 
 def alarms(config: MonitorConfig, current: CheckpointResults, found: Sequence[Drop]) -> list[str]:
     """Describe violated thresholds and significant drops of a checkpoint."""
-    level = config.level
     return violated(config, current) + [
         f"robust/worst fell from {drop.before:.1%} ({drop.to}: {drop.since}) to {drop.after:.1%}, "
         f"p = {drop.p_adjusted:.2g} ({drop.test})"
         for drop in found
-        if level is not None and drop.after < drop.before and drop.p_adjusted < level
+        if drop.significant(config.level)
     ]
 
 

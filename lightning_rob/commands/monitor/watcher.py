@@ -18,6 +18,7 @@ from lightning_rob.commands.monitor.comparison import (
     final_alarms,
     judged,
     last_results,
+    times_judged,
     worst_of,
 )
 from lightning_rob.commands.monitor.display import warn
@@ -448,7 +449,7 @@ class Watcher:
             previous = list(last_results(self.history, self.key).values())
             current = current_results(facts["checkpoint"], position, results)
             event = facts | {"event": "evaluated", "date": timestamp(), "session": SESSION}
-            event |= judged(self.config, current, previous)
+            event |= judged(self.config, current, previous, times_judged(self.history))
             event |= {"deferred": True} if self._has_older(file) else {}
             lines = [self._line(*each, facts, repeat) for each in results]
             self.record(*lines, event)
@@ -474,11 +475,11 @@ class Watcher:
         ]
         oldest = min((file.step for file in pending), default=math.inf)
         ready = [event for event in deferred if event["step"] <= oldest]
-        results = last_results(self.history, self.key) if ready else {}
         for event in sorted(ready, key=lambda event: event["step"]):
+            results = last_results(self.history, self.key)  # with the fall of the one before
             if current := results.get(identity(event)):
                 previous = [other for other in results.values() if other is not current]
-                fields = judged(self.config, current, previous)
+                fields = judged(self.config, current, previous, times_judged(self.history))
                 fields["alarm"] = [a for a in fields["alarm"] if a not in event["alarm"]]
                 facts = {name: event[name] for name in ("checkpoint", "suite", "position", *FACTS)}
                 about = {"event": "judged", "date": timestamp(), "alarmed": bool(event["alarm"])}
