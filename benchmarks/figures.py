@@ -1,7 +1,8 @@
-"""Figures of the documentation: all transforms on an image, and the rejection curves.
+"""Figures of the documentation: transforms of an image, an attack, and the rejection curves.
 
     python benchmarks/figures.py transforms docs/images/transforms.png
     python benchmarks/figures.py pool docs/images/pool.png
+    python benchmarks/figures.py attack docs/images/attack.png
 
 `rejection` is drawn by benchmarks/rejection.py, which measures the curves.
 """
@@ -20,6 +21,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
+import lightning_rob
+from lightning_rob import PGD, Threat
 from lightning_rob.data import Digits5k
 from lightning_rob.data.base import packaged_file
 from lightning_rob.plots import COLORS, MARKERS, blank, save
@@ -30,6 +33,7 @@ from lightning_rob.transforms.pool import GROUPS
 STRENGTHS = (0.1, 0.3, 0.5)
 COLUMNS, SIDE, TEXT, POOL_TEXT = 12, 0.64, 0.34, 0.46  # images a row; inches of image and text
 LETTERS = 11  # of a line below a picture of the pool
+EPS = 0.1  # of the attack that is shown
 PANEL = (2.7, 3.0)  # inches of a panel of rejection curves
 MARKS = 9  # of a rejection curve, spread evenly
 
@@ -71,6 +75,35 @@ def pool(x: Tensor, seed: int = 0) -> Figure:
     for group, members in GROUPS.items():
         blocks.append((group, [(label(n), transformed(t, x, seed)) for n, t in members.items()]))
     return grid(blocks, POOL_TEXT)
+
+
+def attack() -> Figure:
+    """Draw the first test image of each digit, and PGD on the two networks of the package."""
+    parts = digits_by_class()
+    x = torch.stack([image for image, _ in parts])
+    y = torch.tensor([digit for _, digit in parts])
+    rows = [("clean", x, [f"{digit}" for digit in y.tolist()], ["black"] * len(x))]
+    pgd = PGD(Threat("linf", EPS), 50, EPS / 10)
+    for name in ("digits_standard", "digits_robust"):
+        defense = lightning_rob.load(f"zoo:{name}")
+        x_adv = pgd(defense, x, y, torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            found = defense(x_adv).argmax(-1)
+        pairs = zip(y.tolist(), found.tolist(), strict=True)
+        texts = [f"{a}" if a == b else f"{a} \N{RIGHTWARDS ARROW} {b}" for a, b in pairs]
+        colors = ["#0b6e2e" if right else "#b3261e" for right in (found == y).tolist()]
+        change = f"change \N{MULTIPLICATION SIGN} {0.5 / EPS:g}"
+        rows.append((change, 0.5 + (x_adv - x) / (2 * EPS), [""] * len(x), colors))
+        rows.append((name, x_adv, texts, colors))
+    figure = blank(8.6, 4.8)
+    axes = figure.subplots(len(rows), len(x))
+    for line, (title, images, texts, colors) in zip(axes, rows, strict=True):
+        line[0].set_ylabel(title, rotation=0, ha="right", va="center", fontsize=9)
+        for axis, image, text, color in zip(line, images, texts, colors, strict=True):
+            axis.imshow(image[0].numpy(), cmap="gray", vmin=0, vmax=1)
+            axis.set(xticks=[], yticks=[])
+            axis.set_xlabel(text, color=color, fontsize=10, fontweight="bold", labelpad=2)
+    return figure
 
 
 def label(name: str) -> str:
@@ -207,6 +240,17 @@ def photo() -> Tensor:
     return pixels.permute(2, 0, 1) / 255
 
 
+def digits_by_class() -> list[tuple[Tensor, int]]:
+    """Return the first test image of each digit."""
+    data = Digits5k()
+    data.setup()
+    first: dict[int, tuple[Tensor, int]] = {}
+    for i in range(100):
+        image, digit, *_ = data.parts["test"][i]
+        first.setdefault(int(digit), (image, int(digit)))
+    return [first[k] for k in sorted(first)]
+
+
 def digit() -> Tensor:
     data = Digits5k()
     data.setup()
@@ -215,10 +259,15 @@ def digit() -> Tensor:
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("figure", choices=("transforms", "pool"))
+    parser.add_argument("figure", choices=("transforms", "pool", "attack"))
     parser.add_argument("path", type=Path)
     options = parser.parse_args()
-    figure = transforms(photo(), seed=7) if options.figure == "transforms" else pool(digit())
+    draw = {
+        "transforms": lambda: transforms(photo(), seed=7),
+        "pool": lambda: pool(digit()),
+        "attack": attack,
+    }
+    figure = draw[options.figure]()
     save(figure, options.path, dpi=140)
     if options.figure == "transforms":  # noise makes large files
         with Image.open(options.path) as image:

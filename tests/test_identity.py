@@ -1,8 +1,12 @@
 """Identity: equal for what is equal, different for all else, and readable as a recipe."""
 
+import os
+import subprocess
+import sys
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +21,10 @@ from torch.utils.data import DataLoader
 from lightning_rob import Ensemble, Mixture, RandomTransforms, Single, TransformEnsemble
 from lightning_rob.attacks import ARC, PAA, PGD, Attack, OnMember, Quantized8Bit, Strongest
 from lightning_rob.identity import (
-    PROCESS,
     attack_spec,
     cache_key,
     check_describable,
     fingerprint,
-    to_plain_data,
 )
 from lightning_rob.objectives import ce_of_mean_logits
 from lightning_rob.rules import majority
@@ -57,17 +59,6 @@ class Scaled:
     by: Any
 
 
-GAINS = [1.0]
-
-
-def read(x):
-    return READERS["a"](x) * Scaled.GAIN + len(IMPORTED)
-
-
-READERS = {"a": read, "b": read}
-IMPORTED = {"act": torch.tanh}
-
-
 def test_a_fingerprint_distinguishes_defenses_of_the_same_weights():
     net = TinyNet()
     prints = {name: fingerprint(make(net)) for name, make in DEFENSES.items()}
@@ -94,33 +85,90 @@ PAIRS = {
     "namespace": lambda net, by: setattr(net, "_gain", SimpleNamespace(a=by)),
     "dataclass": lambda net, by: setattr(net, "_gain", Scaled(by)),
     "lambda": lambda net, by: setattr(net, "_gain", lambda x: x * by),
+    "partial": lambda net, by: setattr(net, "_gain", partial(torch.add, other=by)),
     "object": lambda net, by: setattr(net, "_gain", Helper(net, by)),
-    "hook": lambda net, by: net.first.register_forward_pre_hook(lambda layer, x: (x[0] * by,)),
-    "class": lambda net, by: setattr(type(net), "GAINS", [by]),
     "type": lambda net, by: setattr(net, "_act", nn.Tanh if by == 1 else nn.ReLU),
-    "partial": lambda net, by: setattr(type(net), "ACT", partial(torch.add, other=by)),
-    "decorated": lambda net, by: READERS.__setitem__("b", torch.no_grad()(lambda x: x * by)),
-    "constant of a class": lambda net, by: setattr(Scaled, "GAIN", by),
-    "imported": lambda net, by: IMPORTED.__setitem__("act", torch.tanh if by == 1 else torch.exp),
-    "global": lambda net, by: GAINS.__setitem__(0, by),
-    "function": lambda net, by: READERS.__setitem__("a", lambda x: x * by),
+    "hook": lambda net, by: net.first.register_forward_pre_hook(lambda layer, x: (x[0] * by,)),
+    "class": lambda net, by: setattr(type(net), "GAIN", by),
 }
 
 
 @pytest.mark.parametrize("change", PAIRS.values(), ids=PAIRS.keys())
-def test_a_fingerprint_covers_what_a_users_network_reads(change):
-    class Net(TinyNet):
-        def forward(self, x):
-            return super().forward(read(x)) * sum(gain for gain in GAINS)
-
+def test_a_fingerprint_covers_the_attributes_of_a_users_network(change):
     found = []
     for by in (1.0, 2.0, 1.0):
         torch.manual_seed(0)
-        net = Net()
+        net = type("Net", (TinyNet,), {})()
         change(net, by)
         found.append(fingerprint(Single(net)))
     assert found[0] != found[1]
     assert found[0] == found[2]
+
+
+class Gain(nn.Module):
+    def __init__(self, activation, gain):
+        super().__init__()
+        self.linear, self.activation, self.gain = nn.Linear(2, 2), activation, gain
+
+    def forward(self, x):
+        return self.activation(self.linear(x)) * self.gain
+
+
+SCRIPTED = [(nn.ReLU(), 2.0), (nn.Tanh(), 2.0), (nn.ReLU(), 3.0)]
+
+FILES = {
+    "users/__init__.py": "",
+    "users/settings.py": "GAIN = 2.0",
+    "users/layers.py": "from users.settings import GAIN\n\ndef act(x):\n    return x * GAIN",
+    "users/unread.py": "GAIN = 2.0",
+    "users/net.py": """
+from torch import nn
+from . import layers
+scale = 1.0
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 3.0
+
+    def forward(self, x):
+        return layers.act(x) * self.scale
+""",
+}
+PRINT = """
+import sys, users.net, users.unread
+from lightning_rob.identity import fingerprint
+exec(sys.argv[1])
+print(fingerprint(users.net.Net()))
+"""
+
+
+def test_a_fingerprint_covers_the_files_that_a_users_network_imports(tmp_path):
+    def printed(change="", **edited):
+        for name, text in FILES.items():
+            path = tmp_path / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text + edited.get(path.stem, ""))
+        line = [sys.executable, "-B", "-c", PRINT, change]
+        paths = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[1])))
+        environment = os.environ | {"PYTHONPATH": paths}
+        return subprocess.run(line, env=environment, check=True, capture_output=True).stdout
+
+    before = printed()
+    # A global of the name of an attribute, and a file that the network does not import:
+    assert printed("users.net.scale = 5.0", unread="# changed") == before
+    assert printed(net="\n# changed") != before
+    assert printed(settings="\n# changed") != before
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:")
+def test_a_fingerprint_covers_the_code_of_torchscript():
+    def made(activation, gain):
+        torch.manual_seed(0)
+        return torch.jit.script(Gain(activation, gain))
+
+    prints = {fingerprint(made(*case)) for case in SCRIPTED for _ in range(2)}
+    assert len(prints) == len(SCRIPTED)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +186,8 @@ def test_a_fingerprint_covers_what_a_users_network_reads(change):
     ids=str,
 )
 def test_odd_values_have_a_description(value):
-    net = TinyNet()
-    net._value = value
-    assert PROCESS not in str(to_plain_data(value))
-    assert fingerprint(net) == fingerprint(net)
+    check_describable(value)
+    assert cache_key(value=value) == cache_key(value=value) != cache_key(value=None)
 
 
 def test_an_uninitialized_layer_is_equal_to_none():
@@ -193,10 +239,10 @@ def test_an_object_without_description_is_equal_to_none_of_another_process():
     class Opaque:
         __slots__ = ()
 
-    assert PROCESS in str(to_plain_data(Opaque()))
-    assert to_plain_data(lambda x: x + 1) == to_plain_data(lambda x: x + 1)
-    assert to_plain_data(lambda x: x + 1) != to_plain_data(lambda x: x + 2)
-    assert to_plain_data({"a": 1, "b": (2, None)}) == to_plain_data({"b": (2, None), "a": 1})
+    assert cache_key(a=Opaque()) != cache_key(a=Opaque())
+    assert cache_key(a=lambda x: x + 1) == cache_key(a=lambda x: x + 1)
+    assert cache_key(a=lambda x: x + 1) != cache_key(a=lambda x: x + 2)
+    assert cache_key(a=1, b=(2, None)) == cache_key(b=(2, None), a=1)
     with pytest.raises(ValueError, match="make it a frozen dataclass"):
         check_describable([Opaque()])
     check_describable(PLAIN)
@@ -212,7 +258,7 @@ def test_a_class_with_annotations_is_described_to_the_end():
     class Annotated(TinyNet):
         scale: Any = 2.0
 
-    assert PROCESS not in str(to_plain_data(Annotated()))
+    check_describable(Annotated())
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,8 @@ class Single(Defense):
 
     Args:
         net: [B, C, H, W] -> [B, K] logits.
-        rule: any; with one draw all five predict its class.
+        rule: any rule. With one draw it predicts the class of the largest logit; only
+            `top2_majority_as_released` predicts that of the second largest.
     """
 
     kind = "single"
