@@ -1,5 +1,8 @@
 """Exceptions that end a command with one line on stderr, a warning, and the check of numbers."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class InputError(Exception):
     """The user's input cannot be run; the message says what would be right. Exit code 2."""
@@ -22,3 +25,15 @@ def at_least(minimum: int, **numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and number < minimum:
             raise ValueError(f"{name} must be at least {minimum}, got {number}")
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return the end of a sentence that suggests the names most like a misspelt one.
+
+    Args:
+        name: the name that was given.
+        known: the names that exist.
+        otherwise: the end where none is alike.
+    """
+    close = get_close_matches(name, sorted({*known}))
+    return f", did you mean {' or '.join(close)}?" if close else otherwise

@@ -60,7 +60,7 @@ def test_command_line(folder):
 
 def test_values_are_joined_to_their_options():
     args = ["-c", "a.yaml", "--config", "--ckpt_path", "-x", "--model.help", "BAT", "--x", "1"]
-    joined = ["-c=a.yaml", "--config", "--ckpt_path=-x", "--model.help=BAT", "--x", "1"]
+    joined = ["-c=a.yaml", "--config", "--ckpt_path=-x", "--model.help=BAT", "--x=1"]
     assert join_values(args) == joined
     assert join_values(joined) == joined
     args = ["run", "--suite", "a.yaml", "--once", "--every", "-1", "--stop_at_alarm", "false"]
