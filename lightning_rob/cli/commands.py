@@ -10,8 +10,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_rob.cli.configs import config_file, read_config
 from lightning_rob.cli.lightning_cli import USER_ERRORS, Parser, RobustCLI
 from lightning_rob.cli.models import read_models
@@ -101,16 +99,13 @@ class CommandCLI(RobustCLI):
 
     def built(self, checkpoint: str | None = None) -> Run:
         """Return what was built."""
-        recipe = yaml.safe_load(
-            self.parser.dump(self.config, skip_none=False, skip_validation=True)
-        )
         model: Any = self.model
         data: Any = self.datamodule
         return Run(
             model,
             data,
             self.trainer,
-            recipe[self.subcommand] if self.subcommand else recipe,
+            self.recipe(),
             name=next((Path(path).stem for path in map(config_file, self.args) if path), "study"),
             checkpoint=checkpoint,
             command=shlex.join(["lightning-rob", self.name, *self.args]),

@@ -33,8 +33,12 @@ def shorten_jsonargparse_error(message: str) -> str:
         lambda found: unknown_class(found[1]),
         text,
     )
+    text = text.strip()
+    given = re.search(r"Given value: (.+)", message)
+    if given and "expected " in text and "Got value" not in text:
+        text += f". Got value: {given[1]:.60}"
     missing = " must name a class: its name, or class_path and init_args"
-    return text.strip() + (missing if text.strip().endswith(":") else "")
+    return text + (missing if text.endswith(":") else "")
 
 
 def shorten_state_dict_error(error: RuntimeError) -> Exception:

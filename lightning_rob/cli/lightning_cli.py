@@ -1,6 +1,7 @@
 """`RobustCLI`: Lightning's command line with the defaults, files and errors of this package."""
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from lightning_rob.cli.options import OF_RUN, RunOptions, join_values
 from lightning_rob.cli.plugins import expand_recipe, resolve_names
 from lightning_rob.cli.spelling import refuse_misspelt
 from lightning_rob.cli.trust import install
-from lightning_rob.commands.base import trained_threat, write_config
+from lightning_rob.commands.base import trained_threat
 from lightning_rob.commands.checkpoints import RECIPE
 from lightning_rob.commands.thresholds import parse_thresholds, violations
 from lightning_rob.errors import InputError
@@ -61,6 +62,15 @@ class Parser(LightningArgumentParser):
         """Parse a recipe; jsonargparse calls it in the recipe's folder."""
         return super().parse_string(expand_recipe(content, Path.cwd()), *args, **options)
 
+    def dump(self, *args: Any, **options: Any) -> str:
+        """Return a configuration as YAML that `--config` takes beside other files.
+
+        Callbacks become `callbacks+`, which adds to those of other files instead of replacing them.
+        """
+        text = super().dump(*args, **options)
+        text = re.sub(r"^  callbacks: (null|\[\])\n", "", text, flags=re.M)
+        return re.sub(r"^  callbacks:$", "  callbacks+:", text, flags=re.M)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise InputError with the innermost reason first."""
         raise InputError(shorten_jsonargparse_error(message)) from ex
@@ -82,14 +92,13 @@ class SaveRecipe(SaveConfigCallback):
         return str(self.parser.dump(self.config, skip_none=False, skip_validation=True))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write `config.yaml` once, in a form that `--config` takes beside other files."""
+        """Write `config.yaml` once."""
         if self.already_saved:
             return
         folder = run_folder(trainer)  # a collective: every rank has to ask
         if trainer.is_global_zero:
-            header = "".join(f"{x}\n" for x in self.recipe.splitlines() if x.startswith("#"))
             path = (folder or Path(trainer.default_root_dir)) / self.config_filename
-            write_config(yaml.safe_load(self.recipe), path, header)
+            atomic_write_text(path, self.recipe)
         self.already_saved = True
 
     def on_save_checkpoint(
@@ -235,22 +244,32 @@ class RobustCLI(LightningCLI):
         """Report that the weights are random: a model that is built again has others."""
         if self._get(self.config, "ckpt_path"):
             return
-        recipe = yaml.safe_load(self.parser.dump(self.config, skip_validation=True))
         with isolate_rng():
-            torch.manual_seed(torch.seed() + 1)
-            again = build(LightningModule, recipe.get(self.subcommand, recipe)["model"])
+            torch.manual_seed(torch.initial_seed() + 1)
+            again = build(LightningModule, self.recipe()["model"])
         pairs = zip(self.model.parameters(), again.parameters(), strict=True)
         if not all(torch.equal(one.cpu(), other.cpu()) for one, other in pairs):
             self._print("No weights: no checkpoint is given, so the network is an untrained one.")
 
     def _report_radius(self) -> None:
         """Report attacks at another radius than that of the training."""
+        if not self._get(self.config, "ckpt_path"):
+            return
         trained, attacks = trained_threat(self.model), self._attacks().values()
         radii = dict.fromkeys(str(attack.threat) for attack in attacks)
         if radii and str(trained) not in radii:
             other = " ".join(radius_options(trained))
             why = f"at {trained}, taken by {other}" if trained else "without attacks"
-            self._print(f"Radius: {', '.join(radii)}, of the plug-ins; the training was {why}")
+            self._print(f"Radius: the attacks are at {', '.join(radii)}; the training was {why}")
+
+    def recipe(self) -> dict[str, Any]:
+        """Return the whole configuration as plain data, defaults included."""
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        parser = self._parser(self.subcommand)
+        found: dict[str, Any] = yaml.safe_load(
+            parser.dump(config, skip_none=False, skip_validation=True)
+        )
+        return found
 
     def _print(self, line: str) -> None:
         if self.trainer.is_global_zero:

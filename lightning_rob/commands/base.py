@@ -86,18 +86,12 @@ def trained_threat(module: Any) -> Threat | None:
 def write_config(config: Mapping[str, Any], path: Path, header: str = "") -> None:
     """Write a configuration as a file that `--config` takes beside others.
 
-    Callbacks become `callbacks+`, which adds to those of other files instead of replacing them.
-
     Args:
         config: the whole configuration as plain data.
         path: the file.
         header: comment lines before it.
     """
-    trainer = dict(config["trainer"])
-    if callbacks := trainer.pop("callbacks", None):
-        trainer["callbacks+"] = callbacks
-    content = yaml.safe_dump({**config, "trainer": trainer}, sort_keys=False)
-    atomic_write_text(path, header + content)
+    atomic_write_text(path, header + yaml.safe_dump(dict(config), sort_keys=False))
 
 
 @contextmanager

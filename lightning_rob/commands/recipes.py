@@ -22,7 +22,7 @@ FOLDERS = {
     "plug-ins": ("callbacks", "--trainer.callbacks+=NAME"),
     "trained networks": ("zoo", "test zoo:NAME --trainer.callbacks+=PLUG-IN"),
 }
-WIDEST = 1000  # columns, more than any row needs
+PIPED = 100  # columns of a file or pipe, which has no width
 CARD = "README.md"  # of a trained network, whose folder is that of a run
 
 
@@ -34,8 +34,8 @@ def run(config: RecipesConfig) -> None:
     """
     if not config.names:
         console = Console()
-        if not (console.is_terminal or "COLUMNS" in os.environ):  # a file or pipe has no width
-            console.width = WIDEST
+        if not (console.is_terminal or "COLUMNS" in os.environ):
+            console.width = PIPED
         for kind, (folder, usage) in FOLDERS.items():
             console.print(_table(kind, folder, usage, console.width))
         return

@@ -47,6 +47,11 @@ class RobustModule(LightningModule, ABC):
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         self.noise: Streams | None = None
 
+    @property
+    def method(self) -> str:
+        """The training as tables and model cards call it."""
+        return type(self).__name__
+
     @abstractmethod
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the training loss of a batch: [B, C, H, W], [B] -> scalar."""

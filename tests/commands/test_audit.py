@@ -114,7 +114,10 @@ def test_strict_ends_with_code_1_where_the_defense_is_broken(trained, tmp_path, 
     ("options", "message"),
     [
         ({"eps": 0.0}, "--eps must be above 0, got 0"),
-        ({"eps": 8.0}, "--eps 8 holds every image, for images span .* did you mean 8/255"),
+        (
+            {"eps": 8.0, "norm": "linf"},
+            "--eps 8 holds every image, for images span .* did you mean 8/255",
+        ),
         ({"norm": "l1"}, "--norm must be linf or l2, got l1"),
         ({"images": 0}, "--images must be at least 1, got 0"),
         ({"seed": -1}, "--seed must be at least 0, got -1"),
@@ -135,4 +138,4 @@ def test_the_command_line_is_checked_before_anything_is_built(trained, capsys):
 
 def test_the_plug_in_is_the_callback():
     content = yaml.safe_load((ROOT / "callbacks/audit.yaml").read_text())
-    assert content["class_path"] == "RobustAudit"
+    assert content["class_path"] == "lightning_rob.RobustAudit"
