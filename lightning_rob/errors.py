@@ -35,5 +35,5 @@ def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
         known: the names that exist.
         otherwise: the end where none is alike.
     """
-    close = get_close_matches(name, sorted({*known}))
+    close = get_close_matches(name, sorted({*known}), n=2, cutoff=0.65)
     return f", did you mean {' or '.join(close)}?" if close else otherwise

@@ -38,7 +38,7 @@ def refuse_unknown(args: Sequence[str], known: Iterable[str]) -> None:
     for arg in args:
         name = arg.partition("=")[0].rstrip("+")
         if arg.startswith("-") and name.partition(".")[0] not in {*options, "-c", "-h"}:
-            hint = nearest(name, options, "; try --help")
+            hint = nearest(name.partition(".")[0], options, "; try --help")
             raise InputError(f"there is no option {name}{hint}")
 
 
