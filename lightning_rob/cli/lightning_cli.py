@@ -47,6 +47,8 @@ USER_ERRORS = (
     yaml.YAMLError,
 )
 
+EVERY_IMAGE = Threat("linf", 1.0)  # of a corruption
+
 
 class Parser(LightningArgumentParser):
     """Parser that imports only trusted names and reports an error in one line."""
@@ -255,11 +257,13 @@ class RobustCLI(LightningCLI):
         """Report attacks at another radius than that of the training."""
         if not self._get(self.config, "ckpt_path"):
             return
-        trained, attacks = trained_threat(self.model), self._attacks().values()
-        radii = dict.fromkeys(str(attack.threat) for attack in attacks)
+        trained = trained_threat(self.model)
+        threats = [attack.threat for attack in self._attacks().values()]
+        radii = dict.fromkeys(str(threat) for threat in threats if threat != EVERY_IMAGE)
         if radii and str(trained) not in radii:
-            other = " ".join(radius_options(trained))
-            why = f"at {trained}, taken by {other}" if trained else "without attacks"
+            options = " ".join(radius_options(trained))
+            taken = f", taken by {options}" if options else ""
+            why = f"at {trained}{taken}" if trained else "without attacks"
             self._print(f"Radius: the attacks are at {', '.join(radii)}; the training was {why}")
 
     def recipe(self) -> dict[str, Any]:
@@ -333,8 +337,8 @@ class RobustCLI(LightningCLI):
 
 
 def radius_options(threat: Threat | None) -> list[str]:
-    """Return the options with which a plug-in, which is made for linf 8/255, takes a threat."""
-    if threat is None or threat.relative or str(threat) == "linf 8/255":
+    """Return the options with which a plug-in takes a threat; none for shares of an image's norm."""
+    if threat is None or threat.relative:
         return []
     norm = [] if threat.norm == "linf" else [f"--trainer.callbacks.norm={threat.norm}"]
     return [*norm, f"--trainer.callbacks.eps={str(threat).split()[1]}"]
