@@ -34,7 +34,7 @@ def shorten_jsonargparse_error(message: str) -> str:
         text,
     )
     text = text.strip()
-    given = re.search(r"Given value: (.+)", message)
+    given = re.search(r"Given value: (?!NestedArg)(.+)", message)
     if given and "expected " in text and "Got value" not in text:
         text += f". Got value: {given[1]:.60}"
     missing = " must name a class: its name, or class_path and init_args"

@@ -337,7 +337,7 @@ class RobustCLI(LightningCLI):
 
 
 def radius_options(threat: Threat | None) -> list[str]:
-    """Return the options with which a plug-in takes a threat; none for shares of an image's norm."""
+    """Return the options with which a plug-in takes a threat; none if it is relative."""
     if threat is None or threat.relative:
         return []
     norm = [] if threat.norm == "linf" else [f"--trainer.callbacks.norm={threat.norm}"]

@@ -20,7 +20,8 @@ from lightning_rob.errors import InputError, nearest
 from lightning_rob.safe_yaml import load, load_file
 from lightning_rob.shipped import shipped_folder
 
-SUGGESTED = ("modules", "data", "attacks", "callbacks", "nets", "defenses", "transforms")
+SUGGESTED = ("modules", "data", "attacks", "callbacks", "nets", "defenses", "transforms", "loggers")
+PLACES = ("model", "data", "trainer.callbacks", "trainer.logger")  # of a class by its name
 CLASSES = {"model": "modules", "data": "data", "trainer": ""}  # folder of each part of a recipe
 
 
@@ -79,6 +80,7 @@ def _check_file(option: str, path: str) -> None:
 def _content(arg: str, known: set[str]) -> dict[str, Any]:
     """Return what an argument adds to the recipe; {} for an option of the command itself."""
     option, equals, value = arg.partition("=")
+    content: Any
     if path := config_file(arg):
         content = load(path) if is_inline(path) else read_config(path)
         for key in content if isinstance(content, dict) else ():
@@ -95,7 +97,7 @@ def _content(arg: str, known: set[str]) -> dict[str, Any]:
     content = load(value) if re.search(r"[\n{[]|: ", value) else value
     for key in reversed(keys[:-1] if keys[-1] == "help" else keys):
         content = {key: content}
-    return content
+    return dict(content)
 
 
 def _merged(old: Any, new: Any) -> Any:
@@ -137,8 +139,9 @@ def _check(value: Any, place: str, annotation: str, foreign: bool) -> None:
     elif isinstance(value, str):
         if place == "trainer.callbacks" and Path(value).is_file():
             _check(_merged(None, load_file(Path(value), "a plug-in")), place, "", foreign)
-        elif place in ("model", "data", "trainer.callbacks") or _wants_class(annotation):
-            _check_class(value, foreign)
+        elif place in PLACES or _wants_class(annotation):
+            if value not in ("true", "false", "null"):
+                _check_class(value, foreign)
         elif (choices := _choices(annotation)) and value not in choices:
             wanted = ", ".join(choices)
             raise InputError(f"--{place} must be one of {wanted}, got {value!r}")
@@ -147,7 +150,7 @@ def _check(value: Any, place: str, annotation: str, foreign: bool) -> None:
         if isinstance(name, str):
             _check_class(name, foreign)
         if values := re.fullmatch(r"(?:dict|Mapping)\[str, (\w+)\].*", annotation):
-            arguments = dict.fromkeys(value, values[1])
+            arguments: dict[str, str] | None = dict.fromkeys(value, values[1])
         else:
             arguments = arguments_of(name if isinstance(name, str) else _plain(annotation))
         if arguments is not None:
@@ -222,9 +225,11 @@ def _trusted_names() -> set[str]:
 
 @cache
 def _files() -> dict[str, list[Path]]:
-    """Return the files that define each class of this package, and Lightning's `Trainer`."""
-    found = {"Trainer": [_folder("lightning") / "pytorch/trainer/trainer.py"]}
-    for path in sorted(_folder("lightning_rob").rglob("*.py")):
+    """Return the files that define each class of this package, and of a part of Lightning."""
+    lightning = _folder("lightning") / "pytorch"
+    found: dict[str, list[Path]] = {}
+    paths = [lightning / "trainer/trainer.py", *_folder("lightning_rob").rglob("*.py")]
+    for path in (*paths, *lightning.glob("callbacks/*.py"), *lightning.glob("loggers/*.py")):
         for name in re.findall(r"^class ([A-Za-z]\w*)", path.read_text("utf-8"), re.M):
             found.setdefault(name, []).append(path)
     return found
@@ -244,7 +249,7 @@ def arguments_of(path: str | None) -> dict[str, str] | None:
     Args:
         path: import path of the class, or its name.
     """
-    if not path or ("." in path and not path.startswith("lightning_rob.")):
+    if not path or ("." in path and not path.startswith(("lightning_rob.", "lightning."))):
         return None
     arguments = [_arguments(node) for node in _definitions(path.rpartition(".")[2])]
     if not arguments or None in arguments:

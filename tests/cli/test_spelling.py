@@ -37,6 +37,8 @@ MISSPELT = [  # command line, and what the error must hold
     ([*DEMO, "--trainer.callbacks+=arcc"], "did you mean arc"),
     ([*DEMO, "--trainer.callbacks+=pgd", "--trainer.callbacks.epss=1"], "did you mean eps?"),
     ([*DEMO, "--trainer.callbacks+=lightning_rob.RobustEvil"], "did you mean RobustEval"),
+    ([*DEMO, "--trainer.logger", "CSVLoger"], "did you mean CSVLogger"),
+    ([*DEMO, "--trainer.callbacks+={class_path: Timer, init_args: {durration: 1}}"], "duration?"),
     ([*DEMO, "--config", "MISSPELT.yaml"], "RobustEval has no option 'atacks', did you mean attac"),
     ([*DEMO, "--config", "KEY.yaml"], "KEY.yaml: there is no key 'trianer', did you mean trainer?"),
     (
