@@ -175,7 +175,8 @@ def _check_class(name: str, foreign: bool) -> None:
     # Names of other packages need their module, unless something has imported it.
     if not is_path and not own and (foreign or not name.isidentifier() or "torch" in sys.modules):
         return
-    if is_path or name.rpartition(".")[2] not in _trusted_names():
+    short = name.rpartition(".")[2]
+    if is_path or (short not in _files() and short not in _trusted_names()):
         raise InputError(unknown_class(name))
 
 
