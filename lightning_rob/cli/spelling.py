@@ -106,7 +106,9 @@ def _merged(old: Any, new: Any) -> Any:
         return [*old[:-1], _merged(old[-1], new)]  # an option of the callback named last
     if not isinstance(new, dict):
         return new
-    new = {k: v for k, v in new.items() if k != "init_args"} | (new.get("init_args") or {})
+    arguments = new.get("init_args")
+    new = {k: v for k, v in new.items() if k != "init_args"}
+    new |= arguments if isinstance(arguments, dict) else {}
     if isinstance(old, str):  # the file of a plug-in, or a class
         old = load_file(Path(old), "a plug-in") if Path(old).is_file() else {"class_path": old}
     old = _merged(None, old) if isinstance(old, dict) else {}

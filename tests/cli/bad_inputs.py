@@ -297,6 +297,7 @@ CONFIGS: dict[str, tuple[Make, str]] = {
     "callbacks": (beside("trainer:\n  callbacks: []\n"), r"write `callbacks\+:`"),
     "model a number": (beside("model: 3\n"), "model.* must name a class"),
     "class_path a list": (beside("model: {class_path: [BAT]}\n"), "must name a class"),
+    "init_args a list": (beside("model: {class_path: BAT, init_args: [3]}\n"), "model"),
     "class_path missing": (
         config("model: {init_args: {}}\ndata: Digits5k\n"),
         "needs its class: class_path is missing",
