@@ -154,8 +154,6 @@ def _with_checkpoints(name: str, args: Sequence[str]) -> None:
 def _monitored(name: str, args: Sequence[str]) -> tuple[Any, Callable[[Path], Run]]:
     """Return the options of a command, and the function that builds the `Run` of a checkpoint."""
     options = parse_options(name, args)
-    if any(re.match(r"--ckpt_path(=|$)", arg) for arg in args):
-        raise ValueError(f"{name} takes the checkpoints of {options.run}: leave out --ckpt_path")
     plugged = [f"--trainer.callbacks+={file}" for file in options.suite or ()]
     own = ["--trainer.devices=1", "--trainer.logger=false", *plugged]
 

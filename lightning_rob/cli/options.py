@@ -108,6 +108,8 @@ def read_command_line(command: str, *args: str) -> list[str]:
     if unnamed and find_recipe(unnamed[0]) and not Path(unnamed[0]).exists():
         raise InputError(f"{unnamed[0]} is a recipe: --config {unnamed[0]}")
     name = "run" if "run" in own else "ckpt_path"
+    if name == "run" and any(re.match(r"--ckpt_path(=|$)", arg) for arg in read):
+        raise InputError(f"{command} takes the checkpoints of its run: leave out --ckpt_path")
     read = [arg if arg.startswith("-") else f"--{name}={arg}" for arg in read]
     try:
         refuse_unknown(read, [*OF_RUN, *own, "model", "data", "trainer"])
