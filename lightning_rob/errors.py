@@ -1,5 +1,8 @@
 """Exceptions that end a command with one line, a warning, and checks of what they quote."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class InputError(Exception):
     """The user's input cannot be run; the message says what would be right. Exit code 2."""
@@ -43,3 +46,15 @@ def visible(text: str) -> str:
     return "".join(
         part if part.isprintable() else part.encode("unicode_escape").decode() for part in text
     )
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return the end of a sentence that suggests the names most like a misspelt one.
+
+    Args:
+        name: the name that was given.
+        known: the names that exist.
+        otherwise: the end where none is alike.
+    """
+    close = get_close_matches(name, sorted({*known}), n=2, cutoff=0.65)
+    return f", did you mean {' or '.join(close)}?" if close else otherwise

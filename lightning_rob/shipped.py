@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import lightning_rob
-from lightning_rob.errors import InputError
+from lightning_rob.errors import InputError, nearest
 
 ZOO = "zoo:"  # before the name of a trained network
 
@@ -51,5 +51,8 @@ def find_checkpoint(path: str) -> str:
     folder, name = shipped_folder() / "zoo", path.removeprefix(ZOO)
     names = sorted(network.name for network in folder.iterdir())
     if name not in names:
-        raise InputError(f"there is no network {path}: " + ", ".join(f"{ZOO}{n}" for n in names))
+        known = [f"{ZOO}{network}" for network in names]
+        raise InputError(
+            f"there is no network {path}" + nearest(path, known, f": {', '.join(known)}")
+        )
     return str(folder / name / "checkpoints/last.ckpt")

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,12 +11,25 @@ from torch import Tensor
 from lightning_rob.randomness import Generator, normal, uniform
 
 Norm = str | float
+if TYPE_CHECKING:
+    Length = float
+else:
+    Length = float | str  # so that any LightningCLI takes "8/255"; `pixels` makes it a number
 TINY = 1e-30
 
 
 def pixels(value: float | str) -> float:
-    """Return a length in pixel units, given as a number or a fraction such as "8/255"."""
-    return float(Fraction(value)) if isinstance(value, str) else float(value)
+    """Return a length in pixel units, given as a number or a fraction such as "8/255".
+
+    Raises:
+        ValueError: a text that is neither.
+    """
+    try:
+        return float(Fraction(value)) if isinstance(value, str) else float(value)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(
+            f"a length must be a number or a fraction such as 8/255, got {value!r}"
+        ) from None
 
 
 def norm_order(norm: Norm) -> float:
@@ -62,7 +76,7 @@ class Threat:
     """
 
     norm: Norm = "linf"
-    eps: float = 8 / 255
+    eps: Length = 8 / 255
     bounds: tuple[float, float] = (0.0, 1.0)
     relative: bool = False
 

@@ -332,7 +332,7 @@ def test_plugins_can_be_saved_with_a_run(tmp_path):
     built = RobustCLI(args, run=False)
     dumped = built.parser.dump(built.config, skip_none=False, skip_validation=True)
     saved = yaml.safe_load(dumped)
-    for name, callback in zip(names, saved["trainer"]["callbacks"][1:], strict=True):
+    for name, callback in zip(names, saved["trainer"]["callbacks+"][1:], strict=True):
         content = plugged(name)
         assert callback["class_path"].endswith(content["class_path"])
         assert list(callback["init_args"]["attacks"]) == list(content["init_args"]["attacks"])

@@ -19,7 +19,7 @@ from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
-from lightning_rob.threat import Threat, pixels, scale
+from lightning_rob.threat import Length, Threat, pixels, scale
 
 GUARD = 1e-10  # added to divisors, as in the authors' code
 RHO = 0.05  # distance to aim beyond a decision boundary, as a share of eps
@@ -99,7 +99,7 @@ class ARC(Attack):
     made_for: ClassVar[tuple[str, ...]] = ("randomized",)
     threat: Threat
     steps: int
-    step_size: float | None = None
+    step_size: Length | None = None
     neighbours: int | None = None
     random_start: bool = False
     start: Attack | None = None

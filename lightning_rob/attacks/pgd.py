@@ -24,7 +24,7 @@ from lightning_rob.objectives import (
 )
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, random_member
-from lightning_rob.threat import Threat, pixels, scale
+from lightning_rob.threat import Length, Threat, pixels, scale
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PGD(Attack):
     takes_radii: ClassVar[bool] = True
     threat: Threat
     steps: int
-    step_size: float
+    step_size: Length
     objective: Objective = expected_ce
     draws: int | None = None
     restarts: int = 1

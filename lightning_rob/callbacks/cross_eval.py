@@ -27,7 +27,7 @@ from lightning_rob.plots import heat_map, pixels, save
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import random_member
 from lightning_rob.tables import CLEAN, print_members
-from lightning_rob.threat import Norm
+from lightning_rob.threat import Length, Norm
 
 
 class TransferMatrixEval(EvaluationCallback):
@@ -70,7 +70,7 @@ class TransferMatrixEval(EvaluationCallback):
         max_images: int | None = None,
         seed: int = 0,
         record: str = "transfer.jsonl",
-        eps: float | None = None,
+        eps: Length | None = None,
         norm: Norm | None = None,
         group_size: int = GROUP_SIZE,
         unpack: Unpack | None = None,

@@ -22,7 +22,7 @@ from lightning_rob.metrics import robust_accuracy
 from lightning_rob.plots import GalleryRow, MemberPredictions, gallery, pixels, save
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import random_member
-from lightning_rob.threat import Norm
+from lightning_rob.threat import Length, Norm
 
 # Minus the expected accuracy under the weak attack, the index, the row.
 Found = tuple[float, int, GalleryRow]
@@ -61,7 +61,7 @@ class Gallery(EvaluationCallback):
         max_images: int | None = None,
         seed: int = 0,
         name: str = "gallery",
-        eps: float | None = None,
+        eps: Length | None = None,
         norm: Norm | None = None,
         group_size: int = GROUP_SIZE,
     ) -> None:

@@ -38,7 +38,7 @@ from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
 from lightning_rob.evaluation.suites import RECIPES, suite_kind
 from lightning_rob.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN, print_table
-from lightning_rob.threat import Norm, pixels
+from lightning_rob.threat import Length, Norm, pixels
 
 LONGEST_NAME = 80  # of a file, in letters, before it says how many more attacks there are
 
@@ -105,7 +105,7 @@ class RobustEval(Measurement):
         seed: int = 0,
         panel: int = 6,
         record: str = "robust.jsonl",
-        eps: float | None = None,
+        eps: Length | None = None,
         norm: Norm | None = None,
         inferences: int = 1,
         protocol: RoundProtocol | None = None,
@@ -328,7 +328,7 @@ class RobustEval(Measurement):
         rows = self.collector(trainer).take_rows()
         if rows and trainer.is_global_zero:
             defense = self.defense_of(pl_module)
-            title = [type(pl_module).__name__]
+            title = [getattr(pl_module, "method", type(pl_module).__name__)]
             title += [type(defense).__name__] if defense.transductive else []
             title += [f"data loader {self.dataloader_idx}"] if self.suffix else []
             print_table(" · ".join(title), rows, console_of(trainer))

@@ -28,7 +28,7 @@ from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import VOTING_RULES, Rule
 from lightning_rob.tables import CLEAN, print_votes
-from lightning_rob.threat import Norm, Threat
+from lightning_rob.threat import Length, Norm, Threat
 from lightning_rob.transforms.pool import WORDS, chosen
 
 ALL = "all"
@@ -80,7 +80,7 @@ class VotingRuleEval(EvaluationCallback):
         seed: int = 0,
         record: str = "votes.jsonl",
         only: list[str] | None = None,
-        eps: float | None = None,
+        eps: Length | None = None,
         norm: Norm | None = None,
         group_size: int = GROUP_SIZE,
     ) -> None:

@@ -12,20 +12,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import jsonargparse
-import yaml
-
 from lightning_rob.cli.configs import config_file, read_config
 from lightning_rob.cli.lightning_cli import USER_ERRORS, Parser, RobustCLI
 from lightning_rob.cli.models import read_models
-from lightning_rob.cli.options import allows, option_types
+from lightning_rob.cli.options import asks_for_page, own_names, parse, parse_options
 from lightning_rob.cli.plugins import resolve_names
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.checkpoints import load_weights
 from lightning_rob.commands.configs import CONFIGS
 from lightning_rob.data import ImageData
 from lightning_rob.errors import InputError
-from lightning_rob.safe_yaml import parse_fraction_arg, plain_yaml
+from lightning_rob.safe_yaml import plain_yaml
 
 
 def is_no_tip(record: logging.LogRecord) -> bool:
@@ -56,8 +53,6 @@ def run_command(args: Sequence[str]) -> None:
         "data": _with_data,
     }
     try:
-        if not rest:
-            CONFIGS[name]()  # raises an error that names the missing option
         runners[CONFIGS[name].receives](name, resolve_names(rest))
     except USER_ERRORS as error:
         raise InputError(str(error)) from error
@@ -65,48 +60,6 @@ def run_command(args: Sequence[str]) -> None:
 
 def _function(name: str) -> Any:
     return import_module(f"lightning_rob.commands.{name}").run
-
-
-def parse_options(name: str, args: Sequence[str]) -> Any:
-    """Return a command's own options, of the command line and of its configuration files.
-
-    Args:
-        name: of the command.
-        args: its command line with joined values; options of other parsers are ignored.
-
-    Raises:
-        ValueError: an option without meaning.
-    """
-    kinds = option_types(CONFIGS[name])
-    files = [arg for arg in args if os.path.isfile(config_file(arg))]  # RobustCLI refuses others
-    own = [arg for arg in args if arg.partition("=")[0].rstrip("+") in kinds]
-    return _parse(_own_parser(name), name, [*files, *own])[0]
-
-
-def _own_parser(name: str) -> Parser:
-    """Build a parser of a command's own options."""
-    parser = Parser(prog=f"lightning-rob {name}")
-    files: Any = jsonargparse.ActionConfigFile  # type: ignore[attr-defined]
-    parser.add_argument("--config", action=files, help="A recipe.")
-    parser.add_class_arguments(CONFIGS[name], instantiate=False)
-    return parser
-
-
-def _parse(parser: Parser, name: str, args: Sequence[str], *keys: str) -> tuple[Any, Any]:
-    """Return a command's options and all that was parsed; of recipes only options and `keys`."""
-    config, kinds = CONFIGS[name], option_types(CONFIGS[name])
-    names = [option.removeprefix("--") for option in kinds]
-    spelled = []
-    for arg in args:
-        if path := config_file(arg):
-            recipe = read_config(path)
-            part = {k: v for k, v in recipe.items() if k in (*keys, *names)}
-            arg = f"--config={yaml.safe_dump(config.from_recipe(recipe) | part)}"
-        is_text = allows(kinds.get(arg.partition("=")[0].rstrip("+")), str)
-        spelled.append(arg if is_text else parse_fraction_arg(arg))
-    with plain_yaml():
-        parsed = parser.parse_args(spelled)
-        return config(**{name: parsed[name] for name in names}), parsed
 
 
 class CommandCLI(RobustCLI):
@@ -122,9 +75,10 @@ class CommandCLI(RobustCLI):
         self.name = name
         self.args = args
         self.failed = False
-        asks = any(re.match(r"--(print_config|([\w.]+\.)?help)\b", arg) for arg in args)
         # Checked before anything is read or built; who asks for a page may lack some.
+        asks = any(map(asks_for_page, args))
         self.options = None if asks else parse_options(name, args)
+        self.own_options = own_names(CONFIGS[name])
         super().__init__(["test", *args] if run else args, run)
 
     def add_arguments_to_parser(self, parser: Any) -> None:
@@ -136,8 +90,8 @@ class CommandCLI(RobustCLI):
         """Leave the options of the run alone, so that its recipe is one for `fit` and `test`."""
         super().before_instantiate_classes()
         parsed = self.config[self.subcommand] if self.subcommand else self.config
-        for option in option_types(CONFIGS[self.name]):
-            del parsed[option.removeprefix("--")]
+        for option in self.own_options:
+            del parsed[option]
 
     def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
         """Run the command in place of `test`."""
@@ -147,16 +101,13 @@ class CommandCLI(RobustCLI):
 
     def built(self, checkpoint: str | None = None) -> Run:
         """Return what was built."""
-        recipe = yaml.safe_load(
-            self.parser.dump(self.config, skip_none=False, skip_validation=True)
-        )
         model: Any = self.model
         data: Any = self.datamodule
         return Run(
             model,
             data,
             self.trainer,
-            recipe[self.subcommand] if self.subcommand else recipe,
+            self.recipe(),
             name=next((Path(path).stem for path in map(config_file, self.args) if path), "study"),
             checkpoint=checkpoint,
             command=shlex.join(["lightning-rob", self.name, *self.args]),
@@ -190,8 +141,6 @@ def model_overrides(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 def _with_checkpoints(name: str, args: Sequence[str]) -> None:
     """Run a command that builds a `Run` for each checkpoint, on one device and without a logger."""
-    if args and not args[0].startswith("-"):
-        args = [f"--run={args[0]}", *args[1:]]
     options = parse_options(name, args)
     if options.models is None:
         _function(name)(*_monitored(name, args))
@@ -207,8 +156,6 @@ def _with_checkpoints(name: str, args: Sequence[str]) -> None:
 def _monitored(name: str, args: Sequence[str]) -> tuple[Any, Callable[[Path], Run]]:
     """Return the options of a command, and the function that builds the `Run` of a checkpoint."""
     options = parse_options(name, args)
-    if any(re.match(r"--ckpt_path(=|$)", arg) for arg in args):
-        raise ValueError(f"{name} takes the checkpoints of {options.run}: leave out --ckpt_path")
     plugged = [f"--trainer.callbacks+={file}" for file in options.suite or ()]
     own = ["--trainer.devices=1", "--trainer.logger=false", *plugged]
 
@@ -242,9 +189,10 @@ def build_training(recipe: Path) -> Any:
 
 
 def _with_data(name: str, args: Sequence[str]) -> None:
-    parser = _own_parser(name)
+    parser = Parser(prog=f"lightning-rob {name}")
+    parser.add_class_arguments(CONFIGS[name], instantiate=False)
     parser.add_lightning_class_args(ImageData, "data", subclass_mode=True, required=False)
-    options, parsed = _parse(parser, name, args, "data")
+    options, parsed = parse(parser, name, args, "data")
     if parsed.data is None:
         raise ValueError("say which images: --data CLASS, such as --data Digits5k")
     with plain_yaml():

@@ -1,14 +1,10 @@
 """Errors of jsonargparse and torch, shortened to one line that says what would be right."""
 
 import re
-from difflib import get_close_matches
-from importlib import import_module
-from pathlib import Path
 
+from lightning_rob.cli.spelling import unknown_class
 from lightning_rob.cli.trust import explain
 from lightning_rob.errors import InputError
-from lightning_rob.processes import as_fault
-from lightning_rob.shipped import shipped_folder
 
 NOISE = re.compile(
     r"\s*(Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|"
@@ -34,32 +30,15 @@ def shorten_jsonargparse_error(message: str) -> str:
         text = text.replace(original, phrase)
     text = re.sub(
         r"(?:Expected a dot import path string|Unexpected import path format): (\S+)",
-        _unknown_name,
+        lambda found: unknown_class(found[1]),
         text,
     )
-    text = re.sub(r"Parser key \"config\": File does not exist: '(.+)'", _unknown_recipe, text)
+    text = text.strip()
+    given = re.search(r"Given value: (?!NestedArg)(.+)", message)
+    if given and "expected " in text and "Got value" not in text:
+        text += f". Got value: {given[1]:.60}"
     missing = " must name a class: its name, or class_path and init_args"
-    return text.strip() + (missing if text.strip().endswith(":") else "")
-
-
-def _unknown_name(found: re.Match[str]) -> str:
-    """Suggest the nearest names for one that cannot be imported."""
-    if "/" in found[1] or found[1].endswith(".yaml"):
-        return f"there is no file {found[1]}"
-    folders = ("modules", "data", "attacks", "callbacks", "nets", "defenses")
-    known = [name for f in folders for name in import_module(f"lightning_rob.{f}").__all__]
-    known += [path.stem for path in (shipped_folder() / "callbacks").glob("*.yaml")]
-    close = ", ".join(dict.fromkeys(get_close_matches(found[1], known)))
-    hint = f", did you mean {close}?" if close else ": lightning-rob recipes lists plug-ins"
-    return f"nothing here is called {found[1]!r}{hint}"
-
-
-def _unknown_recipe(found: re.Match[str]) -> str:
-    """Suggest the nearest recipes for a file that does not exist."""
-    known = [path.stem for path in (shipped_folder() / "configs").rglob("*.yaml")]
-    close = ", ".join(get_close_matches(Path(found[1]).stem, known))
-    hint = f", did you mean {close}?" if close else ": lightning-rob recipes lists those by name"
-    return f"there is no recipe {found[1]}{hint}"
+    return text + (missing if text.endswith(":") else "")
 
 
 def shorten_state_dict_error(error: RuntimeError) -> Exception:
@@ -67,6 +46,8 @@ def shorten_state_dict_error(error: RuntimeError) -> Exception:
 
     Any other error is returned unchanged.
     """
+    from lightning_rob.processes import as_fault  # imports torch
+
     message = str(error)
     if fault := as_fault(error):
         return fault

@@ -9,7 +9,7 @@ SUMMARIES = {
 USAGES = {"fit": "--config RECIPE"}
 COMMON = """\
   --config FILE               a recipe or mix-in: demo, or a file; later ones override
-  --ckpt_path FILE            {checkpoint}
+  CHECKPOINT                  {checkpoint}
   --model.NAME=V              change the recipe, as in --model.attack.steps=20
   --data.NAME=V               the same for the data: --data.eval_batch_size=200"""
 ATTACKS = """\
@@ -35,15 +35,15 @@ EXAMPLES = {
   lightning-rob fit --config bat_cifar10_resnet20_linf \\
       --trainer.callbacks+=arc --model.attack.threat.eps=4/255""",
     "validate": """\
-  lightning-rob validate --ckpt_path last.ckpt \\
+  lightning-rob validate last.ckpt \\
       --trainer.callbacks+=pgd""",
     "test": """\
-  lightning-rob test --ckpt_path last.ckpt \\
+  lightning-rob test last.ckpt \\
       --trainer.callbacks+=rec_suite
-  lightning-rob test --ckpt_path last.ckpt --fail_under robust/worst=0.40 \\
+  lightning-rob test last.ckpt --fail_under robust/worst=0.40 \\
       --trainer.callbacks+=arc --data.eval_batch_size=200""",
     "predict": """\
-  lightning-rob predict --ckpt_path last.ckpt --data.eval_batch_size=200""",
+  lightning-rob predict last.ckpt --data.eval_batch_size=200""",
 }
 MORE = """\
   --help all                  every option
@@ -56,6 +56,6 @@ def run_help(command: str) -> str:
     checkpoint = "resume from this one" if command == "fit" else "its recipe is in it"
     parts = [COMMON.format(checkpoint=checkpoint), ATTACKS * (command != "predict"), TRAINER]
     options = "\n".join(filter(None, [*parts, SPECIFIC[command], SAFETY]))
-    usage = f"lightning-rob {command} {USAGES.get(command, '--ckpt_path CHECKPOINT')} [options]"
+    usage = f"lightning-rob {command} {USAGES.get(command, 'CHECKPOINT')} [options]"
     paragraphs = [f"usage: {usage}", SUMMARIES[command], options, MORE, EXAMPLES[command]]
     return "\n\n".join(paragraphs)

@@ -2,38 +2,42 @@
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-import jsonargparse
 import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.multiprocessing.spawn import ProcessException
 
 from lightning_rob.callbacks.guard import TerminateOnNonFinite
 from lightning_rob.callbacks.loggers import run_folder
-from lightning_rob.cli.checkpoints import SafeCheckpointIO
-from lightning_rob.cli.configs import NAMED, check_configs, inject_checkpoint_config
+from lightning_rob.cli.checkpoints import SafeCheckpointIO, inject_checkpoint_config
+from lightning_rob.cli.configs import NAMED
 from lightning_rob.cli.errors import shorten_jsonargparse_error, shorten_state_dict_error
-from lightning_rob.cli.options import join_values
+from lightning_rob.cli.options import OF_RUN, RunOptions, join_values
 from lightning_rob.cli.plugins import expand_recipe, resolve_names
+from lightning_rob.cli.spelling import refuse_misspelt
 from lightning_rob.cli.trust import install
-from lightning_rob.commands.base import write_config
+from lightning_rob.commands.base import trained_threat
 from lightning_rob.commands.checkpoints import RECIPE
 from lightning_rob.commands.thresholds import parse_thresholds, violations
 from lightning_rob.errors import Fault, InputError, NoGradientError
+from lightning_rob.evaluation.evaluate import as_defense
+from lightning_rob.evaluation.suites import RECIPES, suite_kind
 from lightning_rob.files import UNWRITABLE, atomic_write_text, raise_thread_errors
 from lightning_rob.modules import RobustModule
 from lightning_rob.processes import supervised_processes
 from lightning_rob.safe_yaml import parse_fraction_arg, plain_yaml
+from lightning_rob.threat import Threat
 
 USER_ERRORS = (
     ValueError,
@@ -45,6 +49,8 @@ USER_ERRORS = (
     yaml.YAMLError,
 )
 
+EVERY_IMAGE = Threat("linf", 1.0)  # of a corruption
+
 
 class Parser(LightningArgumentParser):
     """Parser that imports only trusted names and reports an error in one line."""
@@ -54,15 +60,31 @@ class Parser(LightningArgumentParser):
             install()
         except ValueError as error:
             raise InputError(str(error)) from error
-        super().__init__(*args, **options)
+        super().__init__(*args, allow_abbrev=False, **options)
 
     def parse_string(self, content: str, *args: Any, **options: Any) -> Any:
         """Parse a recipe; jsonargparse calls it in the recipe's folder."""
         return super().parse_string(expand_recipe(content, Path.cwd()), *args, **options)
 
+    def dump(self, *args: Any, **options: Any) -> str:
+        """Return a configuration as YAML that `--config` takes beside other files.
+
+        Callbacks become `callbacks+`, which adds to those of other files instead of replacing them.
+        """
+        text = super().dump(*args, **options)
+        text = re.sub(r"^  callbacks: (null|\[\])\n", "", text, flags=re.M)
+        return re.sub(r"^  callbacks:$", "  callbacks+:", text, flags=re.M)
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise InputError with the innermost reason first."""
         raise InputError(shorten_jsonargparse_error(message)) from ex
+
+
+def build(kind: type, spec: Any) -> Any:
+    """Return the object of a class and its arguments, given as plain data."""
+    parser = Parser(prog="lightning_rob")
+    parser.add_subclass_arguments(kind, "object")
+    return parser.instantiate_classes(parser.parse_object({"object": spec})).object
 
 
 class SaveRecipe(SaveConfigCallback):
@@ -74,14 +96,13 @@ class SaveRecipe(SaveConfigCallback):
         return str(self.parser.dump(self.config, skip_none=False, skip_validation=True))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write `config.yaml` once, in a form that `--config` takes beside other files."""
+        """Write `config.yaml` once."""
         if self.already_saved:
             return
         folder = run_folder(trainer)  # a collective: every rank has to ask
         if trainer.is_global_zero:
-            header = "".join(f"{x}\n" for x in self.recipe.splitlines() if x.startswith("#"))
             path = (folder or Path(trainer.default_root_dir)) / self.config_filename
-            write_config(yaml.safe_load(self.recipe), path, header)
+            atomic_write_text(path, self.recipe)
         self.already_saved = True
 
     def on_save_checkpoint(
@@ -89,23 +110,6 @@ class SaveRecipe(SaveConfigCallback):
     ) -> None:
         """Add the text: without live objects, the checkpoint loads with weights only."""
         checkpoint[RECIPE] = self.recipe
-
-
-@dataclass
-class RunOptions:
-    """Options of a run beside those of Lightning.
-
-    Args:
-        test_after_fit: Test the trained model after fit and print the table: the best checkpoint,
-            if a checkpoint callback monitors a metric.
-        rank_timeout: Seconds after which a rank that others wait for counts as hung, and the run
-            ends; longer than one rank may attack after another. Default: the strategy's.
-        fail_under: Exit with code 1 if an accuracy is below: robust/worst=0.40,robust/arc=0.35.
-    """
-
-    test_after_fit: bool = False
-    rank_timeout: jsonargparse.typing.PositiveFloat | None = None
-    fail_under: str | None = None
 
 
 class RobustCLI(LightningCLI):
@@ -116,17 +120,17 @@ class RobustCLI(LightningCLI):
         run: run the subcommand; False only builds model, data and trainer, without a subcommand.
     """
 
+    own_options: Sequence[str] = ()  # names of a command's options beside those of the run
+
     def __init__(self, args: Sequence[str], run: bool = True) -> None:
         args = resolve_names(join_values(args))
         self._asked = next(iter(args), "")
-        check_configs(args)
         self.checkpoint_io = SafeCheckpointIO()
         supervised = supervised_processes(self._launched_ranks, self._rank_timeout)
         try:
             with raise_thread_errors(), supervised, plain_yaml():
-                args = [
-                    parse_fraction_arg(re.sub("^--fail-under", "--fail_under", a)) for a in args
-                ]
+                args = inject_checkpoint_config(args, self.checkpoint_io.peek)
+                refuse_misspelt(args[run:], [*OF_RUN, *self.own_options])
                 super().__init__(
                     LightningModule,
                     LightningDataModule,
@@ -137,7 +141,7 @@ class RobustCLI(LightningCLI):
                     auto_configure_optimizers=False,
                     load_from_checkpoint_support=False,
                     seed_everything_default=0,
-                    args=inject_checkpoint_config(args, self.checkpoint_io.peek),
+                    args=[parse_fraction_arg(arg) for arg in args],
                     run=run,
                 )
                 if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -233,10 +237,62 @@ class RobustCLI(LightningCLI):
         text = self._get(self.config, "fail_under")
         return parse_thresholds(text) if text else {}
 
-    def before_test(self) -> None:
-        """Refuse a threshold for an attack that is not configured."""
+    def before_validate(self) -> None:
+        """Report what makes the figures others than they seem."""
+        self._report_weights()
+        self._report_radius()
+
+    def before_predict(self) -> None:
+        """Report that the weights are random."""
+        self._report_weights()
+
+    def _report_weights(self) -> None:
+        """Report that the weights are random: a model that is built again has others."""
+        if self._get(self.config, "ckpt_path"):
+            return
+        with isolate_rng():
+            torch.manual_seed(torch.initial_seed() + 1)
+            again = build(LightningModule, self.recipe()["model"])
+        pairs = zip(self.model.parameters(), again.parameters(), strict=True)
+        if not all(torch.equal(one.cpu(), other.cpu()) for one, other in pairs):
+            self._print("No weights: no checkpoint is given, so the network is an untrained one.")
+
+    def _report_radius(self) -> None:
+        """Report attacks at another radius than that of the training."""
+        if not self._get(self.config, "ckpt_path"):
+            return
+        trained = trained_threat(self.model)
+        threats = [attack.threat for attack in self._attacks().values()]
+        radii = dict.fromkeys(str(threat) for threat in threats if threat != EVERY_IMAGE)
+        if radii and str(trained) not in radii:
+            options = " ".join(radius_options(trained))
+            taken = f", taken by {options}" if options else ""
+            why = f"at {trained}{taken}" if trained else "without attacks"
+            self._print(f"Radius: the attacks are at {', '.join(radii)}; the training was {why}")
+
+    def recipe(self) -> dict[str, Any]:
+        """Return the whole configuration as plain data, defaults included."""
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        parser = self._parser(self.subcommand)
+        found: dict[str, Any] = yaml.safe_load(
+            parser.dump(config, skip_none=False, skip_validation=True)
+        )
+        return found
+
+    def _print(self, line: str) -> None:
+        if self.trainer.is_global_zero:
+            print(line, flush=True)
+
+    def _attacks(self) -> dict[str, Any]:
+        """Attacks of the run by name."""
         callbacks: Any = self.trainer.callbacks  # type: ignore[attr-defined]
-        attacks = [name for callback in callbacks for name in getattr(callback, "attacks", ())]
+        found = (getattr(callback, "attacks", None) for callback in callbacks)
+        return {name: attack for of_one in found for name, attack in (of_one or {}).items()}
+
+    def before_test(self) -> None:
+        """Refuse a threshold for an attack that is not configured, before any attack."""
+        self.before_validate()
+        attacks = [*self._attacks()]
         for name in self._thresholds() if attacks else ():
             prefix, _, attack = name.removeprefix("test/").rpartition("robust/")
             if not prefix and attack != name and attack not in (*attacks, "worst", "clean"):
@@ -259,19 +315,37 @@ class RobustCLI(LightningCLI):
             raise SystemExit(1)
 
     def after_fit(self) -> None:
-        """Print the last checkpoint; if asked to, test the best one that a metric picks."""
+        """Print the last checkpoint and the next step; test the best one if asked to."""
         trainer: Any = self.trainer
         names = ("last_model_path", "best_model_path")
         paths = (getattr(c, name, "") for c in trainer.checkpoint_callbacks for name in names)
-        if trainer.is_global_zero and (written := next(filter(None, paths), None)):
-            print(f"Checkpoint: {os.path.relpath(written)}", flush=True)
-        if self._get(self.config, "test_after_fit") and not trainer.fast_dev_run:
+        written = next((os.path.relpath(path) for path in paths if path), None)
+        if written:
+            self._print(f"Checkpoint: {written}")
+        if tested := self._get(self.config, "test_after_fit") and not trainer.fast_dev_run:
             kept = [c for c in trainer.checkpoint_callbacks if getattr(c, "monitor", None)]
             path = next((c.best_model_path for c in kept if c.best_model_path), None)
             trainer.test(
                 self.model, self.datamodule, ckpt_path=path, verbose=False, weights_only=True
             )
+        if written:
+            plug_in = Path(RECIPES[suite_kind(as_defense(self.model))]).stem
+            radius = "".join(f" {option}" for option in radius_options(trained_threat(self.model)))
+            path = shlex.quote(written)
+            self._print(
+                f"Next: lightning-rob test {path} --trainer.callbacks+={plug_in}{radius}\n"
+                f"      lightning-rob audit {path}"
+            )
+        if tested:
             self._check_thresholds("test")
+
+
+def radius_options(threat: Threat | None) -> list[str]:
+    """Return the options with which a plug-in takes a threat; none if it is relative."""
+    if threat is None or threat.relative:
+        return []
+    norm = [] if threat.norm == "linf" else [f"--trainer.callbacks.norm={threat.norm}"]
+    return [*norm, f"--trainer.callbacks.eps={str(threat).split()[1]}"]
 
 
 def _check_loading(options: Any) -> None:

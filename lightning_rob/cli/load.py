@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback, LightningModule
 
-from lightning_rob.cli.lightning_cli import Parser
+from lightning_rob.cli.lightning_cli import build
 from lightning_rob.cli.plugins import expand
 from lightning_rob.cli.trust import OPTION, allow_imports
 from lightning_rob.commands.checkpoints import config_in_checkpoint, load_weights, read_checkpoint
@@ -103,6 +103,4 @@ def _listed(names: str | Sequence[str]) -> list[str]:
 
 def _built(kind: type, spec: Any, allow_import: str | Sequence[str]) -> Any:
     with allow_imports([f"{OPTION}={name}" for name in _listed(allow_import)]), plain_yaml():
-        parser = Parser(prog="lightning_rob.load")
-        parser.add_subclass_arguments(kind, "object")
-        return parser.instantiate_classes(parser.parse_object({"object": spec})).object
+        return build(kind, spec)

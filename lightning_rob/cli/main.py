@@ -9,12 +9,12 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from lightning_rob.errors import Fault, InputError, LostRank, visible
+from lightning_rob.errors import Fault, InputError, LostRank, nearest, visible
 
 COMMANDS = {
     "fit": "train, evaluating the configured attacks at every validation",
     "validate": "evaluate on the validation split",
-    "test": "evaluate on the test set and print a table; needs only --ckpt_path",
+    "test": "evaluate on the test set and print a table; needs only a checkpoint",
     "predict": "write the class probabilities of each image",
     "sweep": "attack a checkpoint value by value of a variable: a table and a figure",
     "tune": "search the values of a recipe's keys by Bayesian optimization",
@@ -36,7 +36,7 @@ commands:
 A run is described by recipes and by callbacks that are plugged in:
   lightning-rob fit --config demo
   lightning-rob fit --config demo --trainer.callbacks+=arc
-  lightning-rob test --ckpt_path last.ckpt --trainer.callbacks+=rec_suite
+  lightning-rob test last.ckpt --trainer.callbacks+=rec_suite
 
   lightning-rob COMMAND --help              what matters; --help all for every option
   lightning-rob COMMAND --model.help BAT    the options of a class
@@ -62,7 +62,8 @@ def main(args: Sequence[str] | None = None) -> None:
     elif args[0] == "--version":
         print(f"lightning-rob {version('lightning-rob')}")
     elif args[0] not in COMMANDS:
-        _fail(f"unknown command {args[0]!r}, choose from {', '.join(COMMANDS)}")
+        choices = f", choose from {', '.join(COMMANDS)}"
+        _fail(f"unknown command {args[0]!r}{nearest(args[0], COMMANDS, choices)}")
     elif _asks_for_help(args):
         _show(_help_text(args[0]))
     else:
@@ -126,14 +127,16 @@ def _read_records(command: str, *args: str) -> None:
 
 
 def _compute(args: list[str]) -> None:
-    """Run a command that needs torch."""
+    """Run a command that needs torch, once it is clear that it can be run."""
+    from lightning_rob.cli.options import read_command_line
+    from lightning_rob.cli.trust import allow_imports
+
+    args = read_command_line(*args)
     tune_process()
     from lightning_rob.cli.commands import run_command
-    from lightning_rob.cli.options import join_values
-    from lightning_rob.cli.trust import allow_imports
     from lightning_rob.processes import handle_signals
 
-    with handle_signals(), allow_imports(join_values(args, _configs().get(args[0]))) as rest:
+    with handle_signals(), allow_imports(args) as rest:
         run_command(rest)
 
 

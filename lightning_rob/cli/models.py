@@ -8,6 +8,7 @@ from typing import Any
 from lightning_rob.cli.options import allows, option_types
 from lightning_rob.cli.plugins import resolve_names
 from lightning_rob.commands.configs import CommandConfig
+from lightning_rob.errors import nearest
 from lightning_rob.safe_yaml import load_file
 
 OF_PROCESS = {  # options that all models share
@@ -37,7 +38,8 @@ def read_models(path: Path, config: type[CommandConfig]) -> dict[str, list[str]]
             raise ValueError(f"{path}: {name}: {shared[0]} is of the process: --{shared[0]}")
         known = {"trainer", "data", "model", *(key[2:] for key in kinds)}
         if unknown := [key for key in options if str(key).partition(".")[0] not in known]:
-            raise ValueError(f"{path}: {name}: there is no option {unknown[0]}; try --help")
+            hint = nearest(str(unknown[0]), known, "; try --help")
+            raise ValueError(f"{path}: {name}: there is no option {unknown[0]}{hint}")
     return {
         str(name): resolve_names([arg for key in own for arg in _args(str(key), own[key], kinds)])
         for name, own in content.items()

@@ -132,8 +132,7 @@ def _joined(callbacks: list[dict[str, Any]], file: Path) -> list[dict[str, Any]]
     joined: list[dict[str, Any]] = []
     for callback in callbacks:
         attacks = callback.get("init_args", {}).get("attacks") or {}
-        empty = _with_options(callback, {"attacks": {}})
-        same = (one for one in joined if _with_options(one, {"attacks": {}}) == empty)
+        same = (one for one in joined if _without_attacks(one) == _without_attacks(callback))
         if not attacks or (other := next(same, None)) is None:
             joined.append(_with_options(callback, {"attacks": dict(attacks)} if attacks else {}))
             continue
@@ -141,3 +140,9 @@ def _joined(callbacks: list[dict[str, Any]], file: Path) -> list[dict[str, Any]]
             if other["init_args"]["attacks"].setdefault(name, attack) != attack:
                 raise InputError(f"{file}: two attacks are called {name!r}")
     return joined
+
+
+def _without_attacks(callback: dict[str, Any]) -> dict[str, Any]:
+    """Return a callback by the name of its class, whose module need not be written."""
+    name = callback["class_path"].rpartition(".")[2]
+    return _with_options(callback | {"class_path": name}, {"attacks": {}})

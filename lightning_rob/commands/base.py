@@ -13,12 +13,14 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import SaveConfigCallback
 
+from lightning_rob.attacks import Attack
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.records import versions
 from lightning_rob.files import atomic_write_text
+from lightning_rob.threat import Threat
 
 WITHOUT_EFFECT = ("batch_size", "eval_batch_size", "workers")  # options of data
 
@@ -74,21 +76,22 @@ class Run:
         return found | {"versions": versions()}
 
 
+def trained_threat(module: Any) -> Threat | None:
+    """Return the threat of a module's training; None if it was not trained against attacks."""
+    attack = getattr(module, "attack", None)
+    threat = attack.threat if isinstance(attack, Attack) else getattr(module, "threat", None)
+    return threat if isinstance(threat, Threat) else None
+
+
 def write_config(config: Mapping[str, Any], path: Path, header: str = "") -> None:
     """Write a configuration as a file that `--config` takes beside others.
-
-    Callbacks become `callbacks+`, which adds to those of other files instead of replacing them.
 
     Args:
         config: the whole configuration as plain data.
         path: the file.
         header: comment lines before it.
     """
-    trainer = dict(config["trainer"])
-    if callbacks := trainer.pop("callbacks", None):
-        trainer["callbacks+"] = callbacks
-    content = yaml.safe_dump({**config, "trainer": trainer}, sort_keys=False)
-    atomic_write_text(path, header + content)
+    atomic_write_text(path, header + yaml.safe_dump(dict(config), sort_keys=False))
 
 
 @contextmanager

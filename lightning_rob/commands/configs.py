@@ -105,8 +105,8 @@ class ExportConfig(CommandConfig):
 
     The program is loaded back and has to give the same predictions.
 
-      lightning-rob export --ckpt_path last.ckpt --out defense.pt2
-      lightning-rob export --ckpt_path last.ckpt --out defense.onnx
+      lightning-rob export last.ckpt --out defense.pt2
+      lightning-rob export last.ckpt --out defense.onnx
 
     and then, without this package:
 
@@ -121,7 +121,7 @@ class ExportConfig(CommandConfig):
     For lightning_rob.load and the Hugging Face hub, as model.safetensors, config.json and
     a model card with the accuracies recorded for these weights:
 
-      lightning-rob export --ckpt_path last.ckpt --format safetensors --out FOLDER
+      lightning-rob export last.ckpt --format safetensors --out FOLDER
 
     Args:
         out: FILE.pt2 or FILE.onnx, the program; or the folder
@@ -135,7 +135,7 @@ class ExportConfig(CommandConfig):
     """
 
     receives: ClassVar[Receives] = "run"
-    usage: ClassVar[str] = "--ckpt_path CHECKPOINT --out FILE [options of test]"
+    usage: ClassVar[str] = "CHECKPOINT --out FILE [options of test]"
 
     out: Path | None = None
     batch: int | str = "dynamic"
@@ -231,15 +231,15 @@ class AuditConfig(CommandConfig):
     steps, or that noise and black-box attacks beat; randomness that no attack averages
     over; non-finite predictions; an attack for this kind of defense that was not run.
 
-      lightning-rob audit --ckpt_path last.ckpt --eps 8/255 --strict
+      lightning-rob audit last.ckpt --strict
 
     Attacks plugged in with --trainer.callbacks+=NAME run too, and the audit
     checks that the one made for this kind of defense is among them. It writes
     audit.json into the run's folder.
 
     Args:
-        eps: radius in pixel units, images span [0, 1]
-        norm: linf or l2
+        eps: radius in pixel units, images span [0, 1]; else that of the training
+        norm: linf or l2; else that of the training
         images: N test images, a random choice
         steps: of the default PGD; other attacks take a multiple
         queries: of the black-box Square Attack, per image
@@ -251,10 +251,10 @@ class AuditConfig(CommandConfig):
     """
 
     receives: ClassVar[Receives] = "run"
-    usage: ClassVar[str] = "--ckpt_path CHECKPOINT [options of test]"
+    usage: ClassVar[str] = "CHECKPOINT [options of test]"
 
-    eps: float = 8 / 255
-    norm: str = "linf"
+    eps: float | None = None
+    norm: str | None = None
     images: int = 100
     steps: int = 20
     queries: int = 1000
@@ -262,17 +262,21 @@ class AuditConfig(CommandConfig):
     strict: bool = False
 
     def __post_init__(self) -> None:
-        if self.norm not in ("linf", "l2"):
+        if self.norm not in ("linf", "l2", None):
             raise ValueError(f"--norm must be linf or l2, got {self.norm}")
-        if not self.eps > 0:
+        if self.eps is not None and not self.eps > 0:
             raise ValueError(f"--eps must be above 0, got {self.eps:g}")
-        if self.norm == "linf" and self.eps >= 0.5:  # a gray image is in every other's ball
+        self.check_radius(self.norm)
+        at_least(1, images=self.images, steps=self.steps, queries=self.queries)
+        at_least(0, seed=self.seed)
+
+    def check_radius(self, norm: str | None) -> None:
+        """Refuse a radius that holds every image: in linf a gray one is in every other's ball."""
+        if norm == "linf" and self.eps is not None and self.eps >= 0.5:
             raise ValueError(
                 f"--eps {self.eps:g} holds every image, for images span [0, 1]: "
                 f"did you mean {self.eps:g}/255?"
             )
-        at_least(1, images=self.images, steps=self.steps, queries=self.queries)
-        at_least(0, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -283,7 +287,7 @@ class SweepConfig(CommandConfig):
     the radius eps (step sizes of PGD and ARC are scaled with it), the steps of every
     attack, or the neighbours, the competing classes that ARC searches.
 
-      lightning-rob sweep --ckpt_path last.ckpt --over probability \
+      lightning-rob sweep last.ckpt --over probability \
           --values 0.5:1:0.05 --best adaptive_pgd \
           --trainer.callbacks+=adaptive_pgd --trainer.callbacks+=arc
 
@@ -302,7 +306,7 @@ class SweepConfig(CommandConfig):
     """
 
     receives: ClassVar[Receives] = "run"
-    usage: ClassVar[str] = "--over VARIABLE --values LIST [options of test]"
+    usage: ClassVar[str] = "CHECKPOINT --over VARIABLE --values LIST [options of test]"
 
     over: str | None = None
     values: str | float = ""

@@ -38,7 +38,7 @@ def run(config: ExportConfig, run: Run) -> None:
         OSError: the file cannot be written.
     """
     if run.checkpoint is None:
-        raise ValueError("say whose weights: --ckpt_path CHECKPOINT")
+        raise ValueError("say whose weights: lightning-rob export CHECKPOINT")
     path = config.out or Path()  # which the config has checked
     if config.format == "safetensors":
         write_model_folder(run, path)

@@ -39,7 +39,7 @@ def model_card(run: Run) -> str:
     rule = getattr(defense.rule, "__name__", repr(defense.rule))
     found = recorded(fingerprint(defense), _logs(run))
     blocks = [
-        heading(1, f"{method} on {data}"),
+        heading(1, f"{getattr(run.model, 'method', method)} on {data}"),
         paragraph(
             f"{type(defense).__name__}, rule {rule}, draws {len(defense.weights)}; trained by "
             f"{_training(run.recipe['model'], method)}. Images lie in [0, 1]; the networks "

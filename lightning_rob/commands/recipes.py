@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_rob.commands.configs import RecipesConfig
-from lightning_rob.errors import InputError
+from lightning_rob.errors import InputError, nearest
 from lightning_rob.safe_yaml import load
 from lightning_rob.shipped import shipped_folder
 
@@ -20,9 +20,9 @@ FOLDERS = {
     "mix-ins": ("configs/mixins", "fit --config RECIPE --config NAME"),
     "search spaces": ("configs/spaces", "tune --config RECIPE --space FILE"),
     "plug-ins": ("callbacks", "--trainer.callbacks+=NAME"),
-    "trained networks": ("zoo", "test --ckpt_path zoo:NAME --trainer.callbacks+=PLUG-IN"),
+    "trained networks": ("zoo", "test zoo:NAME --trainer.callbacks+=PLUG-IN"),
 }
-WIDEST = 1000  # columns, more than any row needs
+PIPED = 100  # columns of a file or pipe, which has no width
 CARD = "README.md"  # of a trained network, whose folder is that of a run
 
 
@@ -34,8 +34,8 @@ def run(config: RecipesConfig) -> None:
     """
     if not config.names:
         console = Console()
-        if not (console.is_terminal or "COLUMNS" in os.environ):  # a file or pipe has no width
-            console.width = WIDEST
+        if not (console.is_terminal or "COLUMNS" in os.environ):
+            console.width = PIPED
         for kind, (folder, usage) in FOLDERS.items():
             console.print(_table(kind, folder, usage, console.width))
         return
@@ -73,9 +73,9 @@ def _file(name: str) -> Path:
     for folder, _ in FOLDERS.values():
         if path := shipped_files(folder).get(name.removesuffix(".yaml")):
             return path
-    raise InputError(
-        f"there is no recipe, plug-in or network {name!r}: lightning-rob recipes lists all"
-    )
+    known = [short for folder, _ in FOLDERS.values() for short in shipped_files(folder)]
+    hint = nearest(name, known, ": lightning-rob recipes lists all")
+    raise InputError(f"there is no recipe, plug-in or network {name!r}{hint}")
 
 
 def _table(kind: str, folder: str, usage: str, width: int) -> Table:

@@ -112,8 +112,8 @@ class Training:
         recipe, _ = self.space.pruned(recipe, values)
         trainer = recipe["trainer"]
         unfit = () if trainer["logger"] else NEEDS_LOGGER
-        kept = [c for c in trainer["callbacks"] or () if class_name(c["class_path"]) not in unfit]
-        trainer["callbacks"] = kept
+        given = trainer.get("callbacks+", ())
+        trainer["callbacks+"] = [c for c in given if class_name(c["class_path"]) not in unfit]
         write_config(recipe, folder / "config.yaml")
         return self.build(folder / "config.yaml")
 

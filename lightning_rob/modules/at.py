@@ -98,6 +98,11 @@ class AdversarialTraining(RobustModule):
         self.criterion = criterion
         self.weights = weights
 
+    @property
+    def method(self) -> str:
+        """The training as tables and model cards call it."""
+        return super().method if self.attack else "Standard training"
+
     def setup(self, stage: str) -> None:
         """Load the initial weights; a resumed run overwrites them with its own."""
         if stage == "fit" and self.weights is not None:

@@ -54,6 +54,11 @@ class RobustModule(LightningModule, ABC):
         self.noise: Streams | None = None
         self._predicted = 0  # images that this process has predicted
 
+    @property
+    def method(self) -> str:
+        """The training as tables and model cards call it."""
+        return type(self).__name__
+
     @abstractmethod
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the training loss of a batch: [B, C, H, W], [B] -> scalar."""

@@ -14,7 +14,7 @@ from lightning_rob.modules.joint import JointTraining
 from lightning_rob.objectives import classification_loss
 from lightning_rob.randomness import Generator, derive_seed
 from lightning_rob.rules import mean_probs
-from lightning_rob.threat import Threat, pixels
+from lightning_rob.threat import Length, Threat, pixels
 
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ReLU6, nn.ELU, nn.GELU, nn.SiLU)
 
@@ -142,9 +142,9 @@ class DVERGE(JointTraining):
     def __init__(
         self,
         net: Callable[[], nn.Module],
-        eps: float = 0.07,
+        eps: Length = 0.07,
         steps: int = 10,
-        step_size: float = 0.007,
+        step_size: Length = 0.007,
         layers: list[str] | None = None,
         warmup_epochs: int = 0,
         diversity_weight: float = 1.0,

@@ -80,7 +80,8 @@ class Transform(ABC):
             )
         if not self.differentiable and x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                f"{self.class_name} has no gradient: call it under torch.no_grad or on a detached image"
+                f"{self.class_name} has no gradient: "
+                "call it under torch.no_grad or on a detached image"
             )
         with torch.autocast(x.device.type, enabled=False):
             return self._apply_finite(x, *params) if len(x) else x

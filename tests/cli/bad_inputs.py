@@ -171,11 +171,11 @@ RECIPE_KEY = "lightning_rob_recipe"
 EPS = "eps must be a finite radius >= 0, got"
 ARGUMENTS: dict[str, tuple[Make, str]] = {
     "eps negative": (attack(**{"threat.eps": -1}), f"{EPS} -1.0"),
-    "eps nan": (attack(**{"threat.eps": "nan"}), "expected a number. Got value: nan"),
+    "eps nan": (attack(**{"threat.eps": "nan"}), "a fraction such as 8/255, got 'nan'"),
     "eps .nan": (attack(**{"threat.eps": ".nan"}), f"{EPS} nan"),
     "eps fraction": (attack(**{"threat.eps": "-1/255"}), f"{EPS} -0.00"),
     "eps infinite": (attack(**{"threat.eps": ".inf"}), f"{EPS} inf"),
-    "eps a word": (attack(**{"threat.eps": "large"}), "expected a number. Got value: large"),
+    "eps a word": (attack(**{"threat.eps": "large"}), "a fraction such as 8/255, got 'large'"),
     "eps by zero": (attack(**{"threat.eps": "8/0"}), "8/0"),
     "norm unknown": (attack(**{"threat.norm": "l7x"}), "norm must be 'linf', 'l2' or a number"),
     "norm below one": (attack(**{"threat.norm": 0.5}), "norm must be"),
@@ -191,7 +191,7 @@ ARGUMENTS: dict[str, tuple[Make, str]] = {
     "momentum one": (attack(momentum="[1.5]"), "momentum must be numbers"),
     "objective a word": (attack(objective="loss"), "nothing here is called 'loss'"),
     "objective unknown": (attack(objective="lightning_rob.objectives.loss"), "loss"),
-    "attack option": (attack(speed=3), "'speed' is not accepted"),
+    "attack option": (attack(speed=3), "PGD has no option 'speed'"),
     "attack unknown": (fit(f"{MODEL}attack=PGDD"), "did you mean PGD"),
     "attack no attack": (fit(f"{MODEL}attack=torch.nn.Linear"), "Attack"),
     "probs sum": (fit(f"{MODEL}probs=[0.9, 0.3]"), "probs must sum to 1, got 1.2"),
@@ -204,7 +204,10 @@ ARGUMENTS: dict[str, tuple[Make, str]] = {
     "epochs other": (fit("--trainer.max_epochs=3"), "trainer.max_epochs must be 4"),
     "net unknown": (fit(f"{MODEL}net=ResNet1000"), "ResNet1000"),
     "net a function": (fit(f"{MODEL}net=lightning_rob.objectives.linear"), "linear"),
-    "net option": (fit(f"{MODEL}net.init_args.depth=3"), "'depth' is not accepted"),
+    "net option": (
+        fit(f"{MODEL}net.init_args.depth=3"),
+        "no option 'depth'|'depth' is not accepted",
+    ),
     "checkpoints missing": (fit(f"{MODEL}checkpoints=[no.pt, null]"), r"no\.pt"),
     "checkpoints count": (fit(f"{MODEL}checkpoints=[null]"), "checkpoints"),
     "monitor": (fit(f"{MODEL}monitor=val/robust/no"), "no evaluation logged 'val/robust/no'"),
@@ -213,7 +216,7 @@ ARGUMENTS: dict[str, tuple[Make, str]] = {
     "optimizer unknown": (fit(f"{MODEL}optimizer=Adamm"), "Adamm"),
     "model unknown": (fit("--model=BATT"), "did you mean BAT"),
     "model of another kind": (fit("--model=torch.nn.Linear"), "LightningModule"),
-    "model option": (fit(f"{MODEL}foo=1"), "Option 'foo' is not accepted"),
+    "model option": (fit(f"{MODEL}foo=1"), "BAT has no option 'foo'"),
     "batch_size zero": (fit("--data=Digits5k", "--data.batch_size=0"), "at least 1, got 0"),
     "batch_size a word": (
         fit("--data=Digits5k", "--data.batch_size=big"),
@@ -223,7 +226,10 @@ ARGUMENTS: dict[str, tuple[Make, str]] = {
     "val_size": (fit("--data.init_args.train_size=20"), "val_size must be below the 20 images"),
     "data unknown": (fit("--data=CIFAR11"), "did you mean CIFAR10"),
     "data missing": (fit("--data=CIFAR10", "--data.root=nowhere"), "CIFAR10 is not in"),
-    "data option": (fit("--data.init_args.colour=red"), "'colour' is not accepted"),
+    "data option": (
+        fit("--data.init_args.colour=red"),
+        "no option 'colour'|'colour' is not accepted",
+    ),
     "seed a word": (fit("--seed_everything=lucky"), "seed_everything"),
     "seed negative": (fit("--seed_everything=-5"), "-5 is not in bounds"),
     "devices zero": (fit("--trainer.devices=0"), "devices"),
@@ -291,6 +297,7 @@ CONFIGS: dict[str, tuple[Make, str]] = {
     "callbacks": (beside("trainer:\n  callbacks: []\n"), r"write `callbacks\+:`"),
     "model a number": (beside("model: 3\n"), "model.* must name a class"),
     "class_path a list": (beside("model: {class_path: [BAT]}\n"), "must name a class"),
+    "init_args a list": (beside("model: {class_path: BAT, init_args: [3]}\n"), "model"),
     "class_path missing": (
         config("model: {init_args: {}}\ndata: Digits5k\n"),
         "needs its class: class_path is missing",
@@ -410,7 +417,8 @@ DATA: dict[str, tuple[Make, str]] = {
 }
 SWEEP = partial(given, "sweep", "--ckpt_path=no.ckpt")
 COMMANDS: dict[str, tuple[Make, str]] = {
-    "unknown": (given("fti"), "unknown command 'fti', choose from"),
+    "unknown": (given("fti"), "unknown command 'fti', did you mean fit"),
+    "nothing alike": (given("xyz"), "unknown command 'xyz', choose from"),
     "an option first": (given("--config", "x.yaml"), "unknown command '--config'"),
     "fit alone": (given("fit"), "say what to run: --config RECIPE"),
     "test alone": (given("test"), "say what to run"),
@@ -454,7 +462,7 @@ COMMANDS: dict[str, tuple[Make, str]] = {
     ),
     "bpda alone": (given("bpda"), "say where the networks go to: --out FOLDER"),
     "bpda epochs": (given("bpda", "--out=x", "--epochs=0"), "--epochs must be at least 1, got 0"),
-    "bpda recipe": (given("bpda", "--out=x", "--config=no.yaml"), r"no\.yaml cannot be read"),
+    "bpda recipe": (given("bpda", "--out=x", "--config=no.yaml"), r"no recipe no\.yaml"),
     "bpda transform": (
         given("bpda", "--out=FOLDER/x", "--data=Digits5k", "--transforms=Blurr"),
         "Blurr",

@@ -13,6 +13,7 @@ from lightning_rob import files, safe_yaml
 from lightning_rob.cli import main
 from lightning_rob.cli.checkpoints import SafeCheckpointIO
 from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.cli.options import OF_RUN, read_command_line
 from tests.tiny import (
     ROOT,
     arc,
@@ -27,6 +28,7 @@ from tests.tiny import (
 )
 
 CKPT = "run/version_0/checkpoints/last.ckpt"
+TINY = "tests.tiny.TinyNet"
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +139,54 @@ def test_the_saved_configuration_runs_again(trained, tmp_path, monkeypatch, caps
     folder = f"--trainer.logger.init_args.save_dir={tmp_path}"
     run("fit", "--config", config, folder, "--test_after_fit=false")
     assert same_weights(weights(trained / CKPT), weights(tmp_path / CKPT))
-    assert f"Checkpoint: {CKPT}\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"Checkpoint: {CKPT}\n" in out
+    steps = [line.removeprefix("Next:").split() for line in out.splitlines()[-2:]]
+    radius = ["--trainer.callbacks+=arc_two_radii", "--trainer.callbacks.eps=16/255"]
+    assert steps == [["lightning-rob", "test", CKPT, *radius], ["lightning-rob", "audit", CKPT]]
+    for _, *command in steps:
+        read_command_line(*command)
+
+
+def test_the_printed_configuration_runs(trained, tmp_path, capsys):
+    args = ["fit", "--config", trained / "recipe.yaml", "--test_after_fit=false"]
+    args.append(f"--trainer.logger.init_args.save_dir={tmp_path}")
+    with pytest.raises(SystemExit) as end:
+        run(*args, "--print_config")
+    assert not end.value.code
+    text = capsys.readouterr().out
+    assert yaml.safe_load(text).keys() <= {*OF_RUN, "model", "data", "trainer"}
+    (tmp_path / "printed.yaml").write_text(text)
+    run("fit", "--config", tmp_path / "printed.yaml")
+    assert same_weights(weights(trained / CKPT), weights(tmp_path / CKPT))
+
+
+SAID = r"^(No weights|Radius): .*"  # before a test
+
+
+def said(capsys, *args) -> list[str]:
+    options = ["--trainer.logger=false", "--trainer.accelerator=cpu", "--data.test_size=4"]
+    run("test", *args, *options)
+    return [m[0] for m in re.finditer(SAID, capsys.readouterr().out, re.M)]
+
+
+def test_a_test_reports_another_radius_than_that_of_the_training(trained, capsys):
+    pgd = "--trainer.callbacks+=pgd"
+    (line,) = said(capsys, trained / CKPT, pgd)
+    assert line == (
+        "Radius: the attacks are at linf 8/255; the training was at linf 16/255, "
+        "taken by --trainer.callbacks.eps=16/255"
+    )
+    assert said(capsys, trained / CKPT, pgd, "--trainer.callbacks.eps=16/255") == []
+    assert said(capsys, trained / CKPT) == []
+
+
+def test_a_test_of_an_untrained_network_says_so(trained, tmp_path, capsys):
+    (line,) = said(capsys, "--config", recipe(tmp_path))
+    assert line.startswith("No weights: ")
+    model = {"class_path": "PretrainedEnsemble", "init_args": {"nets": {"class_path": TINY}}}
+    model["init_args"]["checkpoints"] = str(trained / CKPT)
+    assert said(capsys, "--config", recipe(tmp_path, model=model)) == []
 
 
 def test_predict_writes_class_probabilities(trained, tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Recipes and plug-ins are found by short name; suites list other plug-ins."""
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -60,7 +62,7 @@ def test_command_line(folder):
 
 def test_values_are_joined_to_their_options():
     args = ["-c", "a.yaml", "--config", "--ckpt_path", "-x", "--model.help", "BAT", "--x", "1"]
-    joined = ["-c=a.yaml", "--config", "--ckpt_path=-x", "--model.help=BAT", "--x", "1"]
+    joined = ["-c=a.yaml", "--config", "--ckpt_path=-x", "--model.help=BAT", "--x=1"]
     assert join_values(args) == joined
     assert join_values(joined) == joined
     args = ["run", "--suite", "a.yaml", "--once", "--every", "-1", "--stop_at_alarm", "false"]
@@ -118,3 +120,27 @@ def test_refused_suites(folder, suite, message):
 def test_a_norm_needs_a_radius():
     with pytest.raises(ValueError, match="norm l2 needs a radius in its units: give eps too"):
         RobustEval({"pgd": PGD(Threat(), 1, 0.1)}, norm="l2")
+
+
+PLAIN = """
+import sys, yaml
+from lightning.pytorch import Callback
+from lightning.pytorch.cli import LightningArgumentParser
+parser = LightningArgumentParser()
+parser.add_subclass_arguments(Callback, "plug_in")
+for path in sys.argv[1:]:
+    with open(path) as file:
+        content = yaml.safe_load(file)
+    if isinstance(content, dict):  # a suite is a list of names
+        built = parser.instantiate_classes(parser.parse_object({"plug_in": content})).plug_in
+        if path.endswith("/pgd.yaml"):
+            print(built.attacks["pgd"].threat, built.attacks["pgd"].step_size == 2 / 255)
+"""
+
+
+def test_plug_ins_are_read_by_any_lightning_cli():
+    """Their names and fractions, in a process that has not imported this package."""
+    files = [str(path) for path in sorted((ROOT / "callbacks").glob("*.yaml"))]
+    done = subprocess.run([sys.executable, "-c", PLAIN, *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "linf 8/255 True\n"

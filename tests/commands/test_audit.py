@@ -1,11 +1,15 @@
 """The audit as a callback and as a command."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from lightning_rob.attacks import PGD
+from lightning_rob.commands.audit import audited_threat
 from lightning_rob.commands.configs import AuditConfig
+from lightning_rob.threat import Threat
 from tests.schema import checked
 from tests.test_ddp import TWO
 from tests.tiny import ROOT, pgd, recipe, robust_eval, run, same_weights, shell, weights
@@ -79,9 +83,9 @@ def test_it_runs_in_fit_and_training_stays_the_same(tmp_path):
 
 def test_the_command(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    options = ["--eps", "40/255", "--images", "10", "--steps", "2", "--queries", "5", "--strict"]
+    options = ["--images", "10", "--steps", "2", "--queries", "5", "--strict"]
     try:
-        run("audit", "--ckpt_path", trained, "--trainer.accelerator=cpu", *options)
+        run("audit", trained, "--trainer.accelerator=cpu", *options)
         code = 0
     except SystemExit as end:
         code = end.code
@@ -92,7 +96,9 @@ def test_the_command(trained, tmp_path, monkeypatch, capsys):
     config = yaml.safe_load((file.parent / "config.yaml").read_text())
     assert "model" in config and not {"eps", "norm", "images", "strict"} & set(config)
     assert {row["n"] for row in record["attacks"]} == {10}
-    assert "within" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Radius: linf 16/255, that of the training; --eps takes another\n" in out
+    assert {row["ball"] for row in record["attacks"] if row["name"] == "pgd"} == {"linf 16/255"}
 
 
 def test_strict_ends_with_code_1_where_the_defense_is_broken(trained, tmp_path, monkeypatch):
@@ -111,10 +117,37 @@ def test_strict_ends_with_code_1_where_the_defense_is_broken(trained, tmp_path, 
 
 
 @pytest.mark.parametrize(
+    ("options", "trained", "threat"),
+    [
+        ({}, Threat("linf", 0.1), Threat("linf", 0.1)),
+        ({}, Threat("l2", 1.0), Threat("l2", 1.0)),
+        ({}, None, Threat("linf", 8 / 255)),
+        ({}, Threat(1, 2.0), Threat("linf", 8 / 255)),  # the audit has no attacks for it
+        ({}, Threat("l2", 0.3, relative=True), Threat("linf", 8 / 255)),
+        ({"norm": "l2"}, Threat("linf", 0.1), Threat("l2", 128 / 255)),
+        ({"eps": 0.7}, Threat("l2", 1.0), Threat("l2", 0.7)),
+        ({"eps": 0.2}, Threat("linf", 0.1), Threat("linf", 0.2)),
+    ],
+)
+def test_the_radius_is_that_of_the_training(options, trained, threat):
+    attack = trained and PGD(trained, 1, 0.1)
+    for module in (SimpleNamespace(attack=attack), SimpleNamespace(threat=trained)):
+        assert audited_threat(AuditConfig(**options), module)[0] == threat
+
+
+def test_a_radius_that_holds_every_image_of_the_training_s_norm():
+    with pytest.raises(ValueError, match="--eps 8 holds every image"):
+        audited_threat(AuditConfig(eps=8.0), SimpleNamespace(threat=Threat("linf", 0.1)))
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"eps": 0.0}, "--eps must be above 0, got 0"),
-        ({"eps": 8.0}, "--eps 8 holds every image, for images span .* did you mean 8/255"),
+        (
+            {"eps": 8.0, "norm": "linf"},
+            "--eps 8 holds every image, for images span .* did you mean 8/255",
+        ),
         ({"norm": "l1"}, "--norm must be linf or l2, got l1"),
         ({"images": 0}, "--images must be at least 1, got 0"),
         ({"seed": -1}, "--seed must be at least 0, got -1"),
@@ -135,4 +168,4 @@ def test_the_command_line_is_checked_before_anything_is_built(trained, capsys):
 
 def test_the_plug_in_is_the_callback():
     content = yaml.safe_load((ROOT / "callbacks/audit.yaml").read_text())
-    assert content["class_path"] == "RobustAudit"
+    assert content["class_path"] == "lightning_rob.RobustAudit"

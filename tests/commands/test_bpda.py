@@ -176,7 +176,7 @@ def test_ways_to_choose_transforms(tmp_path):
         (["--out", "{}", *COLOUR, "--epochs", "x"], "epochs"),
         (["--out", "{}", *COLOUR, "--data.size=3"], "size"),
         (["--out", "{}", "--data", "Nothing"], "Nothing"),
-        (["--out", "{}", "--config", "nothing.yaml"], "nothing.yaml cannot be read"),
+        (["--out", "{}", "--config", "nothing.yaml"], "there is no recipe nothing.yaml"),
         (["--out", "{}/file", *COLOUR, "--transforms", "Gamma", *ONCE], "file"),
     ],
 )

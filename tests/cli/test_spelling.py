@@ -1,0 +1,150 @@
+"""Misspelt names end a command at once, with the nearest name and before torch is imported."""
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lightning_rob.cli.options import OF_RUN, read_command_line
+from lightning_rob.cli.spelling import arguments_of, refuse_misspelt
+from lightning_rob.cli.trust import VARIABLE
+from lightning_rob.errors import InputError
+from lightning_rob.shipped import shipped_folder
+from tests.tiny import ROOT
+
+DEMO = ["fit", "--config", "demo"]
+ZOO = "zoo:digits_robust"
+MISSPELT = [  # command line, and what the error must hold
+    (["fti"], "did you mean fit?"),
+    (["fit", "--cofig", "demo"], "did you mean --config"),
+    (["fit", "--conf", "demo"], "there is no option --conf,"),
+    (["fit", "--config", "demoo"], "there is no recipe demoo, did you mean demo"),
+    (["fit", "demo"], "demo is a recipe: --config demo"),
+    ([*DEMO, "--modle.epochs=3"], "there is no option --modle.epochs, did you mean --model"),
+    ([*DEMO, "--model=BATT"], "did you mean BAT?"),
+    ([*DEMO, "--model.atack.steps=3"], "BAT has no option 'atack', did you mean attack?"),
+    ([*DEMO, "--model.attack.stps", "3"], "PGD has no option 'stps', did you mean steps"),
+    ([*DEMO, "--model.attack.threat.esp=0.1"], "Threat has no option 'esp', did you mean eps?"),
+    ([*DEMO, "--model.attack=PDG"], "nothing here is called 'PDG', did you mean"),
+    ([*DEMO, "--model.attack.help=PDG"], "nothing here is called 'PDG', did you mean"),
+    ([*DEMO, "--data.eval_batch_siz=3"], "Patches10 has no option 'eval_batch_siz'"),
+    ([*DEMO, "--data=Digits6k"], "did you mean Digits5k"),
+    ([*DEMO, "--trainer.max_epoch=3"], "did you mean max_epochs"),
+    ([*DEMO, "--trainer.callbacks+=arcc"], "did you mean arc"),
+    ([*DEMO, "--trainer.callbacks+=pgd", "--trainer.callbacks.epss=1"], "did you mean eps?"),
+    ([*DEMO, "--trainer.callbacks+=lightning_rob.RobustEvil"], "did you mean RobustEval"),
+    ([*DEMO, "--trainer.logger", "CSVLoger"], "did you mean CSVLogger"),
+    ([*DEMO, "--trainer.callbacks+={class_path: Timer, init_args: {durration: 1}}"], "duration?"),
+    ([*DEMO, "--config", "MISSPELT.yaml"], "RobustEval has no option 'atacks', did you mean attac"),
+    ([*DEMO, "--config", "KEY.yaml"], "KEY.yaml: there is no key 'trianer', did you mean trainer?"),
+    (
+        ["fit", "--config", "iat_digits", "--model.net=ResNet20", "--model.net.shortcut=C"],
+        "of A, B",
+    ),
+    (["test", "zoo:digits_robus"], "did you mean zoo:digits_robust"),
+    (["test", "KEY.yml"], "there is no checkpoint KEY.yml, did you mean KEY.yaml?"),
+    (["test", ZOO, "--model.atack=3"], "no model has an option 'atack', did you mean attack?"),
+    (["audit", ZOO, "--image", "20"], "there is no option --image, did you mean --images?"),
+    (["audit", ZOO, "--norm", "lnf"], "--norm must be linf or l2, got lnf"),
+    (["sweep", ZOO, "--over=epss", "--values=1"], "--over must be one of"),
+    (["monitor", "x", "--alrm", "acc=0.5"], "did you mean --alarm"),
+    (["tune", "x"], "tune takes 'x' only as the value of an option"),
+    (["test", "a.ckpt", "b.ckpt"], "test takes 'b.ckpt' only as the value of an option"),
+    (["compare", "a.csv", "--makdown=x"], "did you mean --markdown"),
+    (["recipes", "demoo"], "did you mean demo"),
+]
+FILES = {
+    "MISSPELT.yaml": "trainer: {callbacks+: [{class_path: RobustEval, init_args: {atacks: {}}}]}\n",
+    "KEY.yaml": "trianer: {max_epochs: 3}\n",
+}
+RUN_ALL = """
+import contextlib, io, json, sys, time
+from lightning_rob.cli import main
+found = []
+for args in json.loads(sys.argv[1]):
+    errors, start = io.StringIO(), time.process_time()
+    with contextlib.redirect_stderr(errors), contextlib.suppress(SystemExit):
+        main(args)
+    found.append([errors.getvalue(), time.process_time() - start, "torch" in sys.modules])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("misspelt")
+    for name, content in FILES.items():
+        (folder / name).write_text(content)
+    args = json.dumps([args for args, _ in MISSPELT])
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{RUN_ALL}"
+    command = [sys.executable, "-c", code, args]
+    strict = {k: v for k, v in os.environ.items() if k != VARIABLE}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=strict)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", range(len(MISSPELT)))
+def test_a_misspelt_name_is_refused_within_a_second(found, case):
+    error, seconds, torch = found[case]
+    assert MISSPELT[case][1] in error
+    assert error.count("\n") == 1
+    assert seconds < 1
+    assert not torch
+
+
+def test_nothing_that_is_shipped_is_refused():
+    for folder in ("configs", "configs/mixins"):
+        for path in (shipped_folder() / folder).glob("*.yaml"):
+            refuse_misspelt([f"--config={path}"], OF_RUN)
+    for path in (shipped_folder() / "callbacks").glob("*.yaml"):
+        refuse_misspelt([f"--trainer.callbacks+={path}"], OF_RUN)
+
+
+@pytest.mark.parametrize(
+    "folder", ["modules", "data", "attacks", "callbacks", "nets", "defenses", "transforms"]
+)
+def test_the_arguments_in_the_source_are_those_of_the_class(folder):
+    module, checked = importlib.import_module(f"lightning_rob.{folder}"), 0
+    for name in module.__all__:
+        thing = getattr(module, name, None)
+        known = arguments_of(f"{thing.__module__}.{name}") if inspect.isclass(thing) else None
+        if known is not None:
+            parameters = inspect.signature(thing).parameters.values()
+            named = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+            assert named <= {*known}, name
+            checked += 1
+    assert checked > 5
+
+
+def test_names_of_other_packages_are_left_to_the_import_policy(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for arg in ("--model=mine.Net", "--model={class_path: mine.Net}"):
+        refuse_misspelt([arg, "--model.anything=1"], OF_RUN)
+    refuse_misspelt(["--model.anything=1", "--allow-import=mine"], OF_RUN)
+    with pytest.raises(InputError, match="no model has an option 'anything'"):
+        refuse_misspelt(["--model.anything=1"], OF_RUN)
+
+
+@pytest.mark.parametrize(
+    ("args", "read"),
+    [
+        (["test", ZOO], [f"--ckpt_path={ZOO}"]),
+        (
+            ["test", "--trainer.max_epochs", "3", ZOO],
+            ["--trainer.max_epochs=3", f"--ckpt_path={ZOO}"],
+        ),
+        (
+            ["audit", "--strict", ZOO, "--eps", "1/255"],
+            ["--strict=true", f"--ckpt_path={ZOO}", "--eps=1/255"],
+        ),
+        (["monitor", "."], ["--run=."]),
+        (["monitor", "--once", ".", "--suite", "arc"], ["--once=true", "--run=.", "--suite+=arc"]),
+    ],
+)
+def test_a_checkpoint_needs_no_option(args, read):
+    assert read_command_line(*args) == [args[0], *read]
