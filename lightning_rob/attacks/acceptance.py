@@ -1,6 +1,5 @@
 """Attacks on defenses that reject: they succeed where the defense accepts and is wrong."""
 
-import torch
 from torch import Tensor
 
 from lightning_rob.attacks.oom import Work
@@ -33,9 +32,11 @@ def towards_acceptance(
     Raises:
         ValueError: a label is the class of rejection.
     """
-    if not defense.may_reject:
+    if isinstance(defense, AcceptedClasses) and isinstance(defense.labels, PerImageValues):
+        defense = defense.defense  # by an outer attack, whose images depend on each other
+    elif not defense.may_reject:
         return work(defense, x, y, generator)
-    if defense.rejects is not None:
+    elif defense.rejects is not None:
         check_none_rejected(y, defense.rejects)
         y = y - (y > defense.rejects).to(y)  # among the accepted classes
     if not separable:

@@ -178,9 +178,7 @@ class Single(Defense):
 
     kind = "single"
 
-    def __init__(
-        self, net: nn.Module, rule: Rule = mean_probs, rejects: int | None = None
-    ) -> None:
+    def __init__(self, net: nn.Module, rule: Rule = mean_probs, rejects: int | None = None) -> None:
         check_network(net)
         super().__init__(torch.ones(1), rule, rejects)
         self.net = net

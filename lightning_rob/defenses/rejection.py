@@ -10,8 +10,6 @@ from lightning_rob.defenses.per_image import PerImageValues
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, abstains, mean_probs, rejected_share
 
-LEAD = 0.01  # of the label's logit over that of a wrong class, at most, where the rule abstains
-
 
 class AcceptedClasses(Defense):
     """The K classes that a defense accepts, with rejection counted as the label.
@@ -33,7 +31,7 @@ class AcceptedClasses(Defense):
         self.defense = defense
         self.labels = labels
         self.kind = defense.kind  # type: ignore[misc]
-        self.transforms = defense.transforms
+        self.transforms = dict(defense.transforms)
         self.stateful = defense.stateful
 
     @property
@@ -109,8 +107,8 @@ class AcceptedClasses(Defense):
             labels = rows.new_full((len(rows),), self.labels, dtype=torch.long)
         if len(labels) != len(rows):
             raise ValueError(
-                f"{len(rows)} of the {len(labels)} images of a round of a defense that rejects "
-                "are attacked alone: leave out early_stop"
+                f"the attack drops {len(labels) - len(rows)} of {len(labels)} images of a round of "
+                "a defense that rejects: take one that keeps them, as PGD without early_stop does"
             )
         return labels
 
@@ -127,6 +125,8 @@ class AcceptedClasses(Defense):
 
     def _seen(self, logits: Tensor, weights: Tensor) -> Tensor:
         """Return logits [S, B, K] in which the label's stands for rejection too."""
+        if self.defense.rejects is None and not abstains(self.defense.rule):
+            return logits  # what rejects images is no function of them
         accepted = self._accepted(logits)
         index = self._labels_of(logits[0]).expand(logits.shape[:-1])[..., None]
         label = accepted.gather(-1, index)
@@ -164,11 +164,14 @@ class _OfAcceptedClasses(nn.Module):
 def _raised(label: Tensor, wrong: Tensor) -> Tensor:
     """Return logits [..., 1] that lead the largest wrong one, with the gradient of the label's.
 
-    The lead falls as that class rises over the label's own logit.
+    Where that class leads the label's own logit by g, this one leads it by 1 / (1 + g), and by
+    1 - g where it does not: the margin stays negative, and rises as g does.
     """
-    gap = wrong.amax(-1, keepdim=True) - label
-    lead = LEAD / (1 + gap.clamp_min(0))
-    return label + (gap + lead).clamp_min(0).detach()
+    top = wrong.amax(-1, keepdim=True)
+    gap = top - label
+    lead = torch.where(gap > 0, 1 / (1 + gap.clamp_min(0)), 1 - gap)
+    rounding = 4 * torch.finfo(top.dtype).eps * top.abs()
+    return label + (gap + torch.maximum(lead, rounding)).detach()
 
 
 def _never_abstaining(rule: Rule) -> Rule:
