@@ -83,7 +83,12 @@ class NonFiniteLogitsError(ValueError):
 
 
 def check_labels(y: Tensor, classes: int) -> None:
-    """Raise ValueError unless all labels [B] are in 0 … classes - 1."""
+    """Raise ValueError unless there are two classes and all labels [B] are in 0 … classes - 1."""
+    if classes < 2:
+        raise ValueError(
+            f"a classifier needs two logits or more, got {classes}: of a single logit z make two, "
+            "torch.cat([-z / 2, z / 2], 1) or torch.cat([torch.zeros_like(z), z], 1)"
+        )
     if len(y) and not (int(y.min()) >= 0 and int(y.max()) < classes):
         raise ValueError(
             f"labels must be 0 … {classes - 1} for {classes} classes, got "

@@ -1,22 +1,54 @@
 """Rules that turn the draws of a defense into a prediction.
 
 Each rule maps logits [S, B, K] and weights [S] to [B, K]: the probability that the system predicts
-each class. A row of zeros is a rejection. A draw with NaN logits never votes, nor does one whose
+each class. What a row lacks to one is the probability of a rejection, if the rule is declared by
+`abstaining`. A draw with NaN logits never votes, nor does one whose
 largest logit is infinite.
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 Rule = Callable[[Tensor, Tensor], Tensor]
+Declared = TypeVar("Declared", bound=Rule)
+ROUNDING = 1e-5  # by which a sum of float32 probabilities may miss one
+
+
+def abstaining(rule: Declared) -> Declared:
+    """Declare, as a decorator, that a rule rejects an image by a row of zeros."""
+    rule.abstains = True  # type: ignore[attr-defined]
+    return rule
+
+
+def abstains(rule: Rule) -> bool:
+    """Return whether the rule is declared to reject images."""
+    return getattr(rule, "abstains", False)
+
+
+def rejected_share(predictions: Tensor, rejects: int | None, abstained: bool) -> Tensor:
+    """Return the probability [...] of a rejection in predictions [..., K].
+
+    Args:
+        predictions: probability of each class.
+        rejects: class that stands for rejection, if there is one.
+        abstained: whether what a row lacks to one is rejected; else it counts as wrong, as where
+            logits are not finite.
+    """
+    known = predictions.nan_to_num(0.0, 0.0, 0.0)
+    share = torch.zeros_like(known[..., 0]) if rejects is None else known[..., rejects]
+    if not abstained:
+        return share
+    missing = 1 - known.sum(-1)
+    return share + torch.where(missing > ROUNDING, missing, 0.0)
 
 
 def expectation(weights: Tensor, values: Tensor) -> Tensor:
     """Compute the weighted mean over draws: [S], [S, …] -> […]."""
-    values = values.float() if values.itemsize < 4 else values  # halves would round the weights
+    values = _precise(values)  # halves would round the weights
     with torch.autocast(values.device.type, enabled=False):
         mean: Tensor = torch.tensordot(weights.to(values), values, dims=1)
     return mean
@@ -45,7 +77,7 @@ def random_member(logits: Tensor, weights: Tensor) -> Tensor:
     matrix product does not promise. ARC compares these numbers.
     """
     votes = _votes(logits)
-    votes = votes.float() if votes.itemsize < 4 else votes
+    votes = _precise(votes)
     total = torch.zeros_like(votes[0])
     for weight, vote in zip(weights.to(votes), votes, strict=True):
         total = total + weight * vote
@@ -82,8 +114,24 @@ def _two_votes(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_probs(logits: Tensor, weights: Tensor) -> Tensor:
-    """Predict the class of the largest mean probability."""
-    return _votes(expectation(weights, logits.softmax(-1)))
+    """Predict the class of the largest mean probability; of one draw, of its largest logit."""
+    if len(logits) == 1:  # a softmax rounds small differences of logits to ties
+        return _votes(logits[0])
+    return _votes(expectation(weights, _above_uniform(logits))).to(_precise(logits))
+
+
+def _above_uniform(logits: Tensor) -> Tensor:
+    """Return K times the probabilities minus 1, which keeps the digits of nearly equal ones."""
+    # between two confident draws that disagree differences below float32's rounding decide
+    logits = logits.float() if logits.device.type == "mps" else logits.double()
+    excess = (logits - logits.amax(-1, keepdim=True)).expm1()
+    mean = excess.mean(-1, keepdim=True)
+    return (excess - mean) / (1 + mean)
+
+
+def _precise(values: Tensor) -> Tensor:
+    """Return the values in single precision at least."""
+    return values.float() if values.itemsize < 4 else values
 
 
 def mean_logits(logits: Tensor, weights: Tensor) -> Tensor:

@@ -52,7 +52,8 @@ def print_table(title: str, results: Iterable[Row], console: Console | None = No
 
     The column "median distance", of attacks of smallest norm, is "beyond" where half of the images
     or more are not fooled within the ball. "randomness" is half the interval over inferences or
-    private draws: the share that the defense's own randomness has. "against" compares with the
+    private draws: the share that the defense's own randomness has. "rejected" and "accepted,
+    wrong" are shares of the predictions of a defense that may reject. "against" compares with the
     first attack image by image. A narrow terminal leaves out "against" and the time.
 
     Args:
@@ -92,6 +93,8 @@ def _left_out(results: Iterable[Row]) -> list[str]:
 def _methods(columns: Collection[str], covered: Collection[str], compared: int) -> list[str]:
     """Name the methods behind the intervals and comparisons of these columns."""
     methods = [f"interval: Wilson, over {' or '.join(sorted(covered))}"]
+    if "accepted, wrong" in columns:
+        methods += ["accuracy: accepted and right on clean images; not accepted and wrong attacked"]
     if "randomness" in columns:
         source = "private draws" if "private" in methods[0] else "inferences"
         methods += [f"randomness: t over {source}"]
@@ -111,12 +114,18 @@ def _accuracy_cells(result: Row, adjusted: Iterator[float]) -> dict[str, str]:
         "within": str(details.get("ball", "")),
         "accuracy": f"{result.accuracy:.1%}",
         "95 % interval": f"{100 * low:.1f} … {100 * high:.1f}",
+        "rejected": _share(details.get("rejected")),
+        "accepted, wrong": _share(details.get("accepted_wrong")),
         "median distance": _distance(details),
         "randomness": f"± {(randomness[1] - randomness[0]) / 2:.1%}" if randomness else "",
         "against": _comparison(details.get("against"), adjusted),
         "images": str(result.n),
         "time": f"{result.seconds:.1f} s" if result.seconds else "",
     }
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
 
 
 def _distance(details: Mapping[str, Any]) -> str:

@@ -262,3 +262,27 @@ def test_non_finite_draws_never_vote_for_class_0(bad):
 def test_a_class_may_be_ruled_out():
     logits = torch.tensor([[[-torch.inf, 1.0, 0.0]]])
     assert random_member(logits, torch.ones(1)).tolist() == [[0, 1, 0]]
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-8, 1e-3, 1.0])
+@pytest.mark.parametrize("rule", RULES)
+def test_one_draw_predicts_the_class_of_its_largest_logit(rule, scale):
+    logits = scale * draws(1, 200, 5, seed=3)
+    assert torch.equal(rule(logits, torch.ones(1)).argmax(-1), logits[0].argmax(-1))
+
+
+@pytest.mark.parametrize("rule", [mean_probs, mean_logits])
+def test_small_logits_of_several_draws_are_no_ties(rule):
+    """To first order in small logits both means are the mean logit, here in exact integers."""
+    whole = torch.randint(-1000, 1000, (3, 200, 5), generator=torch.Generator().manual_seed(0))
+    exact = whole.sum(0).argmax(-1)
+    sole = whole.sum(0).topk(2).values.diff().ne(0)[:, 0]
+    found = rule(1e-20 * whole.float(), torch.full((3,), 1 / 3)).argmax(-1)
+    assert torch.equal(found[sole], exact[sole])
+
+
+def test_differences_below_single_precision_decide_between_confident_draws():
+    """The mean probabilities are 1/2 up to 4.5e-10: float32 has a tie."""
+    logits = torch.tensor([[[1.0, 1e-9]], [[1e-10, 1.0]]], dtype=torch.float64).log().float()
+    exact = logits.double().softmax(-1).mean(0).argmax(-1)
+    assert mean_probs(logits, torch.full((2,), 0.5)).argmax(-1) == exact == 1

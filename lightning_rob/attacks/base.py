@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lightning_rob.attacks.acceptance import towards_acceptance
 from lightning_rob.attacks.folding import FoldingError, folded
 from lightning_rob.attacks.oom import run_in_chunks, run_in_halves
 from lightning_rob.attacks.passes import PassCount
@@ -183,6 +184,7 @@ class Attack(ABC):
         check_images(x, self.threat.bounds)
         check_label_type(y, len(x))
         restore, separable = _restoring(generator), is_batch_separable(self, defense)
+        perturb = partial(towards_acceptance, self.perturb, separable)
         for again in (True, False):
             try:
                 with attacking(defense):
@@ -192,7 +194,7 @@ class Attack(ABC):
                     try:
                         size = len(x) if self.splits_batches or not separable else images_at_once(x)
                         whole = size == len(x)
-                        work = self.perturb if whole else partial(run_in_chunks, self.perturb, size)
+                        work = perturb if whole else partial(run_in_chunks, perturb, size)
                         return work(defense, x, y, generator).detach()
                     except torch.OutOfMemoryError as error:
                         if not separable:
@@ -202,7 +204,7 @@ class Attack(ABC):
                             raise
                     # outside the handler, whose traceback keeps the failed attempt's tensors alive
                     restore()
-                    return run_in_halves(self.perturb, defense, x, y, generator).detach()
+                    return run_in_halves(perturb, defense, x, y, generator).detach()
             except FoldingError:
                 if not again:
                     raise

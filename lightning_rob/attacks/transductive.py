@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_rob.attacks.base import Attack, walk
 from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.per_image import restricted_to
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.threat import Threat
 
@@ -121,5 +122,6 @@ class PartialBatchAttack(AttackDecorator):
         for rows, attack in ((z, self.natural), (~z, self.attack)):
             if attack and rows.any():
                 noise = generator[rows] if isinstance(generator, Streams) else generator
-                x_adv[rows] = attack.perturb(defense, x[rows], y[rows], noise)
+                with restricted_to(defense, rows.nonzero()[:, 0]):
+                    x_adv[rows] = attack.perturb(defense, x[rows], y[rows], noise)
         return x_adv

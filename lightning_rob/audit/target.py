@@ -13,10 +13,12 @@ from lightning_rob.attacks.base import entered
 from lightning_rob.defenses import Defense, is_transform_ensemble
 from lightning_rob.errors import ZeroGradientWarning
 from lightning_rob.evaluation import AttackerDefenderSession, NoAttack
+from lightning_rob.evaluation.evaluator import check_predictions
 from lightning_rob.evaluation.suites import suite_for, surrogate_for
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.objectives import NonFiniteLogitsError, Objective, expected_ce, expected_margin
 from lightning_rob.randomness import Streams
+from lightning_rob.rules import rejected_share
 from lightning_rob.threat import Threat
 
 INFERENCES = 5  # predictions of each image; their mean is the score
@@ -164,7 +166,12 @@ class AuditBatch:
                 if len(part):
                     x_adv[part], scores[part] = self._run(name, attack, rows[part])
             return x_adv, scores
-        return x_adv, torch.stack([robust_accuracy(one, y) for one in found], 1)
+        defense = self.target.defense
+        check_predictions(defense, found, y)
+        scores = torch.stack([robust_accuracy(one, y) for one in found], 1)
+        if name != "clean":  # an attack succeeds where the defense accepts and is wrong
+            scores = scores + rejected_share(found, defense.rejects, defense.abstains).T
+        return x_adv, scores
 
     def logits_of(self, x: Tensor, key: str = "") -> Tensor:
         """Return the current defense's logits [S, B, K] of images [B, C, H, W]."""

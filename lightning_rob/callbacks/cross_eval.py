@@ -218,7 +218,7 @@ def _alone(defense: Defense, attack: Attack, member: int) -> tuple[Defense, Atta
     """Return the defense to attack, and the attack on it, for an attack on one member."""
     if defense.kind == "transform_ensemble":
         return defense, TAA(attack, member)
-    return Single(defense.classifiers[member]), attack
+    return Single(defense.classifiers[member], rejects=defense.rejects), attack
 
 
 def _check_attackable(defense: Defense) -> None:

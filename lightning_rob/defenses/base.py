@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_rob.defenses.network import Preprocessed, network_logits
 from lightning_rob.randomness import Generator
-from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.rules import Rule, abstains, mean_probs
 from lightning_rob.transforms import Transform
 
 Kind = Literal[
@@ -29,6 +29,9 @@ class Defense(nn.Module, ABC):
 
     `weights` [S] sums to one, `logits(x)` is [S, B, K], and `rule` turns both into [B, K]: the
     probability that the system predicts each class.
+
+    A defense may reject images: by a class of its own, the index `rejects`, or by rows of zeros,
+    which `abstains` declares. An attack then succeeds where the defense accepts and is wrong.
     """
 
     kind: ClassVar[Kind] = "other"  # which attacks and checks are made for it
@@ -36,11 +39,16 @@ class Defense(nn.Module, ABC):
     rule: Rule
     weights: Tensor
     stateful = False  # whether the next round starts from the current adaptation
+    rejects: int | None = None  # the class that stands for rejection, counted from 0
 
-    def __init__(self, weights: Tensor, rule: Rule) -> None:
+    def __init__(self, weights: Tensor, rule: Rule, rejects: int | None = None) -> None:
         super().__init__()
         self.register_buffer("weights", weights, persistent=False)
         self.rule = rule
+        if rejects is not None:
+            if isinstance(rejects, bool) or rejects < 0:
+                raise ValueError(f"rejects must be a class 0 … K, got {rejects}")
+            self.rejects = rejects
 
     @abstractmethod
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
@@ -81,6 +89,16 @@ class Defense(nn.Module, ABC):
     def names(self) -> list[str]:
         """Names of the S draws, for tables and figures."""
         return [str(i + 1) for i in range(len(self.weights))]
+
+    @property
+    def abstains(self) -> bool:
+        """Whether it rejects by rows of zeros among its predictions."""
+        return abstains(self.rule)
+
+    @property
+    def may_reject(self) -> bool:
+        """Whether some of its predictions are rejections."""
+        return self.rejects is not None or self.abstains
 
     def components(self) -> list[tuple[float, "Defense"]]:
         """Return the defenses that this one mixes, with their probabilities.
@@ -154,15 +172,16 @@ class Single(Defense):
 
     Args:
         net: [B, C, H, W] -> [B, K] logits.
-        rule: any rule. With one draw it predicts the class of the largest logit; only
-            `top2_majority_as_released` predicts that of the second largest.
+        rule: any; with one draw each of the five predicts the class of its largest logit.
+        rejects: class by which the network rejects an image, such as 10 where a detector has the
+            classes 0 … 9 and "adversarial"; no label is of this class.
     """
 
     kind = "single"
 
-    def __init__(self, net: nn.Module, rule: Rule = mean_probs) -> None:
+    def __init__(self, net: nn.Module, rule: Rule = mean_probs, rejects: int | None = None) -> None:
         check_network(net)
-        super().__init__(torch.ones(1), rule)
+        super().__init__(torch.ones(1), rule, rejects)
         self.net = net
 
     @property

@@ -39,6 +39,7 @@ class Ensemble(Defense):
         members: M networks [B, C, H, W] -> [B, K].
         probs: M sampling probabilities, alpha in the ARC paper; None means equal ones.
         rule: turns the logits of the members into a prediction.
+        rejects: class by which members reject an image, if they have one; see `Single`.
     """
 
     kind = "ensemble"
@@ -48,11 +49,12 @@ class Ensemble(Defense):
         members: Iterable[nn.Module],
         probs: Sequence[float] | Tensor | None = None,
         rule: Rule = random_member,
+        rejects: int | None = None,
     ) -> None:
         members = nn.ModuleList(members)
         for member in members:
             check_network(member)
-        super().__init__(sampling_probabilities(probs, len(members)), rule)
+        super().__init__(sampling_probabilities(probs, len(members)), rule, rejects)
         self.members = members
 
     @property
@@ -72,6 +74,9 @@ class Mixture(Defense):
         defenses: the parts; their draws are concatenated.
         probs: probabilities of the parts; None means equal ones.
         rule: turns the draws of all parts into a prediction.
+
+    Raises:
+        ValueError: probs that are no probabilities, or parts that reject by different classes.
     """
 
     kind = "mixture"
@@ -85,7 +90,10 @@ class Mixture(Defense):
         parts = list(defenses)
         shares = sampling_probabilities(probs, len(parts))
         weights = [share * part.weights.cpu() for share, part in zip(shares, parts, strict=True)]
-        super().__init__(torch.cat(weights), rule)
+        rejecting = {part.rejects for part in parts}
+        if len(rejecting) > 1:
+            raise ValueError(f"the parts of a mixture must reject by one class, got {rejecting}")
+        super().__init__(torch.cat(weights), rule, rejecting.pop())
         self.parts = nn.ModuleList(parts)
         self.shares = shares.tolist()
         self.stateful = any(part.stateful for part in parts)
@@ -94,6 +102,11 @@ class Mixture(Defense):
     def defenses(self) -> list[Defense]:
         """The parts."""
         return [part for part in self.parts if isinstance(part, Defense)]
+
+    @property
+    def abstains(self) -> bool:
+        """Whether its own rule, or that of a part, rejects by rows of zeros."""
+        return super().abstains or any(part.abstains for part in self.defenses)
 
     def components(self) -> list[tuple[float, Defense]]:
         """Return the parts with their probabilities."""
@@ -158,4 +171,4 @@ class Mixture(Defense):
 
 def first_member(defense: Defense) -> Single:
     """Return the first member of an ensemble as a defense: the one that BAT starts from."""
-    return Single(defense.classifiers[0])
+    return Single(defense.classifiers[0], rejects=defense.rejects)

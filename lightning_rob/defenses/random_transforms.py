@@ -64,11 +64,12 @@ class RandomTransforms(Defense):
         gradients: Gradients = "exact",
         approximations: Mapping[str, nn.Module] | str | None = None,
         released_code: bool = False,
+        rejects: int | None = None,
     ) -> None:
         check_network(net)
         if draws < 1:
             raise ValueError(f"draws must be at least 1, got {draws}")
-        super().__init__(torch.full((draws,), 1 / draws), rule)
+        super().__init__(torch.full((draws,), 1 / draws), rule, rejects)
         self.net = net
         self.transforms = named(transforms)
         if released_code:

@@ -150,12 +150,12 @@ class Transductive(Defense):
     @property
     def base_model(self) -> Defense:
         """The network before any adaptation."""
-        return Single(self.net, self.rule)
+        return Single(self.net, self.rule, self.rejects)
 
     @property
     def adapted_model(self) -> Defense:
         """The current network."""
-        return Single(self.adapted or self.net, self.rule)
+        return Single(self.adapted or self.net, self.rule, self.rejects)
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         """Compute [B, C, H, W] -> [1, B, K] by the current network."""

@@ -72,6 +72,11 @@ class URejectron(Transductive):
         self.trained_discriminator: nn.Module | None = None
 
     @property
+    def abstains(self) -> bool:
+        """True: the discriminator rejects images."""
+        return True
+
+    @property
     def foldable_networks(self) -> list[nn.Module]:
         """The classifier, which is never copied."""
         return [self.net]

@@ -148,7 +148,8 @@ def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None =
     for candidate in (model, own):
         if isinstance(candidate, Defense):
             if preprocess is not None and candidate.kind == "single":
-                return Single(Preprocessed(preprocess, candidate.classifiers[0]), candidate.rule)
+                net = Preprocessed(preprocess, candidate.classifiers[0])
+                return Single(net, candidate.rule, candidate.rejects)
             if preprocess is not None:
                 raise ValueError(
                     f"preprocess is for plain networks, got {type(candidate).__name__}: put the "

@@ -4,13 +4,14 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks import Attack
+from lightning_rob.attacks.acceptance import check_none_rejected
 from lightning_rob.attacks.base import check_images, walk
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import at_least
@@ -29,6 +30,7 @@ from lightning_rob.metrics import robust_accuracy
 from lightning_rob.objectives import check_labels
 from lightning_rob.precision import float32_precision, in_float32
 from lightning_rob.randomness import Streams
+from lightning_rob.rules import VOTING_RULES, rejected_share, top2_majority_as_released
 from lightning_rob.tables import CLEAN
 
 RESERVED = (CLEAN, WORST, "index", "label", "broken_by", "draws", "checksum")  # columns
@@ -115,7 +117,9 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
     if joined := [name for name in attacks if "+" in name or "/" in name]:
         raise ValueError(f"an attack's name is part of a file's: {joined[0]!r} has a + or a /")
     columns = "|".join(re.escape(name) for name in (CLEAN, *attacks))
-    taken = re.compile(rf"{'|'.join(RESERVED)}|({columns})_(prediction|size|inference_\d+)")
+    taken = re.compile(
+        rf"{'|'.join(RESERVED)}|({columns})_(prediction|size|rejected|inference_\d+)"
+    )
     for name in filter(taken.fullmatch, attacks):
         raise ValueError(f"no attack can be called {name!r}: that column has another meaning")
 
@@ -216,7 +220,7 @@ class Evaluator:
         names = (CLEAN, *self.attacks)
         if len(outcomes) < len(names):
             clean = self._clean(x, y, index)
-            check_labels(y, clean.shape[2])
+            check_predictions(self.defense, clean, y)
             if not torch.equal(given, x):
                 raise ValueError("the network changes its input: x = x - mean, not x -= mean")
         for name in names:
@@ -240,10 +244,12 @@ class Evaluator:
     def _score(self, name: str, clean: Tensor, x: Tensor, y: Tensor, index: Tensor) -> BatchOutcome:
         """The batch under one attack, scores averaged over repeats, or without an attack."""
         if name == CLEAN:
-            scores = torch.stack([robust_accuracy(one, y) for one in clean], 1)
-            return BatchOutcome(scores, predicted_class(clean[0]), torch.zeros_like(scores[:, 0]))
+            scores, rejected = self._shares(clean, y)
+            predicted = predicted_class(clean[0], self.defense.rejects)
+            return BatchOutcome(scores, predicted, torch.zeros_like(scores[:, 0]), rejected)
         attack, settings = self.attacks[name], self.settings
         began, total = time.perf_counter(), torch.zeros(len(x), settings.columns, device=x.device)
+        rejected = torch.zeros_like(total)
         for repeat in range(settings.repeats):
             session = self._session_of(name, repeat)
             try:
@@ -251,11 +257,19 @@ class Evaluator:
             except Exception as error:
                 error.add_note(f"under the attack {name!r}")  # of several: which one
                 raise
-            total += torch.stack([robust_accuracy(one, y) for one in found], 1)
+            right, share = self._shares(found, y)
+            total, rejected = total + right + share, rejected + share
         self._report(AttackedBatch(name, index, x, y, x_adv, clean[0], found[0]))
         self.seconds[name] += time.perf_counter() - began
         sizes = attack.threat.distance(x_adv, x)
-        return BatchOutcome(total / settings.repeats, predicted_class(found[0]), sizes)
+        predicted, repeats = predicted_class(found[0], self.defense.rejects), settings.repeats
+        return BatchOutcome(total / repeats, predicted, sizes, rejected / repeats)
+
+    def _shares(self, found: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The probabilities [B, R] of right predictions and of rejections in found [R, B, K]."""
+        right = torch.stack([robust_accuracy(one, y) for one in found], 1)
+        defense = self.defense
+        return right, rejected_share(found, defense.rejects, defense.abstains).T.to(right)
 
     def _session_of(self, name: str, repeat: int) -> AttackerDefenderSession:
         """A new session for each group; the continued one for each round."""
@@ -288,9 +302,10 @@ class Evaluator:
         Raises:
             ValueError: images of equal index.
         """
+        rows = self.store.rows()
         return EvaluationResult(
             self.attacks,
-            self.store.rows(),
+            rows if self.defense.may_reject else replace(rows, rejected=None),
             self.settings.private_draws,
             _on_any_process(self.random, device_of(self.defense)),
             self.joint,
@@ -298,6 +313,23 @@ class Evaluator:
             len(self.defense.weights),
             dict(self.seconds),
             self.details,
+        )
+
+
+def check_predictions(defense: Defense, predictions: Tensor, y: Tensor) -> None:
+    """Raise ValueError for labels [B] that no prediction [R, B, K] can be, or unknown rejections.
+
+    Rows of zeros of the rules of `lightning_rob.rules` are logits that are not finite.
+    """
+    check_labels(y, predictions.shape[-1])
+    if defense.rejects is not None:
+        check_none_rejected(y, defense.rejects)
+    known = defense.rule in (*VOTING_RULES.values(), top2_majority_as_released)
+    if not (known or defense.abstains) and bool((predictions == 0).all(-1).any()):
+        name = getattr(defense.rule, "__name__", repr(defense.rule))
+        raise ValueError(
+            f"the rule {name} returns a row of zeros, as if it rejects an image: declare that it "
+            "does by the decorator lightning_rob.rules.abstaining"
         )
 
 

@@ -30,10 +30,11 @@ def name_of(cell: str) -> str:
     return cell.removeprefix("'")
 
 
-def predicted_class(probabilities: Tensor) -> Tensor:
+def predicted_class(probabilities: Tensor, rejects: int | None = None) -> Tensor:
     """Return the most probable class [B] of [B, K]; -1 for a rejected or non-finite prediction."""
     known = probabilities.nan_to_num()
-    return torch.where(known.sum(1) > 0, known.argmax(1), -1)
+    predicted = torch.where(known.sum(1) > 0, known.argmax(1), -1)
+    return predicted if rejects is None else predicted.masked_fill(predicted == rejects, -1)
 
 
 class PerImageResults:
@@ -56,8 +57,9 @@ class PerImageResults:
         joint: bool = False,
     ) -> None:
         self.names, self.inferences, self.folder = tuple(names), inferences, folder
-        # Means, scores by inference, sizes; and predictions, label, checksum, which are exact.
-        self.floats = PerImage(len(names) * (inferences + 2)).to(device)
+        # Means; scores and rejections by inference; sizes; and predictions, label, checksum, which
+        # are exact.
+        self.floats = PerImage(len(names) * (2 * inferences + 2)).to(device)
         self.integers = PerImage(len(names) + 2, torch.int64).to(device)
         self.checksums: dict[int, int] = {}  # of this process's images, by index
         self.log: ResumeLog | None = None
@@ -97,9 +99,9 @@ class PerImageResults:
                     "an index of its own, and augment none"
                 )
         here = [BatchOutcome(*(part.to(index.device) for part in one)) for one in outcomes]
-        scores, predictions, sizes = zip(*here, strict=True)
+        scores, predictions, sizes, rejected = zip(*here, strict=True)
         means = torch.stack([score.mean(1) for score in scores], 1)
-        floats = torch.cat([means, *scores, torch.stack(sizes, 1)], 1).float()
+        floats = torch.cat([means, *scores, *rejected, torch.stack(sizes, 1)], 1).float()
         about = [*predictions, y, torch.tensor(known)]
         self.floats.update(index, floats.to(index.device))
         self.integers.update(index, torch.stack([part.long().to(index) for part in about], 1))
@@ -118,10 +120,12 @@ class PerImageResults:
         index, floats = self.floats.rows()
         _, integers = self.integers.rows()
         count = len(self.names)
-        scores = floats[:, count:-count].reshape(len(floats), count, self.inferences)
+        both = floats[:, count:-count].reshape(len(floats), 2, count, self.inferences)
+        scores, rejected = both.unbind(1)
         predictions, label, checksum = torch.split(integers, [count, 1, 1], 1)
+        sizes = floats[:, -count:]
         return PerImageRows(
-            index, label[:, 0], scores, predictions, floats[:, -count:], checksum[:, 0]
+            index, label[:, 0], scores, predictions, sizes, checksum[:, 0], rejected
         )
 
     def copy_images(self, folder: Path) -> None:
@@ -143,10 +147,13 @@ class PerImageRows:
     Args:
         index: [N] the images' indices, rising.
         label: [N].
-        scores: [N, A, R] the probability that the prediction is right, by inference.
+        scores: [N, A, R] the probability, by inference, that the prediction is right; under an
+            attack, that it is right or a rejection.
         predictions: [N, A] the most probable class; -1 where there is none.
         sizes: [N, A] of the perturbations, in the threat's norm.
         checksum: [N] CRC-32 of the images.
+        rejected: [N, A, R] the probability that the prediction is a rejection, by inference; None
+            of a defense that rejects nothing.
     """
 
     index: Tensor
@@ -155,6 +162,7 @@ class PerImageRows:
     predictions: Tensor
     sizes: Tensor
     checksum: Tensor
+    rejected: Tensor | None = None
 
 
 def write_result_file(
@@ -178,14 +186,17 @@ def write_result_file(
     table = io.StringIO()
     lines = csv.writer(table, lineterminator="\n")
     inferences = rows.scores.shape[2]
-    lines.writerow(map(as_text, _head(names, inferences)))
+    rejecting = rows.rejected is not None
+    lines.writerow(map(as_text, _head(names, inferences, rejecting)))
     for i, number in enumerate(rows.index.tolist()):
         single, sizes = rows.scores[i].tolist(), rows.sizes[i].tolist()
         means = rows.scores[i].mean(1).tolist()
+        rejected = [] if rows.rejected is None else rows.rejected[i].mean(1).tolist()
         cells: list[str] = []
         for j, prediction in enumerate(rows.predictions[i].tolist()):
             cells += [f"{means[j]:.7g}", str(prediction)]
             cells += [f"{sizes[j]:.6g}"] if j else []
+            cells += [f"{rejected[j]:.7g}"] if rejecting else []
             cells += [f"{score:.7g}" for score in single[j]] if inferences > 1 else []
         last = [
             f"{float(worst[i]):.7g}",
@@ -199,10 +210,11 @@ def write_result_file(
     atomic_write_text(path, table.getvalue())
 
 
-def _head(names: Sequence[str], inferences: int) -> list[str]:
+def _head(names: Sequence[str], inferences: int, rejecting: bool) -> list[str]:
     cells = ["index", "label"]
     for j, name in enumerate(names):
         cells += [name, f"{name}_prediction", *([f"{name}_size"] if j else [])]
+        cells += [f"{name}_rejected"] if rejecting else []
         several = range(1, inferences + 1) if inferences > 1 else ()
         cells += [f"{name}_inference_{number}" for number in several]
     return [*cells, "worst", "broken_by", "draws", "checksum"]

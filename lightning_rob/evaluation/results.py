@@ -61,14 +61,20 @@ class EvaluationResult:
     def scores(self) -> Tensor:
         """The probability of a right prediction [N, 1 + A, R]: clean, then each attack.
 
+        Of a defense that rejects, a rejection is an error on clean images. Under an attack it
+        counts as right: the attack succeeds where the defense accepts and is wrong.
+
         The R columns are independent draws where there are several: inferences of a static
         defense, or private draws of one that adapts, whose inferences share one adapted network.
         """
-        scores = self.rows.scores
+        return self._by_draw(self.rows.scores)
+
+    def _by_draw(self, values: Tensor) -> Tensor:
+        """Average values [N, 1 + A, R] over the inferences that share one adapted network."""
         if not self.joint:
-            return scores
-        shape = (*scores.shape[:2], self.private_draws, -1)
-        return scores.reshape(shape).mean(3)
+            return values
+        shape = (*values.shape[:2], self.private_draws, -1)
+        return values.reshape(shape).mean(3)
 
     @cached_property
     def worst(self) -> Worst:
@@ -92,6 +98,43 @@ class EvaluationResult:
     def accuracy(self, name: str) -> float:
         """Return the accuracy in [0, 1] under an attack, "clean" or "worst"."""
         return self.measurement(name).accuracy
+
+    def rejected(self, name: str) -> float:
+        """Return the share in [0, 1] of predictions that are rejections.
+
+        Args:
+            name: "clean" or an attack.
+
+        Raises:
+            KeyError: no attack has this name.
+        """
+        if name not in self.names:
+            raise KeyError(f"no attack is called {name!r}: choose from {', '.join(self.names)}")
+        if self.rows.rejected is None:
+            return 0.0
+        return float(self.rows.rejected[:, self.names.index(name)].double().mean())
+
+    def accepted_wrong(self, name: str) -> float:
+        """Return the share in [0, 1] of predictions that are accepted and wrong.
+
+        Under an attack, and under "worst" over all attacks and no attack, it is its success.
+
+        Args:
+            name: "clean", "worst" or an attack.
+        """
+        if name == WORST:
+            return 1 - float(worst_over([self], fooled=True).scores.mean())
+        rejected = self.rejected(CLEAN) if name == CLEAN else 0.0  # elsewhere the scores hold it
+        return 1 - float(self.per_image(name).double().mean()) - rejected
+
+    @cached_property
+    def not_fooled(self) -> Tensor:
+        """As `scores`, with rejections counted as right on clean images too."""
+        if self.rows.rejected is None:
+            return self.scores
+        scores = self.scores.clone()
+        scores[:, 0] += self._by_draw(self.rows.rejected)[:, 0]
+        return scores
 
     def interval(self, name: str) -> tuple[float, float]:
         """Return the 95 % interval of the accuracy; `covers` says which randomness it holds."""
@@ -148,8 +191,8 @@ class EvaluationResult:
             name: an attack.
 
         Returns:
-            [N] in units of the threat's eps: 0 where the clean image is predicted right with
-            probability 0, infinite where the perturbed one is not.
+            [N] in units of the threat's eps: 0 where the clean image is accepted and wrong with
+            certainty, infinite where the perturbed one is not.
 
         Raises:
             KeyError: no attack has this name.
@@ -166,7 +209,8 @@ class EvaluationResult:
         # an image on the ball's surface is within it, though its float32 size may round to more
         within = sizes.clamp_max(self.attacks[name].threat.eps)
         found = within.masked_fill(self.per_image(name) > 0, torch.inf)
-        return found.masked_fill(self.per_image(CLEAN) == 0, 0.0)
+        without = self.not_fooled[:, 0].mean(1)
+        return found.masked_fill(without == 0, 0.0)
 
     @property
     def covers(self) -> str:
@@ -198,6 +242,9 @@ class EvaluationResult:
         if draws.shape[1] > 1 and len(draws):
             over = "over_inferences" if self.private_draws == 1 else "over_private_draws"
             details[over] = student(draws.mean(0).tolist())
+        if self.rows.rejected is not None and name in self.names:
+            details |= {"rejected": self.rejected(name)}
+            details |= {"accepted_wrong": self.accepted_wrong(name)}
         seconds = self.seconds.get(name, 0.0)
         by_draw = draws if self.private_draws > 1 else None
         return measured(name, self.per_image(name), seconds, details, by_draw)
@@ -249,9 +296,15 @@ class EvaluationResult:
         return self.table()
 
 
-def worst_over(results: Sequence[EvaluationResult]) -> Worst:
-    """Return the scores under the strongest attack of several evaluations of one defense."""
-    tables = [(result.index, result.scores) for result in results]
+def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Worst:
+    """Return the scores under the strongest attack of several evaluations of one defense.
+
+    Args:
+        results: the evaluations.
+        fooled: whether a rejection counts as right without an attack too, so that what the scores
+            lack to one is the success of an attacker who may leave images as they are.
+    """
+    tables = [(one.index, one.not_fooled if fooled else one.scores) for one in results]
     return worst_case(
         tables,
         random=any(result.random for result in results),
@@ -276,6 +329,8 @@ def _worst_measurement(results: Sequence[EvaluationResult], details: dict[str, A
     threats = {str(attack.threat): attack_spec(attack.threat) for _, attack in attacks}
     details |= worst.details(result.index for result in results)
     details |= {"over": [name for name, _ in attacks]}
+    if results[-1].rows.rejected is not None:
+        details["accepted_wrong"] = 1 - float(worst_over(results, fooled=True).scores.mean())
     if len(threats) == 1:
         (details["ball"], details["threat"]), *_ = threats.items()
     else:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 Key = tuple[int, int, int, int]  # index, checksum and label of an image, checksum of its round
+Row = tuple[list[float], int, float, list[float]]  # the fields of an outcome, of one image
 ROUNDING = 1e-4  # by which a sum of probabilities may exceed 1
 
 
@@ -23,14 +24,17 @@ class BatchOutcome(NamedTuple):
     """Results of a batch under one attack, or without an attack.
 
     Args:
-        scores: [B, R] the probability that the prediction is right, by inference.
+        scores: [B, R] the probability, by inference, that the prediction is right; under an attack,
+            that it is right or a rejection.
         predictions: [B] the most probable class; -1 where there is none.
         sizes: [B] of the perturbations, in the threat's norm.
+        rejected: [B, R] the probability that the prediction is a rejection, by inference.
     """
 
     scores: Tensor
     predictions: Tensor
     sizes: Tensor
+    rejected: Tensor
 
 
 def checksums(x: Tensor) -> list[int]:
@@ -59,7 +63,7 @@ class ResumeLog:
         self.folder, self.names, self.inferences = folder, tuple(names), inferences
         self.joint = joint
         self.path = folder / f"{platform.node()}-{os.getpid()}.jsonl"
-        self.known: dict[tuple[str, Key], tuple[list[float], int, float]] = {}
+        self.known: dict[tuple[str, Key], Row] = {}
         self.seconds = dict.fromkeys(self.names, 0.0)  # by name, on the known images
         self.read = [path for path in sorted(folder.glob("*.jsonl")) if path.is_file()]
         for path in self.read:
@@ -78,10 +82,7 @@ class ResumeLog:
         for name in self.names:
             rows = [self.known[name, key] for key in keys if (name, key) in self.known]
             if rows and len(rows) == len(keys):
-                scores, predictions, sizes = zip(*rows, strict=True)
-                found[name] = BatchOutcome(
-                    torch.tensor(scores), torch.tensor(predictions), torch.tensor(sizes)
-                )
+                found[name] = BatchOutcome(*map(torch.tensor, zip(*rows, strict=True)))
         return found
 
     def add(
@@ -98,6 +99,7 @@ class ResumeLog:
             "scores": outcome.scores.float().tolist(),
             "predictions": outcome.predictions.tolist(),
             "sizes": outcome.sizes.float().tolist(),
+            "rejected": outcome.rejected.float().tolist(),
             "seconds": round(seconds, 3),
         }
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -117,22 +119,24 @@ class ResumeLog:
 
     def _keep(self, line: dict[str, Any]) -> None:
         name, seconds = line["name"], float(line["seconds"])
-        rows = {
-            (int(a), int(b), int(c), int(d)): (scores, prediction, size)
-            for (a, b, c, d), scores, prediction, size in zip(
-                line["keys"], line["scores"], line["predictions"], line["sizes"], strict=True
+        columns = [line[field] for field in ("scores", "predictions", "sizes", "rejected")]
+        rows: dict[Key, Row] = {
+            (int(a), int(b), int(c), int(d)): (scores, prediction, size, rejected)
+            for (a, b, c, d), scores, prediction, size, rejected in zip(
+                line["keys"], *columns, strict=True
             )
         }
         if name in self.names and all(map(self._is_plausible, rows.values())):
             self.known |= {(name, key): row for key, row in rows.items()}
             self.seconds[name] += seconds
 
-    def _is_plausible(self, row: tuple[list[float], int, float]) -> bool:
+    def _is_plausible(self, row: Row) -> bool:
         """Whether a row has R scores that are probabilities, a class and a finite size."""
-        scores, prediction, size = row
-        probable = all(-ROUNDING <= score <= 1 + ROUNDING for score in scores)
+        scores, prediction, size, rejected = row
+        probable = all(-ROUNDING <= score <= 1 + ROUNDING for score in (*scores, *rejected))
         classified = isinstance(prediction, int) and -1 <= prediction < 2**31
-        return len(scores) == self.inferences and probable and classified and 0 <= size < math.inf
+        complete = len(scores) == len(rejected) == self.inferences
+        return complete and probable and classified and 0 <= size < math.inf
 
     def _keys(self, x: Tensor, y: Tensor, index: Tensor) -> list[Key]:
         rows = list(zip(index.tolist(), checksums(x), y.tolist(), strict=True))

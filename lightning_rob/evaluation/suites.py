@@ -30,6 +30,7 @@ from lightning_rob.errors import at_least
 from lightning_rob.objectives import (
     ce_of_mean_logits,
     ce_of_rule,
+    check_labels,
     expected_ce,
     linear,
     margin_of_rule,
@@ -115,7 +116,9 @@ class RandomCorners(Attack):
             corner = self.threat.steepest(uniform(x, *x.shape[1:], generator=generator) - 0.5)
             tried = self.threat.project(x + scale(corner, self.threat.eps * x.new_ones(len(x))), x)
             with torch.no_grad():
-                score = defense(tried, generator).gather(1, y[:, None])[:, 0].to(lowest)
+                found = defense(tried, generator)
+            check_labels(y, found.shape[-1])
+            score = found.gather(1, y[:, None])[:, 0].to(lowest)
             wins = score < lowest
             best = torch.where(wins.view(-1, *[1] * (x.dim() - 1)), tried, best)
             lowest = torch.where(wins, score, lowest)

@@ -7,13 +7,18 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_rob.metrics.robust_accuracy import check_lengths
+from lightning_rob.rules import rejected_share
 
 Per = Literal["image", "prediction"]
 NAMES = ("rejected_clean", "rejected", "error")
 
 
 def selective_error(
-    predictions: Tensor, y: Tensor, clean: Tensor, per: Per = "image"
+    predictions: Tensor,
+    y: Tensor,
+    clean: Tensor,
+    per: Per = "image",
+    rejects: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the two errors of selective classification (Chen et al. 2022, eq. 1).
 
@@ -23,6 +28,7 @@ def selective_error(
         clean: [B] mask of the images of x~ that are the clean ones, z.
         per: denominator of the error: "image" is all of x~, as in the paper's text; "prediction"
             is the images that are not rejected, as in the authors' code; 0 if there are none.
+        rejects: class that stands for rejection, beside rows of zeros.
 
     Returns:
         Scalars in float64: the rejected share of z, the rejected share of x~, and the share of
@@ -32,7 +38,7 @@ def selective_error(
         ValueError: `per` is neither, or `clean` is not a [B] mask.
     """
     _check(per)
-    return _errors(*_sums(predictions, y, clean), per)
+    return _errors(*_sums(predictions, y, clean, rejects), per)
 
 
 def rejection_curves(
@@ -74,7 +80,9 @@ def _check(per: str) -> None:
         raise ValueError(f"per must be of {get_args(Per)}, got {per!r}")
 
 
-def _sums(predictions: Tensor, y: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
+def _sums(
+    predictions: Tensor, y: Tensor, clean: Tensor, rejects: int | None
+) -> tuple[Tensor, Tensor]:
     """Sum up rejections of z, rejections of x~, errors: [3] float64; count z and x~: [2]."""
     if clean.dtype != torch.bool or clean.shape != y.shape:
         raise ValueError(
@@ -82,9 +90,9 @@ def _sums(predictions: Tensor, y: Tensor, clean: Tensor) -> tuple[Tensor, Tensor
         )
     check_lengths(predictions, y)
     correct = predictions.gather(1, y[:, None])[:, 0].double()
-    accepted = predictions.double().sum(1)
-    rejected = 1 - accepted
-    sums = torch.stack([rejected[clean].sum(), rejected.sum(), (accepted - correct).sum()])
+    rejected = rejected_share(predictions.double(), rejects, True)
+    wrong = 1 - rejected - correct
+    sums = torch.stack([rejected[clean].sum(), rejected.sum(), wrong.sum()])
     return sums, torch.stack([clean.sum(), torch.ones_like(clean).sum()])
 
 
@@ -102,6 +110,7 @@ class SelectiveError(Metric):
 
     Args:
         per: denominator of the error, see `selective_error`.
+        rejects: class that stands for rejection, beside rows of zeros.
 
     Raises:
         ValueError: `per` is neither "image" nor "prediction".
@@ -115,16 +124,17 @@ class SelectiveError(Metric):
     sums: Tensor
     counts: Tensor
 
-    def __init__(self, per: Per = "image", **kwargs: Any) -> None:
+    def __init__(self, per: Per = "image", rejects: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         _check(per)
         self.per: Per = per
+        self.rejects = rejects
         self.add_state("sums", torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("counts", torch.zeros(2, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, predictions: Tensor, y: Tensor, clean: Tensor) -> None:
         """Add a batch: predictions [B, K], labels [B], mask of the clean images [B]."""
-        sums, counts = _sums(predictions, y, clean)
+        sums, counts = _sums(predictions, y, clean, self.rejects)
         self.sums += sums
         self.counts += counts
 

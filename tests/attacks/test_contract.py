@@ -624,6 +624,15 @@ def test_labels_out_of_range(attack, defense):
             attack(defense, x, y, seeded())
 
 
+@entries(*OWN_CHECKS)
+def test_one_logit_is_refused(attack, defense):
+    """A single class can only be right: every image would look robust."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(images(1)[0][0].numel(), 1))
+    x, y = images(4, seed=26)
+    with pytest.raises(ValueError, match=r"two logits or more, got 1: of a single logit z make"):
+        attack(Ensemble([net, net]), x, 0 * y, seeded())
+
+
 BAD_IMAGES = {
     "above": (lambda x: x + 0.6, r"images must lie in \[0.0, 1.0\], got values in \["),
     "bytes in floats": (lambda x: x * 255, r"images must lie in \[0.0, 1.0\]"),

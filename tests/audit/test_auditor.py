@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_rob.audit.auditor import CHECKS, LazyMeasurements, audit
 from lightning_rob.audit.gradients import DIRECTIONS
@@ -86,3 +87,21 @@ def test_a_defense_that_adapts_is_audited_in_rounds(blobs):
     ]
     by_name = {finding.name: finding for finding in found.findings}
     assert "adapts" in by_name["black_box"].text and by_name["black_box"].severity == "note"
+
+
+def test_defenses_that_reject_are_audited(blobs, nets):
+    """With classes 0 … 2 accepted of four: an attack that is rejected has no success."""
+    x, y = blobs
+    shown = y != 3
+    defenses = Single(nets[0], rejects=3), Single(nets[0])
+    report, plain = (audit(each, x[shown], y[shown], THREAT, queries=10) for each in defenses)
+    found, naive = ({r.name: r.accuracy for r in one.results} for one in (report, plain))
+    assert found["clean"] == naive["clean"]
+    assert found["pgd"] > naive["pgd"]
+
+
+def test_one_logit_is_refused(blobs):
+    x, y = blobs
+    net = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 1))
+    with pytest.raises(ValueError, match="two logits or more, got 1"):
+        audit(Single(net), x, 0 * y, THREAT)

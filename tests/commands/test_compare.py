@@ -22,7 +22,9 @@ def record(path, scores, labels=None, brightness=0.0):
     results = PerImageResults(tuple(scores), 1)
     count = len(scores["clean"])
     zeros = torch.zeros(count)
-    outcomes = [BatchOutcome(column[:, None], zeros, zeros) for column in scores.values()]
+    outcomes = [
+        BatchOutcome(column[:, None], zeros, zeros, zeros[:, None]) for column in scores.values()
+    ]
     images = torch.arange(count).float().view(-1, 1, 1, 1) + brightness
     y = zeros if labels is None else labels
     results.add_batch(images, y, torch.arange(count), outcomes)

@@ -149,7 +149,7 @@ def rows(count, seed=0):
     x = torch.rand(count, 1, 4, 4, generator=generator)
     scores, sizes = torch.rand(2, count, generator=generator)
     batch = x, torch.arange(count) % 2, 10 * torch.arange(count) + 3
-    return batch, BatchOutcome(scores[:, None], torch.arange(count), sizes)
+    return batch, BatchOutcome(scores[:, None], torch.arange(count), sizes, 1 - scores[:, None])
 
 
 def log_of(folder, inferences=1):
@@ -228,7 +228,8 @@ def test_a_rejection_has_no_class():
 
 
 def outcome(score, prediction, size):
-    return BatchOutcome(torch.tensor([[score]]), torch.tensor([prediction]), torch.tensor([size]))
+    scores = torch.tensor([[score]])
+    return BatchOutcome(scores, torch.tensor([prediction]), torch.tensor([size]), 0 * scores)
 
 
 def test_a_row_by_hand(tmp_path):

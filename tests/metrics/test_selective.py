@@ -87,6 +87,17 @@ def test_expectations_of_a_random_defense():
 
 
 @both
+def test_a_class_that_rejects_is_as_rows_of_zeros(per):
+    predictions, y, clean = played()
+    rejected = (predictions.sum(1, keepdim=True) == 0).to(predictions)
+    for place in (0, 2, predictions.shape[1]):
+        wide = torch.cat([predictions[:, :place], rejected, predictions[:, place:]], 1)
+        found = SelectiveError(per, rejects=place)
+        found.update(wide, y + (y >= place).long(), clean)
+        assert tuple(found.compute().values()) == selective_error(predictions, y, clean, per)
+
+
+@both
 def test_no_images_are_no_number(per):
     nothing = selective_error(torch.zeros(0, 3), torch.zeros(0).long(), torch.zeros(0) > 0, per)
     assert all(math.isnan(value) for value in nothing)

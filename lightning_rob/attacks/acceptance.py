@@ -1,0 +1,59 @@
+"""Attacks on defenses that reject: they succeed where the defense accepts and is wrong."""
+
+from torch import Tensor
+
+from lightning_rob.attacks.oom import Work
+from lightning_rob.defenses import Defense
+from lightning_rob.defenses.per_image import PerImageValues, restricted_to
+from lightning_rob.defenses.rejection import AcceptedClasses
+from lightning_rob.randomness import Generator, Streams
+
+
+def towards_acceptance(
+    work: Work, separable: bool, defense: Defense, x: Tensor, y: Tensor, generator: Generator
+) -> Tensor:
+    """Attack the classes that a defense accepts, in which rejection counts as the label.
+
+    Attacks drop images that they have fooled, and a classifier whose logits depend on the label
+    would have to know which ones are left. So the images of each label are attacked apart, unless
+    their results depend on each other.
+
+    Args:
+        work: attack of images [b, …] with labels [b] -> [b, …].
+        separable: whether an image's result is independent of the other images.
+        defense: any; the attack on one that rejects nothing is unchanged.
+        x: [B, …] images.
+        y: [B] their labels.
+        generator: source of randomness; `Streams` give an image the same noise in any part.
+
+    Returns:
+        [B, …].
+
+    Raises:
+        ValueError: a label is the class of rejection.
+    """
+    if isinstance(defense, AcceptedClasses) and isinstance(defense.labels, PerImageValues):
+        defense = defense.defense  # by an outer attack, whose images depend on each other
+    elif not defense.may_reject:
+        return work(defense, x, y, generator)
+    elif defense.rejects is not None:
+        check_none_rejected(y, defense.rejects)
+        y = y - (y > defense.rejects).to(y)  # among the accepted classes
+    if not separable:
+        return work(AcceptedClasses(defense, PerImageValues(y)), x, y, generator)
+    x_adv, counter = x.clone(), 0
+    for label in y.unique().tolist():
+        rows = (y == label).nonzero()[:, 0]
+        noise = generator[rows] if isinstance(generator, Streams) else generator
+        with restricted_to(defense, rows):
+            x_adv[rows] = work(AcceptedClasses(defense, label), x[rows], y[rows], noise)
+        counter = max(counter, noise.counter) if isinstance(noise, Streams) else 0
+    if isinstance(generator, Streams):
+        generator.counter = counter  # as far as an attack on the whole batch would have drawn
+    return x_adv
+
+
+def check_none_rejected(y: Tensor, rejects: int) -> None:
+    """Raise ValueError if a label [B] is the class of rejection."""
+    if bool((y == rejects).any()):
+        raise ValueError(f"labels must be classes that are accepted, got {rejects}: it rejects")

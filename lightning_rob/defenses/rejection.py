@@ -1,0 +1,185 @@
+"""A defense that rejects, as the classifier that an attacker has to fool."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rob.defenses.base import Defense
+from lightning_rob.defenses.per_image import PerImageValues
+from lightning_rob.randomness import Generator
+from lightning_rob.rules import Rule, abstains, mean_probs, rejected_share
+
+
+class AcceptedClasses(Defense):
+    """The K classes that a defense accepts, with rejection counted as the label.
+
+    A wrong class has the largest logit here where the defense accepts and is wrong. The label's
+    logit is the larger one of its own and of rejection's. Where a rule abstains although a wrong
+    class leads, the label's logit is raised above that class: by less, the farther the class leads,
+    so that an attack still sees which way to go.
+
+    Args:
+        defense: the defense.
+        labels: label of all images, or of each image, among the K accepted classes.
+    """
+
+    def __init__(self, defense: Defense, labels: int | PerImageValues) -> None:
+        super().__init__(defense.weights, defense.rule)
+        if abstains(defense.rule):
+            self.rule = _never_abstaining(defense.rule)
+        self.defense = defense
+        self.labels = labels
+        self.kind = defense.kind  # type: ignore[misc]
+        self.transforms = dict(defense.transforms)
+        self.stateful = defense.stateful
+
+    @property
+    def classifiers(self) -> list[nn.Module]:
+        """The networks, each of the K classes."""
+        return [_OfAcceptedClasses(net, self._seen) for net in self.defense.classifiers]
+
+    @property
+    def foldable_networks(self) -> list[nn.Module]:
+        """The networks inside."""
+        return self.defense.foldable_networks
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the draws."""
+        return self.defense.names
+
+    def components(self) -> list[tuple[float, Defense]]:
+        """Return the parts of a mixture, each seen in the same way."""
+        return [(share, self._of(part)) for share, part in self.defense.components()]
+
+    def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
+        """Compute [B, C, H, W] -> [S, B, K]."""
+        return self._seen(self.defense.logits(x, generator), self.defense.weights)
+
+    def sample_logits(
+        self, x: Tensor, generator: Generator = None, draws: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the logits [S, B, K] of repeated draws, and their weights [S]."""
+        logits, weights = self.defense.sample_logits(x, generator, draws)
+        return self._seen(logits, weights), weights
+
+    def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
+        """Predict [B, C, H, W] -> [B, K]: the label's probability is that of not being fooled."""
+        predictions = self.defense(x, generator)
+        rejected = rejected_share(predictions, self.defense.rejects, self.defense.abstains)
+        label = self._labels_of(predictions)[:, None]
+        return self._accepted(predictions).scatter_add(1, label, rejected[:, None])
+
+    @property
+    def transductive(self) -> bool:
+        """Whether the defense adapts."""
+        return self.defense.transductive
+
+    @property
+    def base_model(self) -> Defense:
+        """The defense before any adaptation."""
+        return self._of(self.defense.base_model)
+
+    @property
+    def adapted_model(self) -> Defense:
+        """The current classifier."""
+        return self._of(self.defense.adapted_model)
+
+    def adapt(self, x: Tensor, generator: Generator = None) -> Defense:
+        """Return the defense adapted to the test batch."""
+        return self._of(self.defense.adapt(x, generator))
+
+    def after_batch(self, generator: Generator = None) -> Defense:
+        """Return the defense that starts the next batch."""
+        return self._of(self.defense.after_batch(generator))
+
+    def _of(self, defense: Defense) -> Defense:
+        if defense is self.defense:
+            return self
+        return AcceptedClasses(defense, self.labels) if defense.may_reject else defense
+
+    def _labels_of(self, rows: Tensor) -> Tensor:
+        """Return the labels [B] of the images of these rows [B, …]."""
+        if isinstance(self.labels, PerImageValues):
+            labels: Tensor = self.labels()
+        else:
+            labels = rows.new_full((len(rows),), self.labels, dtype=torch.long)
+        if len(labels) != len(rows):
+            raise ValueError(
+                f"the attack drops {len(labels) - len(rows)} of {len(labels)} images of a round of "
+                "a defense that rejects: take one that keeps them, as PGD without early_stop does"
+            )
+        return labels
+
+    def _accepted(self, values: Tensor) -> Tensor:
+        """Return values [..., K] of the accepted classes, of those [..., K + 1] of all."""
+        place = self.defense.rejects
+        if place is None:
+            return values
+        if place >= values.shape[-1]:
+            raise ValueError(
+                f"rejects must be a class 0 … {values.shape[-1] - 1} of the network, got {place}"
+            )
+        return torch.cat([values[..., :place], values[..., place + 1 :]], -1)
+
+    def _seen(self, logits: Tensor, weights: Tensor) -> Tensor:
+        """Return logits [S, B, K] in which the label's stands for rejection too."""
+        if self.defense.rejects is None and not abstains(self.defense.rule):
+            return logits  # what rejects images is no function of them
+        accepted = self._accepted(logits)
+        index = self._labels_of(logits[0]).expand(logits.shape[:-1])[..., None]
+        label = accepted.gather(-1, index)
+        if self.defense.rejects is not None:
+            place = self.defense.rejects
+            pooled = self.rule is mean_probs and len(logits) > 1
+            join = torch.logaddexp if pooled else torch.maximum
+            label = join(label, logits[..., place : place + 1])
+        if abstains(self.defense.rule):
+            raised = _raised(label, accepted.scatter(-1, index, -torch.inf))
+            abstained = self.defense.rule(logits, weights).sum(-1) <= 0
+            label = torch.where(abstained[:, None], raised, label)
+        return accepted.scatter(-1, index, label)
+
+
+class _OfAcceptedClasses(nn.Module):
+    """A network whose logits are seen as those of the accepted classes.
+
+    Args:
+        net: [B, C, H, W] -> [B, K + 1] logits, or [B, K] of a rule that abstains.
+        seen: function of the logits of draws and their weights.
+    """
+
+    def __init__(self, net: nn.Module, seen: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net = net
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute [B, C, H, W] -> [B, K]."""
+        logits = torch.as_tensor(self.net(x))
+        return self.seen(logits[None], logits.new_ones(1))[0]
+
+
+def _raised(label: Tensor, wrong: Tensor) -> Tensor:
+    """Return logits [..., 1] that lead the largest wrong one, with the gradient of the label's.
+
+    Where that class leads the label's own logit by g, this one leads it by 1 / (1 + g), and by
+    1 - g where it does not: the margin stays negative, and rises as g does.
+    """
+    top = wrong.amax(-1, keepdim=True)
+    gap = top - label
+    lead = torch.where(gap > 0, 1 / (1 + gap.clamp_min(0)), 1 - gap)
+    rounding = 4 * torch.finfo(top.dtype).eps * top.abs()
+    return label + (gap + torch.maximum(lead, rounding)).detach()
+
+
+def _never_abstaining(rule: Rule) -> Rule:
+    """Return the rule with rejection replaced by the most probable class."""
+
+    def decided(logits: Tensor, weights: Tensor) -> Tensor:
+        predictions = rule(logits, weights)
+        rejected = rejected_share(predictions, None, True)
+        return predictions + rejected[:, None] * mean_probs(logits, weights)
+
+    return decided

@@ -1,0 +1,306 @@
+"""Defenses that reject: an attack succeeds where the defense accepts and is wrong."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_rob.attacks import (
+    APGD,
+    ARC,
+    CW,
+    DDN,
+    FAB,
+    GMSA,
+    PGD,
+    AutoAttack,
+    DeepFool,
+    PartialBatchAttack,
+    RandomMember,
+    Square,
+    Strongest,
+    ThroughAdaptation,
+    TransferFromStatic,
+)
+from lightning_rob.defenses import Defense, Ensemble, Mixture, Single
+from lightning_rob.evaluation import evaluate
+from lightning_rob.objectives import expected_margin
+from lightning_rob.randomness import Streams
+from lightning_rob.rules import abstaining, majority, mean_logits, mean_probs
+from lightning_rob.threat import Threat
+
+CLASSES, EPS = 4, 0.15
+LINF, L2 = Threat("linf", EPS), Threat("l2", EPS)
+PLAIN = PGD(LINF, 10, 0.05, objective=expected_margin, keep_best=True)
+ATTACKS = {
+    "pgd": PLAIN,
+    "pgd, early": PGD(LINF, 20, 0.03, restarts=3, keep_best=True, early_stop=True),
+    "apgd": APGD(LINF, steps=20),
+    "autoattack": AutoAttack(LINF, queries=200),
+    "arc": ARC(LINF, 10),
+    "deepfool": DeepFool(LINF),
+    "fab": FAB(LINF, steps=20),
+    "square": Square(LINF, 200),
+    "cw": CW(L2, steps=20, binary_steps=2),
+    "ddn": DDN(L2, steps=20),
+    "strongest": Strongest((PLAIN, Square(LINF, 50))),
+    "random member": RandomMember(PLAIN),
+}
+
+
+def detector(seed: int = 0, place: int = CLASSES) -> nn.Sequential:
+    """A linear network of four classes, and one that rejects, on images of two pixels."""
+    generator = torch.Generator().manual_seed(seed)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(2, CLASSES + 1))
+    weight = 8 * torch.randn(CLASSES, 2, generator=generator)
+    bias = -weight @ torch.tensor([0.5, 0.5])
+    rejection, offset = 8 * torch.randn(1, 2, generator=generator), torch.tensor([8.0])
+    parts = (weight[:place], rejection, weight[place:]), (bias[:place], offset, bias[place:])
+    net[1].weight.data, net[1].bias.data = map(torch.cat, parts)
+    return net
+
+
+def images(count: int = 60, net: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+    """Images, and the class that leads among those that are accepted."""
+    x = torch.rand(count, 1, 1, 2, generator=torch.Generator().manual_seed(5))
+    return x, (net or detector())(x)[:, :CLASSES].argmax(1)
+
+
+@cache
+def grid(threat: Threat) -> Tensor:
+    """Perturbations [n, 1, 1, 2] that fill the ball, its surface included."""
+    side = torch.linspace(-EPS, EPS, 121)
+    points = torch.cartesian_prod(side, side)[:, None, None]
+    return points[points.flatten(1).norm(dim=1) <= EPS] if threat.p == 2 else points
+
+
+def leads(defense: Defense, x: Tensor, y: Tensor, threat: Threat = LINF) -> Tensor:
+    """The largest lead [B] of a wrong class over label and rejection, by trying every point."""
+    found = []
+    for image, label in zip(x, y.tolist(), strict=True):
+        z = defense.classifiers[0]((image + grid(threat)).clamp(0, 1))
+        wrong = z[:, [k for k in range(CLASSES) if k != label]].amax(1)
+        found.append((wrong - torch.maximum(z[:, label], z[:, CLASSES])).max())
+    return torch.stack(found)
+
+
+def accepted_wrong(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    predicted = net(x).argmax(1)
+    return (predicted != y) & (predicted != CLASSES)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_no_attack_takes_a_rejection_for_success(name):
+    """By trying every point of the ball; many images can be brought to rejection only."""
+    net = detector()
+    (x, y), attack = images(), ATTACKS[name]
+    lead = leads(Single(net, rejects=CLASSES), x, y, attack.threat)
+    sure = lead.abs() > 0.05  # the grid's points are close, not everywhere
+    x, y, possible = x[sure], y[sure], lead[sure] > 0
+    assert 10 < int(possible.sum()) < len(x) - 10
+    for defense in (Single(net, rejects=CLASSES), Ensemble([net], rejects=CLASSES)):
+        x_adv = attack(defense, x, y, Streams.from_index(torch.arange(len(x)), 0))
+        fooled = accepted_wrong(net, x_adv, y)
+        assert not (fooled & ~possible).any()
+        assert int(fooled.sum()) >= 0.75 * int(possible.sum())
+    found = evaluate(defense, {"attack": attack}, [(x, y)], progress=False)
+    assert found.accepted_wrong("attack") >= 0.75 * float(possible.double().mean())
+    assert found.accepted_wrong("attack") <= float(possible.double().mean()) + 1e-6
+
+
+def test_autoattack_finds_all_that_can_be_found():
+    net, (x, y) = detector(), images()
+    lead = leads(Single(net, rejects=CLASSES), x, y)
+    sure = lead.abs() > 0.05
+    x, y = x[sure], y[sure]
+    found = evaluate(
+        Single(net, rejects=CLASSES), {"aa": ATTACKS["autoattack"]}, [(x, y)], progress=False
+    )
+    assert found.accepted_wrong("aa") == pytest.approx(float((lead[sure] > 0).double().mean()))
+
+
+def test_shares_of_an_evaluation_are_those_by_hand(tmp_path):
+    net, (x, y) = detector(), images()
+    y[:6] = (y[:6] + 1) % CLASSES
+    defense, attack = Single(net, rejects=CLASSES), ATTACKS["pgd"]
+    found = evaluate(defense, {"pgd": attack}, [(x, y)], progress=False)
+    moved = attack(defense, x, y, Streams.from_index(torch.arange(len(x)), 0, 0, *b"pgd", 0))
+    for name, shown in (("clean", x), ("pgd", moved)):
+        predicted = net(shown).argmax(1)
+        rejected, right = (predicted == k for k in (CLASSES, y))
+        wrong = ~(rejected | right)
+        assert min(map(int, (rejected.sum(), right.sum(), wrong.sum()))) > 0
+        assert found.rejected(name) == pytest.approx(float(rejected.double().mean()))
+        assert found.accepted_wrong(name) == pytest.approx(float(wrong.double().mean()))
+        counted = right if name == "clean" else ~wrong
+        assert found.accuracy(name) == pytest.approx(float(counted.double().mean()))
+        record = found.measurement(name).record()
+        assert record["rejected"] == found.rejected(name)
+        assert record["accepted_wrong"] == found.accepted_wrong(name)
+        at = found.names.index(name)
+        expected = torch.where(rejected, -1, predicted)
+        assert torch.equal(found.rows.predictions[:, at], expected)
+    clean, attacked = (accepted_wrong(net, shown, y) for shown in (x, moved))
+    assert found.accepted_wrong("worst") == pytest.approx(float((clean | attacked).double().mean()))
+    right = net(x).argmax(1) == y
+    assert found.accuracy("worst") == pytest.approx(float((right & ~attacked).double().mean()))
+    table = found.table()
+    assert "accepted, wrong" in table and "rejected" in table
+    found.save(tmp_path / "r.csv")
+    head, first, *_ = (tmp_path / "r.csv").read_text().splitlines()
+    cells = dict(zip(head.split(","), first.split(","), strict=True))
+    assert float(cells["clean_rejected"]) == float(net(x)[0].argmax() == CLASSES)
+
+
+def test_other_defenses_have_no_such_columns(tmp_path):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(2, CLASSES))
+    found = evaluate(net, {"pgd": PLAIN}, [images()], progress=False)
+    assert (found.rejected("pgd"), found.rows.rejected) == (0.0, None)
+    assert found.accepted_wrong("pgd") == pytest.approx(1 - found.accuracy("pgd"))
+    assert "rejected" not in found.table() and "rejected" not in found.measurement("pgd").record()
+    found.save(tmp_path / "r.csv")
+    assert "rejected" not in (tmp_path / "r.csv").read_text()
+
+
+@pytest.mark.parametrize("name", ["pgd", "apgd", "arc", "fab", "square"])
+def test_the_place_of_the_class_that_rejects_changes_nothing(name):
+    x, y = images()
+    noise = Streams.from_index(torch.arange(len(x)), 3)
+    last = ATTACKS[name](Single(detector(), rejects=CLASSES), x, y, noise)
+    noise = Streams.from_index(torch.arange(len(x)), 3)
+    second = ATTACKS[name](Single(detector(place=1), rejects=1), x, y + (y >= 1).long(), noise)
+    torch.testing.assert_close(last, second)
+
+
+def test_an_image_is_attacked_alone_as_among_others():
+    defense, (x, y) = Single(detector(), rejects=CLASSES), images(12)
+    together = PLAIN(defense, x, y, Streams.from_index(torch.arange(12), 1))
+    for i in range(12):
+        alone = PLAIN(defense, x[[i]], y[[i]], Streams.from_index(torch.tensor([i]), 1))
+        torch.testing.assert_close(alone, together[[i]])
+
+
+@pytest.mark.parametrize("rule", [mean_probs, mean_logits, majority])
+def test_members_that_reject(rule):
+    """What the attack takes for success is one by the rule on the logits of all classes."""
+    nets = [detector(seed) for seed in (0, 1, 2)]
+    defense, (x, y) = Ensemble(nets, rule=rule, rejects=CLASSES), images()
+    attack = PGD(LINF, 20, 0.03, restarts=2, keep_best=True, early_stop=True)
+    x_adv = attack(defense, x, y)
+    predicted = rule(torch.stack([net(x_adv) for net in nets]), torch.full((3,), 1 / 3)).argmax(1)
+    found = evaluate(defense, {"a": attack}, [(x, y)], progress=False)
+    share = float(((predicted != y) & (predicted != CLASSES)).double().mean())
+    assert 0.1 < share < 0.9
+    assert found.accepted_wrong("a") == pytest.approx(share, abs=0.1)
+
+
+@abstaining
+def confident(logits: Tensor, weights: Tensor) -> Tensor:
+    """Reject where no class has a mean probability of 0.8."""
+    sure = torch.tensordot(weights, logits.softmax(-1), dims=1).amax(-1) > 0.8
+    return mean_probs(logits, weights) * sure[:, None]
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in ("cw", "ddn")])
+def test_a_rule_that_abstains(name):
+    """By trying every point: accepted and wrong needs a wrong class of 0.8 or more."""
+    net = detector()[:2]
+    net[1].weight.data, net[1].bias.data = (part[:CLASSES] for part in net[1].parameters())
+    (x, y), attack, defense = images(net=net), ATTACKS[name], Single(net, confident)
+    best = []
+    for image, label in zip(x, y.tolist(), strict=True):
+        probs = net((image + grid(LINF)).clamp(0, 1)).softmax(1)
+        best.append(probs[:, [k for k in range(CLASSES) if k != label]].max())
+    best = torch.stack(best)
+    sure = (best - 0.8).abs() > 0.03
+    x, y, possible = x[sure], y[sure], best[sure] > 0.8
+    assert 10 < int(possible.sum()) < len(x) - 10
+    found = evaluate(defense, {"attack": attack}, [(x, y)], progress=False)
+    truth = float(possible.double().mean())
+    assert 0.7 * truth <= found.accepted_wrong("attack") <= truth + 1e-6
+    assert found.rejected("clean") > 0
+    counted = found.accuracy("attack") + found.accepted_wrong("attack")
+    assert counted == pytest.approx(1)
+
+
+class Adapting(Defense):
+    """A detector that moves its offsets with the mean of the test batch."""
+
+    kind = "transductive"
+
+    def __init__(self, net: nn.Module, shift: float = 0.0) -> None:
+        super().__init__(torch.ones(1), mean_probs, rejects=CLASSES)
+        self.net, self.shift = net, shift
+
+    @property
+    def base_model(self) -> Defense:
+        return Single(self.net, rejects=self.rejects)
+
+    @property
+    def adapted_model(self) -> Defense:
+        return Adapted(self.net, self.shift)
+
+    def logits(self, x: Tensor, generator: object = None) -> Tensor:
+        return self.adapted_model.logits(x)
+
+    def adapt(self, x: Tensor, generator: object = None) -> "Adapting":
+        return Adapting(self.net, float(x.detach().mean() - 0.5))
+
+
+class Adapted(Single):
+    """The network on shifted images."""
+
+    def __init__(self, net: nn.Module, shift: float) -> None:
+        super().__init__(net, rejects=CLASSES)
+        self.shift = shift
+
+    def logits(self, x: Tensor, generator: object = None) -> Tensor:
+        return super().logits(x - self.shift)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        GMSA(PLAIN, rounds=2),
+        TransferFromStatic(PLAIN),
+        TransferFromStatic(ATTACKS["autoattack"]),
+        ThroughAdaptation(PLAIN),
+        PartialBatchAttack(PLAIN),
+        PLAIN,
+    ],
+    ids=lambda attack: type(attack).__name__,
+)
+def test_defenses_that_adapt_and_reject(attack):
+    net, (x, y) = detector(), images()
+    found, naive = (
+        evaluate(Adapting(net), {"a": one}, DataLoader(TensorDataset(x, y), 60), progress=False)
+        for one in (attack, PGD(LINF, 1, 1e-6))
+    )
+    share = 0.5 if isinstance(attack, PartialBatchAttack) else 1.0
+    gained = found.accepted_wrong("a") - naive.accepted_wrong("a")
+    assert gained > 0.15 * share
+    assert found.accuracy("a") == pytest.approx(1 - found.accepted_wrong("a"))
+
+
+def test_what_is_refused():
+    defense, (x, y) = Single(detector(), rejects=CLASSES), images(4)
+    y[1] = CLASSES
+    with pytest.raises(ValueError, match="labels must be classes that are accepted, got 4"):
+        PLAIN(defense, x, y)
+    with pytest.raises(ValueError, match="labels must be classes that are accepted, got 4"):
+        evaluate(defense, {"a": PLAIN}, [(x, y)], progress=False)
+    for rejects in (-1, True):
+        with pytest.raises(ValueError, match=f"rejects must be a class 0 … K, got {rejects}"):
+            Single(detector(), rejects=rejects)
+    with pytest.raises(ValueError, match=r"rejects must be a class 0 … 4 of the network, got 5"):
+        PLAIN(Single(detector(), rejects=5), *images(4))
+    with pytest.raises(ValueError, match="must reject by one class"):
+        Mixture([defense, Single(detector())])
+
+    def undeclared(logits: Tensor, weights: Tensor) -> Tensor:
+        return 0 * mean_probs(logits, weights)
+
+    with pytest.raises(ValueError, match="the rule undeclared returns a row of zeros"):
+        evaluate(Single(detector(), undeclared), {"a": PLAIN}, [images(4)], progress=False)
