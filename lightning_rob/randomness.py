@@ -44,11 +44,13 @@ class Streams:
     Args:
         keys: [B] int64, one key per image.
         batch_key: key of the draws that all images share, the same in any batch.
+        rows: [B] places of the images in the batch that is attacked; None for all in their order.
     """
 
-    def __init__(self, keys: Tensor, batch_key: int = 0) -> None:
+    def __init__(self, keys: Tensor, batch_key: int = 0, rows: Tensor | None = None) -> None:
         self.keys = keys
         self.batch_key = batch_key
+        self.rows = rows
         self.counter = 0  # numbers drawn of each stream
 
     @classmethod
@@ -71,14 +73,18 @@ class Streams:
         Args:
             chosen: [B] mask, or indices into the batch.
         """
-        part = Streams(self.keys[chosen], self.batch_key)
+        rows = self.rows
+        if rows is None:
+            rows = torch.arange(len(self.keys), device=self.keys.device)
+        part = Streams(self.keys[chosen], self.batch_key, rows[chosen])
         part.counter = self.counter
         return part
 
     def fold_in(self, key: int) -> "Streams":
         """Return other streams for the same images, derived from these by a key."""
         derived = derive_seed(key, self.counter)
-        return Streams(_mix(self.keys ^ derived), derive_seed(self.batch_key, derived))
+        keys = _mix(self.keys ^ derived)
+        return Streams(keys, derive_seed(self.batch_key, derived), self.rows)
 
     def split(self, count: int) -> "Streams":
         """Return [count * B] new streams, `count` for each image; another call returns others."""

@@ -42,7 +42,7 @@ def towards_acceptance(
     if not separable:
         return work(AcceptedClasses(defense, PerImageValues(y)), x, y, generator)
     x_adv, counter = x.clone(), 0
-    for label in y.unique().tolist():
+    for label in sorted(set(y.tolist())):
         rows = (y == label).nonzero()[:, 0]
         noise = generator[rows] if isinstance(generator, Streams) else generator
         with restricted_to(defense, rows):

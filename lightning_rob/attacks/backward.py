@@ -1,20 +1,58 @@
 """Modified gradients that help an attacker: contexts for `PGD(backward=…)` and `WithBackward`."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_rob.attacks.base import Backward, Forward, other_forward
 from lightning_rob.attacks.residual import Block, Branch, residual_blocks, running
 from lightning_rob.defenses import Defense, random_transforms_in
 from lightning_rob.defenses.network import logits_in
 from lightning_rob.defenses.random_transforms import Gradients, Shared
 from lightning_rob.threat import TINY, scale
 from lightning_rob.transforms.base import pinned
+
+
+class Backward(ABC):
+    """Another backward pass for a defense while an attack runs; its predictions stay the same."""
+
+    @abstractmethod
+    def __call__(self, defense: Defense) -> AbstractContextManager[None]:
+        """Return the context in which the defense has this backward pass."""
+
+
+Backwards = Backward | Sequence[Backward] | None
+
+
+@contextmanager
+def entered(backward: Backwards, defense: Defense) -> Iterator[None]:
+    """Enter one backward or several in turn; none for None."""
+    chosen = backward or ()
+    with ExitStack() as stack:
+        for each in chosen if isinstance(chosen, Sequence) else (chosen,):
+            stack.enter_context(each(defense))
+        yield
+
+
+Forward = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def other_forward(nets: list[nn.Module], change: Callable[[Forward], Forward]) -> Iterator[None]:
+    """Replace the networks' forward by one built from it, inside this context only."""
+    before = {net: net.__dict__.get("forward") for net in nets}
+    try:
+        for net in before:
+            net.__dict__["forward"] = change(net.forward)
+        yield
+    finally:
+        for net, forward in before.items():
+            net.__dict__.pop("forward", None)
+            net.__dict__.update({"forward": forward} if forward else {})
 
 
 @dataclass(frozen=True)

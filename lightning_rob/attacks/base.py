@@ -107,44 +107,6 @@ def check_label_type(y: Tensor, images: int) -> None:
         raise ValueError(f"labels must be whole numbers, got {y.dtype}")
 
 
-class Backward(ABC):
-    """Another backward pass for a defense while an attack runs; its predictions stay the same."""
-
-    @abstractmethod
-    def __call__(self, defense: Defense) -> AbstractContextManager[None]:
-        """Return the context in which the defense has this backward pass."""
-
-
-Backwards = Backward | Sequence[Backward] | None
-
-
-@contextmanager
-def entered(backward: Backwards, defense: Defense) -> Iterator[None]:
-    """Enter one backward or several in turn; none for None."""
-    chosen = backward or ()
-    with ExitStack() as stack:
-        for each in chosen if isinstance(chosen, Sequence) else (chosen,):
-            stack.enter_context(each(defense))
-        yield
-
-
-Forward = Callable[[Tensor], Tensor]
-
-
-@contextmanager
-def other_forward(nets: list[nn.Module], change: Callable[[Forward], Forward]) -> Iterator[None]:
-    """Replace the networks' forward by one built from it, inside this context only."""
-    before = {net: net.__dict__.get("forward") for net in nets}
-    try:
-        for net in before:
-            net.__dict__["forward"] = change(net.forward)
-        yield
-    finally:
-        for net, forward in before.items():
-            net.__dict__.pop("forward", None)
-            net.__dict__.update({"forward": forward} if forward else {})
-
-
 class Attack(ABC):
     """A search for images that a defense misclassifies. Subclasses are frozen dataclasses."""
 

@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from lightning_rob.attacks.base import (
-    Attack,
-    Backward,
-    Forward,
-    entered,
-    is_batch_separable,
-    other_forward,
-    walk,
-)
+from lightning_rob.attacks.backward import Backward, Forward, entered, other_forward
+from lightning_rob.attacks.base import Attack, is_batch_separable, walk
 from lightning_rob.attacks.oom import kept_for_gradients, run_in_chunks
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Backward, attacking
+from lightning_rob.attacks.backward import Backward
+from lightning_rob.attacks.base import attacking
 from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import ZeroGradientWarning

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.active_set import ActiveBatch, positions
-from lightning_rob.attacks.base import Attack, Backward, entered
+from lightning_rob.attacks.backward import Backward, entered
+from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.optimizers import AggMo, AttackOptimizer
 from lightning_rob.attacks.passes import PassCount

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import InsideBounds, WithBackward, attacking
-from lightning_rob.attacks.base import entered
+from lightning_rob.attacks.backward import entered
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.audit.findings import (
     FEWEST,

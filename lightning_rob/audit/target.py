@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, attacking, evaluating
-from lightning_rob.attacks.base import entered
+from lightning_rob.attacks.backward import entered
 from lightning_rob.defenses import Defense, is_transform_ensemble
 from lightning_rob.errors import ZeroGradientWarning
 from lightning_rob.evaluation import AttackerDefenderSession, NoAttack

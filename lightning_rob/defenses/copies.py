@@ -1,0 +1,128 @@
+"""Working copies of modules: what attacks and evaluations change, so that nobody sees it change.
+
+A signal handler, another thread, an asynchronous checkpoint or a callback that averages weights may
+read a module at any moment. Eval mode, frozen and folded weights, and all that a network writes
+into itself when it predicts are therefore those of a copy.
+"""
+
+import copy
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+M = TypeVar("M", bound=nn.Module)
+Memo = dict[int, Any]  # id of a module, weight or tensor -> its copy
+
+ORIGIN = "_working_copy_of"  # the attribute of a copy that refers to its original, weakly
+OWN_FIELDS = ("_parameters", "_buffers", "_modules")
+SHARED_FROM = 2**26  # bytes of a plain tensor from which it is taken for a data set, and shared
+LONGEST = 1000  # entries of a list or dict that may hold modules
+
+
+def working_copy(module: M) -> M:
+    """Return a copy of a module with weights, buffers and attributes of its own.
+
+    Weights are constants without gradients. Attributes, hooks and functions that refer to modules
+    inside refer to the copies of these. Parts that refer to themselves in compiled code
+    (TorchScript, `torch.compile`) and lazy modules without weights are shared with the original.
+    """
+    shared = {
+        id(inner) for part in module.modules() if _is_bound(part) for inner in part.modules()
+    }
+    tree = [part for part in module.modules() if id(part) not in shared]
+    memo: Memo = {id(part): object.__new__(type(part)) for part in tree}
+    for part in tree:
+        _fill(memo[id(part)], part, memo)
+    copied: M = memo.get(id(module), module)
+    return copied
+
+
+def original(module: nn.Module) -> nn.Module:
+    """Return the module of which this is a working copy; itself if it is none."""
+    origin = module.__dict__.get(ORIGIN)
+    return (origin and origin()) or module
+
+
+def _is_bound(module: nn.Module) -> bool:
+    """Whether code outside of Python refers to the very object, or its weights do not exist yet."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
+    # Not by isinstance: to import the class loads all of the compiler.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None and isinstance(module, compiler.OptimizedModule):
+        return True
+    return any(map(is_lazy, (*module._parameters.values(), *module._buffers.values())))
+
+
+def _fill(copied: nn.Module, module: nn.Module, memo: Memo) -> None:
+    values = module.__dict__
+    builtin = type(module).__module__.startswith("torch.nn.modules")
+    numbers_only = builtin and not isinstance(module, nn.RNNBase) and not _has_hooks(module)
+    for name, value in values.items():
+        copied.__dict__[name] = value if numbers_only else _copied(value, memo)
+    for field in OWN_FIELDS:
+        parts = {name: _copied(part, memo) for name, part in values[field].items()}
+        copied.__dict__[field] = type(values[field])(parts)
+    copied.__dict__[ORIGIN] = ref(original(module))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (value for name, value in module.__dict__.items() if name.endswith("_hooks"))
+    return "forward" in module.__dict__ or any(hooks)
+
+
+def _copied(value: Any, memo: Memo, depth: int = 3) -> Any:
+    """Return a value in which the copies take the place of modules, weights and tensors."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, Tensor):
+        return memo.setdefault(id(value), _copied_tensor(value))
+    if depth == 0:
+        return value
+    inside = partial(_copied, memo=memo, depth=depth - 1)
+    if type(value) in (list, tuple, set) and len(value) <= LONGEST:
+        return type(value)(map(inside, value))
+    if isinstance(value, dict) and len(value) <= LONGEST:
+        copied = copy.copy(value)  # of its own kind, such as the ordered ones that hold hooks
+        for key, part in value.items():
+            copied[key] = inside(part)
+        return copied
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, inside(value.__self__))
+    if isinstance(value, partial):
+        named = {name: inside(part) for name, part in value.keywords.items()}
+        return partial(inside(value.func), *map(inside, value.args), **named)
+    return _copied_function(value, inside) if isinstance(value, FunctionType) else value
+
+
+def _copied_tensor(value: Tensor) -> Tensor:
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(value.detach().clone(), requires_grad=False)
+    large = value.numel() * value.element_size() > SHARED_FROM
+    return value if large else value.detach().clone()
+
+
+def _copied_function(value: FunctionType, inside: Callable[[Any], Any]) -> FunctionType:
+    """Return a function whose closure refers to copies; itself where it refers to no module."""
+    cells = value.__closure__ or ()
+    try:
+        before = [cell.cell_contents for cell in cells]
+    except ValueError:  # a name that is not bound yet
+        return value
+    after = [inside(content) for content in before]
+    if not any(isinstance(a, nn.Module | MethodType) and a is not b for a, b in zip(before, after)):
+        return value
+    copied = FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__,
+        tuple(map(CellType, after)),
+    )
+    copied.__kwdefaults__ = value.__kwdefaults__
+    copied.__dict__.update(value.__dict__)
+    return copied
