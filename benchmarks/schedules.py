@@ -199,7 +199,7 @@ def percent_right(defense, x, y, draws=10):
     for seed in range(draws):
         generator = Streams.from_index(torch.arange(len(x)), 1000 + seed)
         adapted = defense.adapt(x, torch.Generator().manual_seed(seed))
-        with evaluating(adapted):
+        with evaluating(adapted) as adapted:
             found.append(adapted(x, generator).gather(1, y[:, None]).mean())
     return f"{100 * float(torch.stack(found).mean()):.1f}"
 

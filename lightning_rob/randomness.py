@@ -90,11 +90,12 @@ class Streams:
         """Return [count * B] new streams, `count` for each image; another call returns others."""
         parts = [self.fold_in(key) for key in range(count)]
         self.counter += 1
-        return Streams(torch.cat([part.keys for part in parts]), parts[0].batch_key)
+        rows = None if self.rows is None else self.rows.repeat(count)
+        return Streams(torch.cat([part.keys for part in parts]), parts[0].batch_key, rows)
 
     def shared(self) -> "Streams":
         """Return one stream shared by all images, independent of the composition of the batch."""
-        part = Streams(torch.full_like(self.keys, self.batch_key), self.batch_key)
+        part = Streams(torch.full_like(self.keys, self.batch_key), self.batch_key, self.rows)
         part.counter = self.counter
         return part
 

@@ -103,8 +103,7 @@ class APGD(Attack):
         y, certain = y.long(), is_certain(defense, self.objective)
         everyone = ActiveBatch(positions(x), x, y, derived(generator, 0))
         objective = ObjectiveGradient(self.objective, self.draws)
-        followed = not self.targets  # else only the runs' own gradients are
-        clean = objective(defense, x, y, everyone.generator, check=True, followed=followed)
+        clean = objective(defense, x, y, everyone.generator, check=True)
         order = wrong_classes(scores_of(clean.logits, clean.weights, defense.rule), y)
         best, best_value = x.clone(), _finite(clean.value, x)
         if certain:
@@ -223,7 +222,7 @@ class Ascent(ActiveBatch):
 
     def observe(self, at: ObjectiveAt, first: bool) -> None:
         """Take in the gradients and values of the current iterates."""
-        self.gradient = at.gradient.nan_to_num(0.0, 0.0, 0.0)
+        self.gradient = at.gradient
         self.best_gradient, _ = better(self.best_gradient, self.best_value, self.gradient, at.value)
         self.best, self.best_value = better(self.best, self.best_value, self.x_adv, at.value)
         if first:

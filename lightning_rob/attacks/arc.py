@@ -181,7 +181,7 @@ class ARC(Attack):
         x, delta_local = at.x, torch.zeros_like(at.x)
         acc_local, acc_reached = at.acc_best, at.acc_current
         for rank, member in enumerate(order):
-            w, distance = self._nearest(members[member], x + at.delta + delta_local)
+            w, distance = self._nearest(members[member], x + at.delta + delta_local, at.generator)
             length = self._length(w, distance, delta_local, first=rank == 0)
             step = self._on_sphere(delta_local + scale(self.threat.steepest(-w), length))
             candidate = x + self.threat.clip(at.delta + step, x)
@@ -198,13 +198,13 @@ class ARC(Attack):
             acc_current=torch.where(accept, acc_reached, at.acc_current),
         )
 
-    def _nearest(self, member: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
+    def _nearest(self, member: nn.Module, z: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
         """Return normal and distance of the predicted class's linearised boundary nearest to z."""
         z = z.detach().requires_grad_()
         logits = network_logits(member, z)
         count = min((self.neighbours or logits.shape[-1]), logits.shape[-1] - 1)
         top = logits.topk(count + 1).values
-        return nearest_boundary(top[:, :1] - top[:, 1:], z, self.threat)
+        return nearest_boundary(top[:, :1] - top[:, 1:], z, self.threat, generator)
 
     def _length(self, w: Tensor, distance: Tensor, delta_local: Tensor, first: bool) -> Tensor:
         """Return the length [B] of the step along the direction, beta in the paper."""
@@ -236,17 +236,20 @@ def arc_suite(threat: Threat, steps: int) -> dict[str, Attack]:
     return {"arc": paper, "arc_two_radii": Strongest((paper, other))}
 
 
-def nearest_boundary(gaps: Tensor, z: Tensor, threat: Threat) -> tuple[Tensor, Tensor]:
+def nearest_boundary(
+    gaps: Tensor, z: Tensor, threat: Threat, generator: Generator = None
+) -> tuple[Tensor, Tensor]:
     """Return the normal [B, …] and the distance [B] of the nearest linearised boundary.
 
     Args:
         gaps: [B, G] values that are zero on one boundary each, computed from z.
         z: [B, …] images that require gradients.
         threat: its norm measures the distance.
+        generator: the source of the images' noise.
     """
     normal, distance = torch.zeros_like(z), z.new_full((len(z),), torch.inf)
     for rank, gap in enumerate(gaps.to(z).unbind(1), 1):
-        w = image_gradient(gap, z, keep=rank < gaps.shape[1])
+        w = image_gradient(gap, z, generator, keep=rank < gaps.shape[1])
         zeta = gap.detach().abs() / (threat.dual(w) + GUARD)
         normal, distance = _where(zeta < distance, w, normal), torch.minimum(zeta, distance)
     return normal, distance

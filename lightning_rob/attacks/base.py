@@ -1,66 +1,79 @@
 """The base class of attacks, and the contexts in which they run and leave no trace."""
 
+import warnings
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_rob.attacks.acceptance import towards_acceptance
+from lightning_rob.attacks.backward import Backwards, InsideBounds, entered
 from lightning_rob.attacks.folding import FoldingError, folded
 from lightning_rob.attacks.oom import run_in_chunks, run_in_halves
 from lightning_rob.attacks.passes import PassCount
+from lightning_rob.attacks.sight import Sight, own_sight
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.copies import private
 from lightning_rob.defenses.per_image import PerImageLayer
+from lightning_rob.errors import ZeroGradientWarning
 from lightning_rob.memory import images_at_once
 from lightning_rob.precision import in_float32
-from lightning_rob.randomness import Generator, Streams
+from lightning_rob.randomness import Generator, Streams, seeded_global_rng
 from lightning_rob.rules import Rule
 from lightning_rob.threat import Norm, Threat
 
+M = TypeVar("M", bound=nn.Module)
 
-@contextmanager
-def evaluating(defense: nn.Module) -> Iterator[None]:
-    """Set eval mode and full float32; restore modes module by module: frozen parts stay frozen."""
-    modes = [(module, module.training) for module in defense.modules()]
-    defense.eval()
-    try:
-        with in_float32():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+ENOUGH = 16  # images without a gradient are no accident
+HAIR = 1e-4  # of the pixels' range, from the bounds
 
 
 @contextmanager
-def attacking(defense: nn.Module) -> Iterator[None]:
-    """Set eval mode and gradients for images but not for weights; restore everything on exit.
+def evaluating(defense: M) -> Iterator[M]:
+    """Yield a working copy of a defense in eval mode, with full float32.
+
+    The defense itself is not touched: a signal handler or another thread that reads it meanwhile
+    sees its own weights and modes, and what its forward writes is written to the copy. A working
+    copy is taken as it is. Parts that compiled code refers to are shared with the defense (see
+    `lightning_rob.defenses.copies`): their modes are restored on exit.
+    """
+    with torch.inference_mode(False), in_float32():
+        copied = private(defense)
+        modes = [(module, module.training) for module in copied.modules()]
+        copied.eval()
+        try:
+            yield copied
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+@contextmanager
+def attacking(defense: M) -> Iterator[M]:
+    """As `evaluating`, with gradients for images but not for weights.
 
     Works inside `torch.inference_mode` and inside autocast. Autocast's cache of cast weights is not
-    used: a copy cast here would have no gradient in the training step. Inside the context BatchNorm
-    is folded into the convolutions (`lightning_rob.attacks.folding`), and TF32 is off unless an
-    enclosing `in_float32` allows it (`lightning_rob.precision`).
+    used: a copy cast here would have no gradient in the training step. In the working copy
+    BatchNorm is folded into the convolutions (`lightning_rob.attacks.folding`), and TF32 is off
+    unless an enclosing `in_float32` allows it (`lightning_rob.precision`).
     """
-    grads = [(weight, weight.requires_grad) for weight in defense.parameters()]
-    with (
-        evaluating(defense),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        _uncached_autocast(),
-        folded(_foldable_networks(defense)),
-    ):
-        try:
-            for weight, _ in grads:
-                weight.requires_grad_(False)
-            yield
-        finally:
-            for weight, grad in grads:
-                weight.requires_grad_(grad)
+    with evaluating(defense) as copied, torch.enable_grad(), _uncached_autocast():
+        grads = [(weight, weight.requires_grad) for weight in copied.parameters()]
+        with folded(_foldable_networks(copied)):
+            try:
+                for weight, _ in grads:
+                    weight.requires_grad_(False)
+                yield copied
+            finally:
+                for weight, grad in grads:
+                    weight.requires_grad_(grad)
 
 
 def _foldable_networks(defense: nn.Module) -> list[nn.Module]:
@@ -145,33 +158,66 @@ class Attack(ABC):
             raise TypeError(f"attacks are on a Defense, got {kind}: wrap a network, Single(net)")
         check_images(x, self.threat.bounds)
         check_label_type(y, len(x))
-        restore, separable = _restoring(generator), is_batch_separable(self, defense)
-        perturb = partial(towards_acceptance, self.perturb, separable)
-        for again in (True, False):
-            try:
-                with attacking(defense):
-                    x, y = x.detach().clone(), y.clone()
-                    if not len(x):
-                        return x
-                    try:
-                        size = len(x) if self.splits_batches or not separable else images_at_once(x)
-                        whole = size == len(x)
-                        work = perturb if whole else partial(run_in_chunks, perturb, size)
-                        return work(defense, x, y, generator).detach()
-                    except torch.OutOfMemoryError as error:
-                        if not separable:
-                            self._suggest_smaller_rounds(error, len(x))
-                            raise
-                        if len(x) < 2:
-                            raise
-                    # outside the handler, whose traceback keeps the failed attempt's tensors alive
+        restore = _restoring(generator)
+        with torch.inference_mode(False):
+            x, y = x.detach().clone(), y.clone()
+            if not len(x):
+                return x
+            copied = private(defense)
+            with own_sight(len(x), x.device) as sight:
+                x_adv = self._folded(copied, x, y, generator, restore)
+                if bool(sight.nonfinite) and _has_networks(copied):
                     restore()
-                    return run_in_halves(perturb, defense, x, y, generator).detach()
-            except FoldingError:
-                if not again:
+                    sight.recovered = True
+                    low, high = self.threat.bounds
+                    inside = InsideBounds(HAIR * (high - low), self.threat.bounds)
+                    x_adv = self._folded(copied, x, y, generator, restore, inside)
+                if not sight.watched:
+                    _warn_if_blind(copied, x_adv, y, sight)
+        return x_adv
+
+    def _folded(
+        self,
+        defense: Defense,
+        x: Tensor,
+        y: Tensor,
+        generator: Generator,
+        restore: Callable[[], object],
+        backward: Backwards = None,
+    ) -> Tensor:
+        """Attack, and once more where a network turns out to be one that cannot be folded."""
+        try:
+            return self._in_memory(defense, x, y, generator, restore, backward)
+        except FoldingError:
+            restore()
+        return self._in_memory(defense, x, y, generator, restore, backward)
+
+    def _in_memory(
+        self,
+        defense: Defense,
+        x: Tensor,
+        y: Tensor,
+        generator: Generator,
+        restore: Callable[[], object],
+        backward: Backwards,
+    ) -> Tensor:
+        """Attack all images at once, in chunks, or in as small parts as memory allows."""
+        with attacking(defense), entered(backward, defense):  # in place: it is a working copy
+            separable = is_batch_separable(self, defense)
+            perturb = partial(towards_acceptance, self.perturb, separable)
+            try:
+                size = len(x) if self.splits_batches or not separable else images_at_once(x)
+                work = perturb if size == len(x) else partial(run_in_chunks, perturb, size)
+                return work(defense, x, y, generator).detach()
+            except torch.OutOfMemoryError as error:
+                if not separable:
+                    self._suggest_smaller_rounds(error, len(x))
                     raise
-                restore()  # and attack once more: this network is not folded a second time
-        raise AssertionError("the second attempt returns or raises")
+                if len(x) < 2:
+                    raise
+            # outside the handler, whose traceback keeps the failed attempt's tensors alive
+            restore()
+            return run_in_halves(perturb, defense, x, y, generator).detach()
 
     def _suggest_smaller_rounds(self, error: torch.OutOfMemoryError, images: int) -> None:
         if not getattr(error, "__notes__", None):
@@ -302,6 +348,33 @@ def shared(attacks: Sequence[Attack], passes: int, count: PassCount) -> list[Att
     return [a.within(share + count.asked, count) for a, share in zip(attacks, shares, strict=True)]
 
 
+def _has_networks(defense: Defense) -> bool:
+    """Whether it names the networks whose gradients can be taken elsewhere."""
+    try:
+        return bool(defense.foldable_networks)
+    except TypeError:
+        return False
+
+
+def _warn_if_blind(defense: Defense, x_adv: Tensor, y: Tensor, sight: Sight) -> None:
+    """Warn where many images had no gradient to follow, and the defense is right on them."""
+    blind = sight.blind == 1
+    if defense.transductive or not blind.any():
+        return
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad(), seeded_global_rng(noise, x_adv.device), evaluating(defense):
+        right = defense(x_adv, noise).argmax(1) == y
+    stuck = int((blind & right).sum())
+    if stuck >= ENOUGH:
+        warnings.warn(
+            f"no gradient was of use for {stuck} of {len(y)} images, which are not misclassified: "
+            "each was exactly zero or not finite. This attack cannot move them, and its accuracy "
+            "says nothing of them. `lightning-rob audit` finds out why; Square needs no gradient",
+            ZeroGradientWarning,
+            stacklevel=4,
+        )
+
+
 def _restoring(generator: Generator) -> Callable[[], object]:
     """Return a function that sets a source of noise back to its current state."""
     if isinstance(generator, Streams):
@@ -374,6 +447,8 @@ def _map_inner(attack: Attack, change: Callable[[Attack], Attack]) -> dict[str, 
 
 def is_batch_separable(attack: Attack, defense: Defense) -> bool:
     """Whether a batch may be attacked in parts: no result depends on the other images."""
-    layers = (layer for layer in defense.modules() if isinstance(layer, PerImageLayer))
-    adapts = defense.transductive or not all(layer.separable for layer in layers)
+    layers = list(defense.modules())
+    per_image = (layer for layer in layers if isinstance(layer, PerImageLayer))
+    adapts = defense.transductive or not all(layer.separable for layer in per_image)
+    adapts |= any(isinstance(layer, _BatchNorm) and layer.training for layer in layers)
     return not adapts and not any(part.batch_dependent for part in walk(attack))

@@ -95,7 +95,7 @@ class DDN(Attack):
             length = (LAST_STEP + (FIRST_STEP - LAST_STEP) * share) * (high - low)
             factor = torch.where(value > 0, 1 - self.gamma, 1 + self.gamma)
             run.norm = run.norm * factor.to(run.norm)
-            run.move(self.threat, at.gradient.nan_to_num(0.0, 0.0, 0.0), length)
+            run.move(self.threat, at.gradient, length)
         shorten(defense, run, best, self.threat, expected_margin)
         return brought_inside(best.x_adv, x, self.threat)
 

@@ -81,7 +81,7 @@ class DeepFool(Attack):
         wrong = logits.scatter(-1, label, -torch.inf)
         count = min(self.candidates or logits.shape[-1], logits.shape[-1] - 1)
         gaps = logits.gather(-1, label) - wrong.topk(count).values
-        w, distance = nearest_boundary(gaps, z, self.threat)
+        w, distance = nearest_boundary(gaps, z, self.threat, active.generator)
         length = (1 + self.overshoot) * (distance + CRAWL)
         return (z.detach() + scale(self.threat.steepest(-w), length)).clamp(*self.threat.bounds)
 

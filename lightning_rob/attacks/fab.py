@@ -131,7 +131,7 @@ class FAB(Attack):
         z = run.x_adv.detach().requires_grad_()
         values = scores(defense, z, run.generator, self.draws)
         gaps = values.gather(1, run.y[:, None]) - values.gather(1, run.classes)
-        normal, gap = nearest_hyperplane(gaps.to(z), z, self.threat)
+        normal, gap = nearest_hyperplane(gaps.to(z), z, self.threat, run.generator)
         z, x = z.detach(), run.x
         gap_of_x = gap + (normal * (x - z)).flatten(1).sum(1)
         points, normals = torch.cat([z, x]), torch.cat([normal, normal])
@@ -156,18 +156,21 @@ class Search(ActiveBatch):
     classes: Tensor
 
 
-def nearest_hyperplane(gaps: Tensor, z: Tensor, threat: Threat) -> tuple[Tensor, Tensor]:
+def nearest_hyperplane(
+    gaps: Tensor, z: Tensor, threat: Threat, generator: Generator = None
+) -> tuple[Tensor, Tensor]:
     """Return the normal [B, …] of the nearest linearised boundary, and the gap [B] to it at z.
 
     Args:
         gaps: [B, G] values that are zero on one boundary each, computed from z.
         z: [B, …] images that require gradients.
         threat: its norm measures the distance.
+        generator: the source of the images' noise.
     """
     normal, nearest_gap = torch.zeros_like(z), gaps[:, 0].detach()
     nearest = torch.full_like(nearest_gap, torch.inf)
     for rank, gap in enumerate(gaps.unbind(1), 1):
-        w = image_gradient(gap, z, keep=rank < gaps.shape[1])
+        w = image_gradient(gap, z, generator, keep=rank < gaps.shape[1])
         distance = gap.detach().abs() / threat.dual(w).clamp_min(TINY)
         nearer = distance < nearest
         normal = torch.where(nearer.view(-1, *[1] * (z.dim() - 1)), w, normal)

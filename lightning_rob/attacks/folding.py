@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from lightning_rob.defenses.copies import original
+
 # Pairs (convolution, BatchNorm) of module names, and the memory format of folded weights.
 Plan = tuple[list[tuple[str, str]], torch.memory_format]
 # Tracing costs as much as several steps: each network's plan is kept with the settings it is for.
@@ -62,7 +64,7 @@ class _Pair:
 
     def fail(self) -> NoReturn:
         self.result = None
-        _unfoldable.add(self.net)
+        _unfoldable.add(original(self.net))
         raise FoldingError(
             f"the forward of {type(self.net).__name__} calls other layers than before: "
             "its BatchNorm is left as it is from now on"
@@ -96,7 +98,7 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
         owners = Counter(module for net in nets for module in set(net.modules()))
         for net in nets:
             modules = list(net.modules())
-            if net in _unfoldable or not any(map(_is_fixed, modules)):
+            if original(net) in _unfoldable or not any(map(_is_fixed, modules)):
                 continue
             if any(map(_is_customized, modules)):
                 continue
@@ -148,25 +150,31 @@ def _is_fixed(module: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
 
 def _plan(net: nn.Module) -> Plan:
     """Return the layers to fold; trace again only where a module or a setting has changed."""
-    settings = [(id(module), _settings(module)) for module in net.modules()]
-    if net not in _plans or _plans[net][0] != settings:
-        _plans[net] = settings, _trace(net)
-    return _plans[net][1]
+    settings = [(id(original(module)), _settings(module)) for module in net.modules()]
+    own = original(net)
+    if own not in _plans or _plans[own][0] != settings:
+        _plans[own] = settings, _trace(net)
+    return _plans[own][1]
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:
     """Return everything that a forward's control flow may read, besides weights and modules."""
     simple = (bool, int, float, str, tuple, list, dict, set)
     public = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
-    settings = [(k, repr(v) if isinstance(v, simple) else id(v)) for k, v in public.items()]
+    own = vars(original(module))  # an object that was copied with the module is another each time
+    settings = [
+        (k, repr(v) if isinstance(v, simple) else id(own.get(k, v))) for k, v in public.items()
+    ]
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return settings  # training changes its statistics at every step, and no branch reads them
-    return settings + [(k, _version(v)) for k, v in module._buffers.items() if v is not None]
+    known = original(module)._buffers
+    names = [name for name, value in module._buffers.items() if value is not None]
+    return settings + [(k, _version(known.get(k)), _version(module._buffers[k])[1]) for k in names]
 
 
-def _version(buffer: Tensor) -> tuple[int, int]:
+def _version(buffer: Tensor | None) -> tuple[int, int]:
     """Return the tensor's identity and its number of changes, where torch counts them."""
-    return id(buffer), 0 if buffer.is_inference() else buffer._version
+    return id(buffer), 0 if buffer is None or buffer.is_inference() else buffer._version
 
 
 def _trace(net: nn.Module) -> Plan:

@@ -4,12 +4,14 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.sight import noted
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import NoGradientError
 from lightning_rob.randomness import Generator, seed_from, uniform
@@ -108,6 +110,9 @@ class ScoreNetwork(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, K] float32."""
+        if x.requires_grad and torch.is_grad_enabled():
+            x = x.view_as(x)  # a tensor of this call, whose gradient is that of this call
+            x.register_hook(partial(noted, generator=self.generator))
         return scores(self.defense, x, self.generator, self.draws).float()
 
 

@@ -104,7 +104,7 @@ class GMSA(Attack):
         draws; both are means over the images.
         """
         final = defense.adapt(x, generator_from(x, generator))
-        with evaluating(final), torch.no_grad():
-            right = final(x, generator).gather(1, y[:, None])
-            loss = ObjectiveGradient(expected_ce).value(final, x, y, generator)
+        with evaluating(final) as copied, torch.no_grad():
+            right = copied(x, generator).gather(1, y[:, None])
+            loss = ObjectiveGradient(expected_ce).value(copied, x, y, generator)
         return final.adapted_model, (1 - float(right.double().mean()), float(loss.double().mean()))

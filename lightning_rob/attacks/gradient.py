@@ -1,6 +1,5 @@
 """The value and the gradient of an objective on a defense, and gradients of single draws."""
 
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -11,14 +10,11 @@ from lightning_rob.attacks.backward import Backward
 from lightning_rob.attacks.base import attacking
 from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.defenses import Defense
-from lightning_rob.errors import ZeroGradientWarning
 from lightning_rob.objectives import Objective, check_logits, climbed, expected_ce, reduction_of
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, random_member
 
 Draws = tuple[Rule, Tensor, Tensor]  # a rule, the logits [S, B, K] it decides on, their weights [S]
-
-ENOUGH = 16  # images whose gradients are zero are no accident
 
 
 @dataclass(frozen=True)
@@ -52,9 +48,8 @@ class ObjectiveAt:
 class ObjectiveGradient:
     """An objective of a defense's draws, as a function of the images.
 
-    Both methods raise ValueError, if `check` is set, for labels out of range and non-finite logits;
-    the gradient then warns if it is zero for many images and the attack is to follow it. The check
-    makes the host wait for the device.
+    Both methods raise ValueError, if `check` is set, for labels out of range and non-finite logits.
+    The check makes the host wait for the device.
 
     Args:
         objective: the objective.
@@ -78,7 +73,6 @@ class ObjectiveGradient:
         y: Tensor,
         generator: Generator,
         check: bool = False,
-        followed: bool = True,
     ) -> ObjectiveAt:
         """Return the objective and its gradient at images [B, C, H, W] with labels [B]."""
         if defense.kind == "mixture" and reduction_of(self.objective):
@@ -90,12 +84,10 @@ class ObjectiveGradient:
             else:
                 logits, weights = defense.sample_logits(x, generator, self.draws)
             value = self._of(logits, weights, y, check)
-            gradient = image_gradient(value, x)
+            gradient = image_gradient(value, x, generator)
             logits = logits.detach()
             deciders = ((defense.rule, logits, weights),)
             at = ObjectiveAt(value.detach(), gradient, logits, weights, deciders)
-        if check and followed:
-            _warn_of_zero_gradients(at, y)
         return at
 
     def _of(self, logits: Tensor, weights: Tensor, y: Tensor, check: bool) -> Tensor:
@@ -119,7 +111,7 @@ class ObjectiveGradient:
         for share, member in defense.components():
             if share == 0:
                 continue
-            part = self(member, x, y, generator, check, followed=False)
+            part = self(member, x, y, generator, check)
             if smallest:
                 wins = part.value < value
                 value = torch.where(wins, part.value, value)
@@ -135,19 +127,6 @@ class ObjectiveGradient:
         if defense.rule is not random_member:  # the parts' predictions are pooled
             deciders = ((defense.rule, logits, weights),)
         return ObjectiveAt(value, gradient, logits, weights, deciders)
-
-
-def _warn_of_zero_gradients(at: ObjectiveAt, y: Tensor) -> None:
-    """Warn where many images have no gradient to follow, and the defense is right on them."""
-    stuck = int((~at.fooled(y) & ~at.gradient.flatten(1).any(1)).sum())
-    if stuck >= ENOUGH:
-        warnings.warn(
-            f"the gradient is exactly zero for {stuck} of {len(y)} images, which are not "
-            "misclassified: this attack cannot move them, and its accuracy says nothing of them. "
-            "`lightning-rob audit` finds out why; Square needs no gradient",
-            ZeroGradientWarning,
-            stacklevel=3,
-        )
 
 
 def draw_gradients(
@@ -174,12 +153,12 @@ def draw_gradients(
         [n, B, C, H, W].
     """
     gradients: list[Tensor] = []
-    with attacking(defense), backward(defense) if backward else nullcontext():
+    with attacking(defense) as defense, backward(defense) if backward else nullcontext():
         x, y = x.detach().clone().requires_grad_(), y.clone()
         logits, weights = defense.sample_logits(x, generator, draws)
         check_logits(logits, y)
         weights = (weights * draws).view(draws, -1)
         for draw, weight in zip(logits.view(draws, -1, *logits.shape[1:]), weights, strict=True):
             value = objective(draw, weight, y)
-            gradients.append(image_gradient(value, x, keep=len(gradients) < draws - 1))
+            gradients.append(image_gradient(value, x, generator, keep=len(gradients) < draws - 1))
     return torch.stack(gradients)

@@ -160,7 +160,7 @@ class Descent(ActiveBatch):
         """Move the images by one step of Adam and, for linf, by the proximal operator."""
         self.count += 1
         delta, slope = self.x_adv - self.x, (-at.value.to(self.x)).sigmoid()
-        gradient = scale(at.gradient.nan_to_num(0.0, 0.0, 0.0), -slope)
+        gradient = scale(at.gradient, -slope)
         if threat.p == 2:
             outward = scale(delta, self.w0 / threat.size(delta).clamp_min(TINY))
             gradient = scale(gradient, 1 - self.w0) + outward

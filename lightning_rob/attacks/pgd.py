@@ -138,7 +138,7 @@ class PGD(Attack):
                             return x_final
                     threat = self.threat.of(run.index)
                     length = self.step_size * threat.unit(run.x)
-                    step_taken = scale(step_rule(gradient.nan_to_num(0.0, 0.0, 0.0)), length)
+                    step_taken = scale(step_rule(gradient), length)
                     run.x_adv = threat.project(run.x_adv + step_taken, run.x)
                 if self.keep_best or self.restarts > 1:
                     run.keep_better(run.x_adv, run.value(objective, defense, run.x_adv))

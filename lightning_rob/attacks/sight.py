@@ -1,4 +1,4 @@
-"""What an attack sees: the gradients of each image that it asks for, and whether they are of use."""
+"""What an attack sees: the gradients of images that it asks for, and whether they are of use."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,77 +20,86 @@ class Sight:
         images: B, the number of images in the batch.
         device: of the images.
         within: the sight of an attack that calls this one on its own batch, which it shares.
+        watched: whether what is seen here is reported, so that attacks need not warn.
 
     Attributes:
-        observed: [B] whether a gradient of the image was asked for.
-        usable: [B] whether one of them was finite, and not zero.
+        asked: [B] the number of gradients of the image that were asked for.
+        usable: [B] the number of those that were finite, and not zero.
         nonfinite: whether any gradient was not finite, in this attack alone.
         recovered: whether gradients were taken just inside the bounds in the end.
     """
 
     def __init__(
-        self, images: int, device: torch.device, within: "Sight | None" = None
+        self,
+        images: int,
+        device: torch.device,
+        within: "Sight | None" = None,
+        watched: bool = False,
     ) -> None:
-        none = torch.zeros(images, dtype=torch.bool, device=device)
-        self.observed, self.usable = (
-            (within.observed, within.usable) if within else (none, none.clone())
-        )
-        self.nonfinite = none.new_zeros(())
+        none = torch.zeros(images, device=device)
+        # An attack inside another one is on images of that one's batch.
+        self.asked, self.usable = (within.asked, within.usable) if within else (none, none.clone())
+        self.watched = watched or (within is not None and within.watched)
+        self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
         self.recovered = False
 
     def note(self, gradient: Tensor, generator: Generator) -> None:
         """Take in the gradients [b, …] of the images that a source of noise belongs to."""
         # One number an image, and no look at it: a GPU would have to finish its work first.
-        largest = torch.linalg.vector_norm(gradient.detach().flatten(1), torch.inf, dim=1)
+        largest = gradient.flatten(1).abs().amax(1)
         finite = largest.isfinite()
         self.nonfinite = self.nonfinite | ~finite.all()
         rows = generator.rows if isinstance(generator, Streams) else None
-        if rows is None and len(gradient) != len(self.observed):
+        if rows is None and len(gradient) != len(self.asked):
             return  # a part of the batch, and nothing says which
-        chosen = slice(None) if rows is None else rows
-        self.observed[chosen] = True
-        self.usable[chosen] |= finite & (largest > 0)
+        if rows is None:
+            rows = torch.arange(len(gradient), device=gradient.device)
+        self.asked.index_add_(0, rows, torch.ones_like(largest, dtype=self.asked.dtype))
+        self.usable.index_add_(0, rows, (finite & (largest > 0)).to(self.usable))
 
     @property
     def blind(self) -> Tensor:
         """The images [B] of which no gradient was of use, NaN for those of which none was asked."""
-        return (~self.usable).float().masked_fill(~self.observed, torch.nan)
+        return (self.usable == 0).float().masked_fill(self.asked == 0, torch.nan)
 
 
 @contextmanager
 def watching(images: int, device: torch.device) -> Iterator[Sight]:
     """Yield what the attacks inside this context see of a batch of B images."""
-    sight = Sight(images, device)
-    token = _current.set(sight)
-    try:
+    with _entered(Sight(images, device, watched=True)) as sight:
         yield sight
-    finally:
-        _current.reset(token)
 
 
 @contextmanager
 def own_sight(images: int, device: torch.device) -> Iterator[Sight]:
     """Yield the sight of one attack, which counts for that of an attack around it as well."""
     outer = _current.get()
-    sight = Sight(images, device, outer)
+    with _entered(Sight(images, device, outer)) as sight:
+        yield sight
+    if outer is not None:
+        outer.recovered |= sight.recovered
+
+
+@contextmanager
+def _entered(sight: Sight) -> Iterator[Sight]:
     token = _current.set(sight)
     try:
         yield sight
     finally:
         _current.reset(token)
-        if outer is not None:
-            outer.recovered |= sight.recovered
 
 
-def is_watched() -> bool:
-    """Return whether what attacks see is reported, so that they need not warn."""
-    return _current.get() is not None
+def noted(gradient: Tensor, generator: Generator) -> Tensor:
+    """Return gradients [b, …] of images that an attack can follow: 0 where they are not finite."""
+    if sight := _current.get():
+        sight.note(gradient.detach(), generator)
+    return gradient.nan_to_num(0.0, 0.0, 0.0)
 
 
 def image_gradient(
     value: Tensor, x: Tensor, generator: Generator = None, *, keep: bool = False
 ) -> Tensor:
-    """Return the gradient [b, …] of the sum of values [b] by images.
+    """Return the gradient [b, …] of the sum of values [b] by images, 0 where it is not finite.
 
     Args:
         value: [b] values computed from the images.
@@ -106,6 +115,4 @@ def image_gradient(
     (gradient,) = torch.autograd.grad(value.sum(), x, retain_graph=keep, allow_unused=True)
     if gradient is None:
         raise NoGradientError()
-    if sight := _current.get():
-        sight.note(gradient, generator)
-    return gradient
+    return noted(gradient, generator)

@@ -144,8 +144,8 @@ class TransferMatrixEval(EvaluationCallback):
     @torch.no_grad()
     def _predict(self, defense: Defense, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         """Return the probability of each class by each member: [M, B, K]."""
-        with evaluating(defense):
-            logits = defense.logits(x, Streams.from_index(index, self.settings.seed))
+        with evaluating(defense) as copied:
+            logits = copied.logits(x, Streams.from_index(index, self.settings.seed))
         check_logits(logits, y)
         return torch.stack([random_member(one[None], torch.ones(1)) for one in logits])
 

@@ -124,8 +124,8 @@ class Gallery(EvaluationCallback):
         if not len(x):
             return [], torch.zeros(0)
         x_adv, _ = evaluate_once(attack, defense, x, y, index, self.settings.seed, side)
-        with evaluating(defense), torch.no_grad():
-            logits = defense.logits(x_adv, Streams.from_index(index, self.settings.seed, side, 2))
+        with evaluating(defense) as copied, torch.no_grad():
+            logits = copied.logits(x_adv, Streams.from_index(index, self.settings.seed, side, 2))
         confidence, predicted = logits.softmax(-1).max(-1)
         parts = (x_adv.cpu(), predicted.T.cpu(), confidence.T.cpu())
         # Cloned, for a view would keep the whole batch alive.

@@ -183,8 +183,8 @@ class VotingRuleEval(EvaluationCallback):
     @torch.no_grad()
     def _scores(self, defense: Defense, x: Tensor, y: Tensor, noise: Streams) -> list[Tensor]:
         """The accuracies [B] of every draw of every ensemble under every rule, votes cast once."""
-        with evaluating(defense):
-            logits = defense.logits(x, noise)
+        with evaluating(defense) as copied:
+            logits = copied.logits(x, noise)
         check_logits(logits, y)
         found = []
         for draws in self.parts.values():

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -20,28 +20,59 @@ from torch.nn.parameter import is_lazy
 M = TypeVar("M", bound=nn.Module)
 Memo = dict[int, Any]  # id of a module, weight or tensor -> its copy
 
+# What shows a change of each part of a working copy. A deep copy of one is another module, which
+# adapts as it likes.
+_states: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+
 ORIGIN = "_working_copy_of"  # the attribute of a copy that refers to its original, weakly
 OWN_FIELDS = ("_parameters", "_buffers", "_modules")
 SHARED_FROM = 2**26  # bytes of a plain tensor from which it is taken for a data set, and shared
+NO_STATE = {"training", ORIGIN, *OWN_FIELDS}  # attributes that evaluations set themselves
 LONGEST = 1000  # entries of a list or dict that may hold modules
 
 
 def working_copy(module: M) -> M:
     """Return a copy of a module with weights, buffers and attributes of its own.
 
-    Weights are constants without gradients. Attributes, hooks and functions that refer to modules
-    inside refer to the copies of these. Parts that refer to themselves in compiled code
-    (TorchScript, `torch.compile`) and lazy modules without weights are shared with the original.
+    Weights are constants without gradients, and no tensor is one of inference mode. Attributes,
+    hooks and functions that refer to modules inside refer to the copies of these. Parts that refer
+    to themselves in compiled code (TorchScript, `torch.compile`) and lazy modules without weights
+    are shared with the original.
     """
-    shared = {
-        id(inner) for part in module.modules() if _is_bound(part) for inner in part.modules()
-    }
+    shared = {id(inner) for part in module.modules() if _is_bound(part) for inner in part.modules()}
     tree = [part for part in module.modules() if id(part) not in shared]
     memo: Memo = {id(part): object.__new__(type(part)) for part in tree}
-    for part in tree:
-        _fill(memo[id(part)], part, memo)
+    with torch.inference_mode(False):
+        for part in tree:
+            _fill(memo[id(part)], part, memo)
     copied: M = memo.get(id(module), module)
+    _states[copied] = _state(copied)
     return copied
+
+
+def private(module: M) -> M:
+    """Return a module that nobody else sees: itself if made of working copies, else a copy."""
+    own = any(ORIGIN in part.__dict__ for part in module.modules())
+    return module if own else working_copy(module)
+
+
+def fresh(copied: M) -> M:
+    """Return a working copy as it was made: itself, or a new one if it has changed since."""
+    return working_copy(original(copied)) if copied in _states and changes(copied) else copied
+
+
+def changes(copied: nn.Module) -> list[str]:
+    """Return the names of the weights, buffers and attributes that a copy has changed since.
+
+    Attributes that are new are left out: a constant that a first forward stores changes nothing.
+    """
+    before, after = _states[copied], _state(copied)
+    return [name for name, value in before.items() if name in after and after[name] != value]
+
+
+def keep_changes(copied: nn.Module) -> None:
+    """Take the present state of a working copy for that in which it was made."""
+    _states[copied] = _state(copied)
 
 
 def original(module: nn.Module) -> nn.Module:
@@ -50,9 +81,40 @@ def original(module: nn.Module) -> nn.Module:
     return (origin and origin()) or module
 
 
+def _state(module: nn.Module) -> dict[str, Any]:
+    """Return what shows a change of each weight, buffer and attribute, by name."""
+    found: dict[str, Any] = {}
+    for prefix, part in module.named_modules():
+        own: dict[str, Any] = dict(part.named_parameters(recurse=False))
+        own |= part.named_buffers(recurse=False)
+        if not _is_built_in(part):
+            own |= {name: value for name, value in part.__dict__.items() if name not in NO_STATE}
+        dots = prefix and f"{prefix}."
+        found |= {f"{dots}{name}": _mark(value) for name, value in own.items()}
+    return found
+
+
+def _mark(value: Any, depth: int = 2) -> Any:
+    """Return something small that differs once a value has changed."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, list | tuple | set | dict) and depth and len(value) <= LONGEST:
+        parts = value.items() if isinstance(value, dict) else value
+        return type(value), tuple(_mark(part, depth - 1) for part in parts)
+    return id(value)
+
+
+def _is_built_in(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules")
+
+
 def _is_bound(module: nn.Module) -> bool:
     """Whether code outside of Python refers to the very object, or its weights do not exist yet."""
     if isinstance(module, torch.jit.ScriptModule):
+        return True
+    if module.__dict__.get("_compiled_call_impl") is not None:  # by `module.compile()`
         return True
     # Not by isinstance: to import the class loads all of the compiler.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
@@ -63,8 +125,8 @@ def _is_bound(module: nn.Module) -> bool:
 
 def _fill(copied: nn.Module, module: nn.Module, memo: Memo) -> None:
     values = module.__dict__
-    builtin = type(module).__module__.startswith("torch.nn.modules")
-    numbers_only = builtin and not isinstance(module, nn.RNNBase) and not _has_hooks(module)
+    simple = _is_built_in(module) and not isinstance(module, nn.RNNBase)
+    numbers_only = simple and not _has_hooks(module)
     for name, value in values.items():
         copied.__dict__[name] = value if numbers_only else _copied(value, memo)
     for field in OWN_FIELDS:
@@ -117,10 +179,14 @@ def _copied_function(value: FunctionType, inside: Callable[[Any], Any]) -> Funct
     except ValueError:  # a name that is not bound yet
         return value
     after = [inside(content) for content in before]
-    if not any(isinstance(a, nn.Module | MethodType) and a is not b for a, b in zip(before, after)):
+    pairs = zip(before, after, strict=True)
+    if not any(isinstance(b, nn.Module | MethodType) and a is not b for a, b in pairs):
         return value
     copied = FunctionType(
-        value.__code__, value.__globals__, value.__name__, value.__defaults__,
+        value.__code__,
+        value.__globals__,
+        value.__name__,
+        value.__defaults__,
         tuple(map(CellType, after)),
     )
     copied.__kwdefaults__ = value.__kwdefaults__

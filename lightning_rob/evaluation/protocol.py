@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.copies import fresh
 from lightning_rob.evaluation.groups import Unpack, fetch, unpacked
 from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator, Streams, derive_seed, seeded_global_rng
@@ -95,7 +96,7 @@ class AttackerDefenderSession:
         """One strategy: the perturbed images and the probability of each class."""
         attack, defenders = self.strategies[turn][1], self.defenders[turn]
         seen = defenders[0] if self.attacker_sees_state else self.rehearsals[turn]
-        x_adv = attack(seen, x, y, Streams.from_index(index, *self.keys, 0))
+        x_adv = attack(self._as_made(seen), x, y, Streams.from_index(index, *self.keys, 0))
         check_within(attack, x_adv, x)
         found = []
         for draw, defender in enumerate(defenders):
@@ -103,7 +104,7 @@ class AttackerDefenderSession:
             private = self._generator(index, 1, draw)
             final = defender.adapt(x_adv, private)
             noise = Streams.from_index(index, *_of_draw(self.private, 2, draw))
-            found.append(predictions(final, x_adv, noise, inferences))
+            found.append(predictions(self._as_made(final), x_adv, noise, inferences))
             if defender.stateful:
                 defenders[draw] = final.after_batch(private)
         rehearses = not (self.attacker_sees_state or attack.ignores_state)
@@ -111,6 +112,11 @@ class AttackerDefenderSession:
             generator = self._generator(index, 3)
             self.rehearsals[turn] = seen.adapt(x_adv, generator).after_batch(generator)
         return x_adv, torch.cat(found)
+
+    @staticmethod
+    def _as_made(defense: Defense) -> Defense:
+        """A defense that does not adapt, without what earlier predictions wrote into its copy."""
+        return defense if defense.transductive else fresh(defense)
 
     def _generator(self, index: Tensor, key: int, draw: int = 0) -> torch.Generator:
         keys = self.keys if key == 3 else self.private
@@ -163,8 +169,8 @@ def predictions(defense: Defense, x: Tensor, noise: Streams, inferences: int = 1
     """
     parts = [noise, *(noise.fold_in(again) for again in range(1, inferences))]
     own = torch.Generator().manual_seed(derive_seed(noise.batch_key, *noise.keys.tolist()))
-    with evaluating(defense), torch.no_grad(), seeded_global_rng(own, x.device):
-        return torch.stack([defense(x, part) for part in parts])
+    with seeded_global_rng(own, x.device), evaluating(defense) as copied, torch.no_grad():
+        return torch.stack([copied(x, part) for part in parts])
 
 
 def check_within(attack: Attack, x_adv: Tensor, x: Tensor) -> None:

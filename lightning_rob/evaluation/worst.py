@@ -138,8 +138,8 @@ def is_random(defense: Defense, x: Tensor, index: Tensor) -> bool:
     own = torch.Generator().manual_seed(
         derive_seed(*index.tolist())
     )  # for noise from global streams
-    with evaluating(defense), torch.no_grad(), seeded_global_rng(own, x.device):
-        first, second = (defense.logits(x, Streams.from_index(index, key)) for key in (0, 1))
+    with seeded_global_rng(own, x.device), evaluating(defense) as copied, torch.no_grad():
+        first, second = (copied.logits(x, Streams.from_index(index, key)) for key in (0, 1))
     largest = float(first.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if first.numel() else 0.0
     same = torch.isclose(first, second, rtol=0.0, atol=ROUNDING * (1 + largest), equal_nan=True)
     return not bool(same.all())

@@ -153,8 +153,8 @@ class AdversarialTraining(RobustModule):
     def _perturbed_for_trades(self, x: Tensor, y: Tensor, noise: Generator) -> Tensor:
         """Return the batch attacked to raise the divergence from the clean predictions."""
         assert is_pgd(self.attack)
-        with attacking(self.defense), torch.no_grad():
-            clean = _Divergence(self.defense, self.defense.logits(x)[0].softmax(-1))
+        with attacking(self.defense) as defense, torch.no_grad():
+            clean = _Divergence(self.defense, defense.logits(x)[0].softmax(-1))
         attack = replace(self.attack, objective=_mean_divergence)
         return attack(clean, x, torch.zeros_like(y), noise)
 

@@ -104,8 +104,8 @@ def distil(
     Returns:
         Distilled images z, [B, C, H, W].
     """
-    with attacking(Single(net)), torch.no_grad():
-        near = _Features(net, layer, features(net, layer, target).float())
+    with attacking(Single(net)) as copied, torch.no_grad():
+        near = _Features(net, layer, features(copied.net, layer, target).float())
     threat = Threat("linf", eps)
     search = PGD(threat, steps, step_size, objective=_negative_square, random_start=False)
     unused_labels = torch.zeros(len(source), dtype=torch.int64, device=source.device)

@@ -315,7 +315,7 @@ class TransformTraining(RobustModule):
             self.images["val"] = TransformedCache(self._served_images())
         net, images, y = self.trainable_network(), self._transformed("val"), self.images["val"].y
         parts = [slice(start, start + CHUNK) for start in range(0, len(y), CHUNK)]
-        with evaluating(net):
+        with evaluating(net) as net:
             losses = [
                 cross_entropy(
                     network_logits(net, images[part].to(self.device)), y[part].to(self.device)

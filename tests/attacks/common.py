@@ -82,7 +82,7 @@ def streams(x):
 
 def right(defense, x, y):
     """The probability [B] of a right prediction."""
-    with attacking(defense), torch.no_grad():
+    with attacking(defense) as defense, torch.no_grad():
         return defense(x, seeded()).gather(1, y[:, None])[:, 0]
 
 

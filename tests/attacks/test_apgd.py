@@ -172,7 +172,7 @@ def test_a_randomized_ensemble_is_left_at_the_best_value():
     ensemble, (x, y) = Ensemble([trained_net(1), trained_net(2)], [0.6, 0.4]), images(60, seed=4)
     for objective in (expected_ce, worst_ce):
         x_adv = APGD(LINF, 30, objective)(ensemble, x, y, seeded())
-        with attacking(ensemble), torch.no_grad():
+        with attacking(ensemble) as ensemble, torch.no_grad():
             values = [objective(ensemble.logits(z), ensemble.weights, y) for z in (x, x_adv)]
         fooled = right(ensemble, x_adv, y) == 0
         assert (fooled | (values[1] >= values[0])).all()

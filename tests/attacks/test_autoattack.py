@@ -64,7 +64,7 @@ def seed(x, generator):
 def package(attack, defense, x, y, number):
     """The package by itself, on the network as an attack sees it."""
     norm = {"linf": "Linf", "l2": "L2"}[attack.threat.norm]
-    with attacking(defense), torch.random.fork_rng(devices=[]):
+    with attacking(defense) as defense, torch.random.fork_rng(devices=[]):
         suite = pyautoattack.AutoAttack(
             defense.net,
             attacks=attack.attacks and list(attack.attacks),

@@ -333,7 +333,7 @@ def test_logits_stay_bit_for_bit(name, trick):
     """In single precision and with folded BatchNorm, as in an attack."""
     net, x = copy.deepcopy(built(name)).float(), images().float()
     defense = Single(net)
-    with attacking(defense):
+    with attacking(defense) as defense:
         expected = net(x)
         with trick(defense):
             assert torch.equal(net(x), expected)

@@ -536,7 +536,7 @@ def test_images_that_require_gradients_are_no_surprise(attack, defense):
 
 def test_attacking_can_be_nested(pair):
     before = snapshot(half_frozen(pair))
-    with attacking(pair):
+    with attacking(pair) as pair:
         assert not any(m.training for m in pair.modules() if type(m) is not nn.Identity)
         assert not any(p.requires_grad for p in pair.parameters())
         with torch.no_grad(), attacking(pair.members[0]):

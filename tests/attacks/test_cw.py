@@ -70,7 +70,7 @@ def sizes(attack, defense, x, y, generator=None):
 
 
 def predictions(defense, x):
-    with attacking(defense), torch.no_grad():
+    with attacking(defense) as defense, torch.no_grad():
         return defense(x).argmax(1)
 
 

@@ -15,7 +15,7 @@ both_norms = pytest.mark.parametrize("threat", FREE.values(), ids=FREE.keys())
 
 
 def predictions(defense, x):
-    with attacking(defense), torch.no_grad():
+    with attacking(defense) as defense, torch.no_grad():
         return defense(x).argmax(1)
 
 

@@ -154,7 +154,7 @@ def test_a_defense_that_copies_its_network_copies_it_whole():
             return Single(copy.deepcopy(self.net))
 
     defense = Copying(settled(SmallCNN(channels=3)))
-    with attacking(defense):
+    with attacking(defense) as defense:
         copied = defense.adapt(torch.rand(2, 3, 32, 32)).net
     assert norms(copied) == 3
     assert copied.state_dict().keys() == defense.net.state_dict().keys()
@@ -303,7 +303,7 @@ class Noisy(Styled):
 def assert_predicts_alike_when_attacked(defense, x):
     with torch.no_grad():
         expected = defense.eval().logits(x)
-    with attacking(defense), torch.no_grad():
+    with attacking(defense) as defense, torch.no_grad():
         inside = defense.logits(x)
     torch.testing.assert_close(inside, expected, rtol=1e-4, atol=1e-4)
 
@@ -353,7 +353,7 @@ def test_a_member_may_be_there_twice():
     one, other = Styled(), Styled()
     defense = Mixture([Ensemble([one, other]), Single(one)])
     assert_predicts_alike_when_attacked(defense, x)
-    with attacking(defense):
+    with attacking(defense) as defense:
         assert_predicts_alike_when_attacked(Single(one), x)
 
 

@@ -96,7 +96,7 @@ def test_part_by_part_is_the_same_as_all_at_once(objective):
     space = Mixture([Single(net(1)), noisy, Single(net(2))], [0.2, 0.5, 0.3])
     x, y = batch()
     index = torch.arange(len(x))
-    with attacking(space):
+    with attacking(space) as space:
         part_by_part = ObjectiveGradient(objective)(space, x, y, Streams.from_index(index, 1))
         leaf = x.clone().requires_grad_()
         expected = ObjectiveGradient(objective).value(space, leaf, y, Streams.from_index(index, 1))
@@ -108,7 +108,7 @@ def test_part_by_part_is_the_same_as_all_at_once(objective):
 def test_a_part_of_no_weight_is_not_attacked():
     x, y = batch()
     space = Mixture([Single(net(1)), Single(net(2))], [0.0, 1.0])
-    with attacking(space):
+    with attacking(space) as space:
         value = ObjectiveGradient(worst_ce)(space, x, y, None).value
         expected = cross_entropy(net(2)(x), y, reduction="none")
     torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
@@ -165,7 +165,7 @@ def play(rights, clean=9, **options):
     first = Fixed(9)
     before = [Fixed(clean)] if options.get("from_clean", True) else []
     defense, spy = Scripted(first, [*before, *models]), Spy(attacked_nets=[])
-    with attacking(defense):
+    with attacking(defense) as defense:
         x_adv = GMSA(spy, rounds=len(models), **options).perturb(defense, x, y, None)
     return x_adv, spy.attacked_nets, defense, [first, *models]
 

@@ -144,7 +144,7 @@ def test_an_image_is_fooled_if_no_part_that_may_predict_is_correct(rule, fooled)
     parts = [Single(right), Ensemble([wrong, wrong], rule=mean_probs), Single(wrong)]
     defense, (x, _) = Mixture(parts, [0.2, 0.4, 0.4], rule), batch(2)
     y = torch.zeros(2, dtype=torch.int64)
-    with attacking(defense):
+    with attacking(defense) as defense:
         found = ObjectiveGradient(expected_ce)(defense, x, y, None).fooled(y)
     assert found.tolist() == [fooled] * 2
     assert ((defense(x)[:, 0] == 0) == found).all()

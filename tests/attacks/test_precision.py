@@ -89,7 +89,7 @@ def test_attacks_and_evaluations_are_in_full_precision(fresh, name):
     before, net = flags(), Recording()
     PGD_STEP(Single(net), *batch())
     assert flags() == before
-    with evaluating(net):
+    with evaluating(net) as net:
         net(batch()[0])
         assert flags()[-3:] == [False, False, "highest"]  # no error, which is what compilers meet
     assert set(net.seen) == {FULL}

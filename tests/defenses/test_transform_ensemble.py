@@ -126,7 +126,7 @@ def test_a_gradient_where_there_is_none_is_refused_and_not_zero(x):
     y, pgd = torch.zeros(6, dtype=torch.long), PGD(Threat("linf", 0.1), 1, 0.1)
     with pytest.raises(RuntimeError, match="has no gradient"):
         pgd(ensemble, x, y)
-    with attacking(ensemble), torch.no_grad():
+    with attacking(ensemble) as ensemble, torch.no_grad():
         before, after = (
             expected_ce(ensemble.part([0]).logits(z), torch.ones(1), y).mean()
             for z in (x, OnDifferentiable(pgd)(ensemble, x, y))

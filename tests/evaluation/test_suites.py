@@ -144,7 +144,7 @@ def small(kind):
 def mean_right(defense, x, y):
     """The accuracy after adaptation to these images, mean over draws of a random defense."""
     adapted, found = defense.adapt(x), []
-    with evaluating(adapted):
+    with evaluating(adapted) as adapted:
         for seed in range(4):
             generator = streams(x).fold_in(seed)
             found.append(float(adapted(x, generator).gather(1, y[:, None]).mean()))

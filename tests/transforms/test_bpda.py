@@ -202,7 +202,7 @@ def test_an_attack_in_inference_mode(gradients):
 def test_the_weights_have_no_gradient_while_attacked():
     params = Gamma().sample(X, generator())
     net = untrained(X, params).requires_grad_(True)
-    with attacking(net):
+    with attacking(net) as net:
         x = X.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(approximated(Gamma(), x, params, net), x, V)
     assert gradient.any()
