@@ -4,6 +4,10 @@ import torch
 from torch import nn
 
 
+class Shared(list):
+    """What a network records of its calls, in a list that its working copies share."""
+
+
 class Tap(torch.autograd.Function):
     """The identity; tells of every gradient that passes, and of how many images."""
 
@@ -31,7 +35,8 @@ class Counting(nn.Module):
         self.clear()
 
     def clear(self):
-        self.evaluated, self.linearised, self.backwards, self.trained = [], [], [], []
+        self.evaluated, self.linearised = Shared(), Shared()
+        self.backwards, self.trained = Shared(), Shared()
 
     def counts(self):
         """Calls to evaluate, calls to linearise, gradients."""

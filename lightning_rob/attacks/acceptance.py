@@ -9,6 +9,16 @@ from lightning_rob.defenses.rejection import AcceptedClasses
 from lightning_rob.randomness import Generator, Streams
 
 
+def rejects(defense: Defense) -> bool:
+    """Whether attacks are to make it accept an image: it may reject, or hides that it does so."""
+    return defense.may_reject or _depends_on_batch(defense)
+
+
+def _depends_on_batch(defense: Defense) -> bool:
+    """Whether it is a view for labels of a whole batch, by an outer attack."""
+    return isinstance(defense, AcceptedClasses) and isinstance(defense.labels, PerImageValues)
+
+
 def towards_acceptance(
     work: Work, separable: bool, defense: Defense, x: Tensor, y: Tensor, generator: Generator
 ) -> Tensor:
@@ -21,7 +31,7 @@ def towards_acceptance(
     Args:
         work: attack of images [b, …] with labels [b] -> [b, …].
         separable: whether an image's result is independent of the other images.
-        defense: any; the attack on one that rejects nothing is unchanged.
+        defense: one that `rejects`.
         x: [B, …] images.
         y: [B] their labels.
         generator: source of randomness; `Streams` give an image the same noise in any part.
@@ -32,10 +42,8 @@ def towards_acceptance(
     Raises:
         ValueError: a label is the class of rejection.
     """
-    if isinstance(defense, AcceptedClasses) and isinstance(defense.labels, PerImageValues):
+    if isinstance(defense, AcceptedClasses):
         defense = defense.defense  # by an outer attack, whose images depend on each other
-    elif not defense.may_reject:
-        return work(defense, x, y, generator)
     elif defense.rejects is not None:
         check_none_rejected(y, defense.rejects)
         y = y - (y > defense.rejects).to(y)  # among the accepted classes

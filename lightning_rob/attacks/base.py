@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_rob.attacks.acceptance import towards_acceptance
+from lightning_rob.attacks.acceptance import rejects, towards_acceptance
 from lightning_rob.attacks.backward import Backwards, InsideBounds, entered
 from lightning_rob.attacks.folding import FoldingError, folded
-from lightning_rob.attacks.oom import run_in_chunks, run_in_halves
+from lightning_rob.attacks.oom import Work, run_in_chunks, run_in_halves
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.sight import Sight, own_sight
 from lightning_rob.defenses import Defense
@@ -164,19 +164,19 @@ class Attack(ABC):
             if not len(x):
                 return x
             copied = private(defense)
-            with own_sight(len(x), x.device) as sight:
-                x_adv = self._folded(copied, x, y, generator, restore)
+            with own_sight(len(x), x.device, generator) as sight:
+                x_adv = self._attempt(copied, x, y, generator, restore)
                 if bool(sight.nonfinite) and _has_networks(copied):
                     restore()
                     sight.recovered = True
                     low, high = self.threat.bounds
                     inside = InsideBounds(HAIR * (high - low), self.threat.bounds)
-                    x_adv = self._folded(copied, x, y, generator, restore, inside)
+                    x_adv = self._attempt(copied, x, y, generator, restore, inside)
                 if not sight.watched:
                     _warn_if_blind(copied, x_adv, y, sight)
         return x_adv
 
-    def _folded(
+    def _attempt(
         self,
         defense: Defense,
         x: Tensor,
@@ -184,40 +184,34 @@ class Attack(ABC):
         generator: Generator,
         restore: Callable[[], object],
         backward: Backwards = None,
-    ) -> Tensor:
-        """Attack, and once more where a network turns out to be one that cannot be folded."""
-        try:
-            return self._in_memory(defense, x, y, generator, restore, backward)
-        except FoldingError:
-            restore()
-        return self._in_memory(defense, x, y, generator, restore, backward)
-
-    def _in_memory(
-        self,
-        defense: Defense,
-        x: Tensor,
-        y: Tensor,
-        generator: Generator,
-        restore: Callable[[], object],
-        backward: Backwards,
+        again: bool = True,
     ) -> Tensor:
         """Attack all images at once, in chunks, or in as small parts as memory allows."""
-        with attacking(defense), entered(backward, defense):  # in place: it is a working copy
-            separable = is_batch_separable(self, defense)
-            perturb = partial(towards_acceptance, self.perturb, separable)
-            try:
-                size = len(x) if self.splits_batches or not separable else images_at_once(x)
-                work = perturb if size == len(x) else partial(run_in_chunks, perturb, size)
-                return work(defense, x, y, generator).detach()
-            except torch.OutOfMemoryError as error:
-                if not separable:
-                    self._suggest_smaller_rounds(error, len(x))
-                    raise
-                if len(x) < 2:
-                    raise
-            # outside the handler, whose traceback keeps the failed attempt's tensors alive
-            restore()
-            return run_in_halves(perturb, defense, x, y, generator).detach()
+        try:
+            with attacking(defense), entered(backward, defense):  # in place: it is a working copy
+                separable = is_batch_separable(self, defense)
+                perturb: Work = self.perturb
+                if rejects(defense):
+                    perturb = partial(towards_acceptance, perturb, separable)
+                try:
+                    size = len(x) if self.splits_batches or not separable else images_at_once(x)
+                    if size == len(x):
+                        return perturb(defense, x, y, generator).detach()
+                    return run_in_chunks(perturb, size, defense, x, y, generator).detach()
+                except torch.OutOfMemoryError as error:
+                    if not separable:
+                        self._suggest_smaller_rounds(error, len(x))
+                        raise
+                    if len(x) < 2:
+                        raise
+                # outside the handler, whose traceback keeps the failed attempt's tensors alive
+                restore()
+                return run_in_halves(perturb, defense, x, y, generator).detach()
+        except FoldingError:
+            if not again:
+                raise
+        restore()  # and attack once more: this network is not folded a second time
+        return self._attempt(defense, x, y, generator, restore, backward, again=False)
 
     def _suggest_smaller_rounds(self, error: torch.OutOfMemoryError, images: int) -> None:
         if not getattr(error, "__notes__", None):
@@ -359,17 +353,18 @@ def _has_networks(defense: Defense) -> bool:
 def _warn_if_blind(defense: Defense, x_adv: Tensor, y: Tensor, sight: Sight) -> None:
     """Warn where many images had no gradient to follow, and the defense is right on them."""
     blind = sight.blind == 1
-    if defense.transductive or not blind.any():
+    if defense.transductive or int(blind.sum()) < ENOUGH:
         return
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad(), seeded_global_rng(noise, x_adv.device), evaluating(defense):
         right = defense(x_adv, noise).argmax(1) == y
     stuck = int((blind & right).sum())
     if stuck >= ENOUGH:
+        kind = "not finite or zero" if bool(sight.nonfinite) else "exactly zero"
         warnings.warn(
-            f"no gradient was of use for {stuck} of {len(y)} images, which are not misclassified: "
-            "each was exactly zero or not finite. This attack cannot move them, and its accuracy "
-            "says nothing of them. `lightning-rob audit` finds out why; Square needs no gradient",
+            f"the gradient is {kind} for {stuck} of {len(y)} images, which are not misclassified: "
+            "this attack cannot move them, and its accuracy says nothing of them. "
+            "`lightning-rob audit` finds out why; Square needs no gradient",
             ZeroGradientWarning,
             stacklevel=4,
         )

@@ -20,7 +20,7 @@ from tests.attacks.common import (
     seeded,
     trained_net,
 )
-from tests.counting import Counting
+from tests.counting import Counting, Shared
 
 LINF, L2 = Threat("linf", "24/255"), Threat("l2", 0.5)
 both_norms = pytest.mark.parametrize("threat", [LINF, L2], ids=["linf", "l2"])
@@ -31,7 +31,7 @@ class Recording(torch.nn.Module):
 
     def __init__(self, net):
         super().__init__()
-        self.net, self.seen = net, []
+        self.net, self.seen = net, Shared()
 
     def forward(self, x):
         self.seen.append(x.detach().clone())

@@ -536,13 +536,16 @@ def test_images_that_require_gradients_are_no_surprise(attack, defense):
 
 def test_attacking_can_be_nested(pair):
     before = snapshot(half_frozen(pair))
-    with attacking(pair) as pair:
-        assert not any(m.training for m in pair.modules() if type(m) is not nn.Identity)
-        assert not any(p.requires_grad for p in pair.parameters())
-        with torch.no_grad(), attacking(pair.members[0]):
+    with attacking(pair) as attacked:
+        assert not any(m.training for m in attacked.modules() if type(m) is not nn.Identity)
+        assert not any(p.requires_grad for p in attacked.parameters())
+        with torch.no_grad(), attacking(attacked.members[0]) as inner:
+            assert inner is attacked.members[0]
             assert torch.is_grad_enabled()
         assert not torch.is_inference_mode_enabled()
-        assert not any(p.requires_grad for p in pair.parameters())
+        assert not any(p.requires_grad for p in attacked.parameters())
+        assert any(m.training for m in pair.modules())
+        assert any(p.requires_grad for p in pair.parameters())
     assert_same(before, snapshot(pair))
 
 

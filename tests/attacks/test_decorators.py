@@ -30,6 +30,7 @@ from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
 from tests.attacks.test_folding import settled
+from tests.counting import Shared
 from tests.tiny import TinyNet, pgd, recipe, records, robust_eval, run
 
 LINF = Threat("linf", 0.1)
@@ -43,7 +44,7 @@ class Net(nn.Module):
         torch.manual_seed(seed)
         self.layers = nn.Sequential(nn.Flatten(), nn.Linear(48, 32), nn.Tanh(), nn.Linear(32, 4))
         self.double()
-        self.most, self.sizes = most, []
+        self.most, self.sizes = most, Shared()
 
     def forward(self, x):
         if x.requires_grad:
@@ -239,11 +240,11 @@ class Recording(nn.Module):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Flatten(), nn.Linear(48, 4))
-        self.seen = set()
+        self.seen = Shared()
 
     def forward(self, x):
         out = self.net(x)
-        self.seen.add((bool(x.requires_grad), out.dtype))
+        self.seen.append((bool(x.requires_grad), out.dtype))
         return out
 
 
@@ -256,7 +257,7 @@ def test_half_precision_is_for_gradients_alone():
     nets = [Recording(), Recording()]
     Accelerated(ARC(LINF, 2, 0.1), autocast="bfloat16")(Ensemble(nets), *picture())
     for net in nets:
-        assert net.seen == {(True, torch.bfloat16), (False, torch.float32)}
+        assert set(net.seen) == {(True, torch.bfloat16), (False, torch.float32)}
         assert "forward" not in vars(net)
 
 

@@ -71,7 +71,7 @@ def test_iterates_are_those_of_the_package(threat, targets, double, monkeypatch)
         norm = {"linf": "Linf", "l2": "L2"}[threat.norm]
         fab = package.FABAttack_PT(reference, norm=norm, n_iter=25, eps=threat.eps, device="cpu")
         fab.target_class = 2
-        with attacking(Single(net)) as defense:
+        with attacking(Single(net)):
             fab.attack_single_run(one, y[i : i + 1], is_targeted=bool(targets))
         ours, theirs = recording.seen[1:], reference.seen[1 + bool(targets) :]
         for step, (image, other) in enumerate(zip(ours, theirs, strict=False)):

@@ -11,6 +11,7 @@ from lightning_rob.attacks import GMSA, PGD, Attack
 from lightning_rob.attacks.base import attacking
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Defense, Mixture, RandomTransforms, Single
+from lightning_rob.defenses.copies import original
 from lightning_rob.objectives import (
     TargetedMargin,
     ce_of_mean_probs,
@@ -155,7 +156,7 @@ class Spy(Attack):
     attacked_nets: list = field(default_factory=list)
 
     def perturb(self, defense, x, y, generator):
-        self.attacked_nets.append([part.net for part in defense.defenses])
+        self.attacked_nets.append([original(part.net) for part in defense.defenses])
         return torch.full_like(x, len(self.attacked_nets) / 100)
 
 

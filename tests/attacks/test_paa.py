@@ -13,6 +13,7 @@ from lightning_rob.attacks import CW, PAA, PGD, TAA, Attack, Chunked, DeepFool, 
 from lightning_rob.attacks.base import is_batch_separable, walk
 from lightning_rob.attacks.transform_ensemble import AGGREGATES
 from lightning_rob.defenses import Single, TransformEnsemble
+from lightning_rob.defenses.copies import original
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
@@ -221,7 +222,7 @@ class Noting(Attack):
         return self.inner.threat
 
     def perturb(self, defense, x, y, generator):
-        self.calls.append((list(defense.modules()), len(x)))
+        self.calls.append((list(map(original, defense.modules())), len(x)))
         return self.inner.perturb(defense, x, y, generator)
 
 

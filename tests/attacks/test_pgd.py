@@ -11,12 +11,14 @@ from torch.nn import functional as F
 import lightning_rob
 from lightning_rob.attacks import PGD, Chunked, Targeted
 from lightning_rob.defenses import Defense, Ensemble, Mixture, RandomTransforms, Single
+from lightning_rob.defenses.copies import original
 from lightning_rob.modules import BAT
 from lightning_rob.objectives import ce_of_mean_logits, expected_ce, linear, worst_ce
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise
+from tests.counting import Shared
 
 LINF, L2 = Threat("linf", 0.1), Threat("l2", 0.3)
 STEPS = {"linf": 0.03, "l2": 0.1}
@@ -394,11 +396,11 @@ def test_backward_context_is_entered_with_the_defense():
 
     @contextmanager
     def context(defense):
-        log.append(("in", defense))
+        log.append(("in", original(defense)))
         try:
             yield
         finally:
-            log.append(("out", defense))
+            log.append(("out", original(defense)))
 
     defense, (x, y) = ensemble(), batch(3)
     attack = PGD(LINF, 2, 0.1, restarts=2, backward=context)
@@ -515,12 +517,15 @@ def test_images_that_are_wrong_already_stay():
 # the way to the network
 
 
+ATTACK = ["_attempt", "perturb", "__call__", "logits", "network_logits"]
+
+
 class FrameRecorder(nn.Module):
     """A network that records which functions of the package call it."""
 
     def __init__(self):
         super().__init__()
-        self.net, self.stacks = mlp(1).float(), []
+        self.net, self.stacks = mlp(1).float(), Shared()
 
     def forward(self, x):
         names, frame = [], sys._getframe()
@@ -536,7 +541,7 @@ class FrameRecorder(nn.Module):
 def test_frames_between_an_attack_and_the_network():
     net, (x, y) = FrameRecorder(), batch(4)
     PGD(LINF, 2, 0.03)(Ensemble([net]), x.float(), y)
-    assert net.stacks == [["__call__", "perturb", "__call__", "logits"]] * 2
+    assert net.stacks == [["__call__", *ATTACK]] * 2
 
 
 def test_frames_between_a_training_step_and_the_network():
@@ -546,5 +551,4 @@ def test_frames_between_a_training_step_and_the_network():
     module.log = lambda *args, **options: None
     module.stage, (x, y) = 1, batch(4)
     module.training_step((x.float(), y, torch.arange(4)), 0)
-    attack = ["training_step", "loss", "__call__", "perturb", "__call__", "logits"]
-    assert first.stacks == [attack] * 2
+    assert first.stacks == [["training_step", "loss", "__call__", *ATTACK]] * 2

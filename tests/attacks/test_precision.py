@@ -12,6 +12,7 @@ from lightning_rob.defenses import DENT, Single
 from lightning_rob.nets import SmallCNN
 from lightning_rob.precision import OPERATIONS, float32_precision, in_float32
 from lightning_rob.threat import Threat
+from tests.counting import Shared
 
 FULL, REDUCED = "ieee", "cudnn.conv tf32, cudnn.rnn tf32, cuda.matmul tf32"
 PGD_STEP = PGD(Threat("linf", 0.1), 1, 0.1, random_start=False)
@@ -72,7 +73,7 @@ class Recording(nn.Module):
     def __init__(self, net=None):
         super().__init__()
         self.net = net or nn.Sequential(nn.Flatten(), nn.Linear(48, 4))
-        self.seen = []
+        self.seen = Shared()
 
     def forward(self, x):
         self.seen.append(float32_precision())

@@ -343,9 +343,9 @@ def test_seen_as_changes_the_attack_alone():
 def test_the_network_is_folded_during_an_attack():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 4))
     rt = RandomTransforms(net, [VerticalFlip()], 1, 2)
-    with attacking(rt) as rt:
-        assert "forward" in net[1].__dict__
-    assert "forward" not in net[1].__dict__
+    with attacking(rt) as attacked:
+        assert "forward" in attacked.net[1].__dict__
+        assert "forward" not in net[1].__dict__
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_adaptation_is_the_same_wherever_it_happens(name):
 
     expected = becomes(torch.enable_grad())
     for context in (
-        attacking(defense) as defense,
+        attacking(defense),
         torch.no_grad(),
         torch.inference_mode(),
         torch.autocast("cpu", torch.bfloat16),

@@ -202,9 +202,9 @@ def test_an_attack_in_inference_mode(gradients):
 def test_the_weights_have_no_gradient_while_attacked():
     params = Gamma().sample(X, generator())
     net = untrained(X, params).requires_grad_(True)
-    with attacking(net) as net:
+    with attacking(net) as attacked:
         x = X.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(approximated(Gamma(), x, params, net), x, V)
+        (gradient,) = torch.autograd.grad(approximated(Gamma(), x, params, attacked), x, V)
     assert gradient.any()
     assert all(weight.grad is None and weight.requires_grad for weight in net.parameters())
 
