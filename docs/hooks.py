@@ -42,7 +42,7 @@ REFERENCE = {  # page: title, and the modules whose public names it lists
         "metrics.gradient_spread.gradient_spread",
         "metrics.corruption_error.corruption_error",
     ),
-    "audit": ("Audit", "audit.auditor", "audit.findings", "audit.target"),
+    "audit": ("Audit", "audit.auditor", "audit.report", "audit.target"),
     "nets": ("Networks", "nets"),
     "data": ("Data", "data"),
     "transforms": ("Transforms", "transforms", "transforms.nondifferentiable", "transforms.bpda"),

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Self
 
 import torch
@@ -12,7 +11,7 @@ from lightning_rob.attacks.active_set import ActiveBatch
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.passes import PassCount
-from lightning_rob.attacks.sight import noted
+from lightning_rob.attacks.sight import hooked
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import NoGradientError, at_least
 from lightning_rob.objectives import Objective, expected_margin
@@ -204,7 +203,7 @@ class CW(Attack):
             value = evaluate.value(defense, x_adv, run.y, run.generator).to(x_adv)
             if not value.requires_grad:
                 raise NoGradientError()
-            x_adv.register_hook(partial(noted, generator=run.generator))
+            hooked(x_adv, run.generator)
             squared = delta.square().flatten(1).sum(1)
             cost = squared + run.const * (self.confidence - value).clamp_min(0)
             (gradient,) = torch.autograd.grad(cost.sum(), run.w)

@@ -162,14 +162,16 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
     simple = (bool, int, float, str, tuple, list, dict, set)
     public = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
     own = vars(original(module))  # an object that was copied with the module is another each time
-    settings = [
+    settings: list[tuple[str, Any]] = [
         (k, repr(v) if isinstance(v, simple) else id(own.get(k, v))) for k, v in public.items()
     ]
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return settings  # training changes its statistics at every step, and no branch reads them
     known = original(module)._buffers
     names = [name for name, value in module._buffers.items() if value is not None]
-    return settings + [(k, _version(known.get(k)), _version(module._buffers[k])[1]) for k in names]
+    return settings + [
+        (k, (_version(known.get(k)), _version(module._buffers[k])[1])) for k in names
+    ]
 
 
 def _version(buffer: Tensor | None) -> tuple[int, int]:

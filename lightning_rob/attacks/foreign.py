@@ -4,14 +4,13 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.base import Attack
-from lightning_rob.attacks.sight import noted
+from lightning_rob.attacks.sight import hooked
 from lightning_rob.defenses import Defense
 from lightning_rob.errors import NoGradientError
 from lightning_rob.randomness import Generator, seed_from, uniform
@@ -112,7 +111,7 @@ class ScoreNetwork(nn.Module):
         """[B, C, H, W] -> [B, K] float32."""
         if x.requires_grad and torch.is_grad_enabled():
             x = x.view_as(x)  # a tensor of this call, whose gradient is that of this call
-            x.register_hook(partial(noted, generator=self.generator))
+            hooked(x, self.generator)
         return scores(self.defense, x, self.generator, self.draws).float()
 
 

@@ -38,8 +38,9 @@ class Sight:
     ) -> None:
         none = torch.zeros(images, device=device)
         # An attack inside another one is on images of that one's batch.
-        self.asked, self.usable = (within.asked, within.usable) if within else (none, none.clone())
-        self.watched = watched or (within is not None and within.watched)
+        self.asked: Tensor = within.asked if within else none
+        self.usable: Tensor = within.usable if within else none.clone()
+        self.watched: bool = watched or (within is not None and within.watched)
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
         self.recovered = False
 
@@ -107,6 +108,11 @@ def noted(gradient: Tensor, generator: Generator) -> Tensor:
     if sight := _current.get():
         sight.note(gradient.detach(), generator)
     return gradient.nan_to_num(0.0, 0.0, 0.0)
+
+
+def hooked(x: Tensor, generator: Generator) -> None:
+    """Note the gradient of a tensor of images whenever one is computed, and make it finite."""
+    x.register_hook(lambda gradient: noted(gradient, generator))  # type: ignore[no-untyped-call]
 
 
 def image_gradient(

@@ -1,6 +1,6 @@
 """The audit of a defense: attacks by its kind, measurements of each image, and all checks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,20 +8,30 @@ import torch
 from torch import Tensor
 
 from lightning_rob.audit import gradients, predictions, strength
-from lightning_rob.audit.findings import STYLES, Check, Columns, Report, known
+from lightning_rob.audit.report import Check, Report
 from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.defenses import Defense
+from lightning_rob.evaluation import checks as basic
 from lightning_rob.evaluation import worst_case
+from lightning_rob.evaluation.checks import LazyMeasurements
+from lightning_rob.evaluation.findings import STYLES, Columns, known
 from lightning_rob.evaluation.records import Result, measured
 from lightning_rob.evaluation.suites import SuiteKind
 from lightning_rob.identity import attack_spec
-from lightning_rob.randomness import derive_seed, seeded_global_rng
 from lightning_rob.threat import Threat
 
+OWN = (*predictions.MEASUREMENTS, *gradients.MEASUREMENTS)
 MEASUREMENTS: dict[str, Callable[[AuditBatch], Tensor]] = {
-    measure.__name__: measure for measure in (*predictions.MEASUREMENTS, *gradients.MEASUREMENTS)
+    **basic.MEASUREMENTS,
+    **{measure.__name__: measure for measure in OWN},
 }
-CHECKS: tuple[Check, ...] = (*predictions.CHECKS, *gradients.CHECKS, *strength.CHECKS)
+# With attacks the audit looks closer at three of the checks that every evaluation makes.
+CLOSER: dict[Check, Check] = {
+    basic.repeatable: predictions.randomness,
+    basic.flat_loss: gradients.saturation,
+    basic.bounds: gradients.bounds,
+}
+CHECKS: tuple[Check, ...] = (*(CLOSER.get(one, one) for one in basic.CHECKS), *strength.CHECKS)
 KINDS: dict[SuiteKind, str] = {
     "single": "one network",
     "ensemble": "an ensemble with one prediction",
@@ -53,39 +63,24 @@ def audit(
         **options: see `AuditTarget`.
     """
     target = AuditTarget(defense, threat or Threat(), **options)
-    return build_report(target, LazyMeasurements(AuditBatch(target, x, y, index)), checks)
+    return build_report(target, AuditMeasurements(AuditBatch(target, x, y, index)), checks)
 
 
-class LazyMeasurements(Mapping[str, Tensor]):
-    """The columns [B] of a batch by name, each measured when it is first read.
+class AuditMeasurements(LazyMeasurements):
+    """The columns [B] of a batch by name: scores under attacks, then measurements."""
 
-    Args:
-        batch: the batch.
-    """
-
-    def __init__(self, batch: AuditBatch) -> None:
-        self.batch = batch
-        self.columns: dict[str, Tensor] = {}
+    batch: AuditBatch
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
         return iter(column_names(self.batch.target))
 
-    def __len__(self) -> int:
-        """Return the number of columns."""
-        return len(column_names(self.batch.target))
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return a column; reading in another order measures the same."""
-        if name not in self.columns:
-            batch = self.batch
-            seed = derive_seed(batch.target.seed, *name.encode(), *batch.index.tolist())
-            with seeded_global_rng(torch.Generator().manual_seed(seed), batch.x.device):
-                attack, _, half = name.partition("/")
-                attacked = attack in batch.target.attacks
-                found = batch.score(attack, half) if attacked else MEASUREMENTS[name](batch).float()
-                self.columns[name] = found
-        return self.columns[name]
+    def measure(self, name: str) -> Tensor:
+        """Measure a column [B]."""
+        attack, _, half = name.partition("/")
+        if attack in self.batch.target.attacks:
+            return self.batch.score(attack, half)
+        return MEASUREMENTS[name](self.batch).float()
 
 
 def column_names(target: AuditTarget) -> list[str]:
@@ -95,7 +90,7 @@ def column_names(target: AuditTarget) -> list[str]:
 
 def measure(target: AuditTarget, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     """Return all columns of a batch: [B, len(column_names)]."""
-    return torch.stack(list(LazyMeasurements(AuditBatch(target, x, y, index)).values()), 1)
+    return torch.stack(list(AuditMeasurements(AuditBatch(target, x, y, index)).values()), 1)
 
 
 def build_report(target: AuditTarget, columns: Columns, checks: Sequence[Check] = CHECKS) -> Report:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack
 from lightning_rob.attacks.base import walk
-from lightning_rob.audit.findings import (
+from lightning_rob.audit.target import GRADIENT_FREE, AuditTarget
+from lightning_rob.evaluation.findings import (
     Columns,
     Finding,
     images_of,
@@ -19,7 +20,6 @@ from lightning_rob.audit.findings import (
     percent,
     significant,
 )
-from lightning_rob.audit.target import GRADIENT_FREE, AuditTarget
 from lightning_rob.evaluation.suites import DISSIMILARITY
 from lightning_rob.objectives import ce_of_rule
 

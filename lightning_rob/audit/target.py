@@ -2,22 +2,20 @@
 
 import time
 from collections.abc import Callable, Mapping
-from functools import cached_property
-from warnings import catch_warnings
 
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks import Attack, attacking, evaluating
-from lightning_rob.attacks.backward import entered
-from lightning_rob.defenses import Defense, is_transform_ensemble
-from lightning_rob.errors import ZeroGradientWarning
+from lightning_rob.attacks import Attack
+from lightning_rob.attacks.sight import watching
+from lightning_rob.defenses import Defense
+from lightning_rob.defenses.copies import working_copy
 from lightning_rob.evaluation import AttackerDefenderSession, NoAttack
+from lightning_rob.evaluation.checks import CheckBatch, CheckTarget
 from lightning_rob.evaluation.evaluator import check_predictions
-from lightning_rob.evaluation.suites import suite_for, surrogate_for
+from lightning_rob.evaluation.suites import suite_for
 from lightning_rob.metrics import robust_accuracy
-from lightning_rob.objectives import NonFiniteLogitsError, Objective, expected_ce, expected_margin
-from lightning_rob.randomness import Streams
+from lightning_rob.objectives import NonFiniteLogitsError
 from lightning_rob.rules import rejected_share
 from lightning_rob.threat import Threat
 
@@ -25,7 +23,7 @@ INFERENCES = 5  # predictions of each image; their mean is the score
 GRADIENT_FREE = ("clean", "noise", "square")
 
 
-class AuditTarget:
+class AuditTarget(CheckTarget):
     """A defense under audit.
 
     Args:
@@ -48,26 +46,15 @@ class AuditTarget:
         other_attacks: Mapping[str, Attack] | None = None,
         progress: Callable[[str, int], object] | None = None,
     ) -> None:
-        self.defense = defense
+        super().__init__(working_copy(defense), threat.bounds, seed)
         self.threat = threat
-        self.suite = suite_for(defense, threat, steps, queries)
+        self.suite = suite_for(self.defense, threat, steps, queries)
         self.attacks: dict[str, Attack] = {"clean": NoAttack(threat), **self.suite.attacks}
         self.queries = queries
-        self.seed = seed
         self.other_attacks = dict(other_attacks or {})
         self.progress = progress
         self.seconds = dict.fromkeys(self.attacks, 0.0)
         self.sessions: dict[str, AttackerDefenderSession] = {}
-
-    @property
-    def transductive(self) -> bool:
-        """Whether the defense adapts to the test batch, so that a batch is a round."""
-        return self.suite.kind == "transductive"
-
-    @property
-    def exact(self) -> bool:
-        """Whether `forward` returns the exact expectation over the defense's randomness."""
-        return self.suite.kind in ("single", "ensemble", "randomized")
 
     @property
     def worst_over(self) -> list[str]:
@@ -81,15 +68,6 @@ class AuditTarget:
             return []
         return [f"{name}/{half}" for name in self.worst_over for half in ("first", "second")]
 
-    @property
-    def differentiable_part(self) -> Defense | None:
-        """The current defense; of a transformation ensemble the members that have a gradient."""
-        if not is_transform_ensemble(self.defense):
-            return self.defense.adapted_model
-        transforms = self.defense.transforms.values()
-        members = [i for i, transform in enumerate(transforms) if transform.differentiable]
-        return self.defense.part(members) if members else None
-
     def session(self, attack: Attack, name: str) -> AttackerDefenderSession:
         """Return the session of an attack; against a defense that adapts it continues."""
         if not self.transductive or name not in self.sessions:
@@ -100,7 +78,7 @@ class AuditTarget:
         return self.sessions[name]
 
 
-class AuditBatch:
+class AuditBatch(CheckBatch):
     """A batch of images, attacked and differentiated on demand.
 
     Args:
@@ -113,19 +91,10 @@ class AuditBatch:
     def __init__(
         self, target: AuditTarget, x: Tensor, y: Tensor, index: Tensor | None = None
     ) -> None:
-        self.target = target
-        self.x, self.y = x, y
-        self.index = torch.arange(len(x), device=x.device) if index is None else index
+        super().__init__(target, x, y, index)
+        self.target: AuditTarget = target
         self.scores: dict[str, Tensor] = {}  # [B, R] by inference
         self.perturbed: dict[str, Tensor] = {}
-
-    def noise(self, key: str = "") -> Streams:
-        """Return the source of the defense's randomness, the same at every call with one key."""
-        return Streams.from_index(self.index, self.target.seed, *b"audit", *key.encode())
-
-    def unknown(self) -> Tensor:
-        """Return the column [B] of a value that could not be measured: NaN."""
-        return self.x.new_full((len(self.x),), torch.nan)
 
     def score(self, name: str, half: str = "") -> Tensor:
         """Return the probability [B] of a right prediction under an attack of the suite.
@@ -158,7 +127,7 @@ class AuditBatch:
         x, y = self.x[rows], self.y[rows]
         session = self.target.session(attack, name)
         try:
-            with catch_warnings(action="ignore", category=ZeroGradientWarning):  # found by a check
+            with watching(len(x), x.device):  # without warnings: a check finds what is amiss
                 x_adv, found = session.step(x, y, self.index[rows], INFERENCES)
         except NonFiniteLogitsError as error:
             x_adv, scores = x.clone(), x.new_zeros(len(x), INFERENCES)
@@ -172,54 +141,6 @@ class AuditBatch:
         if name != "clean":  # an attack succeeds where the defense accepts and is wrong
             scores = scores + rejected_share(found, defense.rejects, defense.abstains).T
         return x_adv, scores
-
-    def logits_of(self, x: Tensor, key: str = "") -> Tensor:
-        """Return the current defense's logits [S, B, K] of images [B, C, H, W]."""
-        defense = self.target.defense.adapted_model
-        with evaluating(defense), torch.no_grad():
-            return defense.sample_logits(x, self.noise(key))[0].float()
-
-    @cached_property
-    def logits(self) -> Tensor:
-        """The logits [S, B, K] of the clean images."""
-        return self.logits_of(self.x)
-
-    @cached_property
-    def nonfinite(self) -> Tensor:
-        """Images [B] with non-finite logits."""
-        return nonfinite(self.logits)
-
-    @cached_property
-    def differentiable(self) -> bool:
-        """Whether the logits depend on the images by operations that have a gradient."""
-        first = AuditBatch(self.target, self.x[:1], self.y[:1], self.index[:1])
-        return first.gradient(expected_ce) is not None
-
-    @cached_property
-    def gradients(self) -> tuple[Tensor, Tensor] | None:
-        """The gradients [B, D] of margin and loss; None without a gradient."""
-        margin, loss = self.gradient(expected_margin), self.gradient(expected_ce)
-        if margin is None or loss is None:
-            return None
-        return margin.flatten(1), loss.flatten(1)
-
-    def gradient(self, objective: Objective) -> Tensor | None:
-        """Return an objective's gradient [B, C, H, W] by the images; None if there is none."""
-        defense = self.target.differentiable_part
-        if defense is None:
-            return None
-        with attacking(defense), entered(surrogate_for(self.target.defense), defense):
-            x = self.x.detach().clone().requires_grad_()
-            logits, weights = defense.sample_logits(x, self.noise())
-            if not logits.requires_grad:
-                return None
-            value = objective(logits.float(), weights, self.y.clone()).sum()
-            return torch.autograd.grad(value, x, allow_unused=True)[0]
-
-
-def nonfinite(logits: Tensor) -> Tensor:
-    """Return the images [B] of which no draw of the logits [S, B, K] is finite throughout."""
-    return ~logits.amax(-1).isfinite().all(0)
 
 
 def _parts_to_retry(nonfinite: Tensor, count: int) -> list[Tensor]:

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rob.attacks import Attack
 from lightning_rob.audit.auditor import build_report, column_names, measure
-from lightning_rob.audit.findings import Report
+from lightning_rob.audit.report import Report
 from lightning_rob.audit.target import AuditTarget
 from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.callbacks.collector import collector_of

@@ -75,7 +75,7 @@ def keep_changes(copied: nn.Module) -> None:
     _states[copied] = _state(copied)
 
 
-def original(module: nn.Module) -> nn.Module:
+def original(module: M) -> M:
     """Return the module of which this is a working copy; itself if it is none."""
     origin = module.__dict__.get(ORIGIN)
     return (origin and origin()) or module
@@ -120,7 +120,8 @@ def _is_bound(module: nn.Module) -> bool:
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
         return True
-    return any(map(is_lazy, (*module._parameters.values(), *module._buffers.values())))
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and is_lazy(tensor) for tensor in tensors)
 
 
 def _fill(copied: nn.Module, module: nn.Module, memo: Memo) -> None:

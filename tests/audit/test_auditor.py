@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from lightning_rob.audit.auditor import CHECKS, LazyMeasurements, audit
-from lightning_rob.audit.gradients import DIRECTIONS
 from lightning_rob.audit.strength import steps
 from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
+from lightning_rob.evaluation.checks import DIRECTIONS
 from lightning_rob.nets import SmallCNN
 from lightning_rob.rules import random_member
 from tests.audit.planted import IMAGES, LARGE, PLANTED, THREAT, Through, honest

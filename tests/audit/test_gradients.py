@@ -4,8 +4,9 @@ import torch
 from torch.nn.functional import conv2d
 
 from lightning_rob.audit.auditor import audit
-from lightning_rob.audit.gradients import bounds, slope
+from lightning_rob.audit.gradients import bounds
 from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single, TransformEnsemble
+from lightning_rob.evaluation.checks import slope
 from lightning_rob.nets import SmallCNN
 from lightning_rob.rules import mean_logits
 from tests.audit.planted import (

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_rob.audit.auditor import audit
-from lightning_rob.audit.predictions import numbers
 from lightning_rob.defenses import Single
+from lightning_rob.evaluation.checks import numbers
 from tests.audit.planted import THREAT, Through
 
 

@@ -5,10 +5,10 @@ import torch
 
 from lightning_rob.attacks import ARC, PGD, Strongest
 from lightning_rob.audit.auditor import MEASUREMENTS, audit
-from lightning_rob.audit.findings import many, significant
 from lightning_rob.audit.strength import adaptive, black_box
 from lightning_rob.audit.target import AuditTarget
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single
+from lightning_rob.evaluation.findings import many, significant
 from lightning_rob.evaluation.suites import suite_for
 from lightning_rob.objectives import ce_of_mean_logits, ce_of_mean_probs, expected_ce
 from lightning_rob.rules import majority, mean_logits, mean_probs

@@ -1,17 +1,10 @@
-"""Findings of an audit, how much evidence a finding needs, and the report."""
+"""Findings of checks, and how much evidence a finding needs."""
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rich.console import Console
-from rich.markup import escape
 from torch import Tensor
-
-from lightning_rob.audit.target import AuditTarget
-from lightning_rob.evaluation.records import Result, with_schema
-from lightning_rob.tables import print_table
 
 Severity = Literal["severe", "warning", "note", "fine"]
 STYLES: dict[Severity, str] = {  # the most severe first
@@ -34,7 +27,7 @@ class Finding:
         text: the finding in plain words.
         advice: the remedy; empty where there is nothing to do.
         values: the measurements behind it.
-        name: of the check; set by the audit.
+        name: of the check.
     """
 
     severity: Severity
@@ -47,9 +40,6 @@ class Finding:
     def flagged(self) -> bool:
         """Whether it is severe or a warning."""
         return self.severity in ("severe", "warning")
-
-
-Check = Callable[[AuditTarget, Columns], Finding]
 
 
 def not_checked(reason: str) -> Finding:
@@ -117,71 +107,6 @@ def images_of(column: Tensor) -> str:
     return f"{int((known(column) > 0).sum())} of {len(known(column))} images"
 
 
-@dataclass(frozen=True)
-class Report:
-    """The report of an audit.
-
-    Args:
-        title: the defense and its kind, in words.
-        results: the accuracy on clean images, under each attack, and the worst case.
-        findings: the most severe first.
-    """
-
-    title: str
-    results: list[Result]
-    findings: list[Finding]
-
-    @property
-    def flags(self) -> list[Finding]:
-        """The findings that are severe or warnings."""
-        return [finding for finding in self.findings if finding.flagged]
-
-    @property
-    def severe(self) -> bool:
-        """Whether a finding is severe."""
-        return any(finding.severity == "severe" for finding in self.findings)
-
-    def summary(self) -> str:
-        """Return the verdict in one line."""
-        flags, severe = len(self.flags), sum(flag.severity == "severe" for flag in self.flags)
-        if severe:
-            return f"Do not trust the accuracies: {severe} of {flags} flags are severe."
-        if flags:
-            return f"Look at the warnings before you trust the accuracies: {flags}."
-        return "Nothing suspicious was found."
-
-    def show(self, console: Console | None = None) -> None:
-        """Print the accuracies as a table, then the findings with their remedies."""
-        console = console or Console()
-        print_table(f"Audit · {self.title}", self.results, console)
-        console.print(self.summary(), style="bold")
-        fine = [finding.name for finding in self.findings if finding.severity == "fine"]
-        lines = []
-        for finding in (f for f in self.findings if f.severity != "fine"):
-            severity = f"[{STYLES[finding.severity]}]{finding.severity:7}[/]"
-            lines.append(f"{severity} {finding.name}: {escape(finding.text)}")
-            lines += [f"        → {escape(finding.advice)}"] if finding.advice else []
-        lines += [f"fine    {', '.join(fine)}"] if fine else []
-        for line in lines:
-            console.print(line, highlight=False)
-
-    def markdown(self) -> str:
-        """Return the report as Markdown, for loggers that show text."""
-        rows = [f"| {r.name} | {r.details['ball']} | {r.accuracy:.1%} |" for r in self.results]
-        lines = [f"**{self.summary()}** {self.title}", "", "| attack | within | accuracy |"]
-        lines += ["|---|---|---|", *rows, ""]
-        for finding in self.findings:
-            advice = f" *{finding.advice}*" if finding.advice else ""
-            lines.append(f"- **{finding.severity}** {finding.name}: {finding.text}{advice}")
-        return "\n".join(lines)
-
-    def json(self, metadata: Mapping[str, Any]) -> str:
-        """Return the report as JSON, together with the metadata of the run."""
-        content = {
-            "kind": "audit",
-            **metadata,
-            "title": self.title,
-            "attacks": [result.record() for result in self.results],
-            "findings": [{"name": f.name, **asdict(f)} for f in self.findings],
-        }
-        return json.dumps(with_schema(content), indent=2, ensure_ascii=False) + "\n"
+def record(finding: Finding) -> dict[str, str]:
+    """Return what a record of an evaluation has of a finding: name, severity, text and advice."""
+    return {name: getattr(finding, name) for name in ("name", "severity", "text", "advice")}
