@@ -31,6 +31,10 @@ class ZeroGradientWarning(UserWarning):
     """A gradient attack has nothing to follow: its accuracy says nothing about robustness."""
 
 
+class FindingWarning(UserWarning):
+    """Something makes the accuracies of an evaluation suspicious."""
+
+
 def at_least(minimum: int, **numbers: int | None) -> None:
     """Raise a ValueError that names the first number below the minimum; None is allowed."""
     for name, number in numbers.items():

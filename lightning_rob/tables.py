@@ -6,11 +6,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_rob.comparisons import holm
 
 CLEAN = "clean"  # the row without an attack
+SEVERITIES = {"severe": "bold red", "warning": "yellow", "note": "cyan", "fine": "default"}
 STYLE: dict[str, Any] = {
     "title_justify": "left",
     "title_style": "bold",
@@ -53,8 +55,10 @@ def print_table(title: str, results: Iterable[Row], console: Console | None = No
     The column "median distance", of attacks of smallest norm, is "beyond" where half of the images
     or more are not fooled within the ball. "randomness" is half the interval over inferences or
     private draws: the share that the defense's own randomness has. "rejected" and "accepted,
-    wrong" are shares of the predictions of a defense that may reject. "against" compares with the
-    first attack image by image. A narrow terminal leaves out "against" and the time.
+    wrong" are shares of the predictions of a defense that may reject. "blind" is the share of
+    images, right without an attack, on which it had no gradient to follow. "against" compares with
+    the first attack image by image. A narrow terminal leaves out "against" and the time. What the
+    checks of the evaluation found stands below.
 
     Args:
         title: above the table.
@@ -82,6 +86,18 @@ def print_table(title: str, results: Iterable[Row], console: Console | None = No
     for row in rows:
         table.add_row(*(row[name] for name in kept))
     console.print(table)
+    for line in _findings(last.values()):
+        console.print(line, highlight=False)
+
+
+def _findings(results: Iterable[Row]) -> Iterator[str]:
+    """Yield what the checks found, each once, with its remedy."""
+    found = [one for result in results for one in result.details.get("findings", ())]
+    for one in {finding["text"]: finding for finding in found}.values():
+        severity = f"[{SEVERITIES[one['severity']]}]{one['severity']:7}[/]"
+        yield f"{severity} {escape(one['name'])}: {escape(one['text'])}"
+        if one["advice"]:
+            yield f"        → {escape(one['advice'])}"
 
 
 def _left_out(results: Iterable[Row]) -> list[str]:
@@ -95,6 +111,8 @@ def _methods(columns: Collection[str], covered: Collection[str], compared: int) 
     methods = [f"interval: Wilson, over {' or '.join(sorted(covered))}"]
     if "accepted, wrong" in columns:
         methods += ["accuracy: accepted and right on clean images; not accepted and wrong attacked"]
+    if "blind" in columns:
+        methods += ["blind: no gradient to follow, of images right without an attack"]
     if "randomness" in columns:
         source = "private draws" if "private" in methods[0] else "inferences"
         methods += [f"randomness: t over {source}"]
@@ -116,6 +134,7 @@ def _accuracy_cells(result: Row, adjusted: Iterator[float]) -> dict[str, str]:
         "95 % interval": f"{100 * low:.1f} … {100 * high:.1f}",
         "rejected": _share(details.get("rejected")),
         "accepted, wrong": _share(details.get("accepted_wrong")),
+        "blind": _share(details.get("blind") or None),
         "median distance": _distance(details),
         "randomness": f"± {(randomness[1] - randomness[0]) / 2:.1%}" if randomness else "",
         "against": _comparison(details.get("against"), adjusted),

@@ -14,7 +14,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import checks as basic
 from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.checks import LazyMeasurements
-from lightning_rob.evaluation.findings import STYLES, Columns, known
+from lightning_rob.evaluation.findings import Columns, by_severity, known
 from lightning_rob.evaluation.records import Result, measured
 from lightning_rob.evaluation.suites import SuiteKind
 from lightning_rob.identity import attack_spec
@@ -96,7 +96,7 @@ def measure(target: AuditTarget, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
 def build_report(target: AuditTarget, columns: Columns, checks: Sequence[Check] = CHECKS) -> Report:
     """Judge the columns [N] of all images together."""
     findings = [replace(check(target, columns), name=check.__name__) for check in checks]
-    findings.sort(key=lambda finding: list(STYLES).index(finding.severity))
+    findings = by_severity(findings)
     title = f"{type(target.defense).__name__} · {KINDS[target.suite.kind]}"
     results = _results(target, columns) if tuple(checks) == CHECKS else []
     return Report(title, results, findings)

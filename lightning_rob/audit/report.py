@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from lightning_rob.audit.target import AuditTarget
-from lightning_rob.evaluation.findings import STYLES, Columns, Finding
+from lightning_rob.evaluation.findings import Columns, Finding
 from lightning_rob.evaluation.records import Result, with_schema
-from lightning_rob.tables import print_table
+from lightning_rob.tables import SEVERITIES, print_table
 
 Check = Callable[[AuditTarget, Columns], Finding]
 
@@ -57,7 +57,7 @@ class Report:
         fine = [finding.name for finding in self.findings if finding.severity == "fine"]
         lines = []
         for finding in (f for f in self.findings if f.severity != "fine"):
-            severity = f"[{STYLES[finding.severity]}]{finding.severity:7}[/]"
+            severity = f"[{SEVERITIES[finding.severity]}]{finding.severity:7}[/]"
             lines.append(f"{severity} {finding.name}: {escape(finding.text)}")
             lines += [f"        → {escape(finding.advice)}"] if finding.advice else []
         lines += [f"fine    {', '.join(fine)}"] if fine else []

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+CHANGES_INPUT = "the network changes its input: x = x - mean, not x -= mean"
+
 
 class Preprocessed(nn.Module):
     """A network behind a function of its images, such as a normalization.
@@ -37,9 +39,14 @@ def network_logits(net: nn.Module, x: Tensor) -> Tensor:
 
     Raises:
         TypeError: the network returns something else.
-        ValueError: it returns a tensor that is not [B, K] or not floating point.
+        ValueError: it returns a tensor that is not [B, K] or not floating point, or changes its
+            input in place.
     """
-    logits = logits_in(net(x if isinstance(net, Preprocessed) else x.to(_dtype(net, x.dtype))))
+    given = x if isinstance(net, Preprocessed) else x.to(_dtype(net, x.dtype))
+    version = 0 if given.is_inference() else given._version
+    logits = logits_in(net(given))
+    if not given.is_inference() and given._version != version:
+        raise ValueError(CHANGES_INPUT)
     if not isinstance(logits, Tensor):
         raise TypeError(_what_is_wanted(net, x, logits))
     if logits.dim() != 2 or len(logits) != len(x) or not logits.is_floating_point():

@@ -4,7 +4,7 @@ Every evaluation makes them on its first images, and the audit on all of its own
 of the margin, the largest wrong logit minus the label's, unless cross-entropy is named.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -20,10 +20,10 @@ from lightning_rob.defenses import Defense, Mixture, Single, is_transform_ensemb
 from lightning_rob.defenses.copies import changes, fresh, keep_changes, original, working_copy
 from lightning_rob.evaluation.findings import (
     FEWEST,
-    STYLES,
     Columns,
     Finding,
     Severity,
+    by_severity,
     images_finding,
     images_of,
     known,
@@ -109,7 +109,7 @@ class CheckBatch:
         self, target: CheckTarget, x: Tensor, y: Tensor, index: Tensor | None = None
     ) -> None:
         self.target = target
-        self.x, self.y = x, y
+        self.x, self.y = x.detach().clone(), y  # a network may write to them
         self.index = torch.arange(len(x), device=x.device) if index is None else index
 
     def noise(self, key: str = "") -> Streams:
@@ -164,7 +164,10 @@ class CheckBatch:
         part = self.target.differentiable_part
         if part is None:
             return None
-        with attacking(part) as defense, entered(surrogate_for(self.target.defense), defense):
+        with (
+            attacking(fresh(part)) as defense,
+            entered(surrogate_for(self.target.defense), defense),
+        ):
             x = self.x.detach().clone().requires_grad_()
             logits, weights = defense.sample_logits(x, self.noise())
             if not logits.requires_grad:
@@ -253,7 +256,7 @@ def sees_gradients(batch: CheckBatch) -> Tensor:
         return batch.unknown()  # attacks follow a part of it, or a surrogate
     if not batch.differentiable or batch.target.transductive:
         return batch.unknown()
-    with attacking(part) as defense:
+    with attacking(fresh(part)) as defense:
         seen = MARGIN(defense, batch.x, batch.y, batch.noise()).logits.float()
     span = (batch.logits.amax(-1) - batch.logits.amin(-1)).nan_to_num(0.0, 0.0, 0.0)
     return ((seen - batch.logits).abs().amax(-1) > _rounding(batch) * span).any(0)
@@ -357,12 +360,12 @@ def in_double(
 
 
 def _margin(batch: CheckBatch, defense: Defense, x: Tensor) -> Tensor:
-    with attacking(defense) as copied, torch.no_grad():
+    with attacking(fresh(defense)) as copied, torch.no_grad():
         return MARGIN.value(copied, x, batch.y, batch.noise())
 
 
 def _margin_gradient(batch: CheckBatch, defense: Defense, x: Tensor) -> Tensor:
-    with attacking(defense) as copied, entered(surrogate_for(defense), copied):
+    with attacking(fresh(defense)) as copied, entered(surrogate_for(defense), copied):
         return MARGIN(copied, x, batch.y, batch.noise()).gradient
 
 
@@ -796,7 +799,8 @@ def bounds(target: CheckTarget, columns: Columns) -> Finding:
     return Finding("warning", text, UNCLAMP, values)
 
 
-CHECKS = (
+Check = Callable[[CheckTarget, Columns], Finding]
+CHECKS: tuple[Check, ...] = (
     numbers,
     outputs,
     steps_inside,
@@ -815,7 +819,9 @@ CHECKS = (
 )
 
 
-def checked(target: CheckTarget, x: Tensor, y: Tensor, index: Tensor) -> list[Finding]:
+def checked(
+    target: CheckTarget, x: Tensor, y: Tensor, index: Tensor, checks: Sequence[Check] = CHECKS
+) -> list[Finding]:
     """Return what the checks find of a defense on a few images, the most severe first.
 
     Args:
@@ -823,15 +829,14 @@ def checked(target: CheckTarget, x: Tensor, y: Tensor, index: Tensor) -> list[Fi
         x: [B, C, H, W] images.
         y: [B] labels.
         index: [B] the images' indices, by which noise is keyed.
+        checks: which ones.
     """
     columns = LazyMeasurements(CheckBatch(target, x, y, index))
-    found = [replace(_made(check, target, columns), name=check.__name__) for check in CHECKS]
-    return sorted(found, key=lambda finding: list(STYLES).index(finding.severity))
+    found = [replace(_made(check, target, columns), name=check.__name__) for check in checks]
+    return by_severity(found)
 
 
-def _made(
-    check: Callable[[CheckTarget, Columns], Finding], target: CheckTarget, columns: Columns
-) -> Finding:
+def _made(check: Check, target: CheckTarget, columns: Columns) -> Finding:
     try:
         return check(target, columns)
     except Exception as error:  # of a network that attacks may be able to use all the same

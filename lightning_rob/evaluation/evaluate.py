@@ -22,6 +22,7 @@ from lightning_rob.evaluation.evaluator import (
     evaluation_precision,
     require_packages,
 )
+from lightning_rob.evaluation.findings import warn_of
 from lightning_rob.evaluation.groups import (
     GROUP_SIZE,
     Batch,
@@ -59,6 +60,7 @@ def evaluate(
     unpack: Unpack | None = None,
     preprocess: Callable[[Tensor], Tensor] | None = None,
     resume: Path | str | None = None,
+    checks: bool = True,
     progress: bool = True,
 ) -> EvaluationResult:
     """Score a defense on clean images and under each attack.
@@ -85,10 +87,12 @@ def evaluate(
         preprocess: what is applied to images before a plain network, such as a normalization;
             attacks go through its gradient.
         resume: a folder; an evaluation that was killed continues from the images it has there.
+        checks: check the defense on the first images, which costs a few passes.
         progress: show a progress bar.
 
     Returns:
-        The scores, image by image, with accuracies, intervals and comparisons.
+        The scores, image by image, with accuracies, intervals and comparisons, and `findings`: what
+        makes an accuracy suspicious. Each that is severe or a warning is a `FindingWarning` too.
 
     Raises:
         TypeError: the model is no module.
@@ -119,7 +123,7 @@ def evaluate(
             bar.set_postfix_str(batch.name, refresh=False)
             bar.update(len(batch.index) / len(attacks))
 
-        evaluator = Evaluator(defense, attacks, settings, store, attacked, details)
+        evaluator = Evaluator(defense, attacks, settings, store, attacked, details, checks)
         with torch.autocast(device.type, enabled=False), torch.inference_mode(False):
             for batch in _batches(batches, settings, rounds, unpack):
                 x, y, index = on_device(batch, device)
@@ -130,6 +134,7 @@ def evaluate(
     found = evaluator.result()
     check_indices(found, count)
     store.delete()
+    warn_of(found.findings)
     return found
 
 

@@ -3,18 +3,25 @@
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_rob.attacks import Attack
+from lightning_rob.attacks import Attack, InsideBounds, WithBackward
 from lightning_rob.attacks.acceptance import check_none_rejected
-from lightning_rob.attacks.base import check_images, walk
+from lightning_rob.attacks.backward import Backward
+from lightning_rob.attacks.base import HAIR, check_images, walk
+from lightning_rob.attacks.sight import watching
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.copies import fresh, working_copy
+from lightning_rob.defenses.network import CHANGES_INPUT
 from lightning_rob.errors import at_least
+from lightning_rob.evaluation.checks import CheckTarget, checked, repeatable
+from lightning_rob.evaluation.findings import Finding
 from lightning_rob.evaluation.groups import GROUP_SIZE
 from lightning_rob.evaluation.per_image import PerImageResults, predicted_class
 from lightning_rob.evaluation.protocol import (
@@ -35,6 +42,7 @@ from lightning_rob.tables import CLEAN
 
 RESERVED = (CLEAN, WORST, "index", "label", "broken_by", "draws", "checksum")  # columns
 TRIED = 8  # images of each group that are predicted twice, to see whether predictions vary
+CHECKED = 16  # images of the first group on which the defense is checked
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,7 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
         raise ValueError(f"an attack's name is part of a file's: {joined[0]!r} has a + or a /")
     columns = "|".join(re.escape(name) for name in (CLEAN, *attacks))
     taken = re.compile(
-        rf"{'|'.join(RESERVED)}|({columns})_(prediction|size|rejected|inference_\d+)"
+        rf"{'|'.join(RESERVED)}|({columns})_(prediction|size|rejected|blind|inference_\d+)"
     )
     for name in filter(taken.fullmatch, attacks):
         raise ValueError(f"no attack can be called {name!r}: that column has another meaning")
@@ -164,6 +172,7 @@ class Evaluator:
         store: where the scores are kept; None keeps them in memory.
         attacked: called after each attack on each batch.
         details: what else belongs in the records.
+        checks: check the defense on the first images, see `lightning_rob.evaluation.checks`.
     """
 
     def __init__(
@@ -174,6 +183,7 @@ class Evaluator:
         store: PerImageResults | None = None,
         attacked: Callable[[AttackedBatch], object] | None = None,
         details: Mapping[str, Any] | None = None,
+        checks: bool = True,
     ) -> None:
         self.defense = defense
         self.attacks = dict(attacks)
@@ -186,11 +196,24 @@ class Evaluator:
         self.attacked = attacked
         self.details = dict(details or {})
         self.random = False
+        self.to_check = {CLEAN, *self.attacks} if checks else set()
+        self.findings: list[Finding] = []
+        self.recovered: set[str] = set()  # attacks that took gradients just inside the bounds
+        self.inside: Backward | None = None  # with which all attacks run from now on
         self.seconds = dict.fromkeys(self.attacks, 0.0) | self.store.seconds()
         self.sessions: dict[tuple[str, int], AttackerDefenderSession] = {}
+        self.bounds = next(iter(self.attacks.values())).threat.bounds
+
+    @cached_property
+    def subject(self) -> Defense:
+        """The copy that is attacked and predicts: nobody else sees what is done to it."""
+        return working_copy(self.defense)
+
+    @cached_property
+    def untouched(self) -> AttackerDefenderSession:
+        """The session without an attack."""
         nothing = NoAttack(next(iter(self.attacks.values())).threat)
-        self.bounds = nothing.threat.bounds
-        self.untouched = self._session(nothing, self.settings.seed, repeat=0)
+        return self._session(nothing, self.settings.seed, repeat=0)
 
     @property
     def joint(self) -> bool:
@@ -212,7 +235,7 @@ class Evaluator:
         check_images(x, self.bounds)
         given = x.clone()
         if not self.joint:
-            self.random = self.random or is_random(self.defense, x[:TRIED], index[:TRIED])
+            self.random = self.random or is_random(fresh(self.subject), x[:TRIED], index[:TRIED])
         outcomes = self.store.cached(x, y, index)
         for name in self.attacks:
             if name in outcomes:
@@ -222,7 +245,8 @@ class Evaluator:
             clean = self._clean(x, y, index)
             check_predictions(self.defense, clean, y)
             if not torch.equal(given, x):
-                raise ValueError("the network changes its input: x = x - mean, not x -= mean")
+                raise ValueError(CHANGES_INPUT)
+        self._check(CLEAN, x[:CHECKED], y[:CHECKED], index[:CHECKED])
         for name in names:
             if name not in outcomes:
                 began = self.seconds.get(name, 0.0)
@@ -239,31 +263,56 @@ class Evaluator:
             return self.untouched.step(x, y, index, self.settings.inferences)[1]
         # The defense's noise is that of each attack's first repeat: scores differ by attack alone.
         noise = Streams.from_index(index, self.settings.seed, 0, 2)
-        return predictions(self.defense, x, noise, self.settings.inferences)
+        return predictions(fresh(self.subject), x, noise, self.settings.inferences)
+
+    def _check(self, name: str, x: Tensor, y: Tensor, index: Tensor) -> None:
+        """Check the defense on the first images, clean or under an attack, once."""
+        if name not in self.to_check:
+            return
+        self.to_check.discard(name)
+        target = CheckTarget(self.subject, self.bounds, self.settings.seed)
+        if name != CLEAN:
+            known = {finding.name for finding in self.findings}
+            found = [one for one in checked(target, x, y, index, (repeatable,)) if one.flagged]
+            self.findings += [one for one in found if one.name not in known]
+            self.random = self.random or bool(found)
+            return
+        self.findings = [one for one in checked(target, x, y, index) if one.flagged]
+        cut = any(finding.name == "bounds" for finding in self.findings)
+        if cut and not self.joint:
+            self.inside = InsideBounds(HAIR * (self.bounds[1] - self.bounds[0]), self.bounds)
+            self.recovered |= set(self.attacks)
 
     def _score(self, name: str, clean: Tensor, x: Tensor, y: Tensor, index: Tensor) -> BatchOutcome:
         """The batch under one attack, scores averaged over repeats, or without an attack."""
         if name == CLEAN:
             scores, rejected = self._shares(clean, y)
             predicted = predicted_class(clean[0], self.defense.rejects)
-            return BatchOutcome(scores, predicted, torch.zeros_like(scores[:, 0]), rejected)
+            zeros = torch.zeros_like(scores[:, 0])
+            return BatchOutcome(scores, predicted, zeros, rejected, zeros - 1)
         attack, settings = self.attacks[name], self.settings
         began, total = time.perf_counter(), torch.zeros(len(x), settings.columns, device=x.device)
         rejected = torch.zeros_like(total)
-        for repeat in range(settings.repeats):
-            session = self._session_of(name, repeat)
-            try:
-                x_adv, found = session.step(x, y, index, settings.inferences)
-            except Exception as error:
-                error.add_note(f"under the attack {name!r}")  # of several: which one
-                raise
-            right, share = self._shares(found, y)
-            total, rejected = total + right + share, rejected + share
+        with watching(len(x), x.device) as sight:
+            for repeat in range(settings.repeats):
+                session = self._session_of(name, repeat)
+                try:
+                    x_adv, found = session.step(x, y, index, settings.inferences)
+                except Exception as error:
+                    error.add_note(f"under the attack {name!r}")  # of several: which one
+                    raise
+                right, share = self._shares(found, y)
+                total, rejected = total + right + share, rejected + share
+        if sight.recovered:
+            self.recovered.add(name)
+        if not self.joint:
+            self._check(name, x_adv[:TRIED], y[:TRIED], index[:TRIED])
         self._report(AttackedBatch(name, index, x, y, x_adv, clean[0], found[0]))
         self.seconds[name] += time.perf_counter() - began
         sizes = attack.threat.distance(x_adv, x)
         predicted, repeats = predicted_class(found[0], self.defense.rejects), settings.repeats
-        return BatchOutcome(total / repeats, predicted, sizes, rejected / repeats)
+        blind = sight.blind.nan_to_num(-1.0)
+        return BatchOutcome(total / repeats, predicted, sizes, rejected / repeats, blind)
 
     def _shares(self, found: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The probabilities [B, R] of right predictions and of rejections in found [R, B, K]."""
@@ -276,7 +325,10 @@ class Evaluator:
         if (name, repeat) in self.sessions:
             return self.sessions[name, repeat]
         keys = (self.settings.seed, repeat, *name.encode())
-        session = self._session(self.attacks[name], *keys, repeat=repeat)
+        attack = self.attacks[name]
+        if self.inside is not None:
+            attack = WithBackward(attack, self.inside)
+        session = self._session(attack, *keys, repeat=repeat)
         if self.joint:
             self.sessions[name, repeat] = session
         return session
@@ -285,7 +337,7 @@ class Evaluator:
         """A session whose defender has the same private randomness under every attack."""
         return AttackerDefenderSession(
             attack,
-            self.defense,
+            self.subject,
             *keys,
             private=(self.settings.seed, repeat),
             draws=self.settings.private_draws,
@@ -303,6 +355,9 @@ class Evaluator:
             ValueError: images of equal index.
         """
         rows = self.store.rows()
+        for name in ("subject", "untouched"):  # their memory is for the next training step
+            self.__dict__.pop(name, None)
+        self.sessions.clear()
         return EvaluationResult(
             self.attacks,
             rows if self.defense.may_reject else replace(rows, rejected=None),
@@ -313,7 +368,21 @@ class Evaluator:
             len(self.defense.weights),
             dict(self.seconds),
             self.details,
+            (*self.findings, *self._recoveries()),
         )
+
+    def _recoveries(self) -> Iterator[Finding]:
+        """Tell which attacks took gradients just inside the bounds."""
+        if self.recovered:
+            why = "are zero at the bounds" if self.inside else "were not finite on some images"
+            yield Finding(
+                "note",
+                f"Gradients of {', '.join(sorted(self.recovered))} {why} and were taken "
+                f"{HAIR:g} of the range further inside"
+                + ("." if self.inside else ", in a second run on these images."),
+                values={"attacks": sorted(self.recovered)},
+                name="recovered",
+            )
 
 
 def check_predictions(defense: Defense, predictions: Tensor, y: Tensor) -> None:

@@ -1,18 +1,16 @@
 """Findings of checks, and how much evidence a finding needs."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
 
+from lightning_rob.errors import FindingWarning
+from lightning_rob.tables import SEVERITIES
+
 Severity = Literal["severe", "warning", "note", "fine"]
-STYLES: dict[Severity, str] = {  # the most severe first
-    "severe": "bold red",
-    "warning": "yellow",
-    "note": "cyan",
-    "fine": "",
-}
 FEWEST, LEAST_SHARE = 2, 0.02  # one image, or one in fifty, is no evidence
 Columns = Mapping[str, Tensor]  # per image [N]: a score in [0, 1], or 1 where a condition holds
 
@@ -110,3 +108,15 @@ def images_of(column: Tensor) -> str:
 def record(finding: Finding) -> dict[str, str]:
     """Return what a record of an evaluation has of a finding: name, severity, text and advice."""
     return {name: getattr(finding, name) for name in ("name", "severity", "text", "advice")}
+
+
+def warn_of(findings: Iterable[Finding]) -> None:
+    """Warn of each finding that is severe or a warning."""
+    for finding in findings:
+        if finding.flagged:
+            warnings.warn(f"{finding.name}: {finding.text}", FindingWarning, stacklevel=3)
+
+
+def by_severity(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings, the most severe first."""
+    return sorted(findings, key=lambda finding: list(SEVERITIES).index(finding.severity))

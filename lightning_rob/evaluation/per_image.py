@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,9 +58,9 @@ class PerImageResults:
         joint: bool = False,
     ) -> None:
         self.names, self.inferences, self.folder = tuple(names), inferences, folder
-        # Means; scores and rejections by inference; sizes; and predictions, label, checksum, which
-        # are exact.
-        self.floats = PerImage(len(names) * (2 * inferences + 2)).to(device)
+        # Means; scores and rejections by inference; sizes; blindness; and predictions, label,
+        # checksum, which are exact.
+        self.floats = PerImage(len(names) * (2 * inferences + 3)).to(device)
         self.integers = PerImage(len(names) + 2, torch.int64).to(device)
         self.checksums: dict[int, int] = {}  # of this process's images, by index
         self.log: ResumeLog | None = None
@@ -99,9 +100,10 @@ class PerImageResults:
                     "an index of its own, and augment none"
                 )
         here = [BatchOutcome(*(part.to(index.device) for part in one)) for one in outcomes]
-        scores, predictions, sizes, rejected = zip(*here, strict=True)
+        scores, predictions, sizes, rejected, blind = zip(*here, strict=True)
         means = torch.stack([score.mean(1) for score in scores], 1)
-        floats = torch.cat([means, *scores, *rejected, torch.stack(sizes, 1)], 1).float()
+        single = [torch.stack(sizes, 1), torch.stack(blind, 1)]
+        floats = torch.cat([means, *scores, *rejected, *single], 1).float()
         about = [*predictions, y, torch.tensor(known)]
         self.floats.update(index, floats.to(index.device))
         self.integers.update(index, torch.stack([part.long().to(index) for part in about], 1))
@@ -120,12 +122,13 @@ class PerImageResults:
         index, floats = self.floats.rows()
         _, integers = self.integers.rows()
         count = len(self.names)
-        both = floats[:, count:-count].reshape(len(floats), 2, count, self.inferences)
+        both = floats[:, count : -2 * count].reshape(len(floats), 2, count, self.inferences)
         scores, rejected = both.unbind(1)
         predictions, label, checksum = torch.split(integers, [count, 1, 1], 1)
-        sizes = floats[:, -count:]
+        sizes, blind = floats[:, -2 * count :].chunk(2, 1)
+        blind = blind.masked_fill(blind < 0, torch.nan)
         return PerImageRows(
-            index, label[:, 0], scores, predictions, sizes, checksum[:, 0], rejected
+            index, label[:, 0], scores, predictions, sizes, checksum[:, 0], rejected, blind
         )
 
     def copy_images(self, folder: Path) -> None:
@@ -154,6 +157,8 @@ class PerImageRows:
         checksum: [N] CRC-32 of the images.
         rejected: [N, A, R] the probability that the prediction is a rejection, by inference; None
             of a defense that rejects nothing.
+        blind: [N, A] 1 where an attack asked for gradients of the image, none of which was of use:
+            each was exactly zero or not finite; 0 where one was, NaN where it asked for none.
     """
 
     index: Tensor
@@ -163,6 +168,7 @@ class PerImageRows:
     sizes: Tensor
     checksum: Tensor
     rejected: Tensor | None = None
+    blind: Tensor | None = None
 
 
 def write_result_file(
@@ -195,7 +201,7 @@ def write_result_file(
         cells: list[str] = []
         for j, prediction in enumerate(rows.predictions[i].tolist()):
             cells += [f"{means[j]:.7g}", str(prediction)]
-            cells += [f"{sizes[j]:.6g}"] if j else []
+            cells += [f"{sizes[j]:.6g}", _flag(rows.blind, i, j)] if j else []
             cells += [f"{rejected[j]:.7g}"] if rejecting else []
             cells += [f"{score:.7g}" for score in single[j]] if inferences > 1 else []
         last = [
@@ -210,10 +216,16 @@ def write_result_file(
     atomic_write_text(path, table.getvalue())
 
 
+def _flag(blind: Tensor | None, image: int, attack: int) -> str:
+    """Return "1" or "0", or "" where nothing is known."""
+    known = torch.nan if blind is None else float(blind[image, attack])
+    return "" if math.isnan(known) else f"{known:.0f}"
+
+
 def _head(names: Sequence[str], inferences: int, rejecting: bool) -> list[str]:
     cells = ["index", "label"]
     for j, name in enumerate(names):
-        cells += [name, f"{name}_prediction", *([f"{name}_size"] if j else [])]
+        cells += [name, f"{name}_prediction", *([f"{name}_size", f"{name}_blind"] if j else [])]
         cells += [f"{name}_rejected"] if rejecting else []
         several = range(1, inferences + 1) if inferences > 1 else ()
         cells += [f"{name}_inference_{number}" for number in several]

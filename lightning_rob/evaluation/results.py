@@ -1,6 +1,7 @@
 """Per-image scores of one evaluation, with accuracies, intervals and comparisons."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,16 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack
 from lightning_rob.attacks.base import walk
+from lightning_rob.evaluation.findings import (
+    Finding,
+    by_severity,
+    images_of,
+    is_gain,
+    many,
+    mean,
+    percent,
+    record,
+)
 from lightning_rob.evaluation.per_image import PerImageRows, write_result_file
 from lightning_rob.evaluation.records import Result, measured, threat_model_card
 from lightning_rob.evaluation.worst import Worst, worst_case
@@ -19,6 +30,7 @@ from lightning_rob.metrics import Paired, paired, student
 from lightning_rob.tables import CLEAN, table_text
 
 WORST = "worst"
+FEWEST_BROKEN, MOST_BROKEN = 10, 0.9  # images that one class must take to be suspicious
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,7 @@ class EvaluationResult:
         draws: S, the number of classifiers in each prediction.
         seconds: name -> run time of the attack on this process.
         details: the settings of the evaluation, for its records.
+        noted: what the checks of the defense found.
     """
 
     attacks: Mapping[str, Attack]
@@ -46,6 +59,7 @@ class EvaluationResult:
     draws: int = 1
     seconds: Mapping[str, float] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
+    noted: tuple[Finding, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -135,6 +149,85 @@ class EvaluationResult:
         scores = self.scores.clone()
         scores[:, 0] += self._by_draw(self.rows.rejected)[:, 0]
         return scores
+
+    def blind(self, name: str) -> float:
+        """Return the share of images without a useful gradient under an attack, or under all.
+
+        Of the images that are right without an attack, and of which it asked for gradients: the
+        share on which each of them was exactly zero or not finite. There the attack is blind, and
+        its score says nothing.
+
+        Args:
+            name: an attack, or "worst" for the images on which all attacks by gradient are blind.
+
+        Returns:
+            A share in [0, 1]; NaN for an attack that asks for no gradients.
+
+        Raises:
+            KeyError: no attack has this name.
+        """
+        return mean(self._blind(name))
+
+    def _blind(self, name: str) -> Tensor:
+        """Which images [N] that are right without an attack it is blind on; NaN for the others."""
+        if name not in (*self.attacks, WORST):
+            raise KeyError(f"no attack is called {name!r}: choose from {', '.join(self.attacks)}")
+        if self.rows.blind is None:
+            return torch.full_like(self.per_image(CLEAN), torch.nan)
+        places = [self.names.index(n) for n in (self.attacks if name == WORST else [name])]
+        found = self.rows.blind[:, places].nan_to_num(torch.inf).amin(1)
+        unknown = found.isinf() | ~(self.per_image(CLEAN) > 0)
+        return found.masked_fill(unknown, torch.nan)
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is suspicious about the accuracies, or of note, the most severe first."""
+        found = [*self.noted]
+        for name in self.attacks:
+            found += self._of_attack(name)
+        return tuple(by_severity(found))
+
+    def _of_attack(self, name: str) -> Iterator[Finding]:
+        """Find an attack that saw nothing, climbed the wrong way, or reached only rejections."""
+        blind = self._blind(name)
+        if many(blind):
+            yield Finding(
+                "severe",
+                f"{name} had no gradient to follow on {images_of(blind)} that are right without an "
+                "attack: each was exactly zero or not finite. Its accuracy says nothing of them.",
+                "Run `lightning-rob audit` to find out why; attack without gradients (Square), or "
+                "with a gradient in place of what cuts it (BPDA).",
+                {"attack": name, "blind": mean(blind)},
+                "blind",
+            )
+        clean, attacked = self.not_fooled[:, 0].mean(1), self.per_image(name)
+        if is_gain(attacked - clean, exact=not (self.random or self.joint)):
+            yield Finding(
+                "severe",
+                f"The accuracy under {name}, {percent(attacked)}, is above that on clean images, "
+                f"{percent(clean)}: the attack climbs the wrong way.",
+                "Look for a backward pass that is not the forward's; `lightning-rob audit` tells how "
+                "far the gradient is from the slope of the predictions.",
+                {"attack": name},
+                "above_clean",
+            )
+        broken = (clean > 0.5) & (attacked < 0.5)
+        classes = self.rows.predictions[:, self.names.index(name)][broken]
+        if len(classes) < FEWEST_BROKEN or self.rows.rejected is not None:
+            return
+        most = int(classes.mode().values)
+        share = float((classes == most).double().mean())
+        if share >= MOST_BROKEN and most >= 0 and not (self.rows.label == most).any():
+            yield Finding(
+                "warning",
+                f"{100 * share:.3g} % of the {len(classes)} images that {name} broke are predicted "
+                f"as class {most}, which is no image's label. If the network rejects images by "
+                "this class, the attack reached only rejections.",
+                f"Give it as Single(net, rejects={most}): attacks then look for images that it "
+                "accepts and gets wrong.",
+                {"attack": name, "class": most},
+                "only_one_class",
+            )
 
     def interval(self, name: str) -> tuple[float, float]:
         """Return the 95 % interval of the accuracy; `covers` says which randomness it holds."""
@@ -230,6 +323,9 @@ class EvaluationResult:
                 where the images are the same.
         """
         details = {**self.details, "random": self.random, "interval_covers": self.covers}
+        found = [f for f in self.findings if name == WORST or f.values.get("attack", name) == name]
+        if found:
+            details["findings"] = [record(finding) for finding in found]
         if name == WORST:
             return _worst_measurement([self], details)
         place = self.names.index(name) if name in self.names else 0
@@ -239,6 +335,7 @@ class EvaluationResult:
             details |= {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
             details |= {"ball": str(attack.threat)} | self._against(name, reference or self)
             details |= self._median_distance(name)
+            details |= {} if math.isnan(self.blind(name)) else {"blind": self.blind(name)}
         if draws.shape[1] > 1 and len(draws):
             over = "over_inferences" if self.private_draws == 1 else "over_private_draws"
             details[over] = student(draws.mean(0).tolist())
@@ -278,7 +375,8 @@ class EvaluationResult:
         """Return what identifies the evaluation: settings, threat model of each attack, worst."""
         attacks = {name: threat_model_card(attack) for name, attack in self.attacks.items()}
         known = {"attacks": attacks, "random": self.random, "worst": self.worst.choice}
-        return {**self.details, **known}
+        findings = [record(finding) for finding in self.findings]
+        return {**self.details, **known, **({"findings": findings} if findings else {})}
 
     def save(self, path: Path | str, card: Mapping[str, Any] | None = None) -> None:
         """Write the per-image scores as CSV and, beside it, the card as JSON.
@@ -320,6 +418,8 @@ def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
     """
     last = results[-1]
     details = {**last.details, "random": last.random, "interval_covers": last.covers}
+    found = {one.text: record(one) for result in results for one in result.findings}
+    details |= {"findings": list(found.values())} if found else {}
     return _worst_measurement(results, details)
 
 
@@ -329,6 +429,8 @@ def _worst_measurement(results: Sequence[EvaluationResult], details: dict[str, A
     threats = {str(attack.threat): attack_spec(attack.threat) for _, attack in attacks}
     details |= worst.details(result.index for result in results)
     details |= {"over": [name for name, _ in attacks]}
+    if len(results) == 1 and not math.isnan(blind := results[0].blind(WORST)):
+        details["blind"] = blind
     if results[-1].rows.rejected is not None:
         details["accepted_wrong"] = 1 - float(worst_over(results, fooled=True).scores.mean())
     if len(threats) == 1:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Key = tuple[int, int, int, int]  # index, checksum and label of an image, checksum of its round
-Row = tuple[list[float], int, float, list[float]]  # the fields of an outcome, of one image
+Row = tuple[list[float], int, float, list[float], float]  # the fields of an outcome, of one image
 ROUNDING = 1e-4  # by which a sum of probabilities may exceed 1
 
 
@@ -29,12 +29,15 @@ class BatchOutcome(NamedTuple):
         predictions: [B] the most probable class; -1 where there is none.
         sizes: [B] of the perturbations, in the threat's norm.
         rejected: [B, R] the probability that the prediction is a rejection, by inference.
+        blind: [B] 1 where the attack asked for gradients and none was of use, 0 where one was, -1
+            where it asked for none.
     """
 
     scores: Tensor
     predictions: Tensor
     sizes: Tensor
     rejected: Tensor
+    blind: Tensor
 
 
 def checksums(x: Tensor) -> list[int]:
@@ -100,6 +103,7 @@ class ResumeLog:
             "predictions": outcome.predictions.tolist(),
             "sizes": outcome.sizes.float().tolist(),
             "rejected": outcome.rejected.float().tolist(),
+            "blind": outcome.blind.float().tolist(),
             "seconds": round(seconds, 3),
         }
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -119,10 +123,10 @@ class ResumeLog:
 
     def _keep(self, line: dict[str, Any]) -> None:
         name, seconds = line["name"], float(line["seconds"])
-        columns = [line[field] for field in ("scores", "predictions", "sizes", "rejected")]
+        columns = [line[field] for field in BatchOutcome._fields]
         rows: dict[Key, Row] = {
-            (int(a), int(b), int(c), int(d)): (scores, prediction, size, rejected)
-            for (a, b, c, d), scores, prediction, size, rejected in zip(
+            (int(a), int(b), int(c), int(d)): (scores, prediction, size, rejected, blind)
+            for (a, b, c, d), scores, prediction, size, rejected, blind in zip(
                 line["keys"], *columns, strict=True
             )
         }
@@ -132,11 +136,11 @@ class ResumeLog:
 
     def _is_plausible(self, row: Row) -> bool:
         """Whether a row has R scores that are probabilities, a class and a finite size."""
-        scores, prediction, size, rejected = row
+        scores, prediction, size, rejected, blind = row
         probable = all(-ROUNDING <= score <= 1 + ROUNDING for score in (*scores, *rejected))
         classified = isinstance(prediction, int) and -1 <= prediction < 2**31
         complete = len(scores) == len(rejected) == self.inferences
-        return complete and probable and classified and 0 <= size < math.inf
+        return complete and probable and classified and 0 <= size < math.inf and blind in (-1, 0, 1)
 
     def _keys(self, x: Tensor, y: Tensor, index: Tensor) -> list[Key]:
         rows = list(zip(index.tolist(), checksums(x), y.tolist(), strict=True))
