@@ -5,6 +5,7 @@ of the margin, the largest wrong logit minus the label's, unless cross-entropy i
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -53,6 +54,7 @@ FEWEST_PIXELS = 10  # of an image, at one bound
 LEAST_SLOPE = 0.01  # of the image's mean: a smooth rounding is as good as flat near its steps
 MOST = 0.5  # of the pixels at a bound that have a slope just inside
 ROUNDING = 1e-5  # of the largest logit: sums in another order
+SMALL_SPAN, MOST_SMALL = 0.05, 0.5  # largest minus smallest logit; share of images
 MOST_TIES = 0.1  # of images: half precision has a few
 OF_RANGE = 1e-3  # of the logits' range, by which other images of a batch may change them
 
@@ -116,9 +118,13 @@ class CheckBatch:
         """Return the source of the defense's randomness, the same at every call with one key."""
         return Streams.from_index(self.index, self.target.seed, *b"audit", *key.encode())
 
-    def noise_of(self, rows: slice, key: str = "") -> Streams:
-        """Return the source of randomness of a part of the batch."""
-        return self.noise(key)[torch.arange(len(self.x), device=self.x.device)[rows]]
+    @contextmanager
+    def drawn(self, key: str = "", rows: slice = slice(None)) -> Iterator[Streams]:
+        """Yield the source of randomness of a part of the batch; seed torch's own streams by it."""
+        noise = self.noise(key)[torch.arange(len(self.x), device=self.x.device)[rows]]
+        own = torch.Generator().manual_seed(derive_seed(noise.batch_key, *noise.keys.tolist()))
+        with seeded_global_rng(own, self.x.device):
+            yield noise
 
     def unknown(self) -> Tensor:
         """Return the column [B] of a value that could not be measured: NaN."""
@@ -133,8 +139,8 @@ class CheckBatch:
             rows: the part of the batch whose noise it is.
         """
         defense = fresh(self.target.defense.adapted_model)
-        with evaluating(defense) as copied, torch.no_grad():
-            return copied.sample_logits(x, self.noise_of(rows, key))[0].float()
+        with evaluating(defense) as copied, torch.no_grad(), self.drawn(key, rows) as noise:
+            return copied.sample_logits(x, noise)[0].float()
 
     @cached_property
     def logits(self) -> Tensor:
@@ -167,9 +173,10 @@ class CheckBatch:
         with (
             attacking(fresh(part)) as defense,
             entered(surrogate_for(self.target.defense), defense),
+            self.drawn() as noise,
         ):
             x = self.x.detach().clone().requires_grad_()
-            logits, weights = defense.sample_logits(x, self.noise())
+            logits, weights = defense.sample_logits(x, noise)
             if not logits.requires_grad:
                 return None
             value = objective(logits.float(), weights, self.y.clone()).sum()
@@ -243,7 +250,8 @@ def changes_itself(batch: CheckBatch) -> Tensor:
     with evaluating(copied), torch.no_grad():
         for rows in (slice(half), slice(half, None)):
             keep_changes(copied)  # a constant that a first forward stores changes nothing
-            copied.sample_logits(batch.x[rows], batch.noise_of(rows))
+            with batch.drawn(rows=rows) as noise:
+                copied.sample_logits(batch.x[rows], noise)
     found = changes(copied)
     batch.target.changed |= set(found)
     return torch.full_like(batch.unknown(), bool(found))
@@ -256,8 +264,8 @@ def sees_gradients(batch: CheckBatch) -> Tensor:
         return batch.unknown()  # attacks follow a part of it, or a surrogate
     if not batch.differentiable or batch.target.transductive:
         return batch.unknown()
-    with attacking(fresh(part)) as defense:
-        seen = MARGIN(defense, batch.x, batch.y, batch.noise()).logits.float()
+    with attacking(fresh(part)) as defense, batch.drawn() as noise:
+        seen = MARGIN(defense, batch.x, batch.y, noise).logits.float()
     span = (batch.logits.amax(-1) - batch.logits.amin(-1)).nan_to_num(0.0, 0.0, 0.0)
     return ((seen - batch.logits).abs().amax(-1) > _rounding(batch) * span).any(0)
 
@@ -267,6 +275,13 @@ def _rounding(batch: CheckBatch) -> float:
     types = {weight.dtype for weight in batch.target.defense.parameters()}
     eps = [torch.finfo(one).eps for one in types if one.is_floating_point]
     return max(OF_RANGE, 20 * max(eps, default=0.0))
+
+
+def is_small(batch: CheckBatch) -> Tensor:
+    """Return the images [B] that are right by logits so near each other that softmax is even."""
+    span = (batch.logits.amax(-1) - batch.logits.amin(-1)).nan_to_num(torch.inf)
+    right = batch.logits.mean(0).argmax(-1) == batch.y
+    return (span < SMALL_SPAN).all(0) & right & ~is_probability(batch)
 
 
 def tied(batch: CheckBatch) -> Tensor:
@@ -360,13 +375,17 @@ def in_double(
 
 
 def _margin(batch: CheckBatch, defense: Defense, x: Tensor) -> Tensor:
-    with attacking(fresh(defense)) as copied, torch.no_grad():
-        return MARGIN.value(copied, x, batch.y, batch.noise())
+    with attacking(fresh(defense)) as copied, torch.no_grad(), batch.drawn() as noise:
+        return MARGIN.value(copied, x, batch.y, noise)
 
 
 def _margin_gradient(batch: CheckBatch, defense: Defense, x: Tensor) -> Tensor:
-    with attacking(fresh(defense)) as copied, entered(surrogate_for(defense), copied):
-        return MARGIN(copied, x, batch.y, batch.noise()).gradient
+    with (
+        attacking(fresh(defense)) as copied,
+        entered(surrogate_for(defense), copied),
+        batch.drawn() as noise,
+    ):
+        return MARGIN(copied, x, batch.y, noise).gradient
 
 
 def _agreement(batch: CheckBatch, width: float, defense: Defense, x: Tensor) -> Tensor:
@@ -449,6 +468,7 @@ MEASUREMENTS: dict[str, Callable[[CheckBatch], Tensor]] = {
         nonfinite_clean,
         is_probability,
         is_constant,
+        is_small,
         is_random,
         is_nondeterministic,
         depends_on_batch,
@@ -585,8 +605,8 @@ def batches(target: CheckTarget, columns: Columns) -> Finding:
     """Find predictions that depend on the other images of the batch."""
     if target.transductive:
         return not_checked("this defense adapts to the batch")
-    if columns["is_nondeterministic"].any():
-        return not_checked("predictions are nondeterministic, whatever the seed")
+    if columns["is_nondeterministic"].any() or (target.exact and columns["is_random"].any()):
+        return not_checked("predictions are random, other than by the generator of each image")
     found = columns["depends_on_batch"]
     finding = images_finding(
         (found > 0).float(),
@@ -663,6 +683,20 @@ def gradients_seen(target: CheckTarget, columns: Columns) -> Finding:
         "gradient than when they decide: it climbs something else.",
         advice="Look for requires_grad, is_grad_enabled or the call stack in the forward pass.",
     )
+
+
+def small_logits(target: CheckTarget, columns: Columns) -> Finding:
+    """Find logits so small that cross-entropy does not see which wrong class is near."""
+    found = columns["is_small"]
+    finding = images_finding(
+        found,
+        fine="The logits are no smaller than usual.",
+        text=f"The logits of {images_of(found)}, which are right, differ by less than "
+        f"{SMALL_SPAN:g}: cross-entropy then raises all wrong classes alike, and PGD is weak.",
+        advice="Multiply the logits by a constant, which changes no prediction, or attack the "
+        "margin (objective lightning_rob.objectives.linear).",
+    )
+    return replace(finding, severity="fine") if mean(found) < MOST_SMALL else finding
 
 
 def ties(target: CheckTarget, columns: Columns) -> Finding:
@@ -810,6 +844,7 @@ CHECKS: tuple[Check, ...] = (
     repeatable,
     gradients_seen,
     ties,
+    small_logits,
     gradient,
     zero_gradients,
     infinite_gradients,

@@ -206,8 +206,8 @@ class EvaluationResult:
                 "severe",
                 f"The accuracy under {name}, {percent(attacked)}, is above that on clean images, "
                 f"{percent(clean)}: the attack climbs the wrong way.",
-                "Look for a backward pass that is not the forward's; `lightning-rob audit` tells how "
-                "far the gradient is from the slope of the predictions.",
+                "Look for a backward pass that is not the forward's: `lightning-rob audit` "
+                "compares it with the slope of the predictions.",
                 {"attack": name},
                 "above_clean",
             )
