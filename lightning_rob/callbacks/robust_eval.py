@@ -1,5 +1,6 @@
 """Robust accuracy at every validation and test, beside the clean one."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, count
@@ -23,6 +24,7 @@ from lightning_rob.evaluation.evaluator import (
     check_names,
     require_packages,
 )
+from lightning_rob.evaluation.findings import warn_of
 from lightning_rob.evaluation.groups import GROUP_SIZE, Unpack
 from lightning_rob.evaluation.images import save_images
 from lightning_rob.evaluation.per_image import PerImageResults
@@ -60,6 +62,11 @@ class RobustEval(Measurement):
 
     A defense that adapts to the test batch is attacked in rounds; "clean" is its accuracy on
     unperturbed images, and "worst" that under the strongest attack as a whole.
+
+    Also logs `{stage}/robust/findings`, the number of warnings and severe findings of the checks
+    (`lightning_rob.evaluation.checks`), and `{stage}/robust/blind`, the largest share of images, of
+    any attack, on which it had no gradient to follow (`EvaluationResult.blind`). Of each finding it
+    warns, and the table and the records have it.
 
     Args:
         attacks: name -> attack.
@@ -276,10 +283,21 @@ class RobustEval(Measurement):
         }
         for key, value in values.items():
             self.log_value(pl_module, key, value, prog_bar=key.endswith("/worst"))
+        self._log_findings(pl_module, stage, done)
         if hook := getattr(pl_module, "on_robust_evaluation", None):
             hook(values)
         self._save(trainer, pl_module, stage, found)
         self._publish(trainer, stage)
+
+    def _log_findings(self, pl_module: Any, stage: str, done: Sequence[EvaluationResult]) -> None:
+        """Log what makes the accuracies of all callbacks so far suspicious, and warn of it."""
+        flagged = {one.text: one for found in done for one in found.findings if one.flagged}
+        blind = [found.blind(name) for found in done for name in found.attacks]
+        self.log_value(pl_module, f"{stage}/robust/findings", float(len(flagged)))
+        known = [share for share in blind if not math.isnan(share)]
+        self.log_value(pl_module, f"{stage}/robust/blind", max(known, default=0.0))
+        assert self.result is not None
+        warn_of(self.result.findings)
 
     def _save(self, trainer: Trainer, pl_module: Any, stage: str, found: EvaluationResult) -> None:
         """Write the scores image by image."""

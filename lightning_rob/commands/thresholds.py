@@ -1,13 +1,15 @@
-"""Accuracies that must not fall below a value: "robust/worst=0.40,robust/arc=0.35"."""
+"""Limits of figures: accuracies that must not fall below a value, and a share not above one."""
 
 import math
 from collections.abc import Mapping
 
 from lightning_rob.comparisons import rounded_down
 
+BLIND = "robust/blind"  # also as "blind": a share that must not rise above its value
+
 
 def parse_thresholds(text: str) -> dict[str, float]:
-    """Return the minimum accuracy by metric name.
+    """Return the minimum accuracy by metric name; the maximum of `blind`.
 
     Args:
         text: NAME=VALUE, several separated by commas; a value is in [0, 1] or like "40%".
@@ -33,7 +35,7 @@ def _fraction(value: str) -> float:
 
 
 def violations(minima: Mapping[str, float], logged: Mapping[str, float], stage: str) -> list[str]:
-    """Describe each metric below its threshold in one line.
+    """Describe each metric below its threshold, or `blind` above it, in one line.
 
     Args:
         minima: minimum accuracy by metric name, with or without the stage in front.
@@ -45,11 +47,15 @@ def violations(minima: Mapping[str, float], logged: Mapping[str, float], stage: 
     """
     lines = []
     for name, minimum in minima.items():
-        key = name if name.startswith(f"{stage}/") else f"{stage}/{name}"
+        short = name.removeprefix(f"{stage}/")
+        key = f"{stage}/{BLIND if short == 'blind' else short}"
         if key not in logged:
             known = sorted(k.removeprefix(f"{stage}/") for k in logged if k.startswith(stage))
             raise ValueError(f"no figure {name} was measured, only {', '.join(known) or 'none'}")
-        if not logged[key] >= rounded_down(minimum):  # NaN violates a threshold, too
+        if key.endswith(BLIND):
+            if not rounded_down(logged[key]) <= minimum:
+                lines.append(f"{name} is {logged[key]:.2%}, above {100 * minimum:g}%")
+        elif not logged[key] >= rounded_down(minimum):  # NaN violates a threshold, too
             digits = 2 if round(logged[key] - minimum, 4) else 4  # enough to show the difference
             lines.append(f"{name} is {logged[key]:.{digits}%}, below {100 * minimum:g}%")
     return lines

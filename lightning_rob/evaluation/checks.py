@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_rob.attacks import attacking, evaluating
 from lightning_rob.attacks.backward import entered
+from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Defense, Mixture, Single, is_transform_ensemble
 from lightning_rob.defenses.copies import changes, fresh, keep_changes, original, working_copy
@@ -113,6 +114,7 @@ class CheckBatch:
         self.target = target
         self.x, self.y = x.detach().clone(), y  # a network may write to them
         self.index = torch.arange(len(x), device=x.device) if index is None else index
+        self.near: Tensor | None = None  # see `slope_near`
 
     def noise(self, key: str = "") -> Streams:
         """Return the source of the defense's randomness, the same at every call with one key."""
@@ -327,15 +329,17 @@ def slope_near(batch: CheckBatch) -> Tensor:
     part = batch.target.differentiable_part
     if batch.target.transductive or part is None or not batch.differentiable:
         return batch.unknown()
-    found = _agreement(batch, NEAR, part, batch.x)
-    if mean(found) >= LEAST_CORRELATION:
-        return found
-    return in_double(batch, partial(_agreement, batch, NEAR))
+    with attacking(fresh(part)) as copied:
+        batch.near = _agreement(batch, NEAR, copied, batch.x)
+    if mean(batch.near) < LEAST_CORRELATION:
+        batch.near = in_double(batch, partial(_agreement, batch, NEAR))
+    return batch.near
 
 
 def slope_far(batch: CheckBatch) -> Tensor:
     """Return the correlation [B] with differences over four grey levels, if that is needed."""
-    if mean(near := slope_near(batch)) >= LEAST_CORRELATION:
+    near = slope_near(batch) if batch.near is None else batch.near
+    if mean(near) >= LEAST_CORRELATION:
         return near
     return in_double(batch, partial(_agreement, batch, FAR))
 
@@ -369,19 +373,21 @@ def in_double(
     if batch.target.transductive or defense is None or not batch.differentiable:
         return batch.unknown()
     try:
-        return measure(doubled(defense), batch.x.double()).to(batch.x)
+        with attacking(doubled(defense)) as copied:
+            return measure(copied, batch.x.double()).to(batch.x)
     except RuntimeError:
-        return measure(defense, batch.x)
+        with attacking(defense) as copied:
+            return measure(copied, batch.x)
 
 
 def _margin(batch: CheckBatch, defense: Defense, x: Tensor) -> Tensor:
-    with attacking(fresh(defense)) as copied, torch.no_grad(), batch.drawn() as noise:
+    with attacking(defense) as copied, torch.no_grad(), batch.drawn() as noise:
         return MARGIN.value(copied, x, batch.y, noise)
 
 
 def _margin_gradient(batch: CheckBatch, defense: Defense, x: Tensor) -> Tensor:
     with (
-        attacking(fresh(defense)) as copied,
+        attacking(defense) as copied,
         entered(surrogate_for(defense), copied),
         batch.drawn() as noise,
     ):
@@ -428,7 +434,14 @@ def hidden_pixels(batch: CheckBatch) -> Tensor:
     part = batch.target.differentiable_part
     if batch.target.transductive or part is None or not batch.differentiable:
         return batch.unknown()
-    found = _hidden_pixels(batch, part, batch.x)
+    assert batch.gradients is not None
+    low, high = batch.target.bounds
+    at_bound = ((batch.x == low) | (batch.x == high)).flatten(1)
+    if (((batch.gradients[0] == 0) & at_bound).sum(1) < FEWEST_PIXELS).all():
+        found = torch.zeros_like(batch.unknown())
+        return found.masked_fill(at_bound.sum(1) < FEWEST_PIXELS, torch.nan)
+    with attacking(fresh(part)) as copied:
+        found = _hidden_pixels(batch, copied, batch.x)
     if not many((found > MOST).float()):
         return found
     return in_double(batch, partial(_hidden_pixels, batch))
@@ -873,6 +886,9 @@ def checked(
 
 def _made(check: Check, target: CheckTarget, columns: Columns) -> Finding:
     try:
-        return check(target, columns)
+        try:
+            return check(target, columns)
+        except FoldingError:  # once: this network is not folded a second time
+            return check(target, columns)
     except Exception as error:  # of a network that attacks may be able to use all the same
         return not_checked(f"{type(error).__name__}: {error}")

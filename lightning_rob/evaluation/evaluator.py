@@ -40,7 +40,8 @@ from lightning_rob.randomness import Streams
 from lightning_rob.rules import VOTING_RULES, rejected_share, top2_majority_as_released
 from lightning_rob.tables import CLEAN
 
-RESERVED = (CLEAN, WORST, "index", "label", "broken_by", "draws", "checksum")  # columns
+# Columns, and what is logged beside the accuracies.
+RESERVED = (CLEAN, WORST, "index", "label", "broken_by", "draws", "checksum", "blind", "findings")
 TRIED = 8  # images of each group that are predicted twice, to see whether predictions vary
 CHECKED = 16  # images of the first group on which the defense is checked
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rob.audit.auditor import CHECKS, LazyMeasurements, audit
+from lightning_rob.audit.auditor import CHECKS, AuditMeasurements, audit
 from lightning_rob.audit.strength import steps
 from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
@@ -66,7 +66,7 @@ def test_the_same_audit_twice_finds_the_same(nets, blobs):
 
 def test_a_check_alone_runs_what_it_needs(nets, blobs):
     target = AuditTarget(Single(nets[0]), THREAT)
-    columns = LazyMeasurements(AuditBatch(target, *blobs))
+    columns = AuditMeasurements(AuditBatch(target, *blobs))
     assert steps(target, columns).severity in ("fine", "note")
     assert set(columns.columns) == {"fgsm", "pgd", "longer"}
 

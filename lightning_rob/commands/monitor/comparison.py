@@ -1,9 +1,10 @@
 """Comparison of a checkpoint with earlier ones, and the alarms that follow from it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class CheckpointResults:
         accuracies: by name.
         read: returns indices [N] and scores [N] under the worst attack.
         fell: whether it was judged to be significantly worse than earlier ones.
+        blind: the largest share of images, of any attack, without a gradient to follow.
     """
 
     checkpoint: str
@@ -42,6 +44,7 @@ class CheckpointResults:
     accuracies: dict[str, float]
     read: Callable[[], Scores]
     fell: bool = False
+    blind: float = 0.0
 
     @property
     def scores(self) -> Scores:
@@ -114,7 +117,7 @@ def last_results(history: History, suite: str) -> dict[Identity, CheckpointResul
             checkpoint, position = event["checkpoint"], event["position"]
             found.pop(identity(event), None)
             found[identity(event)] = CheckpointResults(
-                checkpoint, position, accuracies, scores, _fell(event)
+                checkpoint, position, accuracies, scores, _fell(event), blind_of(results)
             )
     return found
 
@@ -136,7 +139,15 @@ def current_results(
     """Return a new evaluation, from its results and their scores [N, R]."""
     accuracies = {result.name: result.accuracy for result, _ in results}
     worst = next(scores for result, scores in results if result.name == WORST)
-    return CheckpointResults(checkpoint, position, accuracies, lambda: _averaged(worst))
+    blind = blind_of([result.details for result, _ in results])
+    return CheckpointResults(
+        checkpoint, position, accuracies, lambda: _averaged(worst), blind=blind
+    )
+
+
+def blind_of(lines: Iterable[Mapping[str, Any]]) -> float:
+    """Return the largest share of images, of any attack, without a gradient to follow."""
+    return max((line["blind"] or 0.0 for line in lines if "blind" in line), default=0.0)
 
 
 def change(before: CheckpointResults, after: CheckpointResults) -> Fields:
@@ -243,6 +254,7 @@ def violated(config: MonitorConfig, current: CheckpointResults) -> list[str]:
         ValueError: an accuracy was not measured.
     """
     accuracies = {tag(name): accuracy for name, accuracy in current.accuracies.items()}
+    accuracies[tag("blind")] = current.blind
     found = violations(config.minima, accuracies, "monitor")
     images = len(current.scores[0])
     if config.level is not None and images < MIN_IMAGES:

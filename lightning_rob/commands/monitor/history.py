@@ -223,6 +223,10 @@ def scalars(lines: Sequence[Fields]) -> dict[str, float]:
     images = event.get("change", {})
     counts = {key: images[key] for key in ("newly_vulnerable", "won_back") if key in images}
     found = {tag(line["name"]): line["accuracy"] for line in accuracies}
+    if accuracies:
+        texts = {one["text"] for line in accuracies for one in line.get("findings", ())}
+        found[tag("findings")] = len(texts)
+        found[tag("blind")] = max(line.get("blind") or 0.0 for line in accuracies)
     return found | {f"monitor/{key}": len(which) for key, which in counts.items()}
 
 

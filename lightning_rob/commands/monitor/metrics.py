@@ -70,6 +70,10 @@ def families(snapshot: Snapshot, run: str) -> Iterator[Any]:
         about = InfoMetricFamily(f"{PREFIX}_checkpoint", "The newest checkpoint.", labels=["run"])
         about.add_metric([run], labels)
         yield about
+        results = snapshot.group[:-1]
+        text = "What the checks found of the accuracies of the newest checkpoint."
+        found = {one["text"] for line in results for one in line.get("findings", ())}
+        yield _gauge("findings", text, run, len(found))
         for name in ("step", "epoch"):
             text = f"Training {name} of the newest checkpoint."
             yield _gauge(f"checkpoint_{name}", text, run, event[name])
@@ -108,13 +112,15 @@ def _figures(results: Sequence[Fields], run: str) -> Iterator[Any]:
         "accuracy_low": "Lower end of the 95 % interval of the accuracy.",
         "accuracy_high": "Upper end of the 95 % interval of the accuracy.",
         "images": "Number of evaluated images.",
+        "blind": "Share of images on which the attack had no gradient to follow, in 0 … 1.",
     }
     for place, (name, text) in enumerate(texts.items()):
         family = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=["run", "attack"])
         for line in results:
-            values = (line["accuracy"], *line["interval"], line["n"])
+            values = (line["accuracy"], *line["interval"], line["n"], line.get("blind"))
             value = float("nan") if values[place] is None else values[place]
-            family.add_metric([run, line["name"]], value)
+            if name != "blind" or "blind" in line:
+                family.add_metric([run, line["name"]], value)
         yield family
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from lightning_rob.commands.report.blocks import Block, Cell, headline, table, warning
+from lightning_rob.commands.report.blocks import Block, Cell, headline, paragraph, table, warning
 from lightning_rob.commands.report.formatting import (
     NONE,
     WHOLE,
@@ -46,6 +46,7 @@ def evaluation(final: Sequence[AttackResult]) -> Iterator[Block]:
         beside = [(accuracy, "without an attack.") for accuracy in clean]
         yield headline([(percent(cite.accuracy), _meaning(cite, final)), *beside])
     yield from map(warning, cautions(final))
+    yield from findings(final)
     yield accuracy_table(final)
 
 
@@ -95,6 +96,17 @@ def cautions(final: Sequence[AttackResult]) -> Iterator[str]:
     over = {threat for r in attacks for threat in threats(r, final)}
     if len(over) > 1:
         yield f"worst mixes attacks of different threats: {listed(sorted(over))}."
+
+
+def findings(final: Sequence[AttackResult]) -> Iterator[Block]:
+    """Yield what the checks of the evaluation found, each once."""
+    found = {one["text"]: one for result in final for one in result.findings}
+    for one in found.values():
+        text = f"{one['text']} {one['advice']}"
+        if one["severity"] in ("severe", "warning"):
+            yield warning(text, "Finding")
+        else:
+            yield paragraph(text, "note")
 
 
 def _advice(final: Sequence[AttackResult]) -> str:

@@ -50,11 +50,17 @@ VALID: dict[str, Callable[[Any], bool]] = {  # the values that a report reads
     **dict.fromkeys(("alarm", "intervals"), _is(list)),
     **dict.fromkeys(("versions", "change"), _is(dict)),
     "accuracy": lambda value: value is None or type(value) in (int, float),
+    "findings": lambda value: isinstance(value, list) and all(map(_is_finding, value)),
     "seconds": is_number,
     "interval": is_interval,
     "matrix": is_matrix,
     "over": lambda value: isinstance(value, list) and all(map(_is(str), value)),
 }
+
+
+def _is_finding(value: Any) -> bool:
+    names = ("name", "severity", "text", "advice")
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in names)
 
 
 def readable(fields: Fields) -> Fields:
@@ -92,6 +98,7 @@ class AttackResult:
         seed: of the evaluation's noise.
         repeats: evaluations with fresh noise.
         versions: of the packages.
+        findings: what the checks found, with "severity", "text" and "advice".
     """
 
     name: str
@@ -109,6 +116,7 @@ class AttackResult:
     repeats: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     plug_in: str = ""
+    findings: Sequence[Mapping[str, str]] = ()
 
     @property
     def key(self) -> Key:

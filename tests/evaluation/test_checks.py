@@ -1,0 +1,241 @@
+"""What an evaluation says of figures that mislead, and that it leaves everything as it was."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_rob.attacks import ARC, CW, DDN, FAB, PGD, DeepFool, Square
+from lightning_rob.audit.auditor import audit
+from lightning_rob.defenses import Ensemble, RandomTransforms, Single
+from lightning_rob.errors import FindingWarning
+from lightning_rob.evaluation import evaluate
+from lightning_rob.rules import random_member
+from lightning_rob.threat import Threat
+from lightning_rob.transforms import GaussianNoise
+from tests.attacks.common import images, trained_net
+
+THREAT = Threat("linf", 0.1)
+PLAIN = {"pgd": PGD(THREAT, 10, 0.03)}
+COUNT = 60
+
+
+class Around(nn.Module):
+    """A network behind a function of its images, with a function of its logits."""
+
+    def __init__(self, before=None, after=None):
+        super().__init__()
+        self.net = trained_net(1).float().eval()
+        self.before, self.after = before or (lambda x: x), after or (lambda z, x: z)
+
+    def forward(self, x):
+        return self.after(self.net(self.before(x)), x)
+
+
+class Turned(torch.autograd.Function):
+    """The identity, with a gradient of the wrong sign, or none."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+class Adapting(nn.Module):
+    """A network that trains its last layer while it predicts."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = trained_net(1).float().eval()
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.net.linear.bias += 0.01 * self.net(x).mean(0)
+        return self.net(x)
+
+
+class Training(nn.Module):
+    """BatchNorm that eval() does not reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.norm = trained_net(1).float().eval(), nn.BatchNorm2d(1)
+
+    def train(self, mode=True):
+        self.training = mode
+        self.norm.train()
+        return self
+
+    def forward(self, x):
+        return self.net(self.norm(x) * 0.3 + 0.5)
+
+
+def batchwise(z, x):
+    return z + z.mean(0)
+
+
+def detecting(z, x):
+    """An eleventh class for images about which the network is not sure."""
+    sure = z.softmax(1).amax(1, keepdim=True) > 0.97
+    return torch.cat([z, torch.where(sure, -1e3, 1e3)], 1)
+
+
+def python_noise(x):
+    return x + torch.tensor([random.gauss(0, 0.1) for _ in range(x[0].numel())]).view_as(x[0])
+
+
+BROKEN = {
+    "gradients that are not numbers": (lambda x: Turned.apply(x, float("nan")), None, "blind"),
+    "gradients of zero": (lambda x: Turned.apply(x, 0.0), None, "blind"),
+    "a turned gradient": (lambda x: Turned.apply(x, -1.0), None, "above_clean"),
+    "a gradient at random": (
+        lambda x: Turned.apply(x, torch.randn(1, 6, 6, generator=torch.Generator().manual_seed(0))),
+        None,
+        "slope",
+    ),
+    "requires_grad": (None, lambda z, x: z.flip(1) if x.requires_grad else z, "gradients_seen"),
+    "grad mode": (
+        None,
+        lambda z, x: z.roll(1, 1) if torch.is_grad_enabled() else z,
+        "gradients_seen",
+    ),
+    "logits that are huge": (None, lambda z, x: z * 1e30, "flat_loss"),
+    "logits that are tiny": (None, lambda z, x: z * 1e-30, "small_logits"),
+    "rounded logits": (None, lambda z, x: z + ((0.1 * z).round() - z).detach(), "ties"),
+    "minus infinity": (
+        None,
+        lambda z, x: z.masked_fill(z < z.amax(1, keepdim=True), -torch.inf),
+        "flat_loss",
+    ),
+    "probabilities": (None, lambda z, x: (1e3 * z).softmax(1), "outputs"),
+    "noise of Python": (python_noise, None, "repeatable"),
+    "noise of numpy": (
+        lambda x: x + torch.tensor(0.1 * np.random.randn(*x.shape)).float(),
+        None,
+        "repeatable",
+    ),
+    "noise of torch": (lambda x: x + 0.1 * torch.randn_like(x), None, "repeatable"),
+    "other images of the batch": (None, batchwise, "batches"),
+    "a class of rejection": (None, detecting, "only_one_class"),
+}
+
+
+def batch(count=COUNT):
+    """Images, one label in ten of which is wrong."""
+    x, y = images(count, seed=9)
+    y[::10] = (y[::10] + 1) % 4
+    return x.float(), y
+
+
+def names(found):
+    return {finding.name for finding in found.findings if finding.flagged}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_figure_that_misleads_has_a_finding(name):
+    before, after, finding = BROKEN[name]
+    net = Around(before, after)
+    with pytest.warns(FindingWarning):
+        found = evaluate(net, PLAIN, [batch()])
+    assert finding in names(found)
+    assert finding in found.table()
+    assert finding in {one["name"] for one in found.measurement("worst").details["findings"]}
+
+
+@pytest.mark.parametrize("net", [Adapting(), Training()], ids=["weights", "statistics"])
+def test_a_network_that_changes_itself_is_left_as_it_was(net):
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    (x, y), streams = batch(), (torch.get_rng_state(), random.getstate())
+    given = x.clone()
+    found = evaluate(net, PLAIN | {"square": Square(THREAT, 20)}, [(x, y)])
+    report = audit(Single(net), x[:20], y[:20], THREAT, queries=10)
+    PGD(THREAT, 2, 0.03)(Single(net), x, y, torch.Generator().manual_seed(0))
+    assert "itself" in names(found)
+    assert "itself" in {finding.name for finding in report.flags}
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert torch.equal(x, given)
+    assert torch.equal(torch.get_rng_state(), streams[0])
+    assert random.getstate() == streams[1]
+
+
+HONEST = {
+    "a network": lambda: Around(),
+    "half precision": lambda: trained_net(1).bfloat16().eval(),
+    "an ensemble": lambda: Ensemble([trained_net(1).float(), trained_net(2).float()]),
+    "a randomized one": lambda: Ensemble(
+        [trained_net(1).float(), trained_net(2).float()], rule=random_member
+    ),
+    "random transforms": lambda: RandomTransforms(
+        trained_net(1).float(), [GaussianNoise(0.1)], 1, 2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_defense_has_no_finding(name):
+    found = evaluate(HONEST[name](), PLAIN, [batch()])
+    assert names(found) == set()
+    assert found.blind("pgd") == 0
+
+
+def log_of_exp(x):
+    return torch.where(x > 0, x.log().exp(), torch.zeros_like(x))
+
+
+L2 = Threat("l2", 0.5)
+ATTACKS = {
+    "pgd": PGD(THREAT, 20, 0.02),
+    "arc": ARC(THREAT, 20),
+    "cw": CW(L2, 30, 0.05, 4),
+    "ddn": DDN(L2, 30),
+    "deepfool": DeepFool(L2),
+    "fab": FAB(L2, 20),
+}
+
+
+@pytest.mark.parametrize(
+    "before", [lambda x: x.sqrt() ** 2, log_of_exp, lambda x: x.clamp(0.0, 1.0)]
+)
+def test_attacks_recover_where_gradients_fail_at_the_bounds(before):
+    """Black pixels have no gradient: taken just inside, no attack leaves more."""
+    x, y = batch(100)
+    x = (3 * x - 1).clamp(0, 1)
+    found, plain = (evaluate(Around(f), ATTACKS, [(x, y)]) for f in (before, None))
+    assert not plain.findings
+    for name in ATTACKS:
+        assert found.accuracy(name) <= plain.accuracy(name) + 0.02
+        assert found.blind(name) == 0
+    notes = [finding.name for finding in found.findings if finding.severity == "note"]
+    assert notes == ["recovered"] or torch.equal(found.scores, plain.scores)
+
+
+@pytest.mark.parametrize("size", [COUNT, 10])
+def test_blindness_is_counted_on_every_image(size):
+    """Also in small groups, and only of images that are right without an attack."""
+    x, y = batch()
+    half = torch.arange(COUNT) % 2 == 0
+    x[half, 0, 0, 0] = 1.0
+    x[~half, 0, 0, 0] = 0.0
+
+    def cut(x):
+        seen = x[:, :, :1, :1] > 0.5
+        return torch.where(seen, x.detach(), x)
+
+    found = evaluate(Around(cut), PLAIN | {"square": Square(THREAT, 5)}, [(x, y)], group_size=size)
+    right = found.per_image("clean") > 0
+    assert found.blind("pgd") == pytest.approx(float(half[right].float().mean()))
+    assert found.blind("worst") == found.blind("pgd")
+    assert np.isnan(found.blind("square"))
+    with pytest.raises(KeyError, match="no attack is called"):
+        found.blind("clean")
+
+
+def test_checks_can_be_left_out():
+    found = evaluate(Around(after=batchwise), PLAIN, [batch()], checks=False)
+    assert not found.noted
