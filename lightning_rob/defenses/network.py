@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_rob.objectives import check_classes
 
 class Preprocessed(nn.Module):
     """A network behind a function of its images, such as a normalization.
@@ -37,13 +38,14 @@ def network_logits(net: nn.Module, x: Tensor) -> Tensor:
 
     Raises:
         TypeError: the network returns something else.
-        ValueError: it returns a tensor that is not [B, K] or not floating point.
+        ValueError: it returns a tensor that is not [B, K], K >= 2, or not floating point.
     """
     logits = logits_in(net(x if isinstance(net, Preprocessed) else x.to(_dtype(net, x.dtype))))
     if not isinstance(logits, Tensor):
         raise TypeError(_what_is_wanted(net, x, logits))
     if logits.dim() != 2 or len(logits) != len(x) or not logits.is_floating_point():
         raise ValueError(_what_is_wanted(net, x, logits))
+    check_classes(logits.shape[1])
     return logits.float() if logits.itemsize < 4 else logits
 
 
