@@ -5,7 +5,7 @@ from torch import Tensor
 from lightning_rob.attacks.oom import Work
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import PerImageValues, restricted_to
-from lightning_rob.defenses.rejection import AcceptedClasses
+from lightning_rob.defenses.rejection import AcceptedClasses, behind_labels
 from lightning_rob.randomness import Generator, Streams
 
 
@@ -32,8 +32,9 @@ def towards_acceptance(
     Raises:
         ValueError: a label is the class of rejection.
     """
-    if isinstance(defense, AcceptedClasses) and isinstance(defense.labels, PerImageValues):
-        defense = defense.defense  # by an outer attack, whose images depend on each other
+    behind = behind_labels(defense)
+    if behind is not None:
+        defense = behind  # of an outer attack, whose images depend on each other
     elif not defense.may_reject:
         return work(defense, x, y, generator)
     elif defense.rejects is not None:
