@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_rob.objectives import check_classes
 
+
 class Preprocessed(nn.Module):
     """A network behind a function of its images, such as a normalization.
 
