@@ -82,13 +82,17 @@ class NonFiniteLogitsError(ValueError):
         self.images = images
 
 
-def check_labels(y: Tensor, classes: int) -> None:
-    """Raise ValueError unless there are two classes and all labels [B] are in 0 … classes - 1."""
+def check_classes(classes: int) -> None:
+    """Raise ValueError for a classifier of fewer than two classes."""
     if classes < 2:
         raise ValueError(
             f"a classifier needs two logits or more, got {classes}: of a single logit z make two, "
             "torch.cat([-z / 2, z / 2], 1) or torch.cat([torch.zeros_like(z), z], 1)"
         )
+
+
+def check_labels(y: Tensor, classes: int) -> None:
+    """Raise ValueError unless all labels [B] are in 0 … classes - 1."""
     if len(y) and not (int(y.min()) >= 0 and int(y.max()) < classes):
         raise ValueError(
             f"labels must be 0 … {classes - 1} for {classes} classes, got "

@@ -1,9 +1,9 @@
 """Rules that turn the draws of a defense into a prediction.
 
 Each rule maps logits [S, B, K] and weights [S] to [B, K]: the probability that the system predicts
-each class. What a row lacks to one is the probability of a rejection, if the rule is declared by
-`abstaining`. A draw with NaN logits never votes, nor does one whose
-largest logit is infinite.
+each class. If the rule is declared by `abstaining`, a row may sum to less than one, and the rest is
+the probability of a rejection. A draw with NaN logits never votes, nor does one whose largest logit
+is infinite.
 """
 
 from collections.abc import Callable

@@ -65,7 +65,7 @@ class Threat:
     """A ball of perturbations around an image, within the range of images.
 
     Args:
-        norm: "linf", "l2" or the p >= 1 of any p-norm.
+        norm: "linf", "l2", "l1" or the p >= 1 of any p-norm.
         eps: radius in pixel units, images span `bounds`; "8/255" is accepted.
         bounds: smallest and largest value of a pixel.
         relative: all lengths, of steps too, are shares of the image's own norm. With l2 that is

@@ -65,6 +65,16 @@ def test_example_prints_what_the_page_shows(name, capsys):
     assert rows == ["clean", "pgd", "arc", "worst"]
 
 
+def test_the_detector_of_the_page_rejects(capsys):
+    first, *_, second = re.findall(
+        r"```python\n(.*?)```", PAGES["evaluation.md"].read_text().partition("### Several")[0], re.S
+    )
+    scope = {}
+    exec(compile(first + second, "evaluation.md", "exec"), scope)
+    assert "accepted, wrong" in capsys.readouterr().out
+    assert scope["result"].rejected("pgd") > 0
+
+
 def test_a_module_of_yours(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     script = re.search(r"```python\n(.*?)```", PAGES["yours.md"].read_text(), re.S)[1]

@@ -41,15 +41,16 @@ def test_pixels():
 
 
 def test_orders_are_dual():
-    orders = {"linf": (math.inf, 1), "l2": (2, 2), 2: (2, 2), 1: (1, math.inf), 3: (3, 1.5)}
+    orders = {"linf": (math.inf, 1), "l2": (2, 2), "l1": (1, math.inf)}
+    orders |= {2: (2, 2), 1: (1, math.inf), 3: (3, 1.5)}
     for norm, (p, q) in orders.items():
         assert norm_order(norm) == p
         assert (Threat(norm).p, Threat(norm).q) == (p, pytest.approx(q)), norm
 
 
 def test_values_that_are_refused():
-    for norm in ("l1", "L2", "", "nan", 0.5, 0, -2, math.nan, -math.inf):
-        with pytest.raises(ValueError, match="norm must be 'linf', 'l2' or a number >= 1, got"):
+    for norm in ("l0", "lnan", "L2", "", "nan", 0.5, 0, -2, math.nan, -math.inf):
+        with pytest.raises(ValueError, match="norm must be 'linf', 'l2', 'l1' or a number >= 1"):
             Threat(norm)
     for eps in (-1e-9, "-8/255", math.nan, math.inf):
         with pytest.raises(ValueError, match="eps must be a finite radius >= 0, got"):

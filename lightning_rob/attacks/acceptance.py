@@ -5,18 +5,13 @@ from torch import Tensor
 from lightning_rob.attacks.oom import Work
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import PerImageValues, restricted_to
-from lightning_rob.defenses.rejection import AcceptedClasses
+from lightning_rob.defenses.rejection import AcceptedClasses, behind_labels
 from lightning_rob.randomness import Generator, Streams
 
 
 def rejects(defense: Defense) -> bool:
     """Whether attacks are to make it accept an image: it may reject, or hides that it does so."""
-    return defense.may_reject or _depends_on_batch(defense)
-
-
-def _depends_on_batch(defense: Defense) -> bool:
-    """Whether it is a view for labels of a whole batch, by an outer attack."""
-    return isinstance(defense, AcceptedClasses) and isinstance(defense.labels, PerImageValues)
+    return defense.may_reject or behind_labels(defense) is not None
 
 
 def towards_acceptance(
@@ -42,8 +37,9 @@ def towards_acceptance(
     Raises:
         ValueError: a label is the class of rejection.
     """
-    if isinstance(defense, AcceptedClasses):
-        defense = defense.defense  # by an outer attack, whose images depend on each other
+    behind = behind_labels(defense)
+    if behind is not None:
+        defense = behind  # of an outer attack, whose images depend on each other
     elif defense.rejects is not None:
         check_none_rejected(y, defense.rejects)
         y = y - (y > defense.rejects).to(y)  # among the accepted classes

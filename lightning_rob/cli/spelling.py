@@ -194,7 +194,7 @@ def unknown_class(name: str) -> str:
 
 def _choices(annotation: str) -> tuple[str, ...]:
     """Return the texts that a type allows; none if it allows others too."""
-    listed = re.fullmatch(r"Literal\[(.*)\](?: \| None)?", annotation)
+    listed = re.fullmatch(r"Literal\[([^]]*)\](?: \| None)?", annotation)
     return tuple(map(str, ast.literal_eval(f"({listed[1]},)"))) if listed else ()
 
 

@@ -192,7 +192,8 @@ class Single(Defense):
     @property
     def foldable_networks(self) -> list[nn.Module]:
         """The network, without what preprocesses its images."""
-        return [self.net.net if isinstance(self.net, Preprocessed) else self.net]
+        nets = super().foldable_networks
+        return [net.net if isinstance(net, Preprocessed) else net for net in nets]
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         """Compute [B, C, H, W] -> [1, B, K]."""

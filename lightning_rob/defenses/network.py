@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_rob.objectives import check_classes
+
 CHANGES_INPUT = "the network changes its input: x = x - mean, not x -= mean"
 
 
@@ -39,8 +41,8 @@ def network_logits(net: nn.Module, x: Tensor) -> Tensor:
 
     Raises:
         TypeError: the network returns something else.
-        ValueError: it returns a tensor that is not [B, K] or not floating point, or changes its
-            input in place.
+        ValueError: it returns a tensor that is not [B, K], K >= 2, or not floating point, or changes
+            its input in place.
     """
     given = x if isinstance(net, Preprocessed) else x.to(_dtype(net, x.dtype))
     version = 0 if given.is_inference() else given._version
@@ -51,6 +53,7 @@ def network_logits(net: nn.Module, x: Tensor) -> Tensor:
         raise TypeError(_what_is_wanted(net, x, logits))
     if logits.dim() != 2 or len(logits) != len(x) or not logits.is_floating_point():
         raise ValueError(_what_is_wanted(net, x, logits))
+    check_classes(logits.shape[1])
     return logits.float() if logits.itemsize < 4 else logits
 
 

@@ -142,6 +142,13 @@ class AcceptedClasses(Defense):
         return accepted.scatter(-1, index, label)
 
 
+def behind_labels(defense: Defense) -> Defense | None:
+    """Return the defense that is seen through a label of each image; None for any other."""
+    if isinstance(defense, AcceptedClasses) and isinstance(defense.labels, PerImageValues):
+        return defense.defense
+    return None
+
+
 class _OfAcceptedClasses(nn.Module):
     """A network whose logits are seen as those of the accepted classes.
 

@@ -34,7 +34,7 @@ from lightning_rob.evaluation.results import WORST, EvaluationResult
 from lightning_rob.evaluation.resume_log import BatchOutcome
 from lightning_rob.evaluation.worst import is_random
 from lightning_rob.metrics import robust_accuracy
-from lightning_rob.objectives import check_labels
+from lightning_rob.objectives import check_classes, check_labels
 from lightning_rob.precision import float32_precision, in_float32
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import VOTING_RULES, rejected_share, top2_majority_as_released
@@ -391,6 +391,7 @@ def check_predictions(defense: Defense, predictions: Tensor, y: Tensor) -> None:
 
     Rows of zeros of the rules of `lightning_rob.rules` are logits that are not finite.
     """
+    check_classes(predictions.shape[-1])
     check_labels(y, predictions.shape[-1])
     if defense.rejects is not None:
         check_none_rejected(y, defense.rejects)

@@ -516,8 +516,9 @@ def test_images_that_are_wrong_already_stay():
 
 # the way to the network
 
-
-ATTACK = ["_attempt", "perturb", "__call__", "logits", "network_logits"]
+# _attempt is where an attack is tried again: unfolded, in less memory, or just inside the bounds, and
+# network_logits the one place that knows in which precision and form a network answers
+ATTACKED = ["__call__", "_attempt", "perturb", "__call__", "logits", "network_logits"]
 
 
 class FrameRecorder(nn.Module):
@@ -541,7 +542,7 @@ class FrameRecorder(nn.Module):
 def test_frames_between_an_attack_and_the_network():
     net, (x, y) = FrameRecorder(), batch(4)
     PGD(LINF, 2, 0.03)(Ensemble([net]), x.float(), y)
-    assert net.stacks == [["__call__", *ATTACK]] * 2
+    assert net.stacks == [ATTACKED] * 2
 
 
 def test_frames_between_a_training_step_and_the_network():
@@ -551,4 +552,5 @@ def test_frames_between_a_training_step_and_the_network():
     module.log = lambda *args, **options: None
     module.stage, (x, y) = 1, batch(4)
     module.training_step((x.float(), y, torch.arange(4)), 0)
-    assert first.stacks == [["training_step", "loss", "__call__", *ATTACK]] * 2
+    # a method overrides train_on where its loader gives something else than (x, y, index)
+    assert first.stacks == [["training_step", "train_on", "loss", *ATTACKED]] * 2

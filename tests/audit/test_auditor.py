@@ -1,5 +1,7 @@
 """The audit finds what is broken in planted defenses, and nothing in honest ones."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -89,15 +91,21 @@ def test_a_defense_that_adapts_is_audited_in_rounds(blobs):
     assert "adapts" in by_name["black_box"].text and by_name["black_box"].severity == "note"
 
 
-def test_defenses_that_reject_are_audited(blobs, nets):
-    """With classes 0 … 2 accepted of four: an attack that is rejected has no success."""
-    x, y = blobs
-    shown = y != 3
-    defenses = Single(nets[0], rejects=3), Single(nets[0])
-    report, plain = (audit(each, x[shown], y[shown], THREAT, queries=10) for each in defenses)
+@pytest.mark.parametrize(("lowered", "robust"), [(0, 0), (1e3, 1)])
+def test_defenses_that_reject_are_audited(blobs, nets, lowered, robust):
+    """With classes 0 … 2 accepted of four: an attack that is rejected has no success.
+
+    The network has no robust accuracy, until the classes that are accepted and wrong are out of
+    reach.
+    """
+    x, y = (part[blobs[1] == 0] for part in blobs)
+    net = copy.deepcopy(nets[0])
+    net.last.bias.data[1:3] -= lowered
+    defenses = Single(net, rejects=3), Single(net)
+    report, plain = (audit(each, x, y, THREAT, queries=10) for each in defenses)
     found, naive = ({r.name: r.accuracy for r in one.results} for one in (report, plain))
-    assert found["clean"] == naive["clean"]
-    assert found["pgd"] > naive["pgd"]
+    assert found["clean"] == naive["clean"] == 1
+    assert (found["pgd"], naive["pgd"]) == (robust, 0)
 
 
 def test_one_logit_is_refused(blobs):

@@ -37,6 +37,13 @@ def one_logit():
     return nn.Sequential(nn.Flatten(), nn.Linear(X[0].numel(), 1))
 
 
+class OneLogit(Single):
+    """A defense that computes its logits itself."""
+
+    def logits(self, x, generator=None):
+        return self.net(x).unsqueeze(0)
+
+
 class Counting(Attack):
     """Count the batches it is given; fail at one of them."""
 
@@ -285,7 +292,10 @@ def test_nothing_is_left_behind():
         ({"attacks": {"a": PGD}}, TypeError, "attack 'a' must be such as PGD"),
         ({"batches": [(X, Y + 3)]}, ValueError, "labels must be 0 … 3 for 4 classes"),
         ({"batches": [(X, Y - 9)]}, ValueError, "labels must be 0 … 3 for 4 classes"),
-        ({"model": one_logit(), "batches": [(X, 0 * Y)]}, ValueError, "two logits or more, got 1"),
+        *(
+            ({"model": model, "batches": [(X, 0 * Y)]}, ValueError, "two logits or more, got 1")
+            for model in (one_logit(), OneLogit(one_logit()))
+        ),
         ({"batches": [(X, torch.eye(4)[Y].long())]}, ValueError, r"images need labels \[5\], got"),
         ({"model": nn.Sequential(Centering(), net())}, ValueError, "changes its input"),
         (

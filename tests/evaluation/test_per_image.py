@@ -227,14 +227,14 @@ def test_a_rejection_has_no_class():
     assert predicted_class(predictions).tolist() == [-1, -1, 1]
 
 
-def outcome(score, prediction, size):
-    scores = torch.tensor([[score]])
-    return BatchOutcome(scores, torch.tensor([prediction]), torch.tensor([size]), 0 * scores)
+def outcome(score, prediction, size, rejected=0.0):
+    each = (torch.tensor([value]) for value in (prediction, size, [rejected]))
+    return BatchOutcome(torch.tensor([[score]]), *each)
 
 
 def test_a_row_by_hand(tmp_path):
     results = PerImageResults(("clean", "pgd", "a,b"), 1)
-    outcomes = [outcome(1.0, 3, 0.0), outcome(0.25, 3, 0.031), outcome(0.125, 1, 0.0314)]
+    outcomes = [outcome(1.0, 3, 0.0), outcome(0.25, 3, 0.031, 0.125), outcome(0.125, 1, 0.0314)]
     batch = torch.zeros(1, 1, 2, 2), torch.tensor([3]), torch.tensor([7])
     results.add_batch(*batch, outcomes)
     path, worst = tmp_path / "a.csv", torch.tensor([0.125])
@@ -246,6 +246,7 @@ def test_a_row_by_hand(tmp_path):
         **{"index": "7", "label": "3", "clean": "1", "clean_prediction": "3"},
         **{"pgd": "0.25", "pgd_prediction": "3", "pgd_size": "0.031"},
         **{"a,b": "0.125", "a,b_prediction": "1", "a,b_size": "0.0314"},
+        **{"clean_rejected": "0", "pgd_rejected": "0.125", "a,b_rejected": "0"},
         **{"worst": "0.125", "broken_by": "a,b", "draws": "4", "checksum": str(crc32(bytes(16)))},
     }
     read = read_result_file(path)
