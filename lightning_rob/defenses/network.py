@@ -41,8 +41,8 @@ def network_logits(net: nn.Module, x: Tensor) -> Tensor:
 
     Raises:
         TypeError: the network returns something else.
-        ValueError: it returns a tensor that is not [B, K], K >= 2, or not floating point, or changes
-            its input in place.
+        ValueError: it returns a tensor that is not [B, K], K >= 2, or not floating point, or it
+            changes its input in place.
     """
     given = x if isinstance(net, Preprocessed) else x.to(_dtype(net, x.dtype))
     version = 0 if given.is_inference() else given._version
