@@ -343,7 +343,7 @@ class MonitorConfig(CommandConfig):
     Args:
         run: folder, file, s3://… or mlflow:models/NAME@ALIAS; or first argument
         suite: attacks such as rec_suite, one each time; else PGD, ARC as trained
-        alarm: alarm below an accuracy, robust/worst=0.40,acc=0.80, or above blind=0.02
+        alarm: alarm below robust/worst=0.40,acc=0.80, or above blind=0.02
         drop: alarm if worst fell since last or best, p < N; significant: 0.05
         notify: POST alarms and recoveries to this URL; slack://… by apprise
         serve: show a page on localhost at this port, such as 9108

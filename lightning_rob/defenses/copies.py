@@ -101,8 +101,9 @@ def _mark(value: Any, depth: int = 2) -> Any:
     if isinstance(value, Tensor):
         return id(value), 0 if value.is_inference() else value._version
     if isinstance(value, list | tuple | set | dict) and depth and len(value) <= LONGEST:
-        parts = value.items() if isinstance(value, dict) else value
-        return type(value), tuple(_mark(part, depth - 1) for part in parts)
+        names = tuple(map(repr, value)) if isinstance(value, dict) else ()
+        parts = value.values() if isinstance(value, dict) else value
+        return type(value), names, tuple(_mark(part, depth - 1) for part in parts)
     return id(value)
 
 

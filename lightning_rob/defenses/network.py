@@ -45,9 +45,10 @@ def network_logits(net: nn.Module, x: Tensor) -> Tensor:
             changes its input in place.
     """
     given = x if isinstance(net, Preprocessed) else x.to(_dtype(net, x.dtype))
-    version = 0 if given.is_inference() else given._version
+    counted = not (torch.compiler.is_compiling() or given.is_inference())  # its changes are
+    version = given._version if counted else 0
     logits = logits_in(net(given))
-    if not given.is_inference() and given._version != version:
+    if counted and given._version != version:
         raise ValueError(CHANGES_INPUT)
     if not isinstance(logits, Tensor):
         raise TypeError(_what_is_wanted(net, x, logits))

@@ -149,7 +149,9 @@ def rows(count, seed=0):
     x = torch.rand(count, 1, 4, 4, generator=generator)
     scores, sizes = torch.rand(2, count, generator=generator)
     batch = x, torch.arange(count) % 2, 10 * torch.arange(count) + 3
-    return batch, BatchOutcome(scores[:, None], torch.arange(count), sizes, 1 - scores[:, None])
+    return batch, BatchOutcome(
+        scores[:, None], torch.arange(count), sizes, 1 - scores[:, None], torch.arange(count) % 3 - 1
+    )
 
 
 def log_of(folder, inferences=1):
@@ -228,7 +230,7 @@ def test_a_rejection_has_no_class():
 
 
 def outcome(score, prediction, size, rejected=0.0):
-    each = (torch.tensor([value]) for value in (prediction, size, [rejected]))
+    each = (torch.tensor([value]) for value in (prediction, size, [rejected], -1.0))
     return BatchOutcome(torch.tensor([[score]]), *each)
 
 

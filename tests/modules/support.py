@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from lightning_rob.attacks import Attack
+from lightning_rob.defenses.copies import original
 from lightning_rob.threat import Threat
 
 
@@ -22,7 +23,7 @@ class Spy(Attack):
         self.calls = []
 
     def perturb(self, defense, x, y, generator):
-        self.calls.append((defense, len(x)))
+        self.calls.append((original(defense), len(x)))
         return torch.ones_like(x)
 
 
