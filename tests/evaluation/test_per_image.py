@@ -96,6 +96,7 @@ def test_several_inferences_have_a_column_each(trained, tmp_path):
     assert [name for name in head if name.startswith("arc_")] == [
         "arc_prediction",
         "arc_size",
+        "arc_blind",
         "arc_inference_1",
         "arc_inference_2",
         "arc_inference_3",
@@ -246,8 +247,8 @@ def test_a_row_by_hand(tmp_path):
         head, row = csv.reader(file)
     assert dict(zip(head, row, strict=True)) == {
         **{"index": "7", "label": "3", "clean": "1", "clean_prediction": "3"},
-        **{"pgd": "0.25", "pgd_prediction": "3", "pgd_size": "0.031"},
-        **{"a,b": "0.125", "a,b_prediction": "1", "a,b_size": "0.0314"},
+        **{"pgd": "0.25", "pgd_prediction": "3", "pgd_size": "0.031", "pgd_blind": ""},
+        **{"a,b": "0.125", "a,b_prediction": "1", "a,b_size": "0.0314", "a,b_blind": ""},
         **{"clean_rejected": "0", "pgd_rejected": "0.125", "a,b_rejected": "0"},
         **{"worst": "0.125", "broken_by": "a,b", "draws": "4", "checksum": str(crc32(bytes(16)))},
     }

@@ -22,7 +22,7 @@ from lightning_rob.rules import mean_logits
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, UniformNoise
 from tests.attacks.common import images, streams, trained_net
-from tests.counting import Counting
+from tests.counting import Counting, Shared
 from tests.tiny import ROOT, TinyNet
 
 THREAT = Threat("linf", 0.15)
@@ -70,7 +70,7 @@ class Adapting(Single):
 
     def __init__(self, net):
         super().__init__(net)
-        self.rehearsed = []
+        self.rehearsed = Shared()
 
     def adapt(self, x, generator=None):
         net = copy.deepcopy(self.net)
