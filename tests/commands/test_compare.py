@@ -23,7 +23,8 @@ def record(path, scores, labels=None, brightness=0.0):
     count = len(scores["clean"])
     zeros = torch.zeros(count)
     outcomes = [
-        BatchOutcome(column[:, None], zeros, zeros, zeros[:, None], zeros) for column in scores.values()
+        BatchOutcome(column[:, None], zeros, zeros, zeros[:, None], zeros)
+        for column in scores.values()
     ]
     images = torch.arange(count).float().view(-1, 1, 1, 1) + brightness
     y = zeros if labels is None else labels

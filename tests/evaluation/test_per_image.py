@@ -151,7 +151,11 @@ def rows(count, seed=0):
     scores, sizes = torch.rand(2, count, generator=generator)
     batch = x, torch.arange(count) % 2, 10 * torch.arange(count) + 3
     return batch, BatchOutcome(
-        scores[:, None], torch.arange(count), sizes, 1 - scores[:, None], torch.arange(count) % 3 - 1
+        scores[:, None],
+        torch.arange(count),
+        sizes,
+        1 - scores[:, None],
+        torch.arange(count) % 3 - 1,
     )
 
 
