@@ -57,8 +57,8 @@ def print_table(title: str, results: Iterable[Row], console: Console | None = No
     private draws: the share that the defense's own randomness has. "rejected" and "accepted,
     wrong" are shares of the predictions of a defense that may reject. "blind" is the share of
     images, right without an attack, on which it had no gradient to follow. "against" compares with
-    the first attack image by image. A narrow terminal leaves out "against" and the time. What the
-    checks of the evaluation found stands below.
+    the first attack image by image. A narrow terminal leaves out "against" and the time. The
+    findings of the evaluation stand below.
 
     Args:
         title: above the table.

@@ -1,4 +1,4 @@
-"""What an attack sees: the gradients of images that it asks for, and whether they are of use."""
+"""The gradients that an attack asks for, image by image, and whether they are of use."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

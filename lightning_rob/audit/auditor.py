@@ -27,8 +27,8 @@ MEASUREMENTS: dict[str, Callable[[AuditBatch], Tensor]] = {
 }
 # With attacks the audit looks closer at three of the checks that every evaluation makes.
 CLOSER: dict[Check, Check] = {
-    basic.repeatable: predictions.randomness,
-    basic.flat_loss: gradients.saturation,
+    basic.randomness: predictions.randomness,
+    basic.saturation: gradients.saturation,
     basic.bounds: gradients.bounds,
 }
 CHECKS: tuple[Check, ...] = (*(CLOSER.get(one, one) for one in basic.CHECKS), *strength.CHECKS)

@@ -1,4 +1,4 @@
-"""What attacks gain by double precision, and by gradients from just inside the bounds."""
+"""Checks of gradients under attack: in double precision, and just inside the bounds."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Working copies of modules: what attacks and evaluations change, so that nobody sees it change.
+"""Working copies of modules, which attacks and evaluations change in place of the originals.
 
 A signal handler, another thread, an asynchronous checkpoint or a callback that averages weights may
 read a module at any moment. Eval mode, frozen and folded weights, and all that a network writes
@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 M = TypeVar("M", bound=nn.Module)
 Memo = dict[int, Any]  # id of a module, weight or tensor -> its copy
 
-# What shows a change of each part of a working copy. A deep copy of one is another module, which
+# The state of each working copy when it was made. A deep copy of one is another module, which
 # adapts as it likes.
 _states: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
@@ -51,7 +51,7 @@ def working_copy(module: M) -> M:
 
 
 def private(module: M) -> M:
-    """Return a module that nobody else sees: itself if made of working copies, else a copy."""
+    """Return the module itself if it is made of working copies, else a working copy of it."""
     own = any(ORIGIN in part.__dict__ for part in module.modules())
     return module if own else working_copy(module)
 

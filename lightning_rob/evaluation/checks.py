@@ -659,7 +659,7 @@ def _tensors_of(defense: Defense) -> Iterator[tuple[str, Tensor]]:
     yield from defense.named_buffers()
 
 
-def repeatable(target: CheckTarget, columns: Columns) -> Finding:
+def randomness(target: CheckTarget, columns: Columns) -> Finding:
     """Find predictions that no seed repeats, or over which attacks do not average."""
     if columns["is_nondeterministic"].any():
         return Finding(
@@ -770,7 +770,7 @@ def infinite_gradients(target: CheckTarget, columns: Columns) -> Finding:
     )
 
 
-def flat_loss(target: CheckTarget, columns: Columns) -> Finding:
+def saturation(target: CheckTarget, columns: Columns) -> Finding:
     """Find a loss that is flat where the margin is not: the logits are too large for it."""
     found = columns["loss_saturated"]
     if found.isnan().all():
@@ -854,14 +854,14 @@ CHECKS: tuple[Check, ...] = (
     modes,
     batches,
     itself,
-    repeatable,
+    randomness,
     gradients_seen,
     ties,
     small_logits,
     gradient,
     zero_gradients,
     infinite_gradients,
-    flat_loss,
+    saturation,
     slope,
     bounds,
 )

@@ -20,7 +20,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh, working_copy
 from lightning_rob.defenses.network import CHANGES_INPUT
 from lightning_rob.errors import at_least
-from lightning_rob.evaluation.checks import CheckTarget, checked, repeatable
+from lightning_rob.evaluation.checks import CheckTarget, checked, randomness
 from lightning_rob.evaluation.findings import Finding
 from lightning_rob.evaluation.groups import GROUP_SIZE
 from lightning_rob.evaluation.per_image import PerImageResults, predicted_class
@@ -207,7 +207,7 @@ class Evaluator:
 
     @cached_property
     def subject(self) -> Defense:
-        """The copy that is attacked and predicts: nobody else sees what is done to it."""
+        """The working copy that is attacked and predicts."""
         return working_copy(self.defense)
 
     @cached_property
@@ -274,7 +274,7 @@ class Evaluator:
         target = CheckTarget(self.subject, self.bounds, self.settings.seed)
         if name != CLEAN:
             known = {finding.name for finding in self.findings}
-            found = [one for one in checked(target, x, y, index, (repeatable,)) if one.flagged]
+            found = [one for one in checked(target, x, y, index, (randomness,)) if one.flagged]
             self.findings += [one for one in found if one.name not in known]
             self.random = self.random or bool(found)
             return
@@ -373,7 +373,7 @@ class Evaluator:
         )
 
     def _recoveries(self) -> Iterator[Finding]:
-        """Tell which attacks took gradients just inside the bounds."""
+        """Yield a note of the attacks that took gradients just inside the bounds."""
         if self.recovered:
             why = "are zero at the bounds" if self.inside else "were not finite on some images"
             yield Finding(

@@ -181,7 +181,7 @@ class EvaluationResult:
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """What is suspicious about the accuracies, or of note, the most severe first."""
+        """The findings about the accuracies, the most severe first."""
         found = [*self.noted]
         for name in self.attacks:
             found += self._of_attack(name)
@@ -375,7 +375,7 @@ class EvaluationResult:
         """Return what identifies the evaluation: settings, threat model of each attack, worst."""
         attacks = {name: threat_model_card(attack) for name, attack in self.attacks.items()}
         known = {"attacks": attacks, "random": self.random, "worst": self.worst.choice}
-        findings = [record(finding) for finding in self.findings]
+        findings = [record(finding) for finding in self.findings if finding.flagged]
         return {**self.details, **known, **({"findings": findings} if findings else {})}
 
     def save(self, path: Path | str, card: Mapping[str, Any] | None = None) -> None:
