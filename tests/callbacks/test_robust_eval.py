@@ -9,6 +9,7 @@ from lightning_rob.attacks import ARC, PGD, OnMember, Strongest
 from lightning_rob.callbacks import RobustEval, base
 from lightning_rob.callbacks.image_grid import image_grid
 from lightning_rob.defenses import Defense, first_member
+from lightning_rob.errors import FindingWarning
 from lightning_rob.metrics import student
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.randomness import uniform
@@ -51,6 +52,20 @@ def test_standalone_validate_and_test_have_gradients():
     trainer = Trainer(callbacks=[RobustEval({"arc": ARC(THREAT, 2, 16 / 255)})], **QUIET)
     assert "val/robust/arc" in trainer.validate(module, Blobs(), verbose=False)[0]
     assert "test/robust/arc" in trainer.test(module, Blobs(), verbose=False)[0]
+
+
+def test_findings_and_blindness_are_logged():
+    """The gradient of logits that are constant is zero: no attack moves."""
+    module = AdversarialTraining(TinyNet)
+    honest = Trainer(callbacks=[RobustEval({"pgd": ATTACK})], **QUIET)
+    logged = honest.test(module, Blobs(), verbose=False)[0]
+    assert logged["test/robust/findings"] == logged["test/robust/blind"] == 0
+    torch.nn.init.zeros_(module.defense.net.last.weight)
+    trainer = Trainer(callbacks=[RobustEval({"pgd": ATTACK})], **QUIET)
+    with pytest.warns(FindingWarning):
+        logged = trainer.test(module, Blobs(), verbose=False)[0]
+    assert logged["test/robust/blind"] == 1
+    assert logged["test/robust/findings"] >= 2
 
 
 @pytest.mark.parametrize(("epochs", "reported"), [(1, 1), (2, 0)])

@@ -142,6 +142,7 @@ def test_seven_of_ten_are_evaluated_and_three_are_alarms(trained, tmp_path, monk
     assert counts["lightning_rob_evaluations_total"] == 7
     assert counts["lightning_rob_broken_total"] == 3
     assert counts["lightning_rob_alarm"] == 0  # ten recovered
+    assert counts["lightning_rob_findings"] == counts["lightning_rob_blind"] == 0
 
 
 NAMES = [b"caf\xe9.ckpt", b"\x1b]0;title\x07.ckpt", b"a\nlightning-rob: alarm: forged.ckpt"]

@@ -553,6 +553,25 @@ def test_alarms_and_exit_codes(trained, watched, put, capsys):
     assert evaluated(watched) == [EPOCHS[0]]
 
 
+def test_attacks_that_had_no_gradient_ring(trained, watched, put):
+    """Logits that are constant have a gradient of zero."""
+    place = watched / "checkpoints"
+    put(EPOCHS[0])
+    assert monitor(trained, watched, "--once", "--alarm", "blind=0.02") == 0
+    flat = lambda key, value: value * 0 if "last.weight" in key else value  # noqa: E731
+    changed(place / EPOCHS[0], place / "flat.ckpt", flat, 20)
+    assert monitor(trained, watched, "--once", "--alarm", "blind=0.02") == 1
+    honest, constant = events(watched, "evaluated")
+    assert honest["alarm"] == []
+    assert constant["alarm"] == ["blind is 100.00%, above 2%"]
+    found = {one["name"] for line in lines(watched) for one in line.get("findings", ())}
+    assert {"zero_gradients", "blind"} <= found
+    board = EventAccumulator(str(watched / "monitor")).Reload()
+    shares = [point.value for point in board.Scalars("monitor/robust/blind")]
+    assert shares == [0, 1]
+    assert [point.value > 0 for point in board.Scalars("monitor/robust/findings")] == [False, True]
+
+
 def test_stop_at_alarm_leaves_the_rest_for_later(trained, watched, put):
     for name in EPOCHS:
         put(name)

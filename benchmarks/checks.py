@@ -1,0 +1,221 @@
+"""The checks inside `evaluate`: false findings on honest defenses, and what they cost.
+
+    OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/checks.py
+
+Trains small networks on digits (14x14 pixels), with and without adversarial training, and evaluates
+more than thirty honest defenses of them under PGD: layers, norms, seeds, ensembles, random
+transforms, half precision. Prints the findings of each; every flag is a false one.
+
+    OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/checks.py --cost
+
+Takes the CPU time of PGD with 20 steps on 1,000 digits and on 1,000 photographs, with and without
+the checks, in turn, and prints the share that the checks take: the median over repetitions.
+"""
+
+import argparse
+import statistics
+import time
+from copy import deepcopy
+
+import torch
+from torch import nn
+from torch.nn.functional import avg_pool2d, cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_rob import PGD, Ensemble, RandomTransforms, Single, Threat, evaluate
+from lightning_rob.data import Digits5k
+from lightning_rob.nets import MNISTNet, PreActResNet18, ResNet20, SmallCNN
+from lightning_rob.objectives import expected_ce
+from lightning_rob.rules import mean_logits, mean_probs
+
+LINF, L2 = Threat("linf", 0.15), Threat("l2", 1.0)
+IMAGES = 100
+
+
+def digits(train, count):
+    """Return `count` images [B, 1, 28, 28] and labels."""
+    pairs = Digits5k().source(train)
+    x, y = zip(*(pairs[i] for i in range(count)), strict=True)
+    return torch.stack(x), torch.tensor([int(label) for label in y])
+
+
+class MLP(nn.Sequential):
+    def __init__(self, activation=nn.ReLU):
+        super().__init__(nn.Flatten(), nn.Linear(196, 64), activation(), nn.Linear(64, 10))
+
+
+def convolutional(norm, activation=nn.ReLU, width=16):
+    """Return a small network with a normalisation layer behind each convolution."""
+    layers = []
+    for before, after in ((1, width), (width, 2 * width)):
+        layers += [nn.Conv2d(before, after, 3, 2, 1), norm(after), activation()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * width, 10))
+
+
+class Attention(nn.Module):
+    """Patches of 7x7 as four tokens, one transformer layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(1, 32, 7, 7)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+        self.last = nn.Linear(128, 10)
+
+    def forward(self, x):
+        return self.last(self.layer(self.patches(x).flatten(2).mT).flatten(1))
+
+
+class Half(nn.Module):
+    """A network that computes in half precision."""
+
+    def __init__(self, net, dtype):
+        super().__init__()
+        self.net, self.dtype = deepcopy(net).to(dtype), dtype
+
+    def forward(self, x):
+        return self.net(x.to(self.dtype))
+
+
+class Scaled(nn.Module):
+    """A network with another temperature."""
+
+    def __init__(self, net, factor):
+        super().__init__()
+        self.net, self.factor = net, factor
+
+    def forward(self, x):
+        return self.factor * self.net(x)
+
+
+NETS = {
+    "MLP": MLP,
+    "MLP, tanh": lambda: MLP(nn.Tanh),
+    "SmallCNN": lambda: SmallCNN(width=8),
+    "BatchNorm": lambda: convolutional(nn.BatchNorm2d),
+    "InstanceNorm": lambda: convolutional(lambda n: nn.InstanceNorm2d(n, affine=True)),
+    "GroupNorm, SiLU": lambda: convolutional(lambda n: nn.GroupNorm(4, n), nn.SiLU),
+    "LeakyReLU": lambda: convolutional(nn.BatchNorm2d, nn.LeakyReLU),
+    "transformer": Attention,
+    "dropout": lambda: nn.Sequential(convolutional(nn.BatchNorm2d), nn.Dropout(0.2)),
+}
+
+
+def trained(net, x, y, threat, steps, seed):
+    """Train a network, on images of an attack of five steps where a threat is given."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(net.parameters(), 3e-3)
+    attack = threat and PGD(threat, 5, threat.eps / 3)
+    for _ in range(steps):
+        rows = torch.randint(len(x), (64,), generator=generator)
+        images = attack(Single(net), x[rows], y[rows]) if attack else x[rows]
+        net.train()
+        optimizer.zero_grad()
+        cross_entropy(net(images), y[rows]).backward()
+        optimizer.step()
+    return net.eval()
+
+
+def defenses(x, y):
+    """Yield name, threat and defense."""
+    nets = {}
+    for seed in range(2):
+        for name, make in NETS.items():
+            for threat in (None, LINF):
+                torch.manual_seed(seed)
+                key = f"{name}, {'adversarial' if threat else 'standard'}, seed {seed}"
+                nets[key] = trained(make(), x, y, threat, 150 if threat else 300, seed)
+                if seed == 0 or threat:
+                    yield key, LINF, Single(nets[key])
+    robust = [nets[f"{name}, adversarial, seed 0"] for name in ("SmallCNN", "BatchNorm")]
+    for net, name in zip(robust, ("SmallCNN", "BatchNorm"), strict=True):
+        yield f"{name}, l2", L2, Single(net)
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            yield f"{name}, {dtype}", LINF, Single(Half(net, dtype))
+        yield f"{name}, logits x 3", LINF, Single(Scaled(net, 3.0))
+        yield f"{name}, logits / 3", LINF, Single(Scaled(net, 1 / 3))
+    yield "randomized ensemble", LINF, Ensemble(robust, [0.6, 0.4])
+    yield "ensemble, mean of probabilities", LINF, Ensemble(robust, rule=mean_probs)
+    yield "ensemble, mean of logits", LINF, Ensemble(robust, rule=mean_logits)
+    noise = {"GaussianNoise": {"alpha": 0.1}, "Gamma": {"alpha": 0.1}, "UniformNoise": {}}
+    moved = {"Affine": {}, "GaussianBlur": {}}
+    for name, transforms in (("noise", noise), ("geometric", moved)):
+        yield (
+            f"random transforms, {name}",
+            LINF,
+            RandomTransforms(robust[1], transforms, size=2, draws=5),
+        )
+
+
+def false_findings():
+    x, y = digits(True, 4000)
+    x_test, y_test = digits(False, IMAGES)
+    x, x_test = avg_pool2d(x, 2), avg_pool2d(x_test, 2)
+    loader = DataLoader(TensorDataset(x_test, y_test), 100)
+    flagged, count = [], 0
+    for name, threat, defense in defenses(x, y):
+        pgd = PGD(threat, 20, threat.eps / 4, objective=expected_ce)
+        result = evaluate(defense, {"pgd": pgd}, loader, progress=False)
+        names = [finding.name for finding in result.findings if finding.flagged]
+        count += 1
+        flagged += [name] if names else []
+        print(
+            f"{name:45} clean {result.accuracy('clean'):.0%} PGD {result.accuracy('pgd'):.0%} "
+            f"{', '.join(names) or '-'}",
+            flush=True,
+        )
+        for finding in result.findings:
+            if finding.flagged:
+                print(f"    {finding.text}")
+    print(f"{len(flagged)} of {count} honest defenses have a false finding: {flagged}")
+
+
+def photographs(count):
+    """Return random images [B, 3, 32, 32], for time only, and labels."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(count, 3, 32, 32, generator=generator)
+    return x, torch.randint(10, (count,), generator=generator)
+
+
+def cost(repetitions, images):
+    """Print CPU seconds with and without the checks."""
+    torch.set_num_threads(1)
+    cases = {
+        "digits, MNISTNet": (MNISTNet(), digits(False, images), Threat("linf", 0.3)),
+        "photographs, ResNet-20": (ResNet20(), photographs(images), Threat("linf", 8 / 255)),
+        "photographs, PreActResNet-18": (
+            PreActResNet18(),
+            photographs(images),
+            Threat("linf", 8 / 255),
+        ),
+    }
+    for name, (net, (x, y), threat) in cases.items():
+        # Labels as predicted, so that all images are attacked and none is left out.
+        with torch.no_grad():
+            y = torch.cat([net.eval()(part).argmax(1) for part in x.split(100)])
+        loader = DataLoader(TensorDataset(x, y), 100)
+        seconds = {True: [], False: []}
+        for _ in range(repetitions):
+            for checks in seconds:
+                began = time.process_time()
+                attack = PGD(threat, 20, threat.eps / 4)
+                evaluate(Single(net), {"pgd": attack}, loader, progress=False, checks=checks)
+                seconds[checks].append(time.process_time() - began)
+        shares = [a / b - 1 for a, b in zip(seconds[True], seconds[False], strict=True)]
+        print(
+            f"{name}: {statistics.median(seconds[False]):.1f} CPU s without, "
+            f"{statistics.median(seconds[True]):.1f} with the checks: "
+            f"{statistics.median(shares):+.1%} ({min(shares):+.1%} to {max(shares):+.1%})",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cost", action="store_true", help="measure CPU time")
+    parser.add_argument("--repetitions", type=int, default=5, help="of each measurement of time")
+    parser.add_argument("--images", type=int, default=1000, help="that PGD attacks, for the time")
+    options = parser.parse_args()
+    if options.cost:
+        cost(options.repetitions, options.images)
+    else:
+        false_findings()
