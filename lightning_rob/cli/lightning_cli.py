@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.multiprocessing.spawn import ProcessException
 
 from lightning_rob.callbacks.guard import TerminateOnNonFinite
-from lightning_rob.callbacks.loggers import run_folder
+from lightning_rob.callbacks.loggers import run_folder, writing_folder
 from lightning_rob.cli.checkpoints import SafeCheckpointIO, inject_checkpoint_config
 from lightning_rob.cli.configs import NAMED
 from lightning_rob.cli.errors import shorten_jsonargparse_error, shorten_state_dict_error
@@ -96,13 +96,9 @@ class SaveRecipe(SaveConfigCallback):
         return str(self.parser.dump(self.config, skip_none=False, skip_validation=True))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write `config.yaml` once."""
-        if self.already_saved:
-            return
-        folder = run_folder(trainer)  # a collective: every rank has to ask
-        if trainer.is_global_zero:
-            path = (folder or Path(trainer.default_root_dir)) / self.config_filename
-            atomic_write_text(path, self.recipe)
+        """Write `config.yaml` once, if the run has a folder."""
+        if not self.already_saved and (folder := writing_folder(trainer)):
+            atomic_write_text(folder / self.config_filename, self.recipe)
         self.already_saved = True
 
     def on_save_checkpoint(

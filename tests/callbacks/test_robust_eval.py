@@ -8,13 +8,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_rob.attacks import ARC, PGD, OnMember, Strongest
 from lightning_rob.callbacks import RobustEval, base
 from lightning_rob.callbacks.image_grid import image_grid
-from lightning_rob.defenses import Defense, first_member
+from lightning_rob.defenses import Defense, Single, first_member
+from lightning_rob.defenses.copies import original
 from lightning_rob.errors import FindingWarning
+from lightning_rob.evaluation import evaluate
 from lightning_rob.metrics import student
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.randomness import uniform
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
+from tests.counting import Shared
 from tests.tiny import Blobs, TinyNet, pgd, recipe, records, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
@@ -52,6 +55,36 @@ def test_standalone_validate_and_test_have_gradients():
     trainer = Trainer(callbacks=[RobustEval({"arc": ARC(THREAT, 2, 16 / 255)})], **QUIET)
     assert "val/robust/arc" in trainer.validate(module, Blobs(), verbose=False)[0]
     assert "test/robust/arc" in trainer.test(module, Blobs(), verbose=False)[0]
+
+
+class Reader(TinyNet):
+    """Reads the network of which it is a copy whenever an attack or a prediction calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Shared()
+
+    def forward(self, x):
+        own = original(self)
+        weights = {name: value.clone() for name, value in own.state_dict().items()}
+        grads = {weight.requires_grad for weight in own.parameters()}
+        self.seen.append((own is self, weights, grads, {part.training for part in own.modules()}))
+        return super().forward(x)
+
+
+def test_a_reader_amid_an_attack_sees_the_network_as_it_is():
+    """As a signal handler that saves a checkpoint: no folded or frozen weights, no eval mode."""
+    net = Reader()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    x, y = torch.rand(20, 3, 8, 8), torch.randint(4, (20,))
+    evaluate(net, {"pgd": ATTACK, "arc": ARC(THREAT, 2, 16 / 255)}, [(x, y)], progress=False)
+    ATTACK(Single(net), x, y)
+    assert len(net.seen) > 10
+    for itself, weights, grads, modes in net.seen:
+        assert not itself
+        assert weights.keys() == before.keys()
+        assert all(torch.equal(weights[name], value) for name, value in before.items())
+        assert grads == {True} and modes == {True}
 
 
 def test_findings_and_blindness_are_logged():

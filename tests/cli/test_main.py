@@ -181,6 +181,13 @@ def test_a_test_reports_another_radius_than_that_of_the_training(trained, capsys
     assert said(capsys, trained / CKPT) == []
 
 
+def test_a_run_without_a_logger_writes_no_configuration(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("mine")
+    said(capsys, trained / CKPT)
+    assert (tmp_path / "config.yaml").read_text() == "mine"
+
+
 def test_a_test_of_an_untrained_network_says_so(trained, tmp_path, capsys):
     (line,) = said(capsys, "--config", recipe(tmp_path))
     assert line.startswith("No weights: ")
