@@ -77,9 +77,7 @@ def fit(folder):
         newest = max(saved, key=lambda file: file.stat().st_mtime, default=None)
         file = recipe(folder, name == "plain", epochs)
         resumed = ["--ckpt_path", newest] if newest else []
-        env = os.environ | {"PYTHONPATH": str(ROOT)}  # the fit leaves a config.yaml where it runs
-        command = program("fit", "--config", file, *resumed)
-        subprocess.run(command, check=True, cwd=folder, env=env)
+        subprocess.run(program("fit", "--config", file, *resumed), check=True)
         wait_until_evaluated(folder, epochs)
         print(f"{time.strftime('%H:%M:%S')} trained and evaluated {name}", flush=True)
 
