@@ -142,15 +142,12 @@ def model_overrides(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
 def _with_checkpoints(name: str, args: Sequence[str]) -> None:
     """Run a command that builds a `Run` for each checkpoint, on one device and without a logger."""
     options = parse_options(name, args)
-    if options.models is None:
-        _function(name)(*_monitored(name, args))
-        return
-    parts = read_models(options.models, CONFIGS[name])
+    parts = read_models(options.models, CONFIGS[name]) if options.models else {}
     starts = {
         label: partial(_monitored, name, [*args, *own, f"--label={label}", "--models=null"])
         for label, own in parts.items()
     }
-    import_module(f"lightning_rob.commands.{name}.models").run(options, starts)
+    _function(name)(options, starts or {"": partial(_monitored, name, args)})
 
 
 def _monitored(name: str, args: Sequence[str]) -> tuple[Any, Callable[[Path], Run]]:

@@ -348,6 +348,7 @@ class MonitorConfig(CommandConfig):
         notify: POST alarms and recoveries to this URL; slack://… by apprise
         serve: show a page on localhost at this port, such as 9108
         serve_host: address of that port
+        template: Jinja template of the page, else the shipped one
         metrics_port: serve metrics for Prometheus, and /healthz
         metrics_host: address of that port
         metrics_file: the same as FILE.prom, for node exporter
@@ -376,6 +377,7 @@ class MonitorConfig(CommandConfig):
     notify: list[str] | None = field(default=None, repr=False)  # some URLs are secrets
     serve: int | None = None
     serve_host: str = LOCAL
+    template: Path | None = None
     metrics_port: int | None = None
     metrics_host: str = LOCAL
     metrics_file: Path | None = None
@@ -403,8 +405,12 @@ class MonitorConfig(CommandConfig):
     def _check_page(self) -> None:
         """Refuse options of a page that cannot be served."""
         if self.serve is None:
-            if self.serve_host != LOCAL:
-                raise ValueError("--serve_host is for --serve, which is not given")
+            for name, given in (
+                ("serve_host", self.serve_host != LOCAL),
+                ("template", self.template),
+            ):
+                if given:
+                    raise ValueError(f"--{name} is for --serve, which is not given")
             return
         if not 0 <= self.serve < 65536:
             raise ValueError(f"--serve must be in 0 … 65535, got {self.serve}")

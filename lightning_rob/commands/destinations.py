@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 WEB = ("http", "https")
 HOST = re.compile(r"[\w.:\[\]%-]*")
@@ -54,36 +54,30 @@ def check_destinations(urls: Sequence[str]) -> None:
 
 def _check_url(url: str) -> None:
     """Refuse a URL that cannot be notified."""
-    parts = _parts(url)
-    if parts is None:
-        raise ValueError("--notify takes a URL such as https://host/path, in ASCII without spaces")
-    if parts.scheme not in WEB:
+    wanted = "--notify takes a URL such as https://host/path"
+    try:
+        parts = urlsplit(url)
+        web = parts.scheme in WEB
+        _ = parts.port if web else None  # raises a ValueError for a port that is no number
+    except ValueError:
+        raise ValueError(f"{wanted}, in ASCII without spaces") from None
+    host = parts.netloc.rpartition("@")[2] if web else ""
+    readable = url.isascii() and url.isprintable() and " " not in url and "://" in url
+    if not (readable and parts.scheme and HOST.fullmatch(host)):
+        # A host of other characters, which is printed, might hold a part of the path.
+        raise ValueError(f"{wanted}, in ASCII without spaces")
+    if not web:
         if find_spec("apprise") is None:
             raise ValueError(
                 f"--notify {public_name(url)} needs apprise: pip install 'lightning-rob[notify]'"
             )
     elif not parts.hostname:
-        raise ValueError("--notify takes a URL such as https://host/path, got one without a host")
+        raise ValueError(f"{wanted}, got one without a host")
     elif "@" in parts.netloc:
         raise ValueError(
             f"--notify {public_name(url)} has user info, which every user of the machine can see: "
             f"put the Authorization header into the environment variable {AUTHORIZATION}"
         )
-
-
-def _parts(url: str) -> SplitResult | None:
-    """Return the parts of a URL; None for another text."""
-    if not (url.isascii() and url.isprintable()) or " " in url or "://" not in url:
-        return None
-    try:
-        parts = urlsplit(url)
-        _ = parts.port if parts.scheme in WEB else None  # raises it for a port that is no number
-        host = parts.netloc.rpartition("@")[2] if parts.scheme in WEB else ""
-        if not HOST.fullmatch(host):
-            return None  # its name, which is printed, might hold a part of the path
-    except ValueError:
-        return None
-    return parts if parts.scheme else None
 
 
 def authorization() -> str | None:

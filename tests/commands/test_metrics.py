@@ -19,9 +19,8 @@ from lightning_rob.cli.commands import parse_options
 from lightning_rob.cli.options import join_values
 from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.history import History, timestamp
-from lightning_rob.commands.monitor.publisher import Publisher
-from lightning_rob.commands.monitor.server import LIFE
-from lightning_rob.commands.monitor.snapshot import Snapshot, newest_first, newest_group
+from lightning_rob.commands.monitor.publish import Publisher
+from lightning_rob.commands.monitor.state import Snapshot, newest_first, newest_group
 from lightning_rob.errors import InputError
 from tests.commands.test_compare import record
 from tests.commands.test_notify import evaluation
@@ -48,7 +47,7 @@ def published(tmp_path):
     history.append(*lines_of(2, ["low"]))
     history.append({"event": "missed", "checkpoint": "3.ckpt"})
     group = newest_group(history, "s", [("1", "r"), ("2", "r")])
-    publisher.update(str(tmp_path), Snapshot(group, history, 4, {"https://a.com": 2}, True))
+    publisher.update(str(tmp_path), Snapshot(group, history, 4, {"https://a.com": 2}))
     yield publisher
     publisher.close()
     history.close()
@@ -106,7 +105,7 @@ def test_every_figure_is_served_with_its_interval(published, tmp_path):
         expected = {
             *(("checkpoint_step", 1), ("alarm", 1), ("alarms_total", 1), ("evaluations_total", 2)),
             *(("missed_total", 1), ("broken_total", 0), ("queue_length", 4)),
-            *(("history_writable", 1), ("checkpoint_info", 1)),
+            ("checkpoint_info", 1),
         }
         assert {(k, values[f"lightning_rob_{k}", None]) for k, _ in expected} == expected
         age = time.time() - values["lightning_rob_last_evaluation_timestamp_seconds", None]
@@ -119,7 +118,7 @@ def test_every_figure_is_served_with_its_interval(published, tmp_path):
 
 def test_health_is_that_of_the_last_look(published):
     assert json.loads(get(published, "/healthz"))["healthy"]
-    published.health.looked_at -= LIFE + published.health.every
+    published.looked_at -= published.limit
     with pytest.raises(HTTPError) as failed:
         get(published, "/healthz")
     assert failed.value.code == 503
@@ -134,7 +133,7 @@ def test_a_port_in_use_and_a_file_that_cannot_be_written(published, tmp_path, ca
     publisher = Publisher(MonitorConfig(tmp_path, metrics_file=tmp_path / "file/x.prom"))
     history = History(tmp_path / "other")
     for _ in range(2):
-        publisher.update(str(tmp_path), Snapshot([], history, 0, {}, True))
+        publisher.update(str(tmp_path), Snapshot([], history, 0, {}))
     history.close()
     assert capsys.readouterr().err.count("--metrics_file cannot be written") == 1
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import yaml
 
-from lightning_rob.commands.monitor import models
+from lightning_rob.commands.monitor import loop
 from tests.commands import test_monitor
 from tests.commands.test_monitor import EPOCHS, evaluated, events
 from tests.tiny import run
@@ -62,8 +62,8 @@ def test_a_broken_model_stops_no_other(listed, trained, tmp_path, monkeypatch, c
         if seconds > 1:
             next(happens, lambda: None)()
 
-    monkeypatch.setattr(models.time, "sleep", sleep)
-    monkeypatch.setattr(models, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(loop.time, "sleep", sleep)
+    monkeypatch.setattr(loop, "monotonic", lambda: clock[0])
     prom = tmp_path / "rob.prom"
     code = watch(listed, "--until", tmp_path / "done", "--metrics-file", prom, "--every=10")
     assert code == 1
@@ -143,8 +143,8 @@ def test_two_models_never_write_one_history(listed, trained, tmp_path, monkeypat
         clock[0] += seconds
 
     clock = [0.0]
-    monkeypatch.setattr(models.time, "sleep", sleep)
-    monkeypatch.setattr(models, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(loop.time, "sleep", sleep)
+    monkeypatch.setattr(loop, "monotonic", lambda: clock[0])
     assert watch(listed, "--until", tmp_path / "done") == 2
     assert sorted(evaluated(tmp_path / "home")) == EPOCHS[:2]
     assert "third: first and third have one history" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import re
 import shutil
@@ -30,7 +31,7 @@ from lightning_rob.cli.commands import model_overrides
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.commands.configs import MonitorConfig
-from lightning_rob.commands.monitor import folder, watcher
+from lightning_rob.commands.monitor import folder, loop
 from lightning_rob.commands.monitor.comparison import (
     FADING,
     SHARES,
@@ -39,7 +40,7 @@ from lightning_rob.commands.monitor.comparison import (
     drops,
 )
 from lightning_rob.commands.monitor.history import History, as_record
-from lightning_rob.commands.monitor.recorder import Recorder
+from lightning_rob.commands.monitor.loop import Watched
 from lightning_rob.commands.monitor.source import LocalFolder
 from lightning_rob.commands.monitor.suite import Suite
 from lightning_rob.commands.report import report
@@ -473,7 +474,7 @@ def test_following_it_finds_what_comes_and_what_is_overwritten(trained, watched,
         lambda: put(EPOCHS[3]),
         end.touch,
     ]
-    monkeypatch.setattr(watcher.time, "sleep", lambda _: happens.pop(0)())
+    monkeypatch.setattr(loop.time, "sleep", lambda _: happens.pop(0)())
     assert monitor(trained, watched, "--until", end) == 0
     assert not happens
     assert evaluated(watched) == ["last.ckpt", "last.ckpt", EPOCHS[3]]
@@ -486,7 +487,7 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
     trained, watched, put, monkeypatch, capsys
 ):
     monkeypatch.setattr(folder, "SETTLE", 0.0)
-    monkeypatch.setattr(watcher.time, "sleep", lambda _: None)
+    monkeypatch.setattr(loop.time, "sleep", lambda _: None)
     place = watched / "checkpoints"
     for name in (EPOCHS[0], EPOCHS[1], EPOCHS[2]):
         put(name)
@@ -837,15 +838,12 @@ def test_a_logger_that_fails_takes_no_figures_from_the_others(tmp_path, capsys):
         def log_metrics(self, *_):
             raise ConnectionError("POST http://me:hidden@host/log?key=hidden")
 
-    config = MonitorConfig(tmp_path)
-    with closing(History(tmp_path)) as history:
-        record = Recorder(config, history)
-        good = CSVLogger(tmp_path, "good")
-        record.loggers = [Failing(tmp_path, "bad"), good]
-        for step in (1, 2):
-            figure, event = evaluation(step)
-            record(figure | {"name": "clean"}, figure, event | {"epoch": 0})
-        record.close(0.0)
+    watched = Watched("", None, MonitorConfig(tmp_path), None, {}, math.inf)
+    good = CSVLogger(tmp_path, "good")
+    watched.loggers = [Failing(tmp_path, "bad"), good]
+    for step in (1, 2):
+        watched.log(evaluation(step))
+    good.finalize("success")
     (file,) = tmp_path.glob("good/*/metrics.csv")
     assert [row["step"] for row in csv.DictReader(file.read_text().splitlines())] == ["1", "2"]
     error = capsys.readouterr().err
@@ -877,7 +875,7 @@ def test_a_checkpoint_without_its_scores_is_evaluated_again(trained, watched, pu
 
 def test_an_evaluation_reads_only_scores_that_it_compares(trained, watched, put, monkeypatch):
     files, counts = [], []
-    read, record = ScoreFiles.read, Recorder.__call__
+    read, record = ScoreFiles.read, Watched.record
 
     def counted(self, line):
         files.append(line)
@@ -888,7 +886,7 @@ def test_an_evaluation_reads_only_scores_that_it_compares(trained, watched, put,
         record(self, *lines)
 
     monkeypatch.setattr(ScoreFiles, "read", counted)
-    monkeypatch.setattr(Recorder, "__call__", noted)
+    monkeypatch.setattr(Watched, "record", noted)
     source = watched / "checkpoints" / EPOCHS[0]
     put(EPOCHS[0])
     for step in range(5, 11):
@@ -918,58 +916,6 @@ def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, 
     assert [len(event["alarm"]) for event in found] == [0, 1, 0]
     lost = found[1]["change"]["newly_vulnerable"]
     assert lost and found[2]["change"]["won_back"] == lost
-
-
-def test_the_newest_comes_first_and_is_judged_when_the_others_are_there(trained, watched, put):
-    for name in EPOCHS[:3]:
-        put(name)
-    changed(watched / "checkpoints" / EPOCHS[2], watched / "checkpoints/z.ckpt", swapped, step=20)
-    end = watched / "done"
-    end.touch()
-    assert watch(trained, watched, "--drop=0.5") == 1
-    shutil.copytree(watched / "checkpoints", watched.parent / "late/checkpoints")
-    late = watched.parent / "late"
-    options = ("--suite", trained / "suite0.yaml", "--trainer.accelerator=cpu", "--until", end)
-    with pytest.raises(SystemExit) as ended:
-        run("monitor", late, *options, "--drop=0.5")
-    assert ended.value.code == 1
-    assert evaluated(late) == ["z.ckpt", EPOCHS[2], EPOCHS[1], EPOCHS[0]]
-    judgements = events(late, "judged")
-    assert [event["step"] for event in judgements] == [8, 12, 20]
-    in_order = {event["step"]: event for event in events(watched, "evaluated")}
-    for event in judgements:
-        for field in ("change", "drops", "alarm"):
-            assert event[field] == in_order[event["step"]][field]
-    assert judgements[-1]["alarm"]
-    text = report([late], late / "report.html")[1].read_text()
-    lost = len(judgements[-1]["change"]["newly_vulnerable"])
-    assert re.search(rf"z\.ckpt.*\| \**{lost}\** \|", text)
-
-
-def test_a_suite_that_is_edited_is_used_at_once(trained, watched, put, monkeypatch, capsys):
-    put(EPOCHS[0])
-    suite, nested = watched / "suite.yaml", watched / "nested.yaml"
-    nested.write_text((trained / "suite0.yaml").read_text())
-    suite.write_text("- nested.yaml\n")
-    happens = [
-        lambda: nested.write_text((trained / "suite1.yaml").read_text()),
-        lambda: nested.write_text("class_path: NoSuchCallback"),
-        lambda: put(EPOCHS[1]),
-        (watched / "done").touch,
-    ]
-    monkeypatch.setattr(watcher.time, "sleep", lambda _: happens.pop(0)())
-    options = ("--until", watched / "done", "--trainer.accelerator=cpu")
-    with pytest.raises(SystemExit) as ended:
-        run("monitor", watched, "--suite", suite, *options)
-    assert ended.value.code == 1
-    names = [line["name"] for line in lines(watched) if "name" in line]
-    assert names == [*("clean", "apgd", "worst"), *("clean", "arc", "worst") * 2]
-    assert [event.get("change") for event in events(watched, "evaluated")[:2]] == [None, None]
-    (broken,) = events(watched, "broken")
-    assert "NoSuchCallback" in broken["alarm"][0]
-    assert "the former suite stays in use" in broken["alarm"][0]
-    assert broken["part"] == "suite"
-    assert not events(watched, "restored")  # by checkpoints under the former suite
 
 
 def test_the_newest_is_evaluated_again_when_it_is_due(trained, watched, put):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import threading
 import time
@@ -11,12 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.destinations import AUTHORIZATION, check_destinations, receiver_name
 from lightning_rob.commands.monitor import notify
 from lightning_rob.commands.monitor.history import History
-from lightning_rob.commands.monitor.notify import Notifier
-from lightning_rob.commands.monitor.recorder import Recorder
+from lightning_rob.commands.monitor.notify import Outbox
 from tests.forked import Forked
 
 SECRET = "Bearer s3cret-token"
@@ -84,7 +81,7 @@ def evaluation(step=1, worst=0.25, alarm=()):
 def record(history, notifier, *lines):
     lines = (*lines[:-1], lines[-1] | notifier.mark(lines[-1]))
     history.append(*lines)
-    notifier.send(lines)
+    notifier.wake()
 
 
 def delivered(history):
@@ -97,7 +94,7 @@ def test_it_is_delivered_once_by_a_receiver_that_fails_twice(
     monkeypatch.setenv(AUTHORIZATION, SECRET)
     receiver.statuses = [500, 404]
     url = f"{receiver.url}/T0/B0/hidden?token=hidden"
-    notifier = Notifier([url], history, "/run")
+    notifier = Outbox([url], history, "/run")
     record(history, notifier, *evaluation(1, 0.5))
     record(history, notifier, *evaluation(2, 0.25, ["robust/worst is 0.25, below 0.4"]))
     record(history, notifier, *evaluation(3, 0.5))
@@ -129,7 +126,7 @@ def test_one_that_hangs_blocks_neither_the_monitor_nor_others(
     with Receiver() as hanging:
         hanging.statuses = [0] * 1000
         start = time.monotonic()
-        notifier = Notifier([hanging.url, receiver.url], history, "run")
+        notifier = Outbox([hanging.url, receiver.url], history, "run")
         record(history, notifier, *evaluation(alarm=["low"]))
         assert time.monotonic() - start < 0.1
         notifier.close(0.5)
@@ -141,7 +138,7 @@ def test_one_that_hangs_blocks_neither_the_monitor_nor_others(
         )
         hanging.go.set()
         hanging.statuses.clear()
-        again = Notifier([hanging.url, receiver.url], history, "run")
+        again = Outbox([hanging.url, receiver.url], history, "run")
         again.close(10)
         assert hanging.ids() == receiver.ids() == [history.lines[1]["notify"]["id"]]
         hanging.shutdown()
@@ -158,9 +155,9 @@ def deliver_and_die(folder, url, when):
         append(*lines)
 
     history.append = dying
-    notifier = Notifier([url], history, "run")
+    notifier = Outbox([url], history, "run")
     if when == "before":
-        notifier.send = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        notifier.wake = lambda: os.kill(os.getpid(), signal.SIGKILL)
     record(history, notifier, *evaluation(alarm=["low"]))
     notifier.close(30)
 
@@ -171,7 +168,7 @@ def test_a_kill_loses_none_and_repeats_at_most_with_the_same_id(receiver, tmp_pa
     assert dead.returncode == -signal.SIGKILL, dead.stderr
     for _ in range(2):
         history = History(tmp_path)
-        Notifier([receiver.url], history, "run").close(10)
+        Outbox([receiver.url], history, "run").close(10)
         history.close()
         assert receiver.ids() == [history.lines[1]["notify"]["id"]] * posts
         assert len(delivered(history)) == 1
@@ -180,7 +177,7 @@ def test_a_kill_loses_none_and_repeats_at_most_with_the_same_id(receiver, tmp_pa
 def test_redirects_are_not_followed(receiver, history):
     """urllib would repeat a POST as a GET without its content, and the secret elsewhere."""
     receiver.statuses = [302, 307]
-    notifier = Notifier([receiver.url], history, "run")
+    notifier = Outbox([receiver.url], history, "run")
     record(history, notifier, *evaluation(alarm=["low"]))
     notifier.close(10)
     assert [post["status"] for post in receiver.posts] == [302, 307, 204]
@@ -189,7 +186,7 @@ def test_redirects_are_not_followed(receiver, history):
 
 def test_only_the_first_of_equal_ends_is_notified(receiver, history):
     """`monitor --once` every hour does not repeat its reason, and says when it is gone."""
-    notifier = Notifier([receiver.url], history, "run")
+    notifier = Outbox([receiver.url], history, "run")
     for _ in range(3):
         record(history, notifier, {"event": "ended", "alarm": ["too low"], "code": 1})
     record(history, notifier, {"event": "ended", "alarm": ["lower"], "code": 1})
@@ -214,7 +211,7 @@ def test_apprise_delivers_to_other_schemes(receiver, history, capsys):
     place = receiver.url.removeprefix("http://")
     receiver.statuses = [500]
     url = f"json://user:hidden@{place}/hidden"
-    notifier = Notifier([url], history, "run")
+    notifier = Outbox([url], history, "run")
     record(history, notifier, *evaluation(alarm=["too low"]))
     notifier.close(10)
     assert notifier.waiting == {receiver_name(url): 0}
@@ -224,7 +221,7 @@ def test_apprise_delivers_to_other_schemes(receiver, history, capsys):
     assert f"{receiver_name(url)} failed" in error
     assert "hidden" not in error + history.path.read_text()
     with pytest.raises(ValueError, match=r"--notify slack://…: apprise does not understand"):
-        Notifier(["slack://hidden"], history, "run")
+        Outbox(["slack://hidden"], history, "run")
 
 
 BAD = {
@@ -257,41 +254,11 @@ def test_a_secret_is_one_line_and_names_show_none(monkeypatch):
     assert len(set(names)) == 4  # in any order of the URLs
 
 
-def test_on_a_full_disk_it_waits_and_says_so(tmp_path, capsys):
-    """A limit on the size of files in place of a full disk."""
-    history = History(tmp_path)
-    recorder = Recorder(MonitorConfig(tmp_path, every=0.001), history)
-    recorder({"event": "seen", "checkpoint": "a"})
-    before = history.path.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    looks = []
-
-    def look():
-        looks.append((recorder.writable, history.path.read_bytes() == before))
-        if len(looks) == 3:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    recorder.waited = look
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
-    try:
-        recorder({"event": "seen", "checkpoint": "b"})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    recorder.close(0)
-    history.close()
-    assert looks == [(False, True)] * 3
-    lines = [json.loads(line)["checkpoint"] for line in history.path.read_text().splitlines()]
-    assert lines == ["a", "b"]
-    error = capsys.readouterr().err
-    assert error.count("the history cannot be written") == 1
-    assert "the history can be written again" in error
-
-
 def test_an_alarm_of_an_older_checkpoint_does_not_end_that_of_a_newer_one(
     receiver, history, monkeypatch
 ):
     """The newest is evaluated first: 3 and 1 are alarmed, 2 between them is fine."""
-    notifier = Notifier([receiver.url], history, "run")
+    notifier = Outbox([receiver.url], history, "run")
     for step, alarm in ((3, ["low"]), (2, []), (1, ["low"])):
         *lines, event = evaluation(step, alarm=alarm)
         record(history, notifier, *lines, event | ({"deferred": True} if step > 1 else {}))
@@ -312,31 +279,9 @@ def test_a_host_that_is_none_is_refused_without_its_name(url):
     assert "hidden" not in str(refused.value)
 
 
-def test_a_receiver_that_sends_byte_by_byte_is_ended_in_time(receiver, history, monkeypatch):
-    """Each byte begins a socket's timeout anew, so only a limit for the request ends it."""
-    monkeypatch.setattr(notify, "TIMEOUT", 0.3)
-    write = _Handler.send_response
-
-    def slow(handler, status):
-        for byte in b"HTTP/1.0 204 " + b"x" * 20:
-            handler.wfile.write(bytes([byte]))
-            time.sleep(0.1)
-
-    monkeypatch.setattr(_Handler, "send_response", slow)
-    notifier = Notifier([receiver.url], history, "run")
-    start = time.monotonic()
-    record(history, notifier, *evaluation(alarm=["low"]))
-    while len(receiver.posts) < 2:  # it is tried again
-        assert time.monotonic() - start < 2
-        time.sleep(0.01)
-    monkeypatch.setattr(_Handler, "send_response", write)
-    notifier.close(10)
-    assert notifier.waiting == {receiver.url: 0}
-
-
 def test_the_alarm_of_a_suite_ends_with_the_next_that_can_be_built(receiver, history):
     """A fine checkpoint under the former suite does not end it."""
-    notifier = Notifier([receiver.url], history, "run")
+    notifier = Outbox([receiver.url], history, "run")
     broken = {"event": "broken", "part": "suite", "checkpoint": "s", "alarm": ["no such class"]}
     record(history, notifier, broken)
     record(history, notifier, *evaluation(1))

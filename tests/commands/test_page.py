@@ -2,17 +2,17 @@
 
 import http.client
 import socket
+from contextlib import closing
 from urllib.request import urlopen
 
 import pytest
 
 from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.history import History, timestamp
-from lightning_rob.commands.monitor.page import _ago
-from lightning_rob.commands.monitor.publisher import Publisher
-from lightning_rob.commands.monitor.server import LIFE
-from lightning_rob.commands.monitor.snapshot import Snapshot, newest_group
-from lightning_rob.commands.report.monitor import checkpoints
+from lightning_rob.commands.monitor.page import ago, checkpoints, curve
+from lightning_rob.commands.monitor.publish import Publisher
+from lightning_rob.commands.monitor.state import Snapshot, newest_group
+from lightning_rob.errors import InputError
 from tests.commands.test_notify import evaluation
 from tests.commands.test_report import HOSTILE, Page
 
@@ -39,7 +39,7 @@ def served(tmp_path):
     history.append({"event": "broken", "checkpoint": "2.ckpt", "alarm": ["bad"], "date": NEW})
     group = newest_group(history, "s", [("1", "r")])
     waiting = {"https://a.com": 0, "https://b.com": 3}
-    publisher.update(RUN, Snapshot(group, history, 7, waiting, True))
+    publisher.update(RUN, Snapshot(group, history, 7, waiting))
     yield publisher
     publisher.close()
     history.close()
@@ -117,7 +117,7 @@ def test_head_has_the_headers_of_get_and_no_body(served):
 
 
 def test_a_client_that_goes_or_stays_silent_disturbs_none(served, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_rob.commands.monitor.server._Handler.timeout", 0.05)
+    monkeypatch.setattr("lightning_rob.commands.monitor.publish._Handler.timeout", 0.05)
     address = ("127.0.0.1", served.servers[0].server_port)
     with socket.create_connection(address) as silent, socket.create_connection(address) as gone:
         gone.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -128,17 +128,13 @@ def test_a_client_that_goes_or_stays_silent_disturbs_none(served, capsys, monkey
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_monitor_that_hangs_and_a_full_disk_are_named(served):
-    served.health.looked_at -= LIFE + served.health.every
-    history = served.page.snapshots[RUN].history
-    served.page.snapshots[RUN] = Snapshot([], history, 0, {}, writable=False)
-    text = text_of(fetched(served)[1])
-    assert "the monitor does not look into its folder any more" in text
-    assert "the history cannot be written" in text
+def test_a_monitor_that_hangs_is_named(served):
+    served.looked_at -= served.limit
+    assert "the monitor does not look into its folder any more" in text_of(fetched(served)[1])
 
 
 def test_it_shows_what_is_new_at_the_next_request(served):
-    history = served.page.snapshots[RUN].history
+    history = served.snapshots[RUN].history
     before = text_of(fetched(served)[1])
     history.append(*event_of(3))
     after = text_of(fetched(served)[1])
@@ -150,7 +146,7 @@ def test_it_shows_what_is_new_at_the_next_request(served):
 def test_several_models_have_a_section_each_and_an_overview(served, tmp_path):
     history = History(tmp_path / "other")
     history.append(*event_of(4))
-    served.update("second", Snapshot(newest_group(history, "s", []), history, 1, {}, True))
+    served.update("second", Snapshot(newest_group(history, "s", []), history, 1, {}))
     page = Page(fetched(served)[1])
     text = " ".join(" ".join(page.text).split())
     history.close()
@@ -185,15 +181,27 @@ def test_page_and_metrics_of_one_address_share_a_server(tmp_path):
     ],
 )
 def test_time_spans(seconds, text):
-    assert _ago(seconds) == text
+    assert ago(seconds) == text
 
 
-def test_models_of_one_file_are_in_the_order_of_their_evaluations():
+def test_models_of_one_file_are_in_the_order_of_their_evaluations(tmp_path):
     """Another training counts its steps anew."""
-    records = [*event_of(9, position=0), *event_of(3, position=1)]
-    curve, numbers, _ = checkpoints(records, "monitor")
-    assert "by evaluation, at the last evaluation" in curve.html
-    assert numbers.markdown.index("| 3 ") < numbers.markdown.index("| 9 ")
-    curve, numbers, _ = checkpoints([*event_of(9), *event_of(3)], "monitor")
-    assert "by step, at the last step" in curve.html
-    assert numbers.markdown.index("| 9 ") < numbers.markdown.index("| 3 ")
+    for positions, order in (((0, 1), [9, 3]), ((9, 3), [3, 9])):
+        with closing(History(tmp_path / str(order))) as history:
+            for step, position in zip((9, 3), positions, strict=True):
+                history.append(*event_of(step, position=position))
+            rows = list(checkpoints(history))
+        assert [row["step"] for row in rows] == order
+        assert curve(rows, "worst") == [(0, 150), (600, 150)]
+
+
+def test_a_template_of_the_user_takes_the_place_of_ours(served, tmp_path):
+    place = tmp_path / "mine.html"
+    place.write_text("{% for run in runs %}<b>{{ run.alarm.alarm[0] }}</b>{% endfor %}")
+    publisher = Publisher(MonitorConfig(tmp_path, serve=0, template=place))
+    publisher.snapshots = served.snapshots
+    assert fetched(publisher)[1] == "<b>bad</b>"
+    publisher.close()
+    place.write_text("{% for %}")
+    with pytest.raises(InputError, match=f"the template {place} cannot be used: Expected"):
+        Publisher(MonitorConfig(tmp_path, serve=0, template=place))

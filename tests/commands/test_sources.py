@@ -10,10 +10,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_rob.commands.configs import MonitorConfig
-from lightning_rob.commands.monitor import folder, watcher
-from lightning_rob.commands.monitor.bucket import Bucket
+from lightning_rob.commands.monitor import folder, loop
 from lightning_rob.commands.monitor.history import History
-from lightning_rob.commands.monitor.source import Unreachable
+from lightning_rob.commands.monitor.source import Bucket, Unreachable
 from tests.commands import test_monitor
 from tests.commands.test_monitor import EPOCHS, changed, evaluated, events, lines, swapped, watch
 
@@ -58,10 +57,8 @@ def figures(home):
     return {(line["weights"], line["name"]): (line["accuracy"], line["interval"]) for line in found}
 
 
-def judgements(home):
-    """The comparisons of each checkpoint, once all older ones are evaluated."""
-    found = events(home, "evaluated") + events(home, "judged")
-    return {e["step"]: [e.get("change"), e.get("drops")] for e in found}
+def compared(home):
+    return {e["step"]: [e.get("change"), e.get("drops")] for e in events(home, "evaluated")}
 
 
 def test_a_bucket_gives_the_figures_of_a_folder_and_nothing_is_fetched_twice(
@@ -80,9 +77,8 @@ def test_a_bucket_gives_the_figures_of_a_folder_and_nothing_is_fetched_twice(
     options = ("--until", tmp_path / "done", "--out", home)
     assert monitor(trained, URL, *options) == 0
     assert figures(home) == figures(local)
-    assert judgements(home) == judgements(local)
-    # The first decides on the attacks, then the newest counts most.
-    assert evaluated(home) == ["last.ckpt", EPOCHS[2], EPOCHS[1], EPOCHS[0]]
+    assert compared(home) == compared(local)
+    assert evaluated(home) == EPOCHS
     assert sorted(n for n in bucket.fetched if n.endswith("t")) == sorted([*EPOCHS, "last.ckpt"])
     assert [p.name for p in (home / "monitor_cache").rglob("*.ckpt")] == [EPOCHS[0]]
     bucket.fetched.clear()
@@ -115,7 +111,7 @@ def test_a_bucket_that_refuses_is_reported_once_and_read_again(
         refusal.clear,
         (tmp_path / "done").touch,
     ]
-    monkeypatch.setattr(watcher.time, "sleep", lambda seconds: happens.pop(0)() if happens else 0)
+    monkeypatch.setattr(loop.time, "sleep", lambda seconds: happens.pop(0)() if happens else 0)
     assert monitor(trained, URL, "--out", home, "--until", tmp_path / "done") == 0
     assert evaluated(home) == EPOCHS[:2]
     error = capsys.readouterr().err
@@ -164,7 +160,7 @@ def test_a_manifest_is_checked_and_a_damaged_object_is_not_fetched_again(
     assert bucket.fetched == [EPOCHS[0], f"{EPOCHS[0]}.sha256"]
     put(EPOCHS[0])
     scanned.scan()
-    assert list(scanned.files) == [f"checkpoints/{EPOCHS[0]}"]
+    assert list(scanned.found) == [f"checkpoints/{EPOCHS[0]}"]
 
 
 def test_an_object_that_is_replaced_while_it_is_fetched_is_fetched_again(
@@ -180,23 +176,10 @@ def test_an_object_that_is_replaced_while_it_is_fetched_is_fetched_again(
 
     monkeypatch.setattr(MemoryFileSystem, "get_file", replaced)
     scanned.scan()
-    assert not scanned.files and scanned.unread
+    assert not scanned.found
     scanned.scan()
-    assert [file.step for file in scanned.files.values()] == [8]
+    assert [file.step for file in scanned.found.values()] == [8]
     assert len(list(scanned.source.cache.iterdir())) == 1
-
-
-def test_an_unread_object_that_goes_is_missed(bucket, put, scanned):
-    for name in EPOCHS:
-        put(name)
-    scanned.scan()
-    assert list(scanned.files) == [f"checkpoints/{name}" for name in (EPOCHS[0], EPOCHS[3])]
-    bucket.rm(f"{ROOT}/checkpoints/{EPOCHS[1]}")
-    scanned.scan(idle=False)
-    assert [e["checkpoint"] for e in scanned.history.events("missed")] == [
-        f"checkpoints/{EPOCHS[1]}"
-    ]
-    assert list(scanned.unread) == [f"checkpoints/{EPOCHS[2]}"]
 
 
 def refuse(monkeypatch, *names):
@@ -240,30 +223,27 @@ def test_an_object_that_cannot_be_fetched_blocks_no_other_and_is_taken_later(
 def test_an_object_that_cannot_be_fetched_and_goes_is_missed_unless_it_is_reported(
     bucket, put, scanned, monkeypatch
 ):
+    def recorded(kind):
+        return [event["checkpoint"] for event in scanned.history.events(kind)]
+
+    places = [f"checkpoints/{name}" for name in EPOCHS]
     for name in EPOCHS:
         put(name)
     refuse(monkeypatch, *EPOCHS[2:])
     scanned.scan()
-    assert list(scanned.refused) == [f"checkpoints/{EPOCHS[3]}"]
-    bucket.rm(f"{ROOT}/checkpoints/{EPOCHS[3]}")
-    monkeypatch.setattr(folder, "SETTLE", 0.0)
-    for _ in range(3):
-        scanned.scan()
-    assert [e["checkpoint"] for e in scanned.history.events("missed")] == [
-        f"checkpoints/{EPOCHS[3]}"
-    ]
-    assert [e["checkpoint"] for e in scanned.history.events("broken")] == [
-        f"checkpoints/{EPOCHS[2]}"
-    ]
-    bucket.rm(f"{ROOT}/checkpoints/{EPOCHS[2]}")
+    bucket.rm(f"{ROOT}/{places[3]}")
     scanned.scan()
-    assert len(list(scanned.history.events("missed"))) == 1
+    monkeypatch.setattr(folder, "SETTLE", 0.0)
+    scanned.scan()
+    bucket.rm(f"{ROOT}/{places[2]}")
+    scanned.scan()
+    assert (recorded("missed"), recorded("broken")) == ([places[3]], [places[2]])
 
 
 def test_a_cache_that_others_emptied_is_filled_again(bucket, put, scanned):
     put(EPOCHS[0])
     scanned.scan()
-    (file,) = scanned.files.values()
+    (file,) = scanned.found.values()
     for copy in (path for path in scanned.source.cache.rglob("*") if path.is_file()):
         copy.unlink()  # as cleaners of temporary folders do, which leave the folders
     assert not file.unchanged
@@ -356,9 +336,9 @@ def test_a_source_that_cannot_be_opened_sends_no_notification_again_and_again(
     def refused(url):
         raise OSError("connection refused")
 
-    monkeypatch.setattr("lightning_rob.commands.monitor.bucket.url_to_fs", refused)
+    monkeypatch.setattr("fsspec.core.url_to_fs", refused)
     before = set(threading.enumerate())
     config = MonitorConfig(URL, out=tmp_path, notify=["http://127.0.0.1:9/hook"])
     with pytest.raises(Unreachable, match="connection refused"):
-        next(watcher.watched(config, None, goes_on=True))
+        loop.Watched("", lambda: (config, None), config, None, {}, 0.0).open()
     assert not set(threading.enumerate()) - before

@@ -260,3 +260,8 @@ class TensorBoardHistory:
         for alarm in event.get("alarm", ()):
             self.writer.add_text("monitor/alarm", alarm, step, date)
         self.writer.flush()
+
+    def close(self) -> None:
+        """End the event files; the next monitor writes them anew."""
+        with suppress(OSError):
+            self.writer.close()

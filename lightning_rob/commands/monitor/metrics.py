@@ -1,9 +1,6 @@
 """Metrics for Prometheus: served over HTTP, or as a file for node exporter's textfile collector."""
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
-from itertools import chain
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,42 +9,44 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 
 from lightning_rob.commands.monitor.display import warn
 from lightning_rob.commands.monitor.history import Fields
-from lightning_rob.commands.monitor.server import App
-from lightning_rob.commands.monitor.snapshot import Snapshot
+from lightning_rob.commands.monitor.state import Snapshot
 
 PREFIX = "lightning_rob"
+FIGURES = {  # of each accuracy, by attack
+    "accuracy": "Accuracy of the newest checkpoint under an attack, in 0 … 1.",
+    "accuracy_low": "Lower end of the 95 % interval of the accuracy.",
+    "accuracy_high": "Upper end of the 95 % interval of the accuracy.",
+    "images": "Number of evaluated images.",
+    "blind": "Share of images on which the attack had no gradient to follow, in 0 … 1.",
+}
+GAUGES = {  # of each run
+    "findings": "What the checks found of the accuracies of the newest checkpoint.",
+    "checkpoint_step": "Training step of the newest checkpoint.",
+    "checkpoint_epoch": "Training epoch of the newest checkpoint.",
+    "alarm": "1 while an alarm is open, else 0.",
+    "queue_length": "Checkpoints that are not evaluated yet.",
+    "last_evaluation_timestamp_seconds": "End of the last evaluation, Unix time.",
+    "last_look_timestamp_seconds": "Last look into the folder, Unix time.",
+}
 
 
 class Metrics:
-    """Publishes snapshots of a monitor; a scrape never waits for an evaluation.
+    """Publishes the last snapshots; a scrape never waits for an evaluation.
 
     Args:
-        file: is written at each update; None for no file.
+        snapshots: state of each run, which others change.
+        file: file that `write` writes; None for no file.
     """
 
-    def __init__(self, file: Path | None = None) -> None:
-        self.file = file
-        self.families: dict[str, list[Any]] = {}  # by run
+    def __init__(self, snapshots: Mapping[str, Snapshot], file: Path | None = None) -> None:
+        self.snapshots, self.file = snapshots, file
         self.failing = False
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self.app: App = make_wsgi_app(self.registry)
+        self.app = make_wsgi_app(self.registry)
 
-    def collect(self) -> Iterable[Any]:
-        """Return the metrics of the last snapshots, for `CollectorRegistry`.
-
-        A family has the samples of all runs, for its name may occur only once.
-        """
-        merged: dict[str, Any] = {}
-        for family in chain(*list(self.families.values())):
-            known = merged.setdefault(family.name, copy(family))
-            if known.samples is not family.samples:
-                known.samples = [*known.samples, *family.samples]
-        return merged.values()
-
-    def update(self, run: str, snapshot: Snapshot) -> None:
-        """Publish the state of the monitor of a run."""
-        self.families[run] = list(families(snapshot, run))
+    def write(self) -> None:
+        """Write the file, where there is one; report the first of several failures."""
         if self.file is None:
             return
         try:
@@ -60,71 +59,65 @@ class Metrics:
         else:
             self.failing = False
 
-
-def families(snapshot: Snapshot, run: str) -> Iterator[Any]:
-    """Yield the metrics of a snapshot, each with the label `run`."""
-    yield from _figures(snapshot.group[:-1], run)
-    if snapshot.group:
-        event = snapshot.group[-1]
-        labels = {k: str(event[k]) for k in ("checkpoint", "weights", "suite")}
-        about = InfoMetricFamily(f"{PREFIX}_checkpoint", "The newest checkpoint.", labels=["run"])
-        about.add_metric([run], labels)
-        yield about
-        results = snapshot.group[:-1]
-        text = "What the checks found of the accuracies of the newest checkpoint."
-        found = {one["text"] for line in results for one in line.get("findings", ())}
-        yield _gauge("findings", text, run, len(found))
-        for name in ("step", "epoch"):
-            text = f"Training {name} of the newest checkpoint."
-            yield _gauge(f"checkpoint_{name}", text, run, event[name])
-    alarm = snapshot.history.open_alarm() is not None
-    yield _gauge("alarm", "1 while an alarm is open, else 0.", run, alarm)
-    yield _gauge("history_writable", "0 while the disk is full, else 1.", run, snapshot.writable)
-    yield _gauge("queue_length", "Checkpoints that are not evaluated yet.", run, snapshot.queue)
-    if (evaluated_at := snapshot.evaluated_at) is not None:
-        text = "End of the last evaluation, Unix time."
-        yield _gauge("last_evaluation_timestamp_seconds", text, run, evaluated_at)
-    yield from _counts(snapshot, run)
-
-
-def _counts(snapshot: Snapshot, run: str) -> Iterator[Any]:
-    """Yield the time of the snapshot, and what has been counted."""
-    text = "Last look into the folder, Unix time."
-    yield _gauge("last_look_timestamp_seconds", text, run, time.time())
-    for name, count in snapshot.counts.items():
-        text = f"Number of {name} since the history began."
-        counter = CounterMetricFamily(f"{PREFIX}_{name}", text, labels=["run"])
-        counter.add_metric([run], count)
-        yield counter
-    text = "Notifications that are not delivered yet."
-    waiting = GaugeMetricFamily(
-        f"{PREFIX}_notifications_waiting", text, labels=["run", "destination"]
-    )
-    for destination, count in snapshot.waiting.items():
-        waiting.add_metric([run, destination], count)
-    yield waiting
+    def collect(self) -> Iterator[Any]:
+        """Yield each family with the samples of all runs, for `CollectorRegistry`."""
+        states = dict(self.snapshots)
+        if not states:
+            return
+        lines = [(run, line) for run, state in states.items() for line in state.group[:-1]]
+        figures = {(run, line["name"]): figures_of(line) for run, line in lines}
+        for name, text in FIGURES.items():
+            known = {key: found[name] for key, found in figures.items() if name in found}
+            yield _family(GaugeMetricFamily, name, text, known, "attack")
+        newest = {(run,): state.group[-1] for run, state in states.items() if state.group}
+        about = {
+            key: {name: str(event[name]) for name in ("checkpoint", "weights", "suite")}
+            for key, event in newest.items()
+        }
+        yield _family(InfoMetricFamily, "checkpoint", "The newest checkpoint.", about)
+        gauges = {(run,): gauges_of(state) for run, state in states.items()}
+        for name, text in GAUGES.items():
+            known = {key: found[name] for key, found in gauges.items() if name in found}
+            yield _family(GaugeMetricFamily, name, text, known)
+        counts = {(run,): state.counts for run, state in states.items()}
+        for name in ("alarms", "evaluations", "missed", "broken"):
+            text = f"Number of {name} since the history began."
+            number = {key: found[name] for key, found in counts.items()}
+            yield _family(CounterMetricFamily, name, text, number)
+        left = {(run, to): n for run, state in states.items() for to, n in state.waiting.items()}
+        text = "Notifications that are not delivered yet."
+        yield _family(GaugeMetricFamily, "notifications_waiting", text, left, "destination")
 
 
-def _figures(results: Sequence[Fields], run: str) -> Iterator[Any]:
-    """Yield every accuracy with the ends of its interval and the number of images."""
-    texts = {
-        "accuracy": "Accuracy of the newest checkpoint under an attack, in 0 … 1.",
-        "accuracy_low": "Lower end of the 95 % interval of the accuracy.",
-        "accuracy_high": "Upper end of the 95 % interval of the accuracy.",
-        "images": "Number of evaluated images.",
-        "blind": "Share of images on which the attack had no gradient to follow, in 0 … 1.",
-    }
-    for place, (name, text) in enumerate(texts.items()):
-        family = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=["run", "attack"])
-        for line in results:
-            values = (line["accuracy"], *line["interval"], line["n"], line.get("blind"))
-            value = float("nan") if values[place] is None else values[place]
-            if name != "blind" or "blind" in line:
-                family.add_metric([run, line["name"]], value)
-        yield family
-
-
-def _gauge(name: str, text: str, run: str, value: float) -> Any:
-    family = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=["run"])
-    family.add_metric([run], float(value))
+def _family(
+    kind: Any, name: str, text: str, values: Mapping[tuple[str, ...], Any], *labels: str
+) -> Any:
+    """Return a family with a sample for each run and further labels."""
+    family = kind(f"{PREFIX}_{name}", text, labels=["run", *labels])
+    for key, value in values.items():
+        family.add_metric(key, value)
     return family
+
+
+def figures_of(line: Fields) -> dict[str, float]:
+    """Return the figures of an accuracy; a blindness that is not known is NaN."""
+    low, high = line["interval"]
+    found = {"accuracy": line["accuracy"], "accuracy_low": low, "accuracy_high": high}
+    found |= {"images": line["n"]} | ({"blind": line["blind"]} if "blind" in line else {})
+    return {name: float("nan") if value is None else value for name, value in found.items()}
+
+
+def gauges_of(state: Snapshot) -> dict[str, float]:
+    """Return the values of the gauges of a run; of those that are known."""
+    found: dict[str, float | None] = {
+        "alarm": state.history.open_alarm() is not None,
+        "queue_length": state.queue,
+        "last_evaluation_timestamp_seconds": state.evaluated_at,
+        "last_look_timestamp_seconds": state.looked_at,
+    }
+    if state.group:
+        *results, event = state.group
+        texts = {one["text"] for line in results for one in line.get("findings", ())}
+        found |= {"findings": len(texts)}
+        found |= {f"checkpoint_{name}": event[name] for name in ("step", "epoch")}
+    return {name: float(value) for name, value in found.items() if value is not None}

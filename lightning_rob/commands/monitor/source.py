@@ -1,22 +1,30 @@
-"""Sources of checkpoints: a local folder, and the base class of remote ones with their cache."""
+"""Sources of checkpoints: a local folder, a bucket, a registered model."""
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
+from lightning_rob.commands.locations import parse_model
 from lightning_rob.errors import InputError, visible
-from lightning_rob.files import stamp_of
+from lightning_rob.files import UNWRITABLE, manifest_name, stamp_of
 
 Stamp = tuple[Any, ...]  # changes when a checkpoint does; can be written as JSON
 Version = tuple[str, Stamp]  # name and stamp of a checkpoint
-
+Info = Mapping[str, Any]  # of an object, as fsspec has it; names differ between file systems
 
 USER_INFO, QUERY = re.compile(r"(://)[^/\s]*@"), re.compile(r"(://[^\s?]*\?)\S+")
+SUFFIX = ".ckpt"
+CHECKPOINT = re.compile(r"(checkpoints/(.*/)?)?[^/]+\.ckpt")  # as in a local run
+ETAGS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest", "Last-Modified")
+TIMES = ("LastModified", "updated", "last_modified", "mtime", "modified", "modify", "created")
 
 
 def without_secrets(text: str) -> str:
@@ -28,7 +36,7 @@ class Unreachable(InputError):
     """A source that cannot be listed or read now, and perhaps later.
 
     Args:
-        reason: may quote the error of a package, which may name a server with its password.
+        reason: cause, which may quote an error that names a server with its password.
     """
 
     def __init__(self, reason: str) -> None:
@@ -46,7 +54,7 @@ class Source(ABC):
 
     @abstractmethod
     def stamps(self) -> dict[str, Stamp]:
-        """Return the stamp of each checkpoint by name; of a remote source the oldest first.
+        """Return the stamp of each checkpoint by name.
 
         Raises:
             Unreachable: the source cannot be listed.
@@ -54,11 +62,12 @@ class Source(ABC):
 
     @abstractmethod
     def path(self, version: Version) -> Path:
-        """Return the local file of a checkpoint.
+        """Return the local file of a checkpoint, which is fetched if necessary.
 
         Raises:
             Refused: it cannot be fetched, but the source can be listed.
             Unreachable: nothing can be fetched.
+            InputError: it was replaced since it was listed, or is no checkpoint.
         """
 
     @abstractmethod
@@ -68,11 +77,6 @@ class Source(ABC):
     @abstractmethod
     def keep(self, versions: Collection[Version]) -> None:
         """Delete local copies of all other checkpoints."""
-
-
-def _shown(name: str) -> str:
-    """Return a file's name with escapes; those of two files differ."""
-    return visible(name.replace("\\", "\\\\"))
 
 
 class LocalFolder(Source):
@@ -93,10 +97,15 @@ class LocalFolder(Source):
     def stamps(self) -> dict[str, Stamp]:
         """Return the stamp of each file by its path in the folder, which any page can show."""
         paths = [*self.folder.glob("*.ckpt"), *self.folder.glob("checkpoints/**/*.ckpt")]
-        paths = [self.single] if self.single else paths
-        found = {path: stamp for path in paths if (stamp := stamp_of(path))}
-        self.paths = {_shown(path.relative_to(self.folder).as_posix()): path for path in found}
-        return {name: found[path] for name, path in self.paths.items()}
+        found = {
+            p: stamp for p in ([self.single] if self.single else paths) if (stamp := stamp_of(p))
+        }
+        # Backslashes are doubled first, so that the escaped names of two files differ.
+        name = {
+            p: visible(p.relative_to(self.folder).as_posix().replace("\\", "\\\\")) for p in found
+        }
+        self.paths = {name[path]: path for path in found}
+        return {name[path]: stamp for path, stamp in found.items()}
 
     def path(self, version: Version) -> Path:
         """Return the file."""
@@ -114,6 +123,7 @@ class RemoteSource(Source):
     """A source whose checkpoints are fetched into a cache, one folder for each.
 
     The folder's name is a digest of the checkpoint's name and stamp, so that none is fetched twice.
+    A cache of fsspec would lose the manifest, which has to lie beside its checkpoint.
 
     Args:
         cache: folder of the copies.
@@ -123,39 +133,18 @@ class RemoteSource(Source):
 
     def __init__(self, cache: Path) -> None:
         self.cache = cache
-        self.empty: set[Version] = set()  # fetched, but without a checkpoint
 
     @abstractmethod
     def fetch(self, version: Version, folder: Path) -> None:
-        """Write a checkpoint, and its manifest if there is one, into a folder under its name.
-
-        Raises:
-            Refused: it cannot be fetched, but the source can be listed.
-            Unreachable: nothing can be fetched.
-            InputError: it was replaced since it was listed.
-        """
+        """Write a checkpoint, and its manifest if there is one, into a folder under its name."""
 
     def path(self, version: Version) -> Path:
-        """Return the local copy of a checkpoint, which is fetched if necessary.
-
-        Raises:
-            Refused: it cannot be fetched, but the source can be listed.
-            Unreachable: nothing can be fetched.
-            InputError: it was replaced, or is no checkpoint.
-        """
-        if not self.holds(version):
-            self._fill(self._place(version), version)
-            if not self._file(version).exists():
-                self.empty.add(version)
-        if version in self.empty:
-            raise InputError(f"{version[0]} has not exactly one file of the kind .ckpt")
-        return self._file(version)
-
-    def _fill(self, place: Path, version: Version) -> None:
-        """Fetch a checkpoint into its folder, of which others may have deleted the files."""
-        draft = self.cache / "draft"  # one monitor writes here: see the lock of the history
+        """Return the local copy of a checkpoint, which is fetched if necessary."""
+        if self.holds(version):
+            return self._file(version)
+        draft, place = self.cache / "draft", self._file(version).parent
         try:
-            for old in (draft, place):
+            for old in (draft, place):  # the latter where a cleaner deleted the files in it
                 shutil.rmtree(old, ignore_errors=True)
             draft.mkdir(parents=True)
             self.fetch(version, draft)
@@ -164,21 +153,172 @@ class RemoteSource(Source):
             raise Unreachable(f"{version[0]} cannot be fetched: {error}") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)  # a part of a file would fill the disk
+        return self._file(version)
 
     def holds(self, version: Version) -> bool:
         """Return whether the copy is there."""
-        return version in self.empty or self._file(version).exists()
+        return self._file(version).exists()
 
     def keep(self, versions: Collection[Version]) -> None:
         """Delete all other copies."""
-        kept = {self._place(version) for version in versions}
+        kept = {self._file(version).parent for version in versions}
         for place in self.cache.iterdir() if self.cache.exists() else ():
             if place not in kept:
                 shutil.rmtree(place, ignore_errors=True)
 
     def _file(self, version: Version) -> Path:
-        return self._place(version) / Path(version[0]).name
-
-    def _place(self, version: Version) -> Path:
         text = json.dumps([version[0], list(version[1])])
-        return self.cache / hashlib.sha256(text.encode()).hexdigest()[:32]
+        place = self.cache / hashlib.sha256(text.encode()).hexdigest()[:32]
+        return place / PurePosixPath(version[0]).name
+
+
+class Bucket(RemoteSource):
+    """A folder of checkpoints, or a single one, at a URL of fsspec such as `s3://bucket/run`.
+
+    Args:
+        url: folder, or a file `.ckpt` that is replaced by each new checkpoint.
+        cache: folder of the copies.
+
+    Raises:
+        Unreachable: the file system cannot be opened.
+    """
+
+    def __init__(self, url: str, cache: Path) -> None:
+        super().__init__(cache)
+        from fsspec.core import url_to_fs  # not needed for a local folder
+
+        self.url = url
+        try:
+            self.files, self.root = url_to_fs(url)
+        except Exception as error:  # of any package
+            raise Unreachable(f"{url} cannot be opened: {_reason(error)}") from error
+        self.infos: dict[str, Info] = {}  # as last listed, by name
+
+    def stamps(self) -> dict[str, Stamp]:
+        """Return the stamp of each object by its path below the URL."""
+        self.infos = self._listed()
+        names = [name for name in self.infos if CHECKPOINT.fullmatch(name)]
+        for name in names:
+            if not any(self.infos[name].get(key) for key in (*ETAGS, *TIMES)):
+                raise Unreachable(
+                    f"{self.url}: neither an ETag nor a time of change is known of {name}, so that "
+                    "one that replaces it would not be noticed"
+                )
+        return {name: self._stamp(name) for name in names}
+
+    def fetch(self, version: Version, folder: Path) -> None:
+        """Write an object and its manifest into a folder."""
+        name, stamp = version
+        # Of http the path is the whole URL, whose two slashes a `PurePosixPath` would join.
+        top = self.root.rpartition("/")[0] if self.root.endswith(SUFFIX) else self.root.rstrip("/")
+        try:
+            for part in (name, _manifest_of(name)):
+                if part in self.infos:
+                    target = folder / PurePosixPath(part).name
+                    self.files.get_file(f"{top}/{part}", str(target))
+        except Exception as error:  # of any package
+            self._listed()  # raises the error of a bucket that is away as a whole
+            full = isinstance(error, OSError) and error.errno in UNWRITABLE
+            kind = Unreachable if full else Refused
+            raise kind(f"{self.url}: {name} cannot be fetched: {_reason(error)}") from error
+        self.infos = self._listed()
+        if name not in self.infos or self._stamp(name) != stamp:
+            raise InputError(f"{self.url}: {name} was replaced while it was fetched")
+
+    def _listed(self) -> dict[str, Info]:
+        """Return what is known of each object by its name."""
+        try:
+            self.files.invalidate_cache()
+            if not self.root.endswith(SUFFIX):
+                found = self.files.find(self.root, detail=True)
+                top = self.root.rstrip("/") + "/"
+                return {place.removeprefix(top): info for place, info in found.items()}
+            name = PurePosixPath(self.root).name
+            single = {name: self.files.info(self.root)}
+            with suppress(FileNotFoundError):
+                manifest = manifest_name(name)
+                single[manifest] = self.files.info(self.root.removesuffix(name) + manifest)
+            return single
+        except FileNotFoundError as error:
+            raise Unreachable(f"{self.url} is not there: {_reason(error)}") from error
+        except Exception as error:  # of any package
+            raise Unreachable(f"{self.url} cannot be listed: {_reason(error)}") from error
+
+    def _stamp(self, name: str) -> Stamp:
+        """Return ETag, or else time of change, and size of an object and of its manifest."""
+        known = [self.infos[part] for part in (name, _manifest_of(name)) if part in self.infos]
+        tags = [next((str(info[k]) for k in ETAGS if info.get(k)), None) for info in known]
+        pairs = zip(tags, known, strict=True)
+        return tuple(
+            part for tag, info in pairs for part in (tag or _time(info), info.get("size", 0))
+        )
+
+
+def _manifest_of(name: str) -> str:
+    return str(PurePosixPath(name).with_name(manifest_name(PurePosixPath(name).name)))
+
+
+def _time(info: Info) -> float:
+    """Return the time of an object's last change, Unix time; 0 where it is not known."""
+    value = next((info[key] for key in TIMES if info.get(key)), 0.0)
+    if isinstance(value, str):
+        # FTP has digits alone, which are no ISO date without a T.
+        value = datetime.fromisoformat(re.sub(r"^(\d{8})(\d{6})", r"\1T\2", value))
+    return value.timestamp() if isinstance(value, datetime) else float(value)
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's type and first line."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
+class RegisteredModel(RemoteSource):
+    """The version of a registered model of MLflow that an alias names; another one is new.
+
+    The server is that of the environment, `MLFLOW_TRACKING_URI` or `MLFLOW_REGISTRY_URI`.
+
+    Args:
+        url: `mlflow:models/NAME@ALIAS`.
+        cache: folder of the copies.
+
+    Raises:
+        Unreachable: there is no such server.
+    """
+
+    def __init__(self, url: str, cache: Path) -> None:
+        super().__init__(cache)
+        import mlflow  # an extra
+
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+        self.url = url
+        self.model, self.alias = parse_model(url)
+        self.download = mlflow.artifacts.download_artifacts
+        try:
+            self.client: Any = mlflow.MlflowClient()
+        except Exception as error:  # of any store
+            raise Unreachable(f"{url} cannot be opened: {error}") from error
+
+    def stamps(self) -> dict[str, Stamp]:
+        """Return number and date of the version that the alias names."""
+        try:
+            found = self.client.get_model_version_by_alias(self.model, self.alias)
+        except Exception as error:  # of any store
+            raise Unreachable(f"{self.url} cannot be read: {error}") from error
+        number = str(found.version)
+        return {f"{self.model}-v{number}{SUFFIX}": (number, found.creation_timestamp)}
+
+    def fetch(self, version: Version, folder: Path) -> None:
+        """Write the checkpoint of a version into a folder.
+
+        Raises:
+            InputError: it does not have exactly one.
+        """
+        name, (number, _) = version
+        try:
+            self.download(f"models:/{self.model}/{number}", dst_path=str(folder))
+        except Exception as error:  # of any store
+            raise Unreachable(f"{self.url}: version {number}: {error}") from error
+        found = list(folder.rglob(f"*{SUFFIX}"))
+        if len(found) != 1:
+            raise InputError(f"{name} has not exactly one file of the kind {SUFFIX}")
+        found[0].rename(folder / name)

@@ -1,13 +1,9 @@
 """The suite of attacks by which all checkpoints of a run are evaluated."""
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.pytorch import Callback
 
 from lightning_rob.attacks import Attack
@@ -21,67 +17,8 @@ from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST, worst_measurement, worst_over
 from lightning_rob.evaluation.suites import RECIPES, default_attacks, suite_kind
 from lightning_rob.identity import attack_spec, cache_key
-from lightning_rob.shipped import find
 from lightning_rob.tables import CLEAN
 from lightning_rob.threat import Threat
-
-
-class PeriodicAction:
-    """Calls a function, but at most once in a number of seconds.
-
-    Args:
-        action: the function.
-        every: seconds.
-    """
-
-    def __init__(self, action: Callable[[], None], every: float) -> None:
-        self.action = action
-        self.every = every
-        self.last = time.monotonic()
-
-    def __call__(self) -> None:
-        """Call the function if it is time."""
-        if time.monotonic() - self.last >= self.every:
-            self.action()
-            self.last = time.monotonic()
-
-
-class SuiteFiles:
-    """The plug-in files of a suite and those that they list, which may be edited.
-
-    Args:
-        names: paths or short names, as for `--suite`.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = list(names)
-        self.read = self.contents()
-
-    def contents(self) -> dict[Path, bytes]:
-        """Return the current content of every file."""
-        found: dict[Path, bytes] = {}
-        _collect(self.names, Path(), found)
-        return found
-
-    def changed(self) -> bool:
-        """Return whether they differ from those that were read last, which are read now."""
-        before, self.read = self.read, self.contents()
-        return before != self.read
-
-
-def _collect(entry: Any, folder: Path, found: dict[Path, bytes]) -> None:
-    """Add the plug-in files that an entry of a list of plug-ins names, and those in them."""
-    if isinstance(entry, list):
-        for part in entry:
-            _collect(part, folder, found)
-    elif isinstance(entry, dict) and len(entry) == 1:  # a name with options
-        _collect(next(iter(entry)), folder, found)
-    elif isinstance(entry, str) and (file := find(entry, "callbacks", folder=folder)):
-        if file.resolve() in found:
-            return
-        with suppress(OSError, yaml.YAMLError):  # in the midst of an edit
-            found[file.resolve()] = file.read_bytes()
-            _collect(yaml.safe_load(found[file.resolve()]), file.parent, found)
 
 
 class Suite:
@@ -89,8 +26,8 @@ class Suite:
 
     Args:
         run: module, data and trainer of the first checkpoint.
-        evaluations: the attacks and their targets; empty for `default_attacks` in the ball of
-            the training.
+        evaluations: attacks and their targets; empty for `default_attacks` in the ball of the
+            training.
         others: other callbacks of the trainer.
 
     Raises:
@@ -106,8 +43,9 @@ class Suite:
         if trainer.world_size > 1:
             raise ValueError(f"monitor runs on one device, got {trainer.world_size}")
         if not evaluations:
-            attacks = default_attacks(run.defense, trained_threat(run.model))
-            evaluations = [RobustEval(attacks, panel=0)]
+            attack = getattr(run.model, "attack", None)
+            threat = attack.threat if isinstance(attack, Attack) else Threat("linf", 8 / 255)
+            evaluations = [RobustEval(default_attacks(run.defense, threat), panel=0)]
         trainer.callbacks = [*others, *evaluations]  # type: ignore[attr-defined]
         for evaluation in evaluations:
             evaluation.setup(trainer, run.model, "test")  # renames clashing attacks
@@ -126,7 +64,13 @@ class Suite:
             | ({"inputs": e.inputs} if any(e.inputs.values()) else {})
             for e in evaluations
         ]
-        self.key = cache_key(evaluations=described, **_settings(run))
+        settings = run.settings()
+        # Each line has the versions: others are no reason to begin anew, nor is another recipe in
+        # the checkpoint that happens to be the first, unless the command line changes recipes.
+        del settings["versions"]
+        overrides = [list(pair) for pair in run.overrides]
+        model = [type(run.model).__name__, overrides, settings["model"] if overrides else None]
+        self.key = cache_key(evaluations=described, **settings | {"model": model})
 
     def replace_module(self, module: Any) -> None:
         """Evaluate another module from now on, by the same attacks on the same images.
@@ -153,7 +97,7 @@ class Suite:
         """Evaluate the current module.
 
         Args:
-            after_batch: called after every group of images.
+            after_batch: function that is called after every group of images.
 
         Returns:
             Each result with its scores [N, R].
@@ -178,20 +122,3 @@ def _on(target: Callable[..., Any], result: Result) -> Result:
     """Return a result that names the attacked part of the defense."""
     name = getattr(target, "__name__", repr(target))
     return replace(result, details=result.details | {"target": name})
-
-
-def trained_threat(module: Any) -> Threat:
-    """Return the threat of a module's training; linf 8/255 where there is none."""
-    attack = getattr(module, "attack", None)
-    return attack.threat if isinstance(attack, Attack) else Threat("linf", 8 / 255)
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    """Return what results depend on beside weights and attacks."""
-    settings = run.settings()
-    # Each line has the versions: others are no reason to begin anew, nor is another recipe in the
-    # checkpoint that happens to be the first, unless the command line changes recipes.
-    del settings["versions"]
-    overrides = [list(pair) for pair in run.overrides]
-    model = settings["model"] if overrides else None
-    return settings | {"model": [type(run.model).__name__, overrides, model]}

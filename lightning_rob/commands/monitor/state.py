@@ -1,8 +1,9 @@
-"""The state of a monitor, as its metrics and its page show it."""
+"""The state of a source, as its metrics and its page show it."""
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_rob.commands.monitor.history import (
     Fields,
@@ -15,21 +16,21 @@ from lightning_rob.commands.monitor.history import (
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a monitor.
+    """The state of a source.
 
     Args:
-        group: the lines of the newest checkpoint, the last of which is their event; may be empty.
-        history: of the run.
-        queue: checkpoints that wait, and the one that is being evaluated.
+        group: lines of the newest checkpoint, the last of which is their event; may be empty.
+        history: record of the run.
+        queue: number of checkpoints that wait, with the one that is being evaluated.
         waiting: undelivered notifications by destination.
-        writable: whether the history can be written.
+        looked_at: time of the look into the folder, Unix time.
     """
 
     group: Sequence[Fields]
     history: History
     queue: int
     waiting: Mapping[str, int]
-    writable: bool
+    looked_at: float = field(default_factory=time.time)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -51,7 +52,7 @@ def newest_first(steps: Mapping[Identity, int], history: History) -> list[Identi
 
     Args:
         steps: training step of each checkpoint.
-        history: of the run.
+        history: record of the run.
     """
     first = list(dict.fromkeys(map(identity, history.events("evaluated"))))
     place = {one: number for number, one in enumerate(first)}
@@ -62,7 +63,7 @@ def newest_group(history: History, suite: str, present: Sequence[Identity]) -> l
     """Return the last evaluation of the newest checkpoint, of those whose files are there if any.
 
     Args:
-        history: of the run.
+        history: record of the run.
         suite: key of the suite.
         present: checkpoints whose files are there, the newest first.
     """

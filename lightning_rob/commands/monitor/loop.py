@@ -1,0 +1,496 @@
+"""One loop over sources: evaluate each new checkpoint, judge it, record and notify the event."""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+
+from lightning.pytorch.loggers import Logger
+
+from lightning_rob.commands.base import Run, quiet_lightning, without_reporting
+from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
+from lightning_rob.commands.configs import MissingRun, MonitorConfig
+from lightning_rob.commands.monitor.comparison import (
+    current_results,
+    final_alarms,
+    judged,
+    last_results,
+    times_judged,
+    worst_of,
+)
+from lightning_rob.commands.monitor.display import Display, warn
+from lightning_rob.commands.monitor.folder import CheckpointFile, CheckpointFolder, broken_event
+from lightning_rob.commands.monitor.history import (
+    Fields,
+    History,
+    Identity,
+    TensorBoardHistory,
+    identity,
+    scalars,
+    seconds_of,
+    tag,
+    timestamp,
+)
+from lightning_rob.commands.monitor.notify import PATIENCE, Outbox
+from lightning_rob.commands.monitor.publish import Publisher
+from lightning_rob.commands.monitor.source import (
+    Bucket,
+    LocalFolder,
+    RegisteredModel,
+    Source,
+    Unreachable,
+    without_secrets,
+)
+from lightning_rob.commands.monitor.state import Snapshot, newest_first, newest_group
+from lightning_rob.commands.monitor.suite import Suite
+from lightning_rob.commands.scores import Scores
+from lightning_rob.commands.thresholds import violations
+from lightning_rob.errors import Fault, InputError
+from lightning_rob.evaluation.records import SESSION, Result
+from lightning_rob.files import UNWRITABLE, raise_thread_errors
+from lightning_rob.identity import cache_key
+
+NICE = 10
+CACHE = "monitor_cache"  # in the folder of the history, for remote checkpoints
+
+Build = Callable[[Path], Run]  # checkpoint -> module, data and trainer by its recipe
+Start = Callable[[], tuple[MonitorConfig, Build]]
+
+
+def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
+    """Follow the checkpoints of all sources, one checkpoint at a time.
+
+    Args:
+        config: options of the process.
+        starts: function that returns the options of a source, by name; of a single one "".
+
+    Raises:
+        ValueError: an option without meaning, two sources with one history, or no checkpoint.
+        InputError: the history cannot be written, or the only source cannot be read.
+        SystemExit: with code 2 if one of several sources failed at the end, else 1 after an alarm.
+    """
+    if hasattr(os, "setpriority"):  # not on Windows; it leaves the processor to the training
+        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), NICE))
+    homes: dict[Path, str] = {}
+    for name, start in starts.items():
+        with suppress(MissingRun):  # its checkpoints may come later
+            claimed(name, start, homes)
+    end = monotonic() + 60 * (float("inf") if config.minutes is None else config.minutes)
+    with ExitStack() as stack:
+        stack.enter_context(raise_thread_errors())
+        stack.enter_context(quiet_lightning())
+        publisher = stack.enter_context(closing(Publisher(config)))
+        sources = [
+            Watched(name, start, config, publisher, homes, end) for name, start in starts.items()
+        ]
+        for source in sources:
+            source.goes_on = bool(config.models)
+            stack.callback(source.close)
+        while waiting := [source for source in sources if source.code is None]:
+            following = min(waiting, key=lambda source: source.due)
+            if (pause := min(following.due, end) - monotonic()) > 0:
+                time.sleep(pause)
+            following.turn()
+            if config.stop_at_alarm and following.code == 1:
+                break
+    if code := max(source.code or 0 for source in sources):
+        raise SystemExit(code)
+
+
+def claimed(name: str, start: Start, homes: dict[Path, str]) -> tuple[MonitorConfig, Build]:
+    """Return the options of a source, whose history becomes its own.
+
+    Args:
+        name: name of the source.
+        start: function that returns its options.
+        homes: source of each history, to which its own is added.
+
+    Raises:
+        MissingRun: its checkpoints are not there.
+        ValueError: another source has the same history, whose lock is of the whole process.
+    """
+    config, build = start()
+    home = config.home.resolve()
+    if (other := homes.setdefault(home, name)) != name:
+        raise ValueError(f"{other} and {name} have one history, {home}: give each its out")
+    return config, build
+
+
+def open_source(config: MonitorConfig) -> Source:
+    """Return the source of the checkpoints that the options name.
+
+    Raises:
+        Unreachable: it cannot be opened.
+    """
+    if config.url is None:
+        return LocalFolder(config.folder, config.file)
+    kind = RegisteredModel if config.url.startswith("mlflow:") else Bucket
+    return kind(config.url, config.home / CACHE)
+
+
+class Watched:
+    """A source, its history, and the suite by which its checkpoints are evaluated.
+
+    Args:
+        name: name of the source; "" for the only one.
+        start: function that returns its options; raises an error if nothing is there.
+        process: options of the process.
+        publisher: place of the state of all sources.
+        homes: source of each history.
+        end: end of the process, by `monotonic`.
+    """
+
+    history: History
+    outbox: Outbox
+    board: TensorBoardHistory
+    folder: CheckpointFolder
+    build: Build
+
+    def __init__(
+        self,
+        name: str,
+        start: Start,
+        process: MonitorConfig,
+        publisher: Publisher,
+        homes: dict[Path, str],
+        end: float,
+    ) -> None:
+        self.name, self.start, self.config, self.publisher = name, start, process, publisher
+        self.homes, self.end = homes, end
+        self.goes_on = False  # after a failure of the whole source, which becomes an alarm
+        self.opened: ExitStack | None = None
+        self.display = Display(name)
+        self.due = 0.0  # time of the next turn, by `monotonic`
+        self.code: int | None = None  # exit code, once it has ended
+        self.patience = 0.0  # seconds for the receivers of notifications
+        self.failure = ""  # why the last turn failed
+        self.looked_at: float | None = None  # by `monotonic`, None before the first look
+        self.unreachable = False
+        self.suite: Suite | None = None
+        self.built_at = 0.0
+        self.recipe: str | None = None  # recipe of the suite's module
+        self.done: set[Identity] = set()
+        self.loggers: list[Logger] = []  # beside TensorBoard
+        self.logging = True  # whether they could take the last figures
+
+    @property
+    def key(self) -> str:
+        """The key of the suite."""
+        return self.suite.key if self.suite else ""
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end that `--minutes` names."""
+        return self.end - monotonic()
+
+    def turn(self) -> None:
+        """Evaluate a checkpoint if one waits; a failure of one of several sources is an alarm.
+
+        Raises:
+            Exception: the only source failed, which ends the process.
+        """
+        last = self.config.is_over or self.left <= 0
+        try:
+            if self.opened is None:
+                self.open()
+            self.due = monotonic() + self.step()
+            self.failure = ""
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in UNWRITABLE:
+                # All that was evaluated is on the disk: a supervisor starts the monitor again.
+                raise InputError(f"the history cannot be written: {error}; see --out") from error
+            self._fail(error, last)
+        if self.code is not None:
+            self.close()
+
+    def _fail(self, error: Exception, last: bool) -> None:
+        """Go on after a failure of one of several sources, which is tried again later."""
+        rebuilding = self.suite is None and self.built_at > 0
+        if not (self.goes_on or (rebuilding and not last)) or os.environ.get("LIGHTNING_ROB_DEBUG"):
+            raise error
+        reason = _reason(error)
+        if reason != self.failure and (last or self.opened is None):
+            warn(f"{self.name}: {reason}" + ("" if last else "; trying again"))
+        self.failure, self.code = reason, 2 if last else None
+        self.due = monotonic() + self.config.every
+        self.suite, self.done = None, set()
+        if self.opened is not None and not last:
+            known = self.history.alarms().suite
+            if known is None or not known["alarm"][0].endswith(reason):
+                self.record(broken_event(self.config.name, reason) | {"part": "suite"})
+
+    def open(self) -> None:
+        """Open source and history; a failure leaves no thread or lock behind."""
+        self.config, self.build = claimed(self.name, self.start, self.homes)
+        with ExitStack() as stack:
+            source = open_source(self.config)
+            try:
+                self.history = stack.enter_context(closing(History(self.config.home)))
+            except OSError as error:
+                raise InputError(f"the history cannot be written: {error}; see --out") from error
+            self.board = TensorBoardHistory(self.config.home / "monitor", self.history)
+            stack.callback(self.board.close)
+            self.outbox = Outbox(self.config.notify or (), self.history, self.config.name)
+            self.folder = CheckpointFolder(source, self.history, self.record)
+            stack.callback(self.publish)  # after the last deliveries
+            stack.callback(lambda: self.outbox.close(self.patience))
+            self.opened = stack.pop_all()
+        label = f"{self.name}: " if self.name else ""
+        warn(f"{label}watching {self.config.run}; the history is {self.history.path}")
+
+    def close(self) -> None:
+        """End; what is not delivered yet is left for the next monitor."""
+        if self.opened is None:
+            return
+        for logger in self.loggers:
+            with suppress(Exception):  # of any package; the history has the figures
+                logger.finalize("success")
+        opened, self.opened = self.opened, None
+        opened.close()
+
+    def step(self) -> float:
+        """Look, and evaluate the next checkpoint; return the seconds until the next step."""
+        over = self.config.is_over  # before the look: what came before the end is evaluated
+        self.look()
+        pending = self.pending()
+        if self.left <= 0 and pending:
+            warn(f"time is up, {len(pending)} checkpoints were not evaluated: run it again")
+        stopped = self.config.stop_at_alarm and self.history.unreported()
+        if self.left <= 0 or stopped or (over and not pending and not self.folder.waiting):
+            self.finish()
+            return 0.0
+        if not pending:
+            return min(1.0, self.config.every) if self.folder.waiting else self.config.every
+        try:
+            if self.suite is None or (self._is_due() and self._is_old(self.built_at)):
+                self.suite = None  # images are read anew
+                self.build_suite()
+            if self.suite and (pending := self.pending()):
+                self.evaluate(pending[0])
+        except Unreachable as error:  # a cleaner deleted the copy, which cannot be fetched again
+            self._report_unreachable(error)
+            return self.config.every
+        return 0.0
+
+    def look(self) -> None:
+        """Look for checkpoints, and publish the state.
+
+        A source that cannot be read later than at the start is reported once, and its checkpoints
+        stay as they were.
+
+        Raises:
+            Unreachable: the source cannot be read, and it is the first look or the last.
+        """
+        try:
+            self.folder.scan()
+        except Unreachable as error:
+            self._report_unreachable(error)
+            return
+        if self.unreachable:
+            warn(f"{self.config.run} can be read again")
+        self.unreachable, self.looked_at = False, monotonic()
+        self.folder.forget(self.pending())
+        self.publish()
+
+    def _report_unreachable(self, error: Unreachable) -> None:
+        """Report once that the source cannot be read; raise the error at the start and the end."""
+        ending = self.config.is_over and self.folder.in_evaluation is None
+        if ending or self.looked_at is None:
+            raise error
+        if not self.unreachable:
+            warn(f"{error}; trying again")
+        self.unreachable, self.looked_at = True, monotonic()
+
+    def publish(self) -> None:
+        """Publish the state as metrics and as a page."""
+        if self.publisher.wanted:
+            group = newest_group(self.history, self.key, self._newest_first())
+            state = Snapshot(group, self.history, len(self.pending()), self.outbox.waiting)
+            self.publisher.update(self.config.name, state)
+
+    def pending(self) -> list[CheckpointFile]:
+        """Return the checkpoints that wait for an evaluation, in the order of training."""
+        again = set(self._newest_first()[:1]) if self._is_due() else set()
+        return self.folder.pending(self.done - again)
+
+    def _newest_first(self) -> list[Identity]:
+        return newest_first({file.identity: file.step for file in self.folder.files}, self.history)
+
+    def _is_due(self) -> bool:
+        """Return whether it is time to evaluate the newest checkpoint again."""
+        if self.config.reevaluate is None or self.suite is None:
+            return False
+        newest = self._newest_first()[:1]
+        dates = [
+            seconds_of(event["date"])
+            for event in self.history.events("evaluated")
+            if event["suite"] == self.key and identity(event) in newest
+        ]
+        return bool(dates) and self._is_old(dates[-1])
+
+    def _is_old(self, date: float) -> bool:
+        """Return whether a Unix time is `--reevaluate` hours ago, or ahead of a clock set back."""
+        return abs(time.time() - date) >= 3600 * (self.config.reevaluate or 0.0)
+
+    def _done(self) -> set[Identity]:
+        """Return the checkpoints that need no evaluation by this suite.
+
+        One whose scores are missing is evaluated again, for later ones are compared with it. Of a
+        single file only the last evaluation counts: an earlier model may be deployed again.
+        """
+        done = [
+            identity(event)
+            for *results, event in self.history.groups()
+            if event.get("suite") == self.key
+            and event["event"] in ("evaluated", "broken")
+            and (event["event"] == "broken" or self.history.has_scores(worst_of(results)))
+        ]
+        return set(done[-1:] if self.config.is_single else done)
+
+    def build_suite(self) -> None:
+        """Build the suite by the recipe of the first checkpoint for which that is possible.
+
+        A mistake in the options fails with every recipe, one in a checkpoint with its own.
+
+        Raises:
+            Exception: that of the first recipe, if none can be built.
+        """
+        failures: dict[str, Exception] = {}
+        for file in self.folder.files:
+            if file.recipe in failures:
+                continue
+            try:
+                built = self.build(file.path)
+                with without_reporting(built.trainer) as (evaluations, others):
+                    suite = Suite(built, evaluations, others)
+                known = {tag(name): 1.0 for name in (*suite.names, "blind")}
+                violations(self.config.minima, known, "monitor")  # raises for an unknown name
+            except Unreachable:
+                raise
+            except Exception as error:  # of any kind: the file is of anybody's making
+                if file.unchanged:
+                    failures[file.recipe] = error
+                continue
+            self.loggers, built.trainer.loggers = self.loggers or built.trainer.loggers, []
+            self.suite, self.built_at = suite, time.time()
+            self.recipe = file.recipe if file.unchanged else None
+            self.done = self._done()
+            if self.history.alarms().suite:
+                self.record({"event": "restored", "date": timestamp(), "suite": self.key})
+            return
+        if failures:  # else all were deleted before they were read
+            raise next(iter(failures.values()))
+
+    def evaluate(self, file: CheckpointFile) -> None:
+        """Evaluate, judge and record a checkpoint; any exception of it is an event `broken`."""
+        earlier = list(self.history.events("evaluated"))
+        # Counted over all suites: an alarm by a former suite ends with the next one without alarm.
+        position = len(earlier) if self.config.is_single else file.step
+        facts = file.facts | {"suite": self.key, "position": position}
+        self.folder.in_evaluation = file.identity
+        try:
+            results = self._results(file)
+            if results is None:
+                return
+            again = [e for e in earlier if (e["suite"], *identity(e)) == (self.key, *file.identity)]
+            lines = [self._line(*each, facts, len(again)) for each in results]
+            event = facts | {"event": "evaluated", "date": timestamp(), "session": SESSION}
+            current = current_results(file.name, position, results)
+            previous = list(last_results(self.history, self.key).values())
+            event |= judged(self.config, current, previous, times_judged(self.history))
+        except Unreachable:
+            raise
+        except Exception as error:  # of any kind: the others are evaluated
+            self.recipe = None  # the next one gets a module of its own
+            if isinstance(error, OSError) and error.errno in UNWRITABLE:
+                raise
+            lines, event = [], facts | broken_event(file.name, _reason(error))
+        finally:
+            self.folder.in_evaluation = None
+        self.record(*lines, event)
+        self.done = self._done()
+
+    def _results(self, file: CheckpointFile) -> list[tuple[Result, Scores]] | None:
+        """Return a checkpoint's results; None if the file has changed before it was loaded."""
+        assert self.suite is not None
+        try:
+            if file.recipe != self.recipe:
+                self.suite.replace_module(self.build(file.path).model)
+                self.recipe = file.recipe
+            load_weights(self.suite.module, read_checkpoint(str(file.path)))
+        except Exception as error:
+            if file.unchanged or isinstance(error, Unreachable):
+                raise
+        if not file.unchanged:
+            self.recipe = None  # the module may be that of the new file
+            return None
+        return self.suite.evaluate(self._look_in_time)
+
+    def _look_in_time(self) -> None:
+        """Look again during an evaluation, which may last longer than `--every`."""
+        if monotonic() - (self.looked_at or 0.0) >= self.config.every:
+            self.look()
+
+    def _line(self, result: Result, scores: Scores, facts: Fields, repeat: int) -> Fields:
+        """Write the scores of a result, and return its line; repeated ones get other files."""
+        about = {name: facts[name] for name in ("suite", "weights", "recipe")}
+        key = cache_key(name=result.name, **about, **({"repeat": repeat} if repeat else {}))
+        self.history.scores.write(key, scores)
+        details = result.details | {"reuse": self.history.scores.reference(key)}
+        return replace(result, details=details).record() | facts | {"stage": "monitor"}
+
+    def record(self, *lines: Fields) -> None:
+        """Record lines, the last of which is an event, show and notify them."""
+        event = lines[-1] | self.outbox.mark(lines[-1])
+        lines = (*lines[:-1], event)
+        self.history.append(*lines)
+        self.outbox.wake()
+        self.display.show(lines)
+        self.board.add(lines)
+        self.log(lines)
+
+    def log(self, lines: Sequence[Fields]) -> None:
+        """Log the figures of an evaluation; a server that is away does not end the monitor."""
+        failures: list[Exception] = []
+        figures = scalars(lines)
+        for logger in self.loggers if figures else ():
+            try:
+                logger.log_metrics(figures, lines[-1]["step"])
+                logger.save()
+            except Exception as error:  # of any package; the other loggers get theirs
+                failures.append(error)
+        if failures and self.logging:
+            reason = f"{type(failures[0]).__name__}: {failures[0]}"
+            warn(f"figures could not be logged ({without_secrets(reason)})")
+        self.logging = not failures if figures else self.logging
+
+    def finish(self) -> None:
+        """Record the exit code: 1 after an alarm since the last end, else 0.
+
+        The last checkpoint is judged by the current options, however old its evaluation is.
+
+        Raises:
+            ValueError: there never was a checkpoint.
+        """
+        if not self.history.lines:
+            raise ValueError(f"there is no checkpoint in {self.config.run}")
+        alarmed = bool(self.history.unreported())
+        last = list(last_results(self.history, self.key).values())
+        found = [] if alarmed else final_alarms(self.config, last)
+        code = int(alarmed or bool(found))
+        self.record({"event": "ended", "date": timestamp(), "alarm": found, "code": code})
+        self.code, self.patience = code, PATIENCE
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's first line; for weights of another architecture, a short reason."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    first = " ".join([first, *getattr(error, "__notes__", ())[:1]]).strip()
+    if "state_dict" in first:
+        return "it is of another architecture than the model"
+    if isinstance(error, InputError | Fault | ValueError) and first:
+        return first
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
