@@ -31,12 +31,12 @@ class CheckpointResults:
 
     Args:
         checkpoint: its name.
-        position: in the order of checkpoints; the training step, or the number of the evaluation
-            where a single file is replaced.
-        accuracies: by name.
-        read: returns indices [N] and scores [N] under the worst attack.
+        position: place in the order of checkpoints; the training step, or the number of the
+            evaluation where a single file is replaced.
+        accuracies: accuracy by name.
+        read: function that returns indices [N] and scores [N] under the worst attack.
         fell: whether it was judged to be significantly worse than earlier ones.
-        blind: the largest share of images, of any attack, without a gradient to follow.
+        blind: largest share of images, of any attack, without a gradient to follow.
     """
 
     checkpoint: str
@@ -60,10 +60,10 @@ class Drop:
         to: "last" or "best".
         since: the earlier checkpoint.
         before: its accuracy under the worst attack.
-        after: that of the judged checkpoint.
-        p: two-sided, of `paired`.
-        p_adjusted: by all comparisons of the history, those to come included.
-        test: the test of both.
+        after: accuracy of the judged checkpoint.
+        p: two-sided p of `paired`.
+        p_adjusted: p adjusted by all comparisons of the history, those to come included.
+        test: name of the test.
     """
 
     to: str
@@ -84,22 +84,6 @@ def worst_of(group: Sequence[Fields]) -> Fields:
     return next((line for line in group if line.get("name") == WORST), {})
 
 
-def _stored(history: History, line: Fields) -> Scores:
-    """Return indices [N] and scores [N] that a line names.
-
-    Raises:
-        InputError: their file was deleted after it was found.
-    """
-    if (found := history.scores.read(line)) is None:
-        raise InputError(f"{history.path.parent / line['reuse']['scores']} cannot be read any more")
-    return _averaged(found)
-
-
-def _averaged(scores: Scores) -> Scores:
-    """Return the mean [N] of scores [N, R], with the indices."""
-    return scores[0], scores[1].double().mean(1)
-
-
 def last_results(history: History, suite: str) -> dict[Identity, CheckpointResults]:
     """Return the last evaluation of each checkpoint by a suite, the oldest first.
 
@@ -107,25 +91,35 @@ def last_results(history: History, suite: str) -> dict[Identity, CheckpointResul
     """
     found: dict[Identity, CheckpointResults] = {}
     for *results, event in history.groups():
-        if event["event"] == "judged" and identity(event) in found and event["suite"] == suite:
-            found[identity(event)] = replace(found[identity(event)], fell=_fell(event))
-        if event["event"] != "evaluated" or event["suite"] != suite:
+        if event.get("suite") != suite:
             continue
-        if history.has_scores(worst := worst_of(results)):
-            scores = partial(_stored, history, worst)
-            accuracies = {line["name"]: line["accuracy"] for line in results}
-            checkpoint, position = event["checkpoint"], event["position"]
-            found.pop(identity(event), None)
-            found[identity(event)] = CheckpointResults(
-                checkpoint, position, accuracies, scores, _fell(event), blind_of(results)
+        level = event.get("limits", {}).get("drop")  # that of its time
+        fell = any(Drop(**drop).significant(level) for drop in event.get("drops", ()))
+        key, worst = identity(event), worst_of(results)
+        if event["event"] == "judged" and key in found:  # by an earlier version
+            found[key] = replace(found[key], fell=fell)
+        if event["event"] == "evaluated" and history.has_scores(worst):
+            found.pop(key, None)  # the order is that of the last evaluations
+            found[key] = CheckpointResults(
+                event["checkpoint"],
+                event["position"],
+                {line["name"]: line["accuracy"] for line in results},
+                partial(_stored, history, worst),
+                fell,
+                blind_of(results),
             )
     return found
 
 
-def _fell(event: Fields) -> bool:
-    """Return whether an event holds a significant drop, by the level of its time."""
-    level = event.get("limits", {}).get("drop")
-    return any(Drop(**drop).significant(level) for drop in event.get("drops", ()))
+def _stored(history: History, line: Fields) -> Scores:
+    """Return indices [N] and mean scores [N] that a line names.
+
+    Raises:
+        InputError: their file was deleted after it was found.
+    """
+    if (found := history.scores.read(line)) is None:
+        raise InputError(f"{history.path.parent / line['reuse']['scores']} cannot be read any more")
+    return found[0], found[1].double().mean(1)
 
 
 def times_judged(history: History) -> int:
@@ -138,16 +132,15 @@ def current_results(
 ) -> CheckpointResults:
     """Return a new evaluation, from its results and their scores [N, R]."""
     accuracies = {result.name: result.accuracy for result, _ in results}
-    worst = next(scores for result, scores in results if result.name == WORST)
+    index, scores = next(scores for result, scores in results if result.name == WORST)
     blind = blind_of([result.details for result, _ in results])
-    return CheckpointResults(
-        checkpoint, position, accuracies, lambda: _averaged(worst), blind=blind
-    )
+    mean = index, scores.double().mean(1)
+    return CheckpointResults(checkpoint, position, accuracies, lambda: mean, blind=blind)
 
 
 def blind_of(lines: Iterable[Mapping[str, Any]]) -> float:
     """Return the largest share of images, of any attack, without a gradient to follow."""
-    return max((line["blind"] or 0.0 for line in lines if "blind" in line), default=0.0)
+    return max((line.get("blind") or 0.0 for line in lines), default=0.0)
 
 
 def change(before: CheckpointResults, after: CheckpointResults) -> Fields:

@@ -53,7 +53,7 @@ class History:
     leave a part of such a group after the last event; opening the file cuts it off.
 
     Args:
-        folder: of the file; created if necessary.
+        folder: folder of the file; created if necessary.
 
     Raises:
         ValueError: another monitor has it open.
@@ -68,11 +68,20 @@ class History:
         self.readable: dict[str, Stamp] = {}  # files of scores
         self.file: IO[bytes] = self.path.open("a+b", buffering=0)
         try:
-            self._lock()
+            with suppress(ImportError):  # Windows has no such lock
+                import fcntl
+
+                # It ends with a killed process, even if a child of it lives on.
+                fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.file.seek(0)
             self.lines, end = _groups(self.file.read())
             self.file.truncate(end)
             os.fsync(self.file.fileno())
+        except (BlockingIOError, PermissionError) as error:
+            self.file.close()
+            raise ValueError(
+                f"another monitor writes to {self.path}: end it, or choose another --out"
+            ) from error
         except BaseException:
             self.file.close()
             raise
@@ -139,26 +148,14 @@ class History:
         """Return the event of the last alarm since which no checkpoint recovered."""
         return self.alarms().event
 
-    def _lock(self) -> None:
-        """Lock the file; the lock of a killed process ends with it, even if a child lives on."""
-        with suppress(ImportError):  # Windows has no such lock
-            import fcntl
-
-            try:
-                fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError) as error:
-                raise ValueError(
-                    f"another monitor writes to {self.path}: end it, or choose another --out"
-                ) from error
-
 
 class AlarmState(NamedTuple):
     """The alarms that are open.
 
     Args:
-        checkpoint: event of the last alarm since which no checkpoint recovered; its position is
-            that of the latest alarmed checkpoint: the newest is evaluated first, and an older one
-            that is alarmed after it must not let one between them end both.
+        checkpoint: event of the last alarm since which no checkpoint recovered, with the position
+            of the latest alarmed one: an older checkpoint may be alarmed after it, and one between
+            them must not end both.
         suite: event of a suite that cannot be built, until one is built.
     """
 
@@ -172,26 +169,17 @@ class AlarmState(NamedTuple):
 
     def after(self, event: Fields) -> "AlarmState":
         """Return the alarms that are open after a further event."""
-        alarm = self.checkpoint
-        if is_of_suite(event):
-            return self._replace(suite=event if event["event"] == "broken" else None)
+        kind, alarm = event["event"], self.checkpoint
+        if kind == "restored" or event.get("part") == "suite":
+            return self._replace(suite=event if kind == "broken" else None)
         if event.get("alarm"):
             position = max(e.get("position", 0) for e in (alarm or {}, event))
             return self._replace(checkpoint=event | {"position": position})
-        return self._replace(checkpoint=None) if alarm and ends_alarm(event, alarm) else self
-
-
-def is_of_suite(event: Fields) -> bool:
-    """Return whether an event is of the suite, and not of a checkpoint."""
-    return event["event"] == "restored" or event.get("part") == "suite"
-
-
-def ends_alarm(event: Fields, alarm: Fields) -> bool:
-    """Return whether an event is of a checkpoint without alarm, not before the alarmed one."""
-    kind, deferred = event["event"], "deferred" in event  # until it is judged
-    complete = kind == "judged" or (kind == "evaluated" and not deferred)
-    fine = complete and not event["alarm"] and not event.get("alarmed")
-    return bool(fine and event["position"] >= alarm.get("position", 0))
+        # Only earlier versions deferred a judgement.
+        complete = kind == "judged" or (kind == "evaluated" and "deferred" not in event)
+        fine = complete and not event.get("alarmed")
+        recovers = alarm and fine and event["position"] >= alarm.get("position", 0)
+        return self._replace(checkpoint=None) if recovers else self
 
 
 def as_record(line: Fields) -> Fields:
@@ -219,15 +207,18 @@ def _groups(content: bytes) -> tuple[list[Fields], int]:
 def scalars(lines: Sequence[Fields]) -> dict[str, float]:
     """Return the figures of some lines, the last of which is an event, by name."""
     *results, event = lines
-    accuracies = results if event["event"] == "evaluated" else []
-    images = event.get("change", {})
-    counts = {key: images[key] for key in ("newly_vulnerable", "won_back") if key in images}
-    found = {tag(line["name"]): line["accuracy"] for line in accuracies}
-    if accuracies:
-        texts = {one["text"] for line in accuracies for one in line.get("findings", ())}
-        found[tag("findings")] = len(texts)
-        found[tag("blind")] = max(line.get("blind") or 0.0 for line in accuracies)
-    return found | {f"monitor/{key}": len(which) for key, which in counts.items()}
+    change = event.get("change", {})
+    found = {
+        f"monitor/{key}": len(change[key])
+        for key in ("newly_vulnerable", "won_back")
+        if key in change
+    }
+    if event["event"] != "evaluated":
+        return found
+    texts = {one["text"] for line in results for one in line.get("findings", ())}
+    found |= {tag(line["name"]): line["accuracy"] for line in results}
+    found |= {tag("findings"): len(texts)}
+    return found | {tag("blind"): max((line.get("blind") or 0.0 for line in results), default=0.0)}
 
 
 class TensorBoardHistory:
@@ -237,8 +228,8 @@ class TensorBoardHistory:
     leaves no gap.
 
     Args:
-        folder: of the event files.
-        history: written so far.
+        folder: folder of the event files.
+        history: lines that are written so far.
     """
 
     def __init__(self, folder: Path, history: History) -> None:

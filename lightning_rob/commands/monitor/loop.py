@@ -77,7 +77,7 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
     homes: dict[Path, str] = {}
     for name, start in starts.items():
         with suppress(MissingRun):  # its checkpoints may come later
-            claimed(name, start, homes)
+            claim(start()[0], name, homes)
     end = monotonic() + 60 * (float("inf") if config.minutes is None else config.minutes)
     with ExitStack() as stack:
         stack.enter_context(raise_thread_errors())
@@ -87,7 +87,6 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
             Watched(name, start, config, publisher, homes, end) for name, start in starts.items()
         ]
         for source in sources:
-            source.goes_on = bool(config.models)
             stack.callback(source.close)
         while waiting := [source for source in sources if source.code is None]:
             following = min(waiting, key=lambda source: source.due)
@@ -100,35 +99,20 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
         raise SystemExit(code)
 
 
-def claimed(name: str, start: Start, homes: dict[Path, str]) -> tuple[MonitorConfig, Build]:
-    """Return the options of a source, whose history becomes its own.
+def claim(config: MonitorConfig, name: str, homes: dict[Path, str]) -> None:
+    """Note that a history is that of a source; its lock is of the whole process.
 
     Args:
+        config: options of the source.
         name: name of the source.
-        start: function that returns its options.
-        homes: source of each history, to which its own is added.
+        homes: source of each history so far.
 
     Raises:
-        MissingRun: its checkpoints are not there.
-        ValueError: another source has the same history, whose lock is of the whole process.
+        ValueError: another source has the same history.
     """
-    config, build = start()
     home = config.home.resolve()
     if (other := homes.setdefault(home, name)) != name:
         raise ValueError(f"{other} and {name} have one history, {home}: give each its out")
-    return config, build
-
-
-def open_source(config: MonitorConfig) -> Source:
-    """Return the source of the checkpoints that the options name.
-
-    Raises:
-        Unreachable: it cannot be opened.
-    """
-    if config.url is None:
-        return LocalFolder(config.folder, config.file)
-    kind = RegisteredModel if config.url.startswith("mlflow:") else Bucket
-    return kind(config.url, config.home / CACHE)
 
 
 class Watched:
@@ -160,9 +144,9 @@ class Watched:
     ) -> None:
         self.name, self.start, self.config, self.publisher = name, start, process, publisher
         self.homes, self.end = homes, end
-        self.goes_on = False  # after a failure of the whole source, which becomes an alarm
-        self.opened: ExitStack | None = None
+        self.several = bool(process.models)
         self.display = Display(name)
+        self.opened: ExitStack | None = None
         self.due = 0.0  # time of the next turn, by `monotonic`
         self.code: int | None = None  # exit code, once it has ended
         self.patience = 0.0  # seconds for the receivers of notifications
@@ -170,9 +154,9 @@ class Watched:
         self.looked_at: float | None = None  # by `monotonic`, None before the first look
         self.unreachable = False
         self.suite: Suite | None = None
-        self.built_at = 0.0
+        self.was_built = False
         self.recipe: str | None = None  # recipe of the suite's module
-        self.done: set[Identity] = set()
+        self.done: set[Identity] = set()  # checkpoints that need no evaluation by the suite
         self.loggers: list[Logger] = []  # beside TensorBoard
         self.logging = True  # whether they could take the last figures
 
@@ -187,7 +171,7 @@ class Watched:
         return self.end - monotonic()
 
     def turn(self) -> None:
-        """Evaluate a checkpoint if one waits; a failure of one of several sources is an alarm.
+        """Take a step; a failure of one of several sources is an alarm, and is tried again.
 
         Raises:
             Exception: the only source failed, which ends the process.
@@ -202,36 +186,45 @@ class Watched:
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 # All that was evaluated is on the disk: a supervisor starts the monitor again.
                 raise InputError(f"the history cannot be written: {error}; see --out") from error
-            self._fail(error, last)
+            # A suite that was in use before is an alarm as well, until it can be built again.
+            rebuilding = self.suite is None and self.was_built and not last
+            if not (self.several or rebuilding) or os.environ.get("LIGHTNING_ROB_DEBUG"):
+                raise
+            self._report_failure(_reason(error), last)
         if self.code is not None:
             self.close()
 
-    def _fail(self, error: Exception, last: bool) -> None:
-        """Go on after a failure of one of several sources, which is tried again later."""
-        rebuilding = self.suite is None and self.built_at > 0
-        if not (self.goes_on or (rebuilding and not last)) or os.environ.get("LIGHTNING_ROB_DEBUG"):
-            raise error
-        reason = _reason(error)
-        if reason != self.failure and (last or self.opened is None):
+    def _report_failure(self, reason: str, last: bool) -> None:
+        """Record a failure as an alarm if there is a history, and report others once."""
+        if self.opened and not last:
+            known = self.history.alarms().suite
+            if known is None or not known["alarm"][0].endswith(reason):
+                self.record(broken_event(self.config.name, reason) | {"part": "suite"})
+        elif reason != self.failure:
             warn(f"{self.name}: {reason}" + ("" if last else "; trying again"))
         self.failure, self.code = reason, 2 if last else None
         self.due = monotonic() + self.config.every
         self.suite, self.done = None, set()
-        if self.opened is not None and not last:
-            known = self.history.alarms().suite
-            if known is None or not known["alarm"][0].endswith(reason):
-                self.record(broken_event(self.config.name, reason) | {"part": "suite"})
 
     def open(self) -> None:
-        """Open source and history; a failure leaves no thread or lock behind."""
-        self.config, self.build = claimed(self.name, self.start, self.homes)
+        """Open source and history; a failure leaves no thread or lock behind.
+
+        Raises:
+            Unreachable: the source cannot be opened.
+            InputError: the history cannot be written.
+        """
+        self.config, self.build = self.start()
+        claim(self.config, self.name, self.homes)
+        home, url = self.config.home, self.config.url
+        source: Source = LocalFolder(self.config.folder, self.config.file)
+        if url is not None:
+            source = (RegisteredModel if url.startswith("mlflow:") else Bucket)(url, home / CACHE)
         with ExitStack() as stack:
-            source = open_source(self.config)
             try:
-                self.history = stack.enter_context(closing(History(self.config.home)))
+                self.history = stack.enter_context(closing(History(home)))
             except OSError as error:
                 raise InputError(f"the history cannot be written: {error}; see --out") from error
-            self.board = TensorBoardHistory(self.config.home / "monitor", self.history)
+            self.board = TensorBoardHistory(home / "monitor", self.history)
             stack.callback(self.board.close)
             self.outbox = Outbox(self.config.notify or (), self.history, self.config.name)
             self.folder = CheckpointFolder(source, self.history, self.record)
@@ -265,8 +258,8 @@ class Watched:
         if not pending:
             return min(1.0, self.config.every) if self.folder.waiting else self.config.every
         try:
-            if self.suite is None or (self._is_due() and self._is_old(self.built_at)):
-                self.suite = None  # images are read anew
+            if self.suite is None or pending[0].identity in self.done:  # its images are read anew
+                self.suite = None
                 self.build_suite()
             if self.suite and (pending := self.pending()):
                 self.evaluate(pending[0])
@@ -312,28 +305,22 @@ class Watched:
             self.publisher.update(self.config.name, state)
 
     def pending(self) -> list[CheckpointFile]:
-        """Return the checkpoints that wait for an evaluation, in the order of training."""
-        again = set(self._newest_first()[:1]) if self._is_due() else set()
-        return self.folder.pending(self.done - again)
+        """Return the checkpoints that wait for an evaluation, in the order of training.
+
+        The newest waits again `--reevaluate` hours after its last evaluation.
+        """
+        done = self.done
+        if self.config.reevaluate is not None and self.suite:
+            newest = set(self._newest_first()[:1])
+            events = [e for e in self.history.events("evaluated") if e["suite"] == self.key]
+            dates = [seconds_of(e["date"]) for e in events if identity(e) in newest]
+            # A date ahead is that of a clock that was set back.
+            if dates and abs(time.time() - dates[-1]) >= 3600 * self.config.reevaluate:
+                done = done - newest
+        return self.folder.pending(done)
 
     def _newest_first(self) -> list[Identity]:
         return newest_first({file.identity: file.step for file in self.folder.files}, self.history)
-
-    def _is_due(self) -> bool:
-        """Return whether it is time to evaluate the newest checkpoint again."""
-        if self.config.reevaluate is None or self.suite is None:
-            return False
-        newest = self._newest_first()[:1]
-        dates = [
-            seconds_of(event["date"])
-            for event in self.history.events("evaluated")
-            if event["suite"] == self.key and identity(event) in newest
-        ]
-        return bool(dates) and self._is_old(dates[-1])
-
-    def _is_old(self, date: float) -> bool:
-        """Return whether a Unix time is `--reevaluate` hours ago, or ahead of a clock set back."""
-        return abs(time.time() - date) >= 3600 * (self.config.reevaluate or 0.0)
 
     def _done(self) -> set[Identity]:
         """Return the checkpoints that need no evaluation by this suite.
@@ -375,7 +362,7 @@ class Watched:
                     failures[file.recipe] = error
                 continue
             self.loggers, built.trainer.loggers = self.loggers or built.trainer.loggers, []
-            self.suite, self.built_at = suite, time.time()
+            self.suite, self.was_built = suite, True
             self.recipe = file.recipe if file.unchanged else None
             self.done = self._done()
             if self.history.alarms().suite:
@@ -414,7 +401,7 @@ class Watched:
         self.done = self._done()
 
     def _results(self, file: CheckpointFile) -> list[tuple[Result, Scores]] | None:
-        """Return a checkpoint's results; None if the file has changed before it was loaded."""
+        """Return a checkpoint's results; None if the file changes before it is loaded."""
         assert self.suite is not None
         try:
             if file.recipe != self.recipe:
@@ -427,12 +414,13 @@ class Watched:
         if not file.unchanged:
             self.recipe = None  # the module may be that of the new file
             return None
-        return self.suite.evaluate(self._look_in_time)
 
-    def _look_in_time(self) -> None:
-        """Look again during an evaluation, which may last longer than `--every`."""
-        if monotonic() - (self.looked_at or 0.0) >= self.config.every:
-            self.look()
+        def look_in_time() -> None:
+            # An evaluation may last longer than a file is there.
+            if monotonic() - (self.looked_at or 0.0) >= self.config.every:
+                self.look()
+
+        return self.suite.evaluate(look_in_time)
 
     def _line(self, result: Result, scores: Scores, facts: Fields, repeat: int) -> Fields:
         """Write the scores of a result, and return its line; repeated ones get other files."""
