@@ -229,10 +229,7 @@ def test_a_checkpoint_is_not_compared_with_one_that_fell():
     assert drops(past(3, range(10)), [good, bad])[0].p == 1
     still = drops(past(3, range(10)), [good, replace(bad, fell=True)])[0]
     assert (still.since, still.significant(0.05)) == ("1.ckpt", True)
-
-
-def test_the_shares_of_all_judgements_sum_to_less_than_one():
-    assert 0.99 < zeta(FADING) / SHARES < 1
+    assert 0.99 < zeta(FADING) / SHARES < 1  # the shares of all judgements
 
 
 @pytest.mark.parametrize("random", [False, True])
@@ -256,34 +253,6 @@ def test_healthy_streams_rarely_ring_and_a_fall_rings_at_once(random):
     assert at_once >= 18
 
 
-def test_started_again_it_evaluates_nothing_twice(trained, watched, put):
-    for name in EPOCHS[:2]:
-        put(name)
-    assert monitor(trained, watched, "--once") == 0
-    first = lines(watched)
-    put(EPOCHS[0], under="copied.ckpt")
-    assert monitor(trained, watched, "--once") == 0
-    assert [line for line in lines(watched)[len(first) :] if line.get("event") != "ended"] == []
-    put(EPOCHS[2])
-    monitor(trained, watched, "--once")
-    assert evaluated(watched) == EPOCHS[:3]
-
-
-def test_another_way_of_training_or_batch_size_is_no_reason_to_begin_anew(trained, watched, put):
-    put(EPOCHS[1])
-    assert monitor(trained, watched, "--once") == 0
-    first = watched / "checkpoints" / EPOCHS[0]
-    content = torch.load(trained / "run/version_0/checkpoints" / EPOCHS[0], weights_only=True)
-    recipe_text = content["lightning_rob_recipe"]
-    content["lightning_rob_recipe"] = recipe_text.replace("lr: 0.01", "lr: 0.02")
-    assert content["lightning_rob_recipe"] != recipe_text
-    torch.save(content, first)
-    assert monitor(trained, watched, "--once", "--data.eval_batch_size=5") == 0
-    assert evaluated(watched) == [EPOCHS[1], EPOCHS[0]]
-    assert monitor(trained, watched, "--once", "--model.probs=[0.5, 0.5]") == 0
-    assert evaluated(watched) == [EPOCHS[1], EPOCHS[0], EPOCHS[0], EPOCHS[1]]
-
-
 def rewritten(source: Path, target: Path, change) -> None:
     """A copy of a checkpoint with the same weights and another recipe."""
     content = torch.load(source, weights_only=True)
@@ -291,6 +260,45 @@ def rewritten(source: Path, target: Path, change) -> None:
     change(told["model"]["init_args"])
     content["lightning_rob_recipe"] = yaml.safe_dump(told)
     torch.save(content, target)
+
+
+def watch(trained, watched, *args) -> int:
+    """The exit code with only the attack that any defense takes."""
+    try:
+        suite = ("--suite", trained / "suite0.yaml", "--trainer.accelerator=cpu", "--once")
+        run("monitor", watched, *suite, *args)
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def test_weights_and_model_count_and_nothing_is_evaluated_twice(trained, watched, put):
+    """Neither a copy nor another way of training or batch size is a reason to begin anew."""
+    put(EPOCHS[1])
+    assert watch(trained, watched) == 0
+    put(EPOCHS[1], under=f"copy_of_{EPOCHS[1]}")
+    first = trained / "run/version_0/checkpoints" / EPOCHS[0]
+    rewritten(
+        first,
+        watched / "checkpoints" / EPOCHS[0],
+        lambda model: model["optimizer"].update(init_args={"lr": 0.02}),
+    )
+    assert watch(trained, watched, "--data.eval_batch_size=5") == 0
+    found = [EPOCHS[1], EPOCHS[0]]
+    assert evaluated(watched) == found
+    # Later checkpoints are compared with one whose scores are missing.
+    worst = next(line for line in lines(watched) if line.get("name") == "worst")
+    (watched / worst["reuse"]["scores"]).unlink()
+    assert watch(trained, watched) == 0
+    assert evaluated(watched) == (found := [*found, EPOCHS[1]])
+    assert events(watched, "evaluated")[2]["change"]["since"] == f"checkpoints/{EPOCHS[0]}"
+    options = watched / "m.yaml"
+    options.write_text(yaml.safe_dump({"model": {"init_args": {"probs": [0.9, 0.1]}}}))
+    assert watch(trained, watched, "--config", options) == 0
+    assert evaluated(watched) == (found := [*found, *EPOCHS[:2]])
+    options.rename(watched / "renamed.yaml")
+    assert watch(trained, watched, f"--config={watched / 'renamed.yaml'}") == 0
+    assert evaluated(watched) == found
 
 
 def noisy(alpha):
@@ -305,150 +313,72 @@ def noisy(alpha):
     return change
 
 
-@pytest.fixture(scope="module")
-def randomized(tmp_path_factory):
-    """A checkpoint whose defense is of random transforms."""
-    top = tmp_path_factory.mktemp("randomized")
+def test_each_checkpoint_is_evaluated_by_the_model_of_its_own_recipe(
+    trained, watched, tmp_path, monkeypatch
+):
+    """As `test` evaluates it; the same weights with another recipe are another checkpoint."""
+    monkeypatch.chdir(tmp_path)
     net = {"class_path": "tests.tiny.TinyNet", "init_args": {"width": 16}}
     init = {"net": net, "attack": pgd(random_start=False)}
     noisy(0.01)(init)
     module = {"class_path": "lightning_rob.modules.AdversarialTraining", "init_args": init}
     kept = {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}
     options = {"trainer__max_epochs": 2, "trainer__callbacks+": [kept]}
-    run("fit", "--config", recipe(top, model=module, **options))
-    return top / "run/version_0/checkpoints/last.ckpt"
-
-
-@pytest.fixture
-def of_test(trained, tmp_path, monkeypatch):
-    """Return the accuracies that `test --ckpt_path` finds for a checkpoint, by name."""
-    monkeypatch.chdir(tmp_path)
-
-    def figures(path):
-        shutil.rmtree("logs", ignore_errors=True)
-        suite = [f"--trainer.callbacks+={trained}/suite0.yaml"]
-        run("test", "--ckpt_path", path, *suite, "--trainer.accelerator=cpu")
-        found = map(json.loads, Path("logs/version_0/robust.jsonl").read_text().splitlines())
-        return {line["name"]: line["accuracy"] for line in found}
-
-    return figures
-
-
-def watch(trained, watched, *args) -> int:
-    """The exit code with only the attack that any defense takes."""
-    try:
-        suite = ("--suite", trained / "suite0.yaml", "--trainer.accelerator=cpu", "--once")
-        run("monitor", watched, *suite, *args)
-    except SystemExit as stop:
-        return stop.code
-    return 0
-
-
-def test_each_checkpoint_is_evaluated_by_the_model_of_its_own_recipe(
-    trained, watched, randomized, of_test
-):
+    run("fit", "--config", recipe(tmp_path, model=module, **options))
     place = watched / "checkpoints"
-    strengths = {"a.ckpt": 0.01, "b.ckpt": 1.0}
-    for step, (name, alpha) in enumerate(strengths.items()):
-        rewritten(randomized, place / name, noisy(alpha))
-        scale = 1 - step / 1000  # other weights, too
-        changed(place / name, place / name, lambda _, v, s=scale: v * s, step=20 + step)
+    shutil.copy(watched.parent / "run/version_0/checkpoints/last.ckpt", place / "a.ckpt")
+    rewritten(place / "a.ckpt", place / "b.ckpt", noisy(1.0))
     assert watch(trained, watched) == 0
+    assert evaluated(watched) == ["a.ckpt", "b.ckpt"]
     found = [line for line in lines(watched) if line.get("name") in ("clean", "apgd")]
-    for i, name in enumerate(strengths):
-        wanted = of_test(place / name)
+    for i, name in enumerate(("a.ckpt", "b.ckpt")):
+        shutil.rmtree("logs", ignore_errors=True)
+        plugged = f"--trainer.callbacks+={trained}/suite0.yaml"
+        run("test", "--ckpt_path", place / name, plugged, "--trainer.accelerator=cpu")
+        tested = map(json.loads, Path("logs/version_0/robust.jsonl").read_text().splitlines())
+        wanted = {line["name"]: line["accuracy"] for line in tested}
         told = {line["name"]: line["accuracy"] for line in found[2 * i : 2 * i + 2]}
         assert told == pytest.approx({key: wanted[key] for key in told}, abs=1e-6)
-    assert found[0]["accuracy"] != found[2]["accuracy"]  # else the test distinguishes nothing
-    # They are compared all the same: the attacks and the images are equal.
+    assert found[0]["accuracy"] > found[2]["accuracy"]
+    # They are compared all the same, and the later of two of the same step counts at the end.
     assert events(watched, "evaluated")[1]["change"]["since"] == "checkpoints/a.ckpt"
+    assert watch(trained, watched, f"--alarm=acc={found[0]['accuracy'] - 1e-4}") == 1
 
 
-def test_the_same_weights_with_another_recipe_are_another_checkpoint(trained, watched, randomized):
-    path = watched / "checkpoints/last.ckpt"
-    shutil.copy(randomized, path)
-    assert watch(trained, watched) == 0
-    (clean,) = (line["accuracy"] for line in lines(watched) if line.get("name") == "clean")
-    limit = f"--alarm=acc={clean - 1e-4}"
-    assert watch(trained, watched, limit) == 0
-    rewritten(randomized, path, noisy(1.0))
-    assert watch(trained, watched, limit) == 1
-    after = [line["accuracy"] for line in lines(watched) if line.get("name") == "clean"]
-    assert len(after) == 2
-    assert after[1] < clean
-    assert watch(trained, watched, limit) == 1  # judged by the later of two of the same step
-    assert len(events(watched, "evaluated")) == 2
-
-
-def test_a_recipe_that_cannot_be_built_or_attacked_is_broken(trained, watched, put, capsys):
+def test_alarms_and_exit_codes(trained, watched, put, capsys):
     put(EPOCHS[0])
-    source = trained / "run/version_0/checkpoints" / EPOCHS[1]
-    changes = {
-        "unknown.ckpt": lambda model: model["net"].update(class_path="tests.tiny.NoSuchNet"),
-        "wide.ckpt": lambda model: model["net"]["init_args"].update(width=17),
-    }
-    for name, change in changes.items():
-        rewritten(source, watched / "checkpoints" / name, change)
-    put(EPOCHS[2])
-    assert monitor(trained, watched, "--once") == 1
-    assert evaluated(watched) == [EPOCHS[0], EPOCHS[2]]
-    reasons = {Path(e["checkpoint"]).name: e["alarm"][0] for e in events(watched, "broken")}
-    assert set(reasons) == set(changes)
-    assert "NoSuchNet" in reasons["unknown.ckpt"]
-    assert "another architecture" in reasons["wide.ckpt"]
-    assert capsys.readouterr().err.count("lightning-rob: alarm:") == 2
-
-
-def test_a_file_of_options_counts_by_what_it_says(trained, watched, put, tmp_path):
-    put(EPOCHS[0])
-    options = tmp_path / "m.yaml"
-    seen = []
-    for probs in ([0.9, 0.1], [0.5, 0.5], [0.5, 0.5]):
-        options.write_text(yaml.safe_dump({"model": {"init_args": {"probs": probs}}}))
-        assert watch(trained, watched, "--config", options) == 0
-        seen.append(len(evaluated(watched)))
-    assert seen == [1, 2, 2]
-    options.rename(tmp_path / "renamed.yaml")
-    assert watch(trained, watched, f"--config={tmp_path / 'renamed.yaml'}") == 0
-    assert len(evaluated(watched)) == 2
-
-
-def test_a_limit_on_what_is_no_longer_there_is_not_kept(trained, watched, put, capsys):
-    put(EPOCHS[0])
-    assert watch(trained, watched, "--alarm=robust/worst=0.01") == 0
-    assert watch(trained, watched, "--alarm=robust/worst=0.999") == 1
+    assert watch(trained, watched, "--alarm", "robust/worst=0.999,acc=0") == 1
+    (event,) = events(watched, "evaluated")
+    (worst,) = (line["accuracy"] for line in lines(watched) if line.get("name") == "worst")
+    assert event["alarm"] == [f"robust/worst is {worst:.2%}, below 99.9%"]
+    assert f"lightning-rob: alarm: {event['alarm'][0]}" in capsys.readouterr().err
+    board = EventAccumulator(str(watched / "monitor")).Reload()
+    (text,) = board.Tensors("monitor/alarm/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == event["alarm"][0]
+    # There is nothing new, and yet the last accuracies are judged by the options of today.
+    for asked, code in (("", 0), ("--alarm=robust/apgd=0.999", 1), ("--alarm=robust/apgd=0.01", 0)):
+        assert watch(trained, watched, *filter(None, [asked])) == code
+    assert evaluated(watched) == [EPOCHS[0]]
+    assert watch(trained, watched, "--alarm=robust/pgd=0.4") == 2
+    assert "no figure robust/pgd" in capsys.readouterr().err
+    # Nine images are too few to judge a drop; by the way it is another suite.
+    for images, code in ((9, 1), (9, 1), (10, 0)):
+        assert watch(trained, watched, f"--data.test_size={images}", "--drop=1e-9") == code
+        told = capsys.readouterr().err
+        assert (f"needs at least 10 images, there are {images}" in told) == bool(code)
+    # A figure that is asked for and not there is an alarm.
     shutil.rmtree(watched / "checkpoints")
-    for asked in ("--alarm=robust/worst=0.999", "--alarm=robust/worst=0.01", "--drop=0.01"):
-        capsys.readouterr()
+    for asked in ("--alarm=robust/worst=0.01", "--drop=0.01"):
         assert watch(trained, watched, asked) == 1
         told = "no checkpoint was evaluated: no figure for "
         assert told + asked.removeprefix("--alarm=").partition("=")[0] in capsys.readouterr().err
     assert watch(trained, watched) == 0
-
-
-def test_a_limit_on_what_was_only_seen_is_not_kept(trained, watched, put, capsys):
-    put(EPOCHS[0])
-    watch(trained, watched)
     record = watched / "monitor.jsonl"
     seen = [line for line in record.read_text().splitlines() if '"seen"' in line]
     record.write_text("\n".join(seen) + "\n")
-    shutil.rmtree(watched / "checkpoints")
-    assert watch(trained, watched, "--alarm=robust/nosuch=0.99") == 1
-    told = capsys.readouterr().err
-    assert f"missed: checkpoints/{EPOCHS[0]}" in told
-    assert "no figure for robust/nosuch" in told
-
-
-@pytest.mark.parametrize(("images", "code"), [(9, 1), (10, 0)])
-def test_a_drop_on_few_images_is_not_judged(trained, watched, put, capsys, images, code):
-    for name in EPOCHS[:2]:
-        put(name)
-    few = f"--data.test_size={images}"
-    for _ in range(2):
-        assert watch(trained, watched, few, "--drop=1e-9") == code
-        told = capsys.readouterr().err
-        assert (f"needs at least 10 images, there are {images}" in told) == bool(code)
-    assert evaluated(watched) == EPOCHS[:2]
+    assert watch(trained, watched) == 0
+    assert f"missed: checkpoints/{EPOCHS[0]}" in capsys.readouterr().err
+    assert MonitorConfig(watched, drop="significant").level == 0.05
 
 
 def test_following_it_finds_what_comes_and_what_is_overwritten(trained, watched, put, monkeypatch):
@@ -499,17 +429,26 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
     (place / EPOCHS[2]).write_bytes(flipped)
     start = trained / "run/version_0/checkpoints" / EPOCHS[3]
     changed(start, place / "narrow.ckpt", lambda k, v: v[:2] if "last" in k else v, step=30)
+    recipes = {
+        "unknown.ckpt": lambda model: model["net"].update(class_path="tests.tiny.NoSuchNet"),
+        "wide.ckpt": lambda model: model["net"]["init_args"].update(width=17),
+    }
+    for name, change in recipes.items():
+        rewritten(start, place / name, change)
     changed(start, place / "nan.ckpt", lambda _, v: v * torch.nan if v.dim() else v, step=31)
     put("last.ckpt")
     assert monitor(trained, watched, "--once") == 1
     assert evaluated(watched) == [EPOCHS[0], "last.ckpt"]
     reasons = {Path(e["checkpoint"]).name: e["alarm"][0] for e in events(watched, "broken")}
-    assert set(reasons) == {EPOCHS[1], EPOCHS[2], "page.ckpt", "narrow.ckpt", "nan.ckpt"}
+    names = {EPOCHS[1], EPOCHS[2], "page.ckpt", "narrow.ckpt", "nan.ckpt", *recipes}
+    assert set(reasons) == names
+    assert "NoSuchNet" in reasons["unknown.ckpt"]
+    assert "another architecture" in reasons["wide.ckpt"]
     assert "HTML" in reasons["page.ckpt"]
     assert "SHA-256" in reasons[EPOCHS[2]]
     assert "another architecture" in reasons["narrow.ckpt"]
     assert "not finite" in reasons["nan.ckpt"]
-    assert capsys.readouterr().err.count("lightning-rob: alarm:") == 5
+    assert capsys.readouterr().err.count("lightning-rob: alarm:") == 7
     before = lines(watched)
     assert monitor(trained, watched, "--once") == 0
     assert [line["event"] for line in lines(watched)[len(before) :]] == ["ended"]
@@ -534,24 +473,6 @@ def test_one_that_goes_before_its_turn_is_named_as_missed(
     kinds = [line.get("event") for line in lines(watched)]
     assert kinds.index("missed") < kinds.index("evaluated")
     assert f"missed: checkpoints/{EPOCHS[1]}" in capsys.readouterr().err
-
-
-def test_alarms_and_exit_codes(trained, watched, put, capsys):
-    put(EPOCHS[0])
-    assert monitor(trained, watched, "--once", "--alarm", "robust/worst=0.999,acc=0") == 1
-    (event,) = events(watched, "evaluated")
-    (worst,) = (line["accuracy"] for line in lines(watched) if line.get("name") == "worst")
-    assert event["alarm"] == [f"robust/worst is {worst:.2%}, below 99.9%"]
-    assert f"lightning-rob: alarm: {event['alarm'][0]}" in capsys.readouterr().err
-    board = EventAccumulator(str(watched / "monitor")).Reload()
-    assert "monitor/alarm/text_summary" in board.Tags()["tensors"]
-    (text,) = board.Tensors("monitor/alarm/text_summary")
-    assert text.tensor_proto.string_val[0].decode() == event["alarm"][0]
-    # There is nothing new, and yet the last accuracies are judged by the options of today.
-    assert monitor(trained, watched, "--once") == 0
-    assert monitor(trained, watched, "--once", "--alarm=robust/arc=0.999") == 1
-    assert monitor(trained, watched, "--once", "--alarm=robust/arc=0.01") == 0
-    assert evaluated(watched) == [EPOCHS[0]]
 
 
 def test_attacks_that_had_no_gradient_ring(trained, watched, put):
@@ -723,14 +644,44 @@ def test_the_report_shows_the_curve(trained, watched, put):
     assert changes != holm(changes)
 
 
-def test_a_part_of_the_defense_is_named(trained, watched, put, tmp_path):
-    put(EPOCHS[3])
+def test_a_part_of_the_defense_is_named_and_a_logger_gets_the_figures(trained, watched, put):
+    for name in EPOCHS[:2]:
+        put(name)
     part = robust_eval({"member": pgd()}, target="lightning_rob.defenses.first_member")
-    (tmp_path / "part.yaml").write_text(yaml.safe_dump(part))
-    assert monitor(trained, watched, "--once", "--suite", tmp_path / "part.yaml") == 0
+    (watched / "part.yaml").write_text(yaml.safe_dump(part))
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(watched), "name": "csv"}}
+    options = ("--suite", watched / "part.yaml", f"--trainer.logger={json.dumps(logger)}")
+    assert watch(trained, watched, *options) == 0
     targets = {line["name"]: line["target"] for line in lines(watched) if "name" in line}
-    names = ("clean", "apgd", "arc", "worst")
+    names = ("clean", "apgd", "worst")
     assert targets == dict.fromkeys(names, "full_defense") | {"member": "first_member"}
+    (file,) = watched.glob("csv/*/metrics.csv")
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    found = [line for line in lines(watched) if line.get("name") in ("clean", "worst")]
+    names = {"clean": "monitor/acc", "worst": "monitor/robust/worst"}
+    logged = [float(rows[i // 2][names[line["name"]]]) for i, line in enumerate(found)]
+    assert logged == pytest.approx([line["accuracy"] for line in found])
+    assert [row["step"] for row in rows] == ["4", "8"]
+    won = events(watched, "evaluated")[1]["change"]["won_back"]
+    assert float(rows[1]["monitor/won_back"]) == len(won)
+
+
+def test_a_logger_that_fails_takes_no_figures_from_the_others(tmp_path, capsys):
+    class Failing(CSVLogger):
+        def log_metrics(self, *_):
+            raise ConnectionError("POST http://me:hidden@host/log?key=hidden")
+
+    watched = Watched("", None, MonitorConfig(tmp_path), None, {}, math.inf)
+    good = CSVLogger(tmp_path, "good")
+    watched.loggers = [Failing(tmp_path, "bad"), good]
+    for step in (1, 2):
+        watched.log(evaluation(step))
+    good.finalize("success")
+    (file,) = tmp_path.glob("good/*/metrics.csv")
+    assert [row["step"] for row in csv.DictReader(file.read_text().splitlines())] == ["1", "2"]
+    error = capsys.readouterr().err
+    assert error.count("figures could not be logged") == 1
+    assert "hidden" not in error
 
 
 @pytest.fixture
@@ -760,16 +711,13 @@ def paged(trained, watched, put):
     return pages
 
 
-def test_its_page_shows_the_same_figures(watched, paged):
+def test_its_page_shows_the_figures_and_each_field_of_the_evidence_is_in_a_record(watched, paged):
     html = paged[-1]
     worst = next(line for line in lines(watched) if line.get("name") == "worst")
     low, high = worst["interval"]
     assert f"<strong>{worst['accuracy']:.1%}</strong> <small>{low:.1%} … {high:.1%}</small>" in html
     assert "<strong>ALARM</strong>" in html
     assert f"robust/worst is {worst['accuracy']:.2%}, below 99.9%" in html
-
-
-def test_every_field_of_the_evidence_page_is_in_a_record(watched, paged):
     text = (ROOT / "docs/evidence.md").read_text()
     rows = re.findall(r"^\| [^|]*\? \| (.*) \|$", text, re.M)
     named = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
@@ -809,68 +757,9 @@ def test_bad_input_gets_one_line(reason, tmp_path, monkeypatch, capsys):
     assert reason in told
 
 
-def test_an_alarm_on_a_figure_that_is_not_measured(trained, watched, put, capsys):
-    put(EPOCHS[0])
-    assert monitor(trained, watched, "--once", "--alarm=robust/pgd=0.4") == 2
-    assert "no figure robust/pgd" in capsys.readouterr().err
-    assert MonitorConfig(watched, drop="significant").level == 0.05
-    assert MonitorConfig(watched / "checkpoints").folder == watched
-
-
-def test_figures_go_to_the_logger_that_is_asked_for(trained, watched, put, tmp_path):
-    for name in EPOCHS[:2]:
-        put(name)
-    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "csv"}}
-    assert monitor(trained, watched, "--once", f"--trainer.logger={json.dumps(logger)}") == 0
-    (file,) = tmp_path.glob("csv/*/metrics.csv")
-    rows = list(csv.DictReader(file.read_text().splitlines()))
-    found = [line for line in lines(watched) if line.get("name") in ("clean", "worst")]
-    names = {"clean": "monitor/acc", "worst": "monitor/robust/worst"}
-    logged = [float(rows[i // 2][names[line["name"]]]) for i, line in enumerate(found)]
-    assert logged == pytest.approx([line["accuracy"] for line in found])
-    assert [row["step"] for row in rows] == ["4", "8"]
-    won = events(watched, "evaluated")[1]["change"]["won_back"]
-    assert float(rows[1]["monitor/won_back"]) == len(won)
-
-
-def test_a_logger_that_fails_takes_no_figures_from_the_others(tmp_path, capsys):
-    class Failing(CSVLogger):
-        def log_metrics(self, *_):
-            raise ConnectionError("POST http://me:hidden@host/log?key=hidden")
-
-    watched = Watched("", None, MonitorConfig(tmp_path), None, {}, math.inf)
-    good = CSVLogger(tmp_path, "good")
-    watched.loggers = [Failing(tmp_path, "bad"), good]
-    for step in (1, 2):
-        watched.log(evaluation(step))
-    good.finalize("success")
-    (file,) = tmp_path.glob("good/*/metrics.csv")
-    assert [row["step"] for row in csv.DictReader(file.read_text().splitlines())] == ["1", "2"]
-    error = capsys.readouterr().err
-    assert error.count("figures could not be logged") == 1
-    assert "hidden" not in error
-
-
 def test_options_that_change_the_model():
     assert list(model_overrides([])) == []
     assert list(model_overrides(["--model.draws=3", "--once"])) == [("--model.draws", "3")]
-
-
-def test_a_checkpoint_without_its_scores_is_evaluated_again(trained, watched, put, tmp_path):
-    """Later checkpoints are compared with it. Options of the command may come from a file."""
-    options = tmp_path / "monitor.yaml"
-    options.write_text(yaml.safe_dump({"suite": [str(trained / "suite0.yaml")], "once": True}))
-    put(EPOCHS[0])
-    asked = ("monitor", watched, "--config", options, "--trainer.accelerator=cpu")
-    run(*asked)
-    (worst,) = (line for line in lines(watched) if line.get("name") == "worst")
-    (watched / worst["reuse"]["scores"]).unlink()
-    run(*asked)
-    assert evaluated(watched) == [EPOCHS[0]] * 2
-    put(EPOCHS[1])
-    run(*asked)
-    assert evaluated(watched) == [EPOCHS[0], EPOCHS[0], EPOCHS[1]]
-    assert events(watched, "evaluated")[2]["change"]["since"] == f"checkpoints/{EPOCHS[0]}"
 
 
 def test_an_evaluation_reads_only_scores_that_it_compares(trained, watched, put, monkeypatch):
@@ -916,6 +805,15 @@ def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, 
     assert [len(event["alarm"]) for event in found] == [0, 1, 0]
     lost = found[1]["change"]["newly_vulnerable"]
     assert lost and found[2]["change"]["won_back"] == lost
+    # An alarm ends by another suite as well.
+    put(EPOCHS[1], under="production.ckpt")
+    assert watch(trained, path, "--alarm=robust/worst=0.999") == 1
+    with closing(History(home)) as history:
+        assert history.open_alarm()
+    assert watch(trained, path, "--data.test_size=16") == 0
+    with closing(History(home)) as history:
+        assert not history.open_alarm()
+    assert [event["position"] for event in events(home, "evaluated")] == [0, 1, 2, 3, 4]
 
 
 def test_the_newest_is_evaluated_again_when_it_is_due(trained, watched, put):
@@ -939,20 +837,6 @@ def test_the_newest_is_evaluated_again_when_it_is_due(trained, watched, put):
     assert watch(trained, watched, again) == 0
     assert watch(trained, watched, again) == 0
     assert len(evaluated(watched)) == 4
-
-
-def test_an_alarm_of_a_single_file_ends_by_another_suite_as_well(trained, watched, put):
-    path = watched / "checkpoints/production.ckpt"
-    for name in EPOCHS[:2]:
-        put(name, under="production.ckpt")
-        assert watch(trained, path, "--alarm=robust/worst=0.999") == 1
-    home = watched / "checkpoints/production_monitor"
-    with closing(History(home)) as history:
-        assert history.open_alarm()
-    assert watch(trained, path, "--data.test_size=16") == 0
-    with closing(History(home)) as history:
-        assert not history.open_alarm()
-    assert [event["position"] for event in events(home, "evaluated")] == [0, 1, 2]
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ def scalars(lines: Sequence[Fields]) -> dict[str, float]:
     """Return the figures of some lines, the last of which is an event, by name."""
     *results, event = lines
     change = event.get("change", {})
-    found = {
+    found: dict[str, float] = {
         f"monitor/{key}": len(change[key])
         for key in ("newly_vulnerable", "won_back")
         if key in change

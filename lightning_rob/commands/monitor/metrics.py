@@ -77,8 +77,8 @@ class Metrics:
         yield _family(InfoMetricFamily, "checkpoint", "The newest checkpoint.", about)
         gauges = {(run,): gauges_of(state) for run, state in states.items()}
         for name, text in GAUGES.items():
-            known = {key: found[name] for key, found in gauges.items() if name in found}
-            yield _family(GaugeMetricFamily, name, text, known)
+            value = {key: found[name] for key, found in gauges.items() if name in found}
+            yield _family(GaugeMetricFamily, name, text, value)
         counts = {(run,): state.counts for run, state in states.items()}
         for name in ("alarms", "evaluations", "missed", "broken"):
             text = f"Number of {name} since the history began."
@@ -90,7 +90,7 @@ class Metrics:
 
 
 def _family(
-    kind: Any, name: str, text: str, values: Mapping[tuple[str, ...], Any], *labels: str
+    kind: Any, name: str, text: str, values: Mapping[Any, Any], *labels: str
 ) -> Any:
     """Return a family with a sample for each run and further labels."""
     family = kind(f"{PREFIX}_{name}", text, labels=["run", *labels])
