@@ -5,12 +5,12 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
 import threading
 import time
-import warnings
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -47,7 +47,7 @@ from lightning_rob.commands.report import report
 from lightning_rob.commands.scores import ScoreFiles
 from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
-from tests.commands.test_notify import Receiver, evaluation
+from tests.commands.test_notify import Receiver, code_of, evaluation, forked
 from tests.schema import checked
 from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
 
@@ -520,25 +520,6 @@ def test_a_drop_is_judged_against_the_last_and_the_best(trained, watched, put):
     assert monitor(trained, watched, "--once") == 0
 
 
-def forked(work) -> int:
-    """A process of its own that needs no imports: its id."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # from Python 3.12 on, of threads that are elsewhere
-        child = os.fork()
-    if child:
-        return child
-    code = 70
-    with suppress(BaseException):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(1, 2)
-        code = work()
-    os._exit(code)
-
-
-def code_of(child) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def test_killed_at_any_write_it_evaluates_none_twice_and_misses_none(trained, watched, put):
     for name in EPOCHS[:2]:
         put(name)
@@ -577,6 +558,25 @@ def test_killed_at_any_write_it_evaluates_none_twice_and_misses_none(trained, wa
     assert figures[0] == figures[1]
     board = EventAccumulator(str(watched / "monitor")).Reload()
     assert [e.step for e in board.Scalars("monitor/robust/worst")] == [4, 8]
+
+
+def test_a_full_disk_ends_it_with_2_and_the_next_start_goes_on(trained, watched, put):
+    """A limit on the size of files in place of a full disk."""
+    put(EPOCHS[0])
+    assert watch(trained, watched) == 0
+    record = watched / "monitor.jsonl"
+    before = record.read_bytes()
+    put(EPOCHS[1])
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 1000, resource.RLIM_INFINITY))
+        return watch(trained, watched)
+
+    assert code_of(forked(limited)) == 2
+    (seen,) = map(json.loads, record.read_bytes().removeprefix(before).splitlines())
+    assert seen["event"] == "seen"
+    assert watch(trained, watched) == 0
+    assert evaluated(watched) == EPOCHS[:2]
 
 
 def test_ctrl_c_ends_it_with_130_and_a_second_monitor_is_refused(trained, watched, put, capsys):

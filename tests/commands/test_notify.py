@@ -5,6 +5,8 @@ import os
 import signal
 import threading
 import time
+import warnings
+from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,7 +16,6 @@ from lightning_rob.commands.destinations import AUTHORIZATION, check_destination
 from lightning_rob.commands.monitor import notify
 from lightning_rob.commands.monitor.history import History
 from lightning_rob.commands.monitor.notify import Outbox
-from tests.forked import Forked
 
 SECRET = "Bearer s3cret-token"
 
@@ -144,6 +145,25 @@ def test_one_that_hangs_blocks_neither_the_monitor_nor_others(
         hanging.shutdown()
 
 
+def forked(work) -> int:
+    """A process of its own that needs no imports: its id."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # from Python 3.12 on, of threads that are elsewhere
+        child = os.fork()
+    if child:
+        return child
+    code = 70
+    with suppress(BaseException):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        code = work()
+    os._exit(code)
+
+
+def code_of(child) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def deliver_and_die(folder, url, when):
     """Die by SIGKILL before a notification is sent, or before its delivery is recorded."""
     history = History(folder)
@@ -164,8 +184,8 @@ def deliver_and_die(folder, url, when):
 
 @pytest.mark.parametrize(("when", "posts"), [("before", 1), ("after", 2)])
 def test_a_kill_loses_none_and_repeats_at_most_with_the_same_id(receiver, tmp_path, when, posts):
-    dead = Forked(deliver_and_die, tmp_path, receiver.url, when).wait(60)
-    assert dead.returncode == -signal.SIGKILL, dead.stderr
+    dead = forked(lambda: deliver_and_die(tmp_path, receiver.url, when))
+    assert code_of(dead) == -signal.SIGKILL
     for _ in range(2):
         history = History(tmp_path)
         Outbox([receiver.url], history, "run").close(10)
@@ -197,14 +217,6 @@ def test_only_the_first_of_equal_ends_is_notified(receiver, history):
     ]
 
 
-def test_an_older_checkpoint_without_alarm_is_no_recovery(history):
-    history.append(*evaluation(5, alarm=["low"]))
-    history.append(*evaluation(4))
-    assert history.open_alarm()["step"] == 5
-    history.append(*evaluation(6))
-    assert history.open_alarm() is None
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in apprise, on its import
 def test_apprise_delivers_to_other_schemes(receiver, history, capsys):
     pytest.importorskip("apprise")
@@ -224,21 +236,23 @@ def test_apprise_delivers_to_other_schemes(receiver, history, capsys):
         Outbox(["slack://hidden"], history, "run")
 
 
-BAD = {
-    "in ASCII without spaces": ["example.com/hidden"],
-    "without spaces": ["https://example.com/hid den"],
-    "ASCII": ["https://example.com:99999/hidden"],
-    "without a host": ["https:///hidden"],
-    AUTHORIZATION: ["https://user:hidden@example.com/"],
-    "one host, got a.com, b.com": ["https://a.com/hidden", "https://b.com/?hidden"],
-}
+BAD = [
+    ("in ASCII without spaces", ["example.com/hidden"]),
+    ("without spaces", ["https://example.com/hid den"]),
+    ("ASCII", ["https://example.com:99999/hidden"]),
+    ("ASCII", ["http://host\\hidden"]),  # no name of a host, which would be printed
+    ("ASCII", ["https://a,hidden"]),
+    ("without a host", ["https:///hidden"]),
+    (AUTHORIZATION, ["https://user:hidden@example.com/"]),
+    ("one host, got a.com, b.com", ["https://a.com/hidden", "https://b.com/?hidden"]),
+]
 
 
-@pytest.mark.parametrize("reason", BAD)
-def test_urls_that_cannot_be_notified(reason, monkeypatch):
+@pytest.mark.parametrize(("reason", "urls"), BAD)
+def test_urls_that_cannot_be_notified(reason, urls, monkeypatch):
     monkeypatch.setenv(AUTHORIZATION, SECRET)
     with pytest.raises(ValueError, match=reason) as refused:
-        check_destinations(BAD[reason])
+        check_destinations(urls)
     assert not any(secret in str(refused.value) for secret in ("hid", "s3cret"))
 
 
@@ -254,10 +268,8 @@ def test_a_secret_is_one_line_and_names_show_none(monkeypatch):
     assert len(set(names)) == 4  # in any order of the URLs
 
 
-def test_an_alarm_of_an_older_checkpoint_does_not_end_that_of_a_newer_one(
-    receiver, history, monkeypatch
-):
-    """The newest is evaluated first: 3 and 1 are alarmed, 2 between them is fine."""
+def test_only_a_checkpoint_that_is_not_older_ends_an_alarm(receiver, history):
+    """Also in a history of an earlier version, which evaluated the newest first."""
     notifier = Outbox([receiver.url], history, "run")
     for step, alarm in ((3, ["low"]), (2, []), (1, ["low"])):
         *lines, event = evaluation(step, alarm=alarm)
@@ -265,18 +277,12 @@ def test_an_alarm_of_an_older_checkpoint_does_not_end_that_of_a_newer_one(
     for step in (2, 3):
         _, event = evaluation(step)
         record(history, notifier, event | {"event": "judged", "alarmed": step == 3})
+    record(history, notifier, *evaluation(2))
     assert history.open_alarm()
     record(history, notifier, *evaluation(4))
     assert not history.open_alarm()
     notifier.close(10)
     assert [post["kind"] for post in receiver.posts] == ["alarm", "alarm", "recovery"]
-
-
-@pytest.mark.parametrize("url", ["http://host\\hidden", "https://host;hidden", "https://a,hidden"])
-def test_a_host_that_is_none_is_refused_without_its_name(url):
-    with pytest.raises(ValueError, match="takes a URL such as") as refused:
-        check_destinations([url])
-    assert "hidden" not in str(refused.value)
 
 
 def test_the_alarm_of_a_suite_ends_with_the_next_that_can_be_built(receiver, history):
