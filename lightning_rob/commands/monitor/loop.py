@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 
@@ -115,50 +115,42 @@ def claim(config: MonitorConfig, name: str, homes: dict[Path, str]) -> None:
         raise ValueError(f"{other} and {name} have one history, {home}: give each its out")
 
 
+@dataclass(eq=False)
 class Watched:
     """A source, its history, and the suite by which its checkpoints are evaluated.
 
     Args:
         name: name of the source; "" for the only one.
         start: function that returns its options; raises an error if nothing is there.
-        process: options of the process.
+        config: options of the process, until it is opened; then its own.
         publisher: place of the state of all sources.
         homes: source of each history.
         end: end of the process, by `monotonic`.
     """
 
-    history: History
-    outbox: Outbox
-    board: TensorBoardHistory
-    folder: CheckpointFolder
-    build: Build
+    name: str
+    start: Start
+    config: MonitorConfig
+    publisher: Publisher
+    homes: dict[Path, str]
+    end: float
+    due: float = 0.0  # time of the next turn, by `monotonic`
+    code: int | None = None  # exit code, once it has ended
+    patience: float = 0.0  # seconds for the receivers of notifications
+    failure: str = ""  # why the last turn failed
+    away: bool = False  # whether the source cannot be read since an earlier look
+    looked_at: float | None = None  # by `monotonic`, None before the first look
+    suite: Suite | None = None
+    was_built: bool = False
+    recipe: str | None = None  # recipe of the suite's module
+    done: set[Identity] = field(default_factory=set)  # need no evaluation by the suite
+    loggers: list[Logger] = field(default_factory=list)  # beside TensorBoard
+    logging: bool = True  # whether they could take the last figures
+    opened: ExitStack | None = None
 
-    def __init__(
-        self,
-        name: str,
-        start: Start,
-        process: MonitorConfig,
-        publisher: Publisher,
-        homes: dict[Path, str],
-        end: float,
-    ) -> None:
-        self.name, self.start, self.config, self.publisher = name, start, process, publisher
-        self.homes, self.end = homes, end
-        self.several = bool(process.models)
-        self.display = Display(name)
-        self.opened: ExitStack | None = None
-        self.due = 0.0  # time of the next turn, by `monotonic`
-        self.code: int | None = None  # exit code, once it has ended
-        self.patience = 0.0  # seconds for the receivers of notifications
-        self.failure = ""  # why the last turn failed
-        self.looked_at: float | None = None  # by `monotonic`, None before the first look
-        self.unreachable = False
-        self.suite: Suite | None = None
-        self.was_built = False
-        self.recipe: str | None = None  # recipe of the suite's module
-        self.done: set[Identity] = set()  # checkpoints that need no evaluation by the suite
-        self.loggers: list[Logger] = []  # beside TensorBoard
-        self.logging = True  # whether they could take the last figures
+    def __post_init__(self) -> None:
+        self.several = bool(self.config.models)
+        self.display = Display(self.name)
 
     @property
     def key(self) -> str:
@@ -181,11 +173,19 @@ class Watched:
             if self.opened is None:
                 self.open()
             self.due = monotonic() + self.step()
-            self.failure = ""
+            if self.away:
+                warn(f"{self.config.run} can be read again")
+            self.failure, self.away = "", False
         except Exception as error:
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 # All that was evaluated is on the disk: a supervisor starts the monitor again.
                 raise InputError(f"the history cannot be written: {error}; see --out") from error
+            self.due = monotonic() + self.config.every
+            if isinstance(error, Unreachable) and self.looked_at is not None and not last:
+                if not self.away:
+                    warn(f"{error}; trying again")
+                self.away = True
+                return
             # A suite that was in use before is an alarm as well, until it can be built again.
             rebuilding = self.suite is None and self.was_built and not last
             if not (self.several or rebuilding) or os.environ.get("LIGHTNING_ROB_DEBUG"):
@@ -203,7 +203,6 @@ class Watched:
         elif reason != self.failure:
             warn(f"{self.name}: {reason}" + ("" if last else "; trying again"))
         self.failure, self.code = reason, 2 if last else None
-        self.due = monotonic() + self.config.every
         self.suite, self.done = None, set()
 
     def open(self) -> None:
@@ -257,45 +256,23 @@ class Watched:
             return 0.0
         if not pending:
             return min(1.0, self.config.every) if self.folder.waiting else self.config.every
-        try:
-            if self.suite is None or pending[0].identity in self.done:  # its images are read anew
-                self.suite = None
-                self.build_suite()
-            if self.suite and (pending := self.pending()):
-                self.evaluate(pending[0])
-        except Unreachable as error:  # a cleaner deleted the copy, which cannot be fetched again
-            self._report_unreachable(error)
-            return self.config.every
+        if self.suite is None or pending[0].identity in self.done:  # its images are read anew
+            self.suite = None
+            self.build_suite()
+        if self.suite and (pending := self.pending()):
+            self.evaluate(pending[0])
         return 0.0
 
     def look(self) -> None:
         """Look for checkpoints, and publish the state.
 
-        A source that cannot be read later than at the start is reported once, and its checkpoints
-        stay as they were.
-
         Raises:
-            Unreachable: the source cannot be read, and it is the first look or the last.
+            Unreachable: the source cannot be read; its checkpoints stay as they were.
         """
-        try:
-            self.folder.scan()
-        except Unreachable as error:
-            self._report_unreachable(error)
-            return
-        if self.unreachable:
-            warn(f"{self.config.run} can be read again")
-        self.unreachable, self.looked_at = False, monotonic()
+        self.folder.scan()
+        self.looked_at = monotonic()
         self.folder.forget(self.pending())
         self.publish()
-
-    def _report_unreachable(self, error: Unreachable) -> None:
-        """Report once that the source cannot be read; raise the error at the start and the end."""
-        ending = self.config.is_over and self.folder.in_evaluation is None
-        if ending or self.looked_at is None:
-            raise error
-        if not self.unreachable:
-            warn(f"{error}; trying again")
-        self.unreachable, self.looked_at = True, monotonic()
 
     def publish(self) -> None:
         """Publish the state as metrics and as a page."""
@@ -416,9 +393,11 @@ class Watched:
             return None
 
         def look_in_time() -> None:
-            # An evaluation may last longer than a file is there.
+            # An evaluation may last longer than a file is there; the next step reports errors.
             if monotonic() - (self.looked_at or 0.0) >= self.config.every:
-                self.look()
+                self.looked_at = monotonic()
+                with suppress(Unreachable):
+                    self.look()
 
         return self.suite.evaluate(look_in_time)
 

@@ -89,9 +89,7 @@ class Metrics:
         yield _family(GaugeMetricFamily, "notifications_waiting", text, left, "destination")
 
 
-def _family(
-    kind: Any, name: str, text: str, values: Mapping[Any, Any], *labels: str
-) -> Any:
+def _family(kind: Any, name: str, text: str, values: Mapping[Any, Any], *labels: str) -> Any:
     """Return a family with a sample for each run and further labels."""
     family = kind(f"{PREFIX}_{name}", text, labels=["run", *labels])
     for key, value in values.items():
