@@ -53,26 +53,16 @@ def published(tmp_path):
     history.close()
 
 
-def test_of_equal_steps_the_last_evaluation_counts(tmp_path):
-    """Of a checkpoint that was evaluated again, and whose file is gone."""
-    with closing(History(tmp_path)) as history:
-        for accuracy in (0.9, 0.1):
-            figure, event = evaluation(1, accuracy)
-            history.append(figure, event)
-        for present in ([], [("1", "r")]):
-            assert newest_group(history, "s", present)[0]["accuracy"] == 0.1
-
-
 def test_of_checkpoints_of_a_step_the_one_evaluated_later_is_the_newest(tmp_path):
+    """Also if an older one is evaluated again, or no file is there any more."""
     with closing(History(tmp_path)) as history:
-        for weights, accuracy in (("old", 0.9), ("new", 0.1)):
+        for weights, accuracy in (("old", 0.9), ("new", 0.8), ("new", 0.1), ("old", 0.9)):
             figure, event = evaluation(1, accuracy)
             history.append(figure, event | {"weights": weights})
-        figure, event = evaluation(1, 0.9)  # again, which makes it no newer
-        history.append(figure, event | {"weights": "old"})
         present = newest_first({("new", "r"): 1, ("old", "r"): 1, ("older", "r"): 0}, history)
         assert present == [("new", "r"), ("old", "r"), ("older", "r")]
         assert newest_group(history, "s", present)[0]["accuracy"] == 0.1
+        assert newest_group(history, "s", [])[0]["accuracy"] == 0.9
 
 
 def samples(families):

@@ -192,6 +192,10 @@ class Bucket(RemoteSource):
             self.files, self.root = url_to_fs(url)
         except Exception as error:  # of any package
             raise Unreachable(f"{url} cannot be opened: {_reason(error)}") from error
+        # Of http the path is the whole URL, whose two slashes a `PurePosixPath` would join.
+        folder, _, name = self.root.rpartition("/")
+        self.single = name if name.endswith(SUFFIX) else ""
+        self.top = folder if self.single else self.root.rstrip("/")
         self.infos: dict[str, Info] = {}  # as last listed, by name
 
     def stamps(self) -> dict[str, Stamp]:
@@ -209,13 +213,11 @@ class Bucket(RemoteSource):
     def fetch(self, version: Version, folder: Path) -> None:
         """Write an object and its manifest into a folder."""
         name, stamp = version
-        # Of http the path is the whole URL, whose two slashes a `PurePosixPath` would join.
-        top = self.root.rpartition("/")[0] if self.root.endswith(SUFFIX) else self.root.rstrip("/")
         try:
             for part in (name, _manifest_of(name)):
                 if part in self.infos:
                     target = folder / PurePosixPath(part).name
-                    self.files.get_file(f"{top}/{part}", str(target))
+                    self.files.get_file(f"{self.top}/{part}", str(target))
         except Exception as error:  # of any package
             self._listed()  # raises the error of a bucket that is away as a whole
             full = isinstance(error, OSError) and error.errno in UNWRITABLE
@@ -229,16 +231,14 @@ class Bucket(RemoteSource):
         """Return what is known of each object by its name."""
         try:
             self.files.invalidate_cache()
-            if not self.root.endswith(SUFFIX):
+            if not self.single:
                 found = self.files.find(self.root, detail=True)
-                top = self.root.rstrip("/") + "/"
-                return {place.removeprefix(top): info for place, info in found.items()}
-            name = PurePosixPath(self.root).name
-            single = {name: self.files.info(self.root)}
+                return {place.removeprefix(f"{self.top}/"): found[place] for place in found}
+            infos = {self.single: self.files.info(self.root)}
             with suppress(FileNotFoundError):
-                manifest = manifest_name(name)
-                single[manifest] = self.files.info(self.root.removesuffix(name) + manifest)
-            return single
+                manifest = manifest_name(self.single)
+                infos[manifest] = self.files.info(f"{self.top}/{manifest}")
+            return infos
         except FileNotFoundError as error:
             raise Unreachable(f"{self.url} is not there: {_reason(error)}") from error
         except Exception as error:  # of any package
