@@ -147,12 +147,17 @@ def _with_checkpoints(name: str, args: Sequence[str]) -> None:
         label: partial(_monitored, name, [*args, *own, f"--label={label}", "--models=null"])
         for label, own in parts.items()
     }
-    _function(name)(options, starts or {"": partial(_monitored, name, args)})
+    _function(name)(options, starts or {"": lambda: (options, _builder(name, args, options))})
 
 
 def _monitored(name: str, args: Sequence[str]) -> tuple[Any, Callable[[Path], Run]]:
     """Return the options of a command, and the function that builds the `Run` of a checkpoint."""
     options = parse_options(name, args)
+    return options, _builder(name, args, options)
+
+
+def _builder(name: str, args: Sequence[str], options: Any) -> Callable[[Path], Run]:
+    """Return the function that builds the `Run` of a checkpoint."""
     plugged = [f"--trainer.callbacks+={file}" for file in options.suite or ()]
     own = ["--trainer.devices=1", "--trainer.logger=false", *plugged]
 
@@ -164,7 +169,7 @@ def _monitored(name: str, args: Sequence[str]) -> tuple[Any, Callable[[Path], Ru
                 given.symlink_to(path.absolute())
             return CheckpointCLI(name, [f"--ckpt_path={given}", *own, *args]).built(str(path))
 
-    return options, build
+    return build
 
 
 def _with_run(name: str, args: Sequence[str]) -> None:

@@ -824,35 +824,6 @@ def test_the_newest_is_evaluated_again_when_it_is_due(trained, watched, put):
     assert len(evaluated(watched)) == 4
 
 
-@pytest.mark.slow
-def test_killed_at_random_moments_no_notification_is_lost(trained, watched, put, monkeypatch):
-    """Each alarm arrives; a repeated one has the same id."""
-    for name in EPOCHS:
-        put(name)
-    random = torch.Generator().manual_seed(0)
-    with Receiver() as receiver:
-        options = ("--once", "--alarm=robust/worst=0.999", "--notify", receiver.url)
-        kills = 0
-        record = watched / "monitor.jsonl"
-        while not (record.exists() and '"ended"' in record.read_text()):
-            receiver.statuses = [500, 204, 204]
-            child = forked(lambda: monitor(trained, watched, *options))
-            time.sleep(0.6 * float(torch.rand((), generator=random)))
-            os.kill(child, signal.SIGKILL)
-            kills += code_of(child) == -signal.SIGKILL
-            if kills == 12:
-                monitor(trained, watched, *options)
-        monitor(trained, watched, "--once", "--notify", receiver.url)
-        accepted = [post["id"] for post in receiver.posts if post["status"] == 204]
-        receiver.shutdown()
-    wanted = [line["notify"]["id"] for line in lines(watched) if "notify" in line]
-    assert kills > 2
-    assert evaluated(watched) == EPOCHS
-    assert len(wanted) == len(set(wanted)) >= 4
-    assert set(accepted) == set(wanted)
-    assert {event["id"] for event in events(watched, "notified")} == set(wanted)
-
-
 ODD = {
     "no step": {"global_step": None},
     "an endless step": {"global_step": float("inf")},

@@ -75,9 +75,9 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
     if hasattr(os, "setpriority"):  # not on Windows; it leaves the processor to the training
         os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), NICE))
     homes: dict[Path, str] = {}
-    for name, start in starts.items():
+    for name, start in starts.items() if config.models else ():
         with suppress(MissingRun):  # its checkpoints may come later
-            claim(start()[0], name, homes)
+            claim(start()[0], name, homes)  # any other mistake ends the process at once
     end = monotonic() + 60 * (float("inf") if config.minutes is None else config.minutes)
     with ExitStack() as stack:
         stack.enter_context(raise_thread_errors())
