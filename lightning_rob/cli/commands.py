@@ -143,7 +143,7 @@ def _with_checkpoints(name: str, args: Sequence[str]) -> None:
     """Run a command that builds a `Run` for each checkpoint, on one device and without a logger."""
     options = parse_options(name, args)
     parts = read_models(options.models, CONFIGS[name]) if options.models else {}
-    starts = {
+    starts: dict[str, Callable[[], tuple[Any, Callable[[Path], Run]]]] = {
         label: partial(_monitored, name, [*args, *own, f"--label={label}", "--models=null"])
         for label, own in parts.items()
     }
