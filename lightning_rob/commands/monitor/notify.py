@@ -81,10 +81,9 @@ class Outbox:
             self.closed = True
             self.changed.notify_all()
         for name, count in self.waiting.items():
-            known = name in self.names
-            rest = (
-                "; the next monitor delivers them" if known else ", which --notify no longer names"
-            )
+            rest = ", which --notify no longer names"
+            if name in self.names:
+                rest = "; the next monitor delivers them"
             if count:
                 warn(f"notifications: {count} left for {name}{rest}")
 
