@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_rob.callbacks.loggers import run_folder
 from lightning_rob.commands.base import Run
-from lightning_rob.commands.report.blocks import Block, heading, paragraph, table
+from lightning_rob.commands.report.blocks import Block, Heading, Paragraph, markdown, table
 from lightning_rob.commands.report.evaluation import accuracy_table, attack_table, evaluation
 from lightning_rob.commands.report.runs import AttackResult, Evaluations, attack_result, records_in
 from lightning_rob.commands.specs import class_name, short
@@ -38,22 +38,24 @@ def model_card(run: Run) -> str:
     defense = run.defense
     rule = getattr(defense.rule, "__name__", repr(defense.rule))
     found = recorded(fingerprint(defense), _logs(run))
-    blocks = [
-        heading(1, f"{getattr(run.model, 'method', method)} on {data}"),
-        paragraph(
+    before: list[Block] = [
+        Heading(1, f"{getattr(run.model, 'method', method)} on {data}"),
+        Paragraph(
             f"{type(defense).__name__}, rule {rule}, draws {len(defense.weights)}; trained by "
             f"{_training(run.recipe['model'], method)}. Images lie in [0, 1]; the networks "
             "normalize inside."
         ),
-        heading(2, "Use"),
-        Block("", USE.format(allowed=_allowance(run.recipe["model"]))),
-        heading(2, "Robust accuracy"),
+        Heading(2, "Use"),
+    ]
+    after = [
+        Heading(2, "Robust accuracy"),
         *_accuracies(found),
-        heading(2, "Data and versions"),
-        paragraph(f"Trained on {data}."),
+        Heading(2, "Data and versions"),
+        Paragraph(f"Trained on {data}."),
         table("Written with", ["package", "version"], list(versions().items())),
     ]
-    return FRONT + "\n" + "\n\n".join(block.markdown for block in blocks) + "\n"
+    use = USE.format(allowed=_allowance(run.recipe["model"]))
+    return FRONT + "\n" + "\n\n".join([markdown(before), use, markdown(after)]) + "\n"
 
 
 def _training(model: dict[str, Any], method: str) -> str:
@@ -65,12 +67,12 @@ def _training(model: dict[str, Any], method: str) -> str:
 
 def _accuracies(found: list[tuple[str, list[AttackResult]]]) -> Iterator[Block]:
     if not found:
-        yield paragraph(
+        yield Paragraph(
             "No evaluation of these weights is recorded: run lightning-rob test before the export."
         )
     most = sorted(found, key=lambda pair: -max(result.n for result in pair[1]))
     for place, (data, results) in enumerate(most):
-        yield paragraph(f"Of {data}:")
+        yield Paragraph(f"Of {data}:")
         yield from [accuracy_table(results)] if place else evaluation(results)
         if any(result.is_attack for result in results):
             yield attack_table(results)

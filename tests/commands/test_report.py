@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_rob.cli import main
-from lightning_rob.commands.report.blocks import Cell, table
+from lightning_rob.commands.report.blocks import Cell, html, markdown, table
 from lightning_rob.commands.report.formatting import NONE
 from lightning_rob.commands.report.runs import (
     Evaluations,
@@ -487,8 +487,9 @@ def test_votes_are_a_table_by_rule_and_no_evaluations(tmp_path):
     run = read_run(folder(tmp_path, lines, "votes.jsonl"))
     assert not run.evaluations.by_stage
     *_, shown = votes(run.votes, 2)
-    assert "Accuracy on 50 test images" in shown.markdown
-    assert rows(shown.markdown) == [
+    text = markdown([shown])
+    assert "Accuracy on 50 test images" in text
+    assert rows(text) == [
         ["attack", "ensemble", "members", "dissimilarity", "RD", "MV"],
         ["---", "---", "--:", "--:", "--:", "--:"],
         ["clean", "two", "2", "", *(f"{share} (10.0% … 90.0%)" for share in ("25.0%", "50.0%"))],
@@ -504,10 +505,10 @@ def test_an_audit_begins_with_its_warnings(tmp_path):
     audit |= {"findings": [fine, finding], "attacks": [pgd]}
     (tmp_path / "audit.json").write_text(json.dumps(audit, indent=1))
     (run,) = find_runs([tmp_path])
-    page = "".join(block.html for block in run_section(run, "run", 1, tmp_path))
+    page = html(run_section(run, "run", 1, tmp_path))
     assert page.index("Zero. Use BPDA.") < page.index("75.0%") < page.index("All are numbers.")
     assert "Nothing suspicious" not in page
     (tmp_path / "audit.json").write_text(json.dumps(audit | {"findings": [fine]}))
     (run,) = find_runs([tmp_path])
-    page = "".join(block.html for block in run_section(run, "run", 1, tmp_path))
+    page = html(run_section(run, "run", 1, tmp_path))
     assert "Nothing suspicious" in page

@@ -1,14 +1,21 @@
 """`lightning-rob report`: the records of runs as one page and as Markdown; needs no torch."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from lightning_rob.commands.configs import ReportConfig
-from lightning_rob.commands.report.blocks import Block, heading, paragraph, warning
+from lightning_rob.commands.report.blocks import (
+    TEMPLATES,
+    Block,
+    Heading,
+    Paragraph,
+    Warned,
+    html,
+    markdown,
+)
 from lightning_rob.commands.report.comparison import comparison
-from lightning_rob.commands.report.page import page
 from lightning_rob.commands.report.runs import Run, find_runs
 from lightning_rob.commands.report.sections import run_section
 from lightning_rob.errors import visible
@@ -32,8 +39,8 @@ def report(folders: Sequence[str | Path], out: Path) -> tuple[Path, Path]:
     """Write the page of some runs to `out` and Markdown beside it.
 
     Args:
-        folders: of runs, or above runs.
-        out: ends in .html; its folder is made.
+        folders: folders of runs, or folders above runs.
+        out: path of the page, which ends in .html; its folder is made.
 
     Returns:
         (page, Markdown).
@@ -50,28 +57,37 @@ def _write(runs: Sequence[Run], out: Path) -> tuple[Path, Path]:
         raise ValueError(f"--out is the page and ends in .html, got {out}")
     beside = out.with_suffix(".md")
     out.parent.mkdir(parents=True, exist_ok=True)
-    sections = list(_sections(runs, out.parent))
-    out.write_text(page(_title(runs), sections), "utf-8", "backslashreplace")
-    texts = [block.markdown for blocks in sections for block in blocks if block.markdown]
+    pages, texts = zip(*_sections(runs, out.parent), strict=True)
+    page = TEMPLATES.get_template("page.html").render(title=_title(runs), sections=pages)
+    out.write_text(page, "utf-8", "backslashreplace")
     beside.write_text("\n\n".join(texts) + "\n", "utf-8", "backslashreplace")
     return out, beside
 
 
-def _sections(runs: Sequence[Run], folder: Path) -> Iterator[list[Block]]:
-    """Yield the comparison of several runs, then each run, for a report in `folder`."""
+def _sections(runs: Sequence[Run], folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield HTML and Markdown of the comparison and of each run, for a report in `folder`."""
     names = [f"run-{i}" for i in range(1, len(runs) + 1)]
     several = len(runs) > 1
     if several:
-        yield [heading(1, _title(runs)), *comparison(runs, names)]
+        yield _written([Heading(1, _title(runs)), *comparison(runs, names)])
+    level = 2 if several else 1
     for found, name in zip(runs, names, strict=True):
-        level = 2 if several else 1
         try:
-            yield list(run_section(found, name, level, folder))
-        except Exception as error:  # of any kind: records of strangers; the other runs are shown
+            section = _written(run_section(found, name, level, folder))
+        # Records may be of strangers: whatever they break, the other runs are shown.
+        except Exception as error:
             reason = f"its records cannot be shown: {type(error).__name__}: {error}"
             print(visible(f"lightning-rob: {found.folder}: {reason}"), file=sys.stderr)
-            yield [heading(level, found.title, name), warning(reason)]
-    yield [paragraph(f"Written by lightning-rob {version('lightning-rob')} report.", "note")]
+            section = _written([Heading(level, found.title, name), Warned(reason)])
+        yield section
+    yield _written(
+        [Paragraph(f"Written by lightning-rob {version('lightning-rob')} report.", "note")]
+    )
+
+
+def _written(blocks: Iterable[Block]) -> tuple[str, str]:
+    shown = list(blocks)
+    return html(shown), markdown(shown)
 
 
 def _title(runs: Sequence[Run]) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from lightning_rob.commands.report.blocks import Block, Cell, table, warning
+from lightning_rob.commands.report.blocks import Block, Cell, Warned, table
 from lightning_rob.commands.report.evaluation import result_cell, threats
 from lightning_rob.commands.report.formatting import WHOLE, extent, line_name, listed, split_of
 from lightning_rob.commands.report.runs import AttackResult, Run
@@ -41,9 +41,9 @@ def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
     ]
     caption = "The last evaluation of each run, with 95 % intervals"
     yield table(caption, ["run", "what", "split", "images>", *heads], cells, kind="runs")
-    yield from (warning(f"{MARK} {line}") for line in apart.values() if line)
+    yield from (Warned(f"{MARK} {line}") for line in apart.values() if line)
     data = {run.data for run, _, _ in rows if run.data}
-    yield from map(warning, _overall(data, by_label.values()))
+    yield from map(Warned, _overall(data, by_label.values()))
 
 
 def results_of(run: Run) -> Results:

@@ -3,9 +3,11 @@
 import io
 import re
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
+from markupsafe import Markup
+
+from lightning_rob.commands.report.blocks import Curve
 from lightning_rob.commands.report.formatting import WHOLE, WORST, extent, line_name, percent
 from lightning_rob.commands.report.runs import AttackResult, Key
 
@@ -28,14 +30,14 @@ def best(series: Series) -> AttackResult | None:
     return max(known, key=lambda record: record.accuracy, default=None)
 
 
-def curve(series: Series, prefix: str, by: str = "epoch", of: str = "validation") -> str:
-    """Return the figure with its legend as HTML; of clean images the whole defense alone is shown.
+def curve(series: Series, prefix: str, by: str = "epoch", of: str = "validation") -> Curve:
+    """Return the figure; of clean images the whole defense alone is shown.
 
     Args:
         series: (attack, target) -> results by epoch.
-        prefix: of every `id`, different from those of the other figures on the page.
-        by: the unit of `AttackResult.epoch` here.
-        of: the split of the images.
+        prefix: beginning of every `id`, different from those of other figures on the page.
+        by: unit of `AttackResult.epoch` here.
+        of: split of the images.
     """
     lines = {k: records for k, records in series.items() if k[1] == WHOLE or k[0] != "clean"}
     peak = best(series)
@@ -43,12 +45,29 @@ def curve(series: Series, prefix: str, by: str = "epoch", of: str = "validation"
     alt = f"Accuracy on the {of} images by {by}, at the last {by}: {', '.join(values)}."
     if peak:
         alt += f" {peak.name} was best at {by} {peak.epoch}: {percent(peak.accuracy)}."
-    svg = _themed(_svg(lines, peak, by), prefix)
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(alt)}"', 1)
-    return f'<figure class="curve">{svg}{_legend(lines, peak, by, of)}</figure>'
+    sentences = ["The band is the 95 % interval of worst."] if WORST in lines else []
+    if peak:
+        at = f"at {by} {peak.epoch}: {percent(peak.accuracy)}"
+        sentences.append(f"The circle marks where {peak.name} was best, {at}.")
+    n = extent([record.n for records in lines.values() for record in records])
+    sentences.append(f"The numbers are those of the last {by}; {n} {of} images.")
+    # Names stand in a legend of our own, for matplotlib would interpret them as formulas.
+    legend = [
+        (
+            VARIABLES[_color(i, key)],
+            key[1] != WHOLE,
+            3 if key == WORST else 2,
+            line_name(key),
+            percent(records[-1].accuracy),
+        )
+        for i, (key, records) in enumerate(lines.items())
+    ]
+    box, svg = _themed(_drawn(lines, peak, by), prefix)
+    return Curve(Markup(svg), box, alt, legend, " ".join(sentences))
 
 
-def _svg(lines: Series, peak: AttackResult | None, by: str) -> str:
+def _drawn(lines: Series, peak: AttackResult | None, by: str) -> str:
+    """Return matplotlib's drawing of the lines, its texts as texts."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -61,81 +80,54 @@ def _svg(lines: Series, peak: AttackResult | None, by: str) -> str:
         **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
         **dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), INK),
     }
+    few = len({r.epoch for records in lines.values() for r in records}) <= MANY_EPOCHS
     with rc_context(style):
         figure = Figure(figsize=(7, 3), layout="constrained")
-        axes = figure.add_subplot()
-        _draw(axes, lines, peak)
-        axes.set_xlabel(by)
+        axes: Any = figure.add_subplot(xlabel=by, ylabel="accuracy in %")
+        for i, (key, records) in enumerate(lines.items()):
+            x, y = [r.epoch for r in records], [100 * r.accuracy for r in records]
+            color = _color(i, key)
+            marker = MARKERS[i % len(MARKERS)] if few else ""
+            edge = {"markersize": 4, "markeredgecolor": PAGE, "markeredgewidth": 0.5}
+            width, order = (2.2, 4) if key == WORST else (1.3, 3)
+            dashes = "-" if key[1] == WHOLE else "--"
+            line = {"linestyle": dashes, "linewidth": width, "zorder": order}
+            axes.plot(x, y, color=color, marker=marker, **line, **edge)
+            if key == WORST:
+                spans = [r.interval or (r.accuracy, r.accuracy) for r in records]
+                low, high = ([100 * span[end] for span in spans] for end in (0, 1))
+                axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
+        if peak:
+            axes.axvline(peak.epoch, color=GREY, linewidth=0.8, linestyle=(0, (3, 3)), zorder=1)
+            circle = {"marker": "o", "markersize": 10, "markerfacecolor": "none"}
+            axes.plot(peak.epoch, 100 * peak.accuracy, color=INK, zorder=5, **circle)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(axis="y", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.tick_params(length=0)
+        axes.margins(x=0.02)
         text = io.StringIO()
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=metadata)
     return text.getvalue()
 
 
-def _draw(axes: Any, lines: Series, peak: AttackResult | None) -> None:
-    few = len({r.epoch for records in lines.values() for r in records}) <= MANY_EPOCHS
-    for i, (key, records) in enumerate(lines.items()):
-        x, y = [r.epoch for r in records], [100 * r.accuracy for r in records]
-        color, worst = _color(i, key), key == WORST
-        marker = MARKERS[i % len(MARKERS)] if few else ""
-        edge = {"markersize": 4, "markeredgecolor": PAGE, "markeredgewidth": 0.5}
-        line = {"linewidth": 2.2, "zorder": 4} if worst else {"linewidth": 1.3, "zorder": 3}
-        dashes = "-" if key[1] == WHOLE else "--"
-        axes.plot(x, y, color=color, linestyle=dashes, marker=marker, **line, **edge)
-        if worst:
-            spans = [r.interval or (r.accuracy, r.accuracy) for r in records]
-            low, high = ([100 * span[end] for span in spans] for end in (0, 1))
-            axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
-    if peak:
-        axes.axvline(peak.epoch, color=GREY, linewidth=0.8, linestyle=(0, (3, 3)), zorder=1)
-        place = {"marker": "o", "markersize": 10, "markerfacecolor": "none"}
-        axes.plot(peak.epoch, 100 * peak.accuracy, color=INK, zorder=5, **place)
-    axes.set_ylabel("accuracy in %")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(axis="y", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0)
-    axes.margins(x=0.02)
-
-
 def _color(i: int, key: Key) -> str:
     return {"clean": GREY, "worst": INK}.get(key[0], COLORS[i % len(COLORS)])
 
 
-def _themed(svg: str, prefix: str) -> str:
-    """Return the drawing in the page's size, colours, font and name space."""
-    svg = svg[svg.index("<svg") :]
-    box = re.search(r'viewBox="[^"]*"', svg)
-    svg = f"<svg {box[0] if box else ''}>" + svg[svg.index(">") + 1 :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+def _themed(svg: str, prefix: str) -> tuple[str, str]:
+    """Return box and content of a drawing in the page's size, colours, font and name space."""
+    opening, svg = svg[svg.index("<svg") :].split(">", 1)
+    box = re.search(r'viewBox="([^"]*)"', opening)
+    svg = re.sub(
+        r"<metadata>.*?</metadata>",
+        "",
+        svg.removesuffix("\n").removesuffix("</svg>"),
+        flags=re.DOTALL,
+    )
     for color, variable in VARIABLES.items():
         svg = svg.replace(color, f"var({variable})")
-    svg = svg.replace("xlink:href", "href")
-    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
+    svg = re.sub(r'\bid="', f'id="{prefix}-', svg.replace("xlink:href", "href"))
     svg = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", svg)
-    return re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
-
-
-def _legend(lines: Series, peak: AttackResult | None, by: str, of: str) -> str:
-    """Return names and last values as HTML, for matplotlib would interpret names as formulas."""
-    items = [_item(i, key, records[-1]) for i, (key, records) in enumerate(lines.items())]
-    sentences = []
-    if WORST in lines:
-        sentences.append("The band is the 95 % interval of worst.")
-    if peak:
-        at = f"at {by} {peak.epoch}: {percent(peak.accuracy)}"
-        sentences.append(f"The circle marks where {peak.name} was best, {at}.")
-    n = extent([record.n for records in lines.values() for record in records])
-    sentences.append(f"The numbers are those of the last {by}; {n} {of} images.")
-    caption = f"<figcaption>{escape(' '.join(sentences))}</figcaption>"
-    return f'<ul class="legend">{"".join(items)}</ul>{caption}'
-
-
-def _item(i: int, key: Key, last: AttackResult) -> str:
-    """Return an entry of the legend: a piece of the line, its name and last value."""
-    dash = "" if key[1] == WHOLE else ' stroke-dasharray="5 3"'
-    width = 3 if key == WORST else 2
-    line = f'<line x1="0" y1="5" x2="24" y2="5" stroke-width="{width}"{dash}/>'
-    color = f"stroke:var({VARIABLES[_color(i, key)]})"
-    swatch = f'<svg viewBox="0 0 24 10" aria-hidden="true" style="{color}">{line}</svg>'
-    return f"<li>{swatch}{escape(line_name(key))} <b>{percent(last.accuracy)}</b></li>"
+    return box[1] if box else "", re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)

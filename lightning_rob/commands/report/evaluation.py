@@ -3,7 +3,15 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from lightning_rob.commands.report.blocks import Block, Cell, headline, paragraph, table, warning
+from lightning_rob.commands.report.blocks import (
+    Block,
+    Cell,
+    Headline,
+    Paragraph,
+    Table,
+    Warned,
+    table,
+)
 from lightning_rob.commands.report.formatting import (
     NONE,
     WHOLE,
@@ -44,8 +52,8 @@ def evaluation(final: Sequence[AttackResult]) -> Iterator[Block]:
     if cite and math.isfinite(cite.accuracy):
         clean = [percent(r.accuracy) for r in final if r.key == ("clean", WHOLE)]
         beside = [(accuracy, "without an attack.") for accuracy in clean]
-        yield headline([(percent(cite.accuracy), _meaning(cite, final)), *beside])
-    yield from map(warning, cautions(final))
+        yield Headline([(percent(cite.accuracy), _meaning(cite, final)), *beside])
+    yield from map(Warned, cautions(final))
     yield from findings(final)
     yield accuracy_table(final)
 
@@ -104,9 +112,9 @@ def findings(final: Sequence[AttackResult]) -> Iterator[Block]:
     for one in found.values():
         text = f"{one['text']} {one['advice']}"
         if one["severity"] in ("severe", "warning"):
-            yield warning(text, "Finding")
+            yield Warned(text, "Finding")
         else:
-            yield paragraph(text, "note")
+            yield Paragraph(text, "note")
 
 
 def _advice(final: Sequence[AttackResult]) -> str:
@@ -128,7 +136,7 @@ def few_images(results: Sequence[AttackResult]) -> Iterator[str]:
         )
 
 
-def accuracy_table(final: Sequence[AttackResult]) -> Block:
+def accuracy_table(final: Sequence[AttackResult]) -> Table:
     """Return a row per attack, that of the accuracy to cite in bold type."""
     stage, cite = split_of(final[0].stage), result_to_cite(final)
     rows: list[dict[Cell | str, Cell | str]] = [
@@ -158,7 +166,7 @@ def result_cell(result: AttackResult | None) -> Cell:
 def attack_table(
     results: Sequence[AttackResult],
     caption: str = "The threat, and every argument of every attack",
-) -> Block:
+) -> Table:
     """Return the arguments of each attack, a row each."""
     columns = ["attack", "on", "method", "norm", "eps>", "steps>", "step size>", "other arguments"]
     attacks = [r for r in results if r.is_attack]

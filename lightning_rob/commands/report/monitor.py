@@ -4,7 +4,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_rob.commands.report.blocks import Block, Cell, details, heading, table, warning
+from lightning_rob.commands.report.blocks import (
+    Block,
+    Cell,
+    Details,
+    Heading,
+    Table,
+    Warned,
+    table,
+)
 from lightning_rob.commands.report.curve import curve
 from lightning_rob.commands.report.evaluation import attack_table, result_cell
 from lightning_rob.commands.report.formatting import NONE, line_name
@@ -24,12 +32,12 @@ def monitor(records: Sequence[Fields], name: str, level: int) -> Iterator[Block]
     alarms = list(dict.fromkeys(_alarms(records)))  # a later end may repeat one
     figures = list(checkpoints(records, name))
     if figures or alarms:
-        yield heading(level, "Checkpoint by checkpoint")
-    yield from map(warning, alarms)
+        yield Heading(level, "Checkpoint by checkpoint")
+    yield from map(Warned, alarms)
     if figures:
         curves, *numbers = figures
         yield curves
-        yield details("The numbers of every checkpoint", *numbers)
+        yield Details("The numbers of every checkpoint", numbers)
 
 
 def checkpoints(records: Sequence[Fields], name: str) -> Iterator[Block]:
@@ -42,7 +50,7 @@ def checkpoints(records: Sequence[Fields], name: str) -> Iterator[Block]:
     if found:
         replaced = any(_position(event) != event["step"] for event, _ in found)
         series, by = by_line(results for _, results in found), "evaluation" if replaced else "step"
-        yield Block(curve(series, name, by, "test"), "")
+        yield curve(series, name, by, "test")
         yield _numbers(found[::-1], list(series), by)
         yield attack_table(list(found[-1].results.values()))
 
@@ -89,7 +97,7 @@ def _alarms(records: Sequence[Fields]) -> Iterator[str]:
             yield f"{fields.get('checkpoint')} went before it could be evaluated"
 
 
-def _numbers(found: Sequence[Checkpoint], keys: Sequence[Key], by: str) -> Block:
+def _numbers(found: Sequence[Checkpoint], keys: Sequence[Key], by: str) -> Table:
     """Return a row for each checkpoint, in bold type where it has an alarm."""
     rows: list[list[object]] = []
     for event, results in found:

@@ -7,13 +7,14 @@ from typing import Any
 from lightning_rob.commands.report.blocks import (
     Block,
     Cell,
+    Details,
+    Heading,
+    Paragraph,
+    Table,
+    Warned,
     code,
-    details,
-    heading,
-    paragraph,
     picture,
     table,
-    warning,
 )
 from lightning_rob.commands.report.curve import best, curve
 from lightning_rob.commands.report.evaluation import (
@@ -55,16 +56,16 @@ def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block
     title, *about = dict.fromkeys(
         [*((run.label, run.title) if level > 1 else (run.title, run.label)), *_setup(run)]
     )
-    yield heading(level, title, name)
+    yield Heading(level, title, name)
     if about:
-        yield paragraph(" · ".join(about), "setup")
+        yield Paragraph(" · ".join(about), "setup")
     if final:
         yield from evaluation(final)
     yield from _history(run, name, below)
     yield from monitor(run.monitor, f"{name}-monitor", below)
     yield from _audit(run.audit, below)
     if any(result.is_attack for result in final):
-        yield heading(below, "Arguments of the attacks")
+        yield Heading(below, "Arguments of the attacks")
         yield attack_table(final)
     yield from _sweeps(run.sweep, below)
     yield from _pictures(run, SWEEP, folder)
@@ -98,8 +99,8 @@ def _history(run: Run, name: str, level: int) -> Iterator[Block]:
     evaluated = sorted(run.evaluations.by_stage.get("val", {}).items(), reverse=True)
     if not evaluated:
         return
-    yield heading(level, "Epoch by epoch")
-    yield Block(curve(series, name), "")
+    yield Heading(level, "Epoch by epoch")
+    yield curve(series, name)
     rows = [
         [epoch, *(percent(at[key].accuracy) if key in at else NONE for key in series)]
         for epoch, at in evaluated
@@ -110,24 +111,24 @@ def _history(run: Run, name: str, level: int) -> Iterator[Block]:
         caption += f"; {peak.name} was best at epoch {peak.epoch}"
     strong = [i for i, (epoch, _) in enumerate(evaluated) if peak and peak.epoch == epoch]
     columns = ["epoch", *(f"{line_name(key)}>" for key in series)]
-    yield details("The numbers of every epoch", table(caption, columns, rows, strong))
+    yield Details("The numbers of every epoch", [table(caption, columns, rows, strong)])
 
 
 def _audit(audit: Fields, level: int) -> Iterator[Block]:
     """Yield warnings first, then the attacks, and the checks without a warning."""
     if not audit:
         return
-    yield heading(level, f"Audit: {audit.get('title', '')}")
+    yield Heading(level, f"Audit: {audit.get('title', '')}")
     loud = [finding for finding in audit["findings"] if finding["severity"] in LOUD]
-    yield from (warning(f"{finding['text']} {finding['advice']}".strip()) for finding in loud)
+    yield from (Warned(f"{finding['text']} {finding['advice']}".strip()) for finding in loud)
     if not loud:
-        yield paragraph("Nothing suspicious was found.")
+        yield Paragraph("Nothing suspicious was found.")
     attacks = audit.get("attacks", [])
     rows = [[fields["name"], fields.get("ball", ""), _shaded(fields)] for fields in attacks]
     caption = f"Accuracy on {images(attacks[0]['n'] if attacks else 0)} test images"
     yield table(caption, ["attack", "within", "accuracy>"], rows, kind="matrix")
     rest = [[f["name"], f["severity"], f["text"]] for f in audit["findings"] if f not in loud]
-    yield details("Other checks", table("", ["check", "severity", "finding"], rest))
+    yield Details("Other checks", [table("", ["check", "severity", "finding"], rest)])
 
 
 def _shaded(fields: Fields) -> Cell:
@@ -142,8 +143,8 @@ def _sweeps(records: Sequence[Fields], level: int) -> Iterator[Block]:
         points = list(_points([f for f in records if str(f["variable"]) == variable]))
         if not points:
             continue
-        yield heading(level, f"Sweep over {variable}")
-        yield from map(warning, few_images([result for _, result in points]))
+        yield Heading(level, f"Sweep over {variable}")
+        yield from map(Warned, few_images([result for _, result in points]))
         yield _sweep_table(variable, points)
         first = [result for value, result in points if value == points[0][0]]
         if any(result.is_attack and result.attack for result in first):
@@ -173,7 +174,7 @@ def _order(fields: Fields) -> tuple[bool, float]:
     return not is_number, float(value) if is_number else 0.0
 
 
-def _sweep_table(variable: str, points: Sequence[Point]) -> Block:
+def _sweep_table(variable: str, points: Sequence[Point]) -> Table:
     """Return a row per value and a column per attack; of repeated results the last counts."""
     at = {(value, r.key): r for value, r in points}
     last = {r.key: r for _, r in points}
@@ -193,8 +194,8 @@ def _sweep_table(variable: str, points: Sequence[Point]) -> Block:
 
 def _matrices(matrices: Sequence[Fields], level: int) -> Iterator[Block]:
     """Yield the transfer matrix of each attack."""
-    yield heading(level, "Transfer between members")
-    yield paragraph("Each member is attacked alone, and all members predict.")
+    yield Heading(level, "Transfer between members")
+    yield Paragraph("Each member is attacked alone, and all members predict.")
     for fields in matrices:
         members = range(len(fields["matrix"][0]))
         rows = [
@@ -227,7 +228,7 @@ def votes(records: Sequence[Fields], level: int) -> Iterator[Block]:
     """Yield the accuracy under each attack by every voting rule, a row for each ensemble."""
     if not records:
         return
-    yield heading(level, "All voting rules, from the same votes")
+    yield Heading(level, "All voting rules, from the same votes")
     cells: dict[tuple[Any, ...], dict[str, Cell]] = {}
     for fields in records:
         row = tuple(fields.get(key) for key in ("name", "ensemble", "members", "dissimilarity"))
@@ -254,7 +255,7 @@ def _gallery(run: Run, level: int, folder: Path) -> Iterator[Block]:
     shown = (SWEEP, TRANSFER) if run.matrices else (SWEEP,)
     rest = [path for path in run.pictures if not path.name.startswith(shown)]
     if rest:
-        yield heading(level, "Pictures")
+        yield Heading(level, "Pictures")
     for path in rest:
         fields = run.others.get(path.stem, {})
         facts = ", ".join(
@@ -280,6 +281,6 @@ def _provenance(run: Run, final: Sequence[AttackResult]) -> Iterator[Block]:
     }
     known = [f"{name} {', '.join(dict.fromkeys(found))}" for name, found in facts.items() if found]
     if known:
-        yield paragraph("; ".join(known) + ".", "note")
+        yield Paragraph("; ".join(known) + ".", "note")
     if run.recipe:
-        yield details("The recipe: config.yaml", code(run.recipe))
+        yield Details("The recipe: config.yaml", [code(run.recipe)])
