@@ -1,6 +1,6 @@
 """Several runs side by side, and what keeps their accuracies from being compared."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_rob.commands.report.blocks import Block, Cell, Warned, table
 from lightning_rob.commands.report.evaluation import result_cell, threats
@@ -30,20 +30,20 @@ def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
         Cell(f"{line_name(column[:2])}{f' {MARK}' if apart[column] else ''}>", small=column[2])
         for column in columns
     ]
-    cells = [
-        [
-            Cell(run.label, link=name),
-            run.title,
-            *_images(found),
-            *(result_cell(found.get(column)) for column in columns),
-        ]
-        for run, name, found in rows
-    ]
+    cells = []
+    for run, name, found in rows:
+        splits = dict.fromkeys(split_of(r.stage) for r in found.values())
+        results = [result_cell(found.get(column)) for column in columns]
+        n = extent([r.n for r in found.values()])
+        cells.append([Cell(run.label, link=name), run.title, listed(list(splits)), n, *results])
     caption = "The last evaluation of each run, with 95 % intervals"
     yield table(caption, ["run", "what", "split", "images>", *heads], cells, kind="runs")
     yield from (Warned(f"{MARK} {line}") for line in apart.values() if line)
-    data = {run.data for run, _, _ in rows if run.data}
-    yield from map(Warned, _overall(data, by_label.values()))
+    if len(data := {run.data for run, _, _ in rows if run.data}) > 1:
+        names = listed(sorted(data))
+        yield Warned(f"the runs are of different data ({names}): do not compare their accuracies.")
+    if len(of := {split_of(r.stage) for found in by_label.values() for r in found.values()}) > 1:
+        yield Warned(f"some accuracies are of {listed(sorted(of))} images: do not compare them.")
 
 
 def results_of(run: Run) -> Results:
@@ -58,7 +58,9 @@ def differences(by_label: Mapping[str, Results], column: Column) -> str:
     kinds: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for label, found in by_label.items():
         if column in found:
-            kinds.setdefault(tuple(_definition(found[column]).items()), []).append(label)
+            one = found[column]
+            options = flat(one.attack) if one.is_attack else {"over": f"({', '.join(one.over)})"}
+            kinds.setdefault(tuple(options.items()), []).append(label)
     title = f"{line_name(column[:2])} {column[2]}".strip()
     if len(kinds) < 2:
         parts = {c for found in by_label.values() for c in found if c[0] not in ("clean", "worst")}
@@ -66,32 +68,11 @@ def differences(by_label: Mapping[str, Results], column: Column) -> str:
             differences(by_label, part) for part in parts if part[1:] == column[1:]
         )
         return f"{title} is over attacks that are not the same in all runs." if mixed else ""
-    options = [dict(kind) for kind in kinds]
-    keys = dict.fromkeys(key for option in options for key in option)
-    apart = [key for key in keys if len({option.get(key) for option in options}) > 1]
+    definitions = [dict(kind) for kind in kinds]
+    keys = dict.fromkeys(key for options in definitions for key in options)
+    apart = [key for key in keys if len({options.get(key) for options in definitions}) > 1]
     described = [
-        f"{listed(labels)}: {', '.join(f'{key}={option.get(key, UNKNOWN)}' for key in apart)}"
-        for labels, option in zip(kinds.values(), options, strict=True)
+        f"{listed(labels)}: {', '.join(f'{key}={options.get(key, UNKNOWN)}' for key in apart)}"
+        for labels, options in zip(kinds.values(), definitions, strict=True)
     ]
     return f"{title} does not mean the same in all runs. {'; '.join(described)}."
-
-
-def _definition(result: AttackResult) -> dict[str, str]:
-    """Return an attack's arguments, or the attacks that "worst" is over."""
-    return flat(result.attack) if result.is_attack else {"over": f"({', '.join(result.over)})"}
-
-
-def _overall(data: Collection[str], results: Iterable[Results]) -> Iterator[str]:
-    """Yield differences that concern all columns."""
-    if len(data) > 1:
-        names = listed(sorted(data))
-        yield f"the runs are of different data ({names}): do not compare their accuracies."
-    splits = {split_of(r.stage) for found in results for r in found.values()}
-    if len(splits) > 1:
-        yield f"some accuracies are of {listed(sorted(splits))} images: do not compare them."
-
-
-def _images(found: Results) -> list[str]:
-    """Return the split and the number of images."""
-    splits = list(dict.fromkeys(split_of(r.stage) for r in found.values()))
-    return [listed(splits), extent([r.n for r in found.values()])]

@@ -18,7 +18,6 @@ from lightning_rob.commands.report.formatting import (
     WORST,
     accuracy_cell,
     between,
-    images,
     line_name,
     listed,
     percent,
@@ -53,8 +52,12 @@ def evaluation(final: Sequence[AttackResult]) -> Iterator[Block]:
         clean = [percent(r.accuracy) for r in final if r.key == ("clean", WHOLE)]
         beside = [(accuracy, "without an attack.") for accuracy in clean]
         yield Headline([(percent(cite.accuracy), _meaning(cite, final)), *beside])
-    yield from map(Warned, cautions(final))
-    yield from findings(final)
+    yield from map(Warned, _cautions(final))
+    found = {one["text"]: one for result in final for one in result.findings}  # each once
+    for one in found.values():
+        text = f"{one['text']} {one['advice']}"
+        is_loud = one["severity"] in ("severe", "warning")
+        yield Warned(text, "Finding") if is_loud else Paragraph(text, "note")
     yield accuracy_table(final)
 
 
@@ -74,7 +77,7 @@ def threats(result: AttackResult, final: Sequence[AttackResult]) -> list[str]:
 
 
 def _meaning(cite: AttackResult, final: Sequence[AttackResult]) -> str:
-    of = f"{images(cite.n)} {split_of(cite.stage)} images"
+    of = f"{cite.n:,} {split_of(cite.stage)} images"
     within = f", within {listed(threats(cite, final))}" if threats(cite, final) else ""
     span = f"; 95 % interval {between(cite.interval)}" if cite.interval else ""
     if cite.is_attack or len(cite.over) == 1:
@@ -83,7 +86,7 @@ def _meaning(cite: AttackResult, final: Sequence[AttackResult]) -> str:
     return f"of {of}, {by}{within}{span}. This is the accuracy to cite."
 
 
-def cautions(final: Sequence[AttackResult]) -> Iterator[str]:
+def _cautions(final: Sequence[AttackResult]) -> Iterator[str]:
     """Yield what a reader should know before trusting the table."""
     attacks = [r for r in final if r.is_attack and r.target == WHOLE]
     if final[0].stage != "test":
@@ -104,17 +107,6 @@ def cautions(final: Sequence[AttackResult]) -> Iterator[str]:
     over = {threat for r in attacks for threat in threats(r, final)}
     if len(over) > 1:
         yield f"worst mixes attacks of different threats: {listed(sorted(over))}."
-
-
-def findings(final: Sequence[AttackResult]) -> Iterator[Block]:
-    """Yield what the checks of the evaluation found, each once."""
-    found = {one["text"]: one for result in final for one in result.findings}
-    for one in found.values():
-        text = f"{one['text']} {one['advice']}"
-        if one["severity"] in ("severe", "warning"):
-            yield Warned(text, "Finding")
-        else:
-            yield Paragraph(text, "note")
 
 
 def _advice(final: Sequence[AttackResult]) -> str:
@@ -139,23 +131,24 @@ def few_images(results: Sequence[AttackResult]) -> Iterator[str]:
 def accuracy_table(final: Sequence[AttackResult]) -> Table:
     """Return a row per attack, that of the accuracy to cite in bold type."""
     stage, cite = split_of(final[0].stage), result_to_cite(final)
-    rows: list[dict[Cell | str, Cell | str]] = [
-        {
-            "attack": r.name,
-            "on": target(r.target),
-            "accuracy>": percent(r.accuracy),
-            "95 % interval>": between(r.interval),
-            SCALE: Cell("", shade=r.accuracy, span=r.interval),
-            "images>": images(r.n),
-            "seconds>": f"{r.seconds:,.1f}" if r.seconds else "",
-            "threat": listed(threats(r, final)),
-        }
+    measured = ["accuracy>", "95 % interval>", SCALE, "images>", "seconds>"]
+    rows = [
+        [
+            r.name,
+            target(r.target),
+            percent(r.accuracy),
+            between(r.interval),
+            Cell("", shade=r.accuracy, span=r.interval),
+            f"{r.n:,}",
+            f"{r.seconds:,.1f}" if r.seconds else "",
+            listed(threats(r, final)),
+        ]
         for r in final
     ]
     strong = [i for i, r in enumerate(final) if r is cite]
     epoch = "" if stage == "test" else f" at epoch {final[0].epoch}"
-    caption, cells = f"Accuracy on the {stage} images{epoch}", [list(row.values()) for row in rows]
-    return table(caption, list(rows[0]), cells, strong, "results")
+    caption = f"Accuracy on the {stage} images{epoch}"
+    return table(caption, ["attack", "on", *measured, "threat"], rows, strong, "results")
 
 
 def result_cell(result: AttackResult | None) -> Cell:

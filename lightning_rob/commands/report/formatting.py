@@ -27,11 +27,6 @@ def accuracy_cell(share: float | None, interval: Interval = None, shaded: bool =
     return Cell(percent(share), between(interval), shade=share if shaded and known else None)
 
 
-def images(n: int) -> str:
-    """Return a count with commas."""
-    return f"{n:,}"
-
-
 def target(name: str) -> str:
     """Return the name of an attacked part in words."""
     return name.replace("_", " ")
@@ -49,7 +44,7 @@ def listed(words: Sequence[str]) -> str:
 
 def extent(counts: Sequence[int]) -> str:
     """Return one count, or the smallest and the largest."""
-    return " to ".join(images(n) for n in sorted({min(counts), max(counts)})) if counts else ""
+    return " to ".join(f"{n:,}" for n in sorted({min(counts), max(counts)})) if counts else ""
 
 
 def split_of(stage: str) -> str:

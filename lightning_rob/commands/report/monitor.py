@@ -2,57 +2,33 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
-from lightning_rob.commands.report.blocks import (
-    Block,
-    Cell,
-    Details,
-    Heading,
-    Table,
-    Warned,
-    table,
-)
+from lightning_rob.commands.report.blocks import Block, Cell, Details, Heading, Table, Warned, table
 from lightning_rob.commands.report.curve import curve
 from lightning_rob.commands.report.evaluation import attack_table, result_cell
 from lightning_rob.commands.report.formatting import NONE, line_name
 from lightning_rob.commands.report.runs import AttackResult, Fields, Key, attack_result, by_line
 from lightning_rob.comparisons import holm
 
-
-class Checkpoint(NamedTuple):
-    """The evaluation of one checkpoint: the record that ends it, and results by step."""
-
-    event: Fields
-    results: dict[Key, AttackResult]
+Checkpoint = tuple[Fields, dict[Key, AttackResult]]  # the record that ends it, and its results
 
 
 def monitor(records: Sequence[Fields], name: str, level: int) -> Iterator[Block]:
     """Yield alarms, the curve of the last suite with this name as its `id`, and its numbers."""
-    alarms = list(dict.fromkeys(_alarms(records)))  # a later end may repeat one
-    figures = list(checkpoints(records, name))
-    if figures or alarms:
+    alarms = dict.fromkeys(_alarms(records))  # a later end may repeat one
+    found = sorted(_evaluated(records), key=lambda checkpoint: _position(checkpoint[0]))
+    if found or alarms:
         yield Heading(level, "Checkpoint by checkpoint")
     yield from map(Warned, alarms)
-    if figures:
-        curves, *numbers = figures
-        yield curves
-        yield Details("The numbers of every checkpoint", numbers)
-
-
-def checkpoints(records: Sequence[Fields], name: str) -> Iterator[Block]:
-    """Yield the curve of the last suite with this name as its `id`, its numbers and its attacks.
-
-    Checkpoints of a training are in the order of their steps, models that replace one another in
-    a single file in that of their evaluations.
-    """
-    found = sorted(_evaluated(records), key=lambda checkpoint: _position(checkpoint.event))
     if found:
+        # Checkpoints of a training follow one another by step, models that replace one another
+        # in a single file by evaluation.
         replaced = any(_position(event) != event["step"] for event, _ in found)
         series, by = by_line(results for _, results in found), "evaluation" if replaced else "step"
         yield curve(series, name, by, "test")
-        yield _numbers(found[::-1], list(series), by)
-        yield attack_table(list(found[-1].results.values()))
+        numbers = _numbers(found[::-1], list(series), by)
+        attacks = attack_table(list(found[-1][1].values()))
+        yield Details("The numbers of every checkpoint", [numbers, attacks])
 
 
 def _position(event: Fields) -> int:
@@ -62,30 +38,32 @@ def _position(event: Fields) -> int:
 
 def _evaluated(records: Sequence[Fields]) -> Iterator[Checkpoint]:
     """Yield the complete evaluations by the suite that was used last."""
-    ended = [fields for fields in records if _ends(fields)]
-    later = {_checkpoint(fields): fields for fields in records if fields.get("event") == "judged"}
+    needed = {"step", "checkpoint"}
+    suites = [
+        fields.get("suite")
+        for fields in records
+        if fields.get("event") == "evaluated" and needed <= fields.keys()
+    ]
+    # The history of an earlier version may have judged a checkpoint after its evaluation.
+    later = {_identity(fields): fields for fields in records if fields.get("event") == "judged"}
     results: list[Fields] = []
     for fields in records:
         if "event" not in fields:
             results.append(fields)
             continue
-        if _ends(fields) and fields.get("suite") == ended[-1].get("suite"):
+        is_end = fields["event"] == "evaluated" and needed <= fields.keys()
+        if is_end and fields.get("suite") == suites[-1]:
             known = filter(None, map(attack_result, results))
             found = {r.key: replace(r, epoch=_position(fields)) for r in known}
-            judged = later.get(_checkpoint(fields), {}) if "deferred" in fields else {}
+            judged = later.get(_identity(fields), {}) if "deferred" in fields else {}
             alarms = [*fields.get("alarm", []), *judged.get("alarm", [])]
-            yield Checkpoint(fields | judged | {"alarm": alarms}, found)
+            yield fields | judged | {"alarm": alarms}, found
         results = []
 
 
-def _checkpoint(fields: Fields) -> tuple[str, ...]:
+def _identity(fields: Fields) -> tuple[str, ...]:
     """Return what distinguishes an evaluated checkpoint: suite, weights and recipe."""
     return tuple(str(fields.get(name)) for name in ("suite", "weights", "recipe"))
-
-
-def _ends(fields: Fields) -> bool:
-    """Return whether a record ends the evaluation of a checkpoint."""
-    return fields.get("event") == "evaluated" and {"step", "checkpoint"} <= fields.keys()
 
 
 def _alarms(records: Sequence[Fields]) -> Iterator[str]:
@@ -99,12 +77,16 @@ def _alarms(records: Sequence[Fields]) -> Iterator[str]:
 
 def _numbers(found: Sequence[Checkpoint], keys: Sequence[Key], by: str) -> Table:
     """Return a row for each checkpoint, in bold type where it has an alarm."""
-    rows: list[list[object]] = []
-    for event, results in found:
-        cells = [result_cell(results.get(key)) for key in keys]
-        name = Cell(event["checkpoint"], small=str(event.get("date", ""))[:16])
-        rows.append([name, _position(event), *cells, *_change(event)])
     raw = {i: p for i, (event, _) in enumerate(found) if (p := _p(event)) is not None}
+    rows: list[list[object]] = []
+    for i, (event, results) in enumerate(found):
+        name = Cell(event["checkpoint"], small=str(event.get("date", ""))[:16])
+        change = event.get("change", {})
+        images = [change.get(key) for key in ("newly_vulnerable", "won_back")]
+        counts = [len(of) if isinstance(of, list) else NONE for of in images]
+        cells = [result_cell(results.get(key)) for key in keys]
+        rows.append([name, _position(event), *cells, *counts])
+        rows[-1].append(f"{raw[i]:.3g}" if i in raw else NONE)
     columns = ["checkpoint", f"{by}>", *(f"{line_name(key)}>" for key in keys)]
     columns += ["newly vulnerable>", "won back>", "p>"]
     caption = (
@@ -119,14 +101,6 @@ def _numbers(found: Sequence[Checkpoint], keys: Sequence[Key], by: str) -> Table
         caption += f", Holm over {len(raw)} comparisons"
     alarmed = [i for i, (event, _) in enumerate(found) if event.get("alarm")]
     return table(caption, columns, rows, alarmed)
-
-
-def _change(event: Fields) -> list[str]:
-    """Return the images won and lost since the checkpoint before, and the p of the change."""
-    change, p = event.get("change", {}), _p(event)
-    images = [change.get(key) for key in ("newly_vulnerable", "won_back")]
-    counts = [str(len(of)) if isinstance(of, list) else NONE for of in images]
-    return [*counts, NONE if p is None else f"{p:.3g}"]
 
 
 def _p(event: Fields) -> float | None:

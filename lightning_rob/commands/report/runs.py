@@ -28,10 +28,10 @@ def is_number(value: Any) -> bool:
 
 def is_matrix(value: Any) -> bool:
     """Return whether a value is a list of rows of numbers, all of one length."""
-    if not (isinstance(value, list) and value and all(isinstance(row, list) for row in value)):
+    is_table = isinstance(value, list) and all(isinstance(row, list) for row in value)
+    if not (is_table and value and value[0] and len(set(map(len, value))) == 1):
         return False
-    numbers = all(isinstance(x, int | float) for row in value for x in row)
-    return numbers and len({len(row) for row in value}) == 1 and bool(value[0])
+    return all(isinstance(x, int | float) for row in value for x in row)
 
 
 def is_interval(value: Any) -> bool:
@@ -84,21 +84,22 @@ class AttackResult:
     """Accuracy under one attack in one evaluation; `docs/evaluation.md` explains the fields.
 
     Args:
-        name: of the attack, or "clean" or "worst".
+        name: name of the attack, or "clean" or "worst".
         stage: "test" or "val".
-        accuracy: in [0, 1]; NaN where no image was attacked.
-        epoch: counted from 0.
-        target: the attacked part of the defense.
-        interval: of 95 %; None where it is not known.
+        accuracy: accuracy in [0, 1]; NaN where no image was attacked.
+        epoch: epoch, counted from 0.
+        target: attacked part of the defense.
+        interval: 95 % interval; None where it is not known.
         n: number of images.
-        seconds: spent attacking.
-        attack: with its arguments; empty for "clean" and "worst".
-        threat: of the attack.
-        over: for "worst", the attacks of which it is the strongest.
-        seed: of the evaluation's noise.
-        repeats: evaluations with fresh noise.
-        versions: of the packages.
-        findings: what the checks found, with "severity", "text" and "advice".
+        seconds: time of the attack.
+        attack: attack with its arguments; empty for "clean" and "worst".
+        threat: threat of the attack.
+        over: attacks that "worst" is the strongest of.
+        seed: seed of the evaluation's noise.
+        repeats: number of evaluations with fresh noise.
+        versions: versions of the packages.
+        plug_in: plug-in that the evaluation came from.
+        findings: findings of the checks, with "severity", "text" and "advice".
     """
 
     name: str
@@ -179,18 +180,18 @@ class Run:
     """A folder with records.
 
     Args:
-        folder: its path.
-        label: distinguishes it from the other runs on the page.
-        evaluations: of `RobustEval`.
-        matrices: of `TransferMatrixEval`, the last of each stage and attack.
-        votes: of `VotingRuleEval`, the last of each stage, attack, ensemble and rule.
-        sweep: of `lightning-rob sweep`.
-        monitor: of `lightning-rob monitor`.
-        audit: of `RobustAudit`; empty where there is none.
-        others: by file, the last record of another kind.
-        recipe: the text of its config.yaml; empty where there is none.
-        config: the same, parsed.
-        pictures: its PNG files.
+        folder: path of the folder.
+        label: name that no other run on the page has.
+        evaluations: results of `RobustEval`.
+        matrices: records of `TransferMatrixEval`, the last of each stage and attack.
+        votes: records of `VotingRuleEval`, the last of each stage, attack, ensemble and rule.
+        sweep: records of `lightning-rob sweep`.
+        monitor: records of `lightning-rob monitor`.
+        audit: record of `RobustAudit`; empty where there is none.
+        others: last record of a gallery by the name of its file.
+        recipe: text of config.yaml; empty where there is none.
+        config: content of config.yaml.
+        pictures: paths of PNG files.
     """
 
     folder: Path
@@ -262,8 +263,12 @@ def read_run(folder: Path) -> Run:
     found = [(path.stem, fields) for path in files for fields in _of_last_test(records_in(path))]
     records = [fields for _, fields in found if "variable" not in fields]
     matrices = [fields for fields in _of_kind(records, "transfer_matrix") if "matrix" in fields]
-    recipe, monitor = folder / "config.yaml", folder / MONITOR
+    recipe = folder / "config.yaml"
     text = recipe.read_text(errors="replace") if recipe.is_file() else ""
+    try:
+        config = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        config = {}
     return Run(
         folder=folder,
         label=folder.name,
@@ -271,11 +276,11 @@ def read_run(folder: Path) -> Run:
         matrices=_last(matrices, "name"),
         votes=_last(_of_kind(records, "voting_rule"), "name", "ensemble", "rule"),
         sweep=[fields for _, fields in found if "variable" in fields],
-        monitor=list(records_in(monitor)) if monitor.is_file() else [],
+        monitor=list(records_in(folder / MONITOR)),
         audit=_audit(folder / AUDIT),
         others={stem: fields for stem, fields in found if fields.get("kind") == "gallery"},
         recipe=text,
-        config=_parsed(text),
+        config=config if isinstance(config, dict) else {},
         pictures=sorted(filter(Path.is_file, folder.glob("*.png"))),
     )
 
@@ -286,10 +291,9 @@ def _of_kind(records: Iterable[Fields], kind: str) -> list[Fields]:
 
 def _audit(path: Path) -> Fields:
     """Return the audit's record; empty where there is none."""
-    if not path.is_file():
-        return {}
     try:
-        found = json.loads(path.read_text(errors="replace"))
+        # A pipe of this name would never end.
+        found = json.loads(path.read_text(errors="replace")) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     is_audit = isinstance(found, dict) and found.get("schema") == SCHEMA
@@ -309,14 +313,6 @@ def _last(records: Iterable[Fields], *names: str) -> list[Fields]:
     """Return the last record by stage and these fields; those of the test if there was one."""
     last = {tuple(str(fields.get(key)) for key in ("stage", *names)): fields for fields in records}
     return [f for f in last.values() if f.get("stage") == "test"] or list(last.values())
-
-
-def _parsed(text: str) -> Fields:
-    try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:

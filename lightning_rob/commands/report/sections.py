@@ -10,7 +10,6 @@ from lightning_rob.commands.report.blocks import (
     Details,
     Heading,
     Paragraph,
-    Table,
     Warned,
     code,
     picture,
@@ -25,9 +24,9 @@ from lightning_rob.commands.report.evaluation import (
 )
 from lightning_rob.commands.report.formatting import (
     NONE,
+    Interval,
     accuracy_cell,
     extent,
-    images,
     line_name,
     percent,
     split_of,
@@ -47,7 +46,6 @@ LONG = 60  # letters of a field from which it is left out of a caption
 HIDDEN = ("schema", "kind", "name")  # fields that no caption shows
 LOUD = ("severe", "warning")
 TRANSFER, SWEEP = "transfer", "sweep"  # the beginnings of pictures' names
-Point = tuple[str, AttackResult]  # the value as a text, and the result there
 
 
 def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block]:
@@ -77,20 +75,21 @@ def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block
     yield from _provenance(run, final)
 
 
-def _setup(run: Run) -> list[str]:
-    """Return what the recipe says of the model, in a few words."""
+def _setup(run: Run) -> Iterator[str]:
+    """Yield what the recipe says of the model, in a few words."""
     options = setting(run.config, "model", "init_args")
     net = class_name(setting(options, "net", "class_path"))
     members, probs = setting(options, "members"), setting(options, "probs")
     size = members or (len(probs) if isinstance(probs, list) else None)
-    of = f"{size} \N{MULTIPLICATION SIGN} {net}" if size and net else net
-    shares = f"probabilities {', '.join(map(str, probs))}" if isinstance(probs, list) else ""
+    if net:
+        yield f"{size} \N{MULTIPLICATION SIGN} {net}" if size else net
+    if isinstance(probs, list):
+        yield f"probabilities {', '.join(map(str, probs))}"
     threat = setting(options, "attack", "init_args", "threat")
-    trained = [short(setting(threat, key)) for key in ("norm", "eps") if setting(threat, key)]
-    against = f"trained against {' '.join(trained)}" if trained else ""
-    checkpoint = setting(run.config, "ckpt_path")
-    loaded = f"checkpoint {checkpoint}" if checkpoint else ""
-    return [part for part in (of, shares, against, loaded) if part]
+    if trained := [short(setting(threat, key)) for key in ("norm", "eps") if setting(threat, key)]:
+        yield f"trained against {' '.join(trained)}"
+    if checkpoint := setting(run.config, "ckpt_path"):
+        yield f"checkpoint {checkpoint}"
 
 
 def _history(run: Run, name: str, level: int) -> Iterator[Block]:
@@ -125,7 +124,7 @@ def _audit(audit: Fields, level: int) -> Iterator[Block]:
         yield Paragraph("Nothing suspicious was found.")
     attacks = audit.get("attacks", [])
     rows = [[fields["name"], fields.get("ball", ""), _shaded(fields)] for fields in attacks]
-    caption = f"Accuracy on {images(attacks[0]['n'] if attacks else 0)} test images"
+    caption = f"Accuracy on {attacks[0]['n'] if attacks else 0:,} test images"
     yield table(caption, ["attack", "within", "accuracy>"], rows, kind="matrix")
     rest = [[f["name"], f["severity"], f["text"]] for f in audit["findings"] if f not in loud]
     yield Details("Other checks", [table("", ["check", "severity", "finding"], rest)])
@@ -145,51 +144,43 @@ def _sweeps(records: Sequence[Fields], level: int) -> Iterator[Block]:
             continue
         yield Heading(level, f"Sweep over {variable}")
         yield from map(Warned, few_images([result for _, result in points]))
-        yield _sweep_table(variable, points)
+        at = {(value, r.key): r for value, r in points}  # of repeated results the last counts
+        last = {r.key: r for _, r in points}
+        keys = sorted(last, key=lambda key: {"clean": 0, "worst": 2}.get(key[0], 1))
+        threats = ["" if variable == "eps" else threat_text(last[key].threat) for key in keys]
+        heads = [Cell(f"{line_name(k)}>", threat) for k, threat in zip(keys, threats, strict=True)]
+        rows = [
+            [value, *(result_cell(at.get((value, key))) for key in keys)]
+            for value in dict.fromkeys(value for value, _ in points)
+        ]
+        n = extent([r.n for _, r in points])
+        caption = f"Accuracy on {n} test images by {variable}, with 95 % intervals"
+        yield table(caption, [variable, *heads], rows)
         first = [result for value, result in points if value == points[0][0]]
         if any(result.is_attack and result.attack for result in first):
             caption = f"Every argument of every attack, at {variable} {points[0][0]}"
             yield attack_table(first, caption)
 
 
-def _points(records: Sequence[Fields]) -> Iterator[Point]:
-    """Yield the results of the last finished sweep by value; all results if none is finished."""
+def _points(records: Sequence[Fields]) -> Iterator[tuple[str, AttackResult]]:
+    """Yield values as texts and results of the last finished sweep, or of all if none is."""
     measured = [fields for fields in records if fields.get("kind") == "accuracy"]
     if finished := [fields for fields in records if fields.get("kind") == "sweep_study"]:
         points = [(value, key) for value, key in finished[-1]["points"]]
         measured = [
             f for f in measured if (f.get("value"), f.get("reuse", {}).get("key")) in points
         ]
-    for fields in sorted(measured, key=_order):
+
+    def order(fields: Fields) -> tuple[bool, float]:
+        value: Any = fields.get("value")
+        is_number = isinstance(value, int | float)  # texts stand behind numbers
+        return not is_number, float(value) if is_number else 0.0
+
+    for fields in sorted(measured, key=order):
         result, value = attack_result({"stage": "test"} | fields), fields.get("value")
         if result and isinstance(value, int | float | str):  # others are foreign
             is_integer = isinstance(value, float) and value.is_integer()
             yield str(int(value)) if is_integer else short(value), result
-
-
-def _order(fields: Fields) -> tuple[bool, float]:
-    """Return a key that sorts records by their value, texts behind numbers."""
-    value: Any = fields.get("value")
-    is_number = isinstance(value, int | float)
-    return not is_number, float(value) if is_number else 0.0
-
-
-def _sweep_table(variable: str, points: Sequence[Point]) -> Table:
-    """Return a row per value and a column per attack; of repeated results the last counts."""
-    at = {(value, r.key): r for value, r in points}
-    last = {r.key: r for _, r in points}
-    keys = sorted(last, key=lambda key: {"clean": 0, "worst": 2}.get(key[0], 1))
-    heads = [
-        Cell(f"{line_name(key)}>", "" if variable == "eps" else threat_text(last[key].threat))
-        for key in keys
-    ]
-    rows = [
-        [value, *(result_cell(at.get((value, key))) for key in keys)]
-        for value in dict.fromkeys(value for value, _ in points)
-    ]
-    n = extent([r.n for _, r in points])
-    caption = f"Accuracy on {n} test images by {variable}, with 95 % intervals"
-    return table(caption, [variable, *heads], rows)
 
 
 def _matrices(matrices: Sequence[Fields], level: int) -> Iterator[Block]:
@@ -197,31 +188,28 @@ def _matrices(matrices: Sequence[Fields], level: int) -> Iterator[Block]:
     yield Heading(level, "Transfer between members")
     yield Paragraph("Each member is attacked alone, and all members predict.")
     for fields in matrices:
-        members = range(len(fields["matrix"][0]))
-        rows = [
-            [f"member {i + 1} predicts", *(_matrix_cell(fields, i, j) for j in members)]
-            for i in range(len(fields["matrix"]))
-        ]
-        columns = ["prediction", *(f"member {j + 1} attacked>" for j in members)]
-        yield table(_matrix_caption(fields), columns, rows, kind="matrix")
+        columns = [f"member {j + 1} attacked>" for j in range(len(fields["matrix"][0]))]
+        rows: list[list[object]] = []
+        for i, shares in enumerate(fields["matrix"]):
+            intervals = [_interval(fields, i, j) for j in range(len(shares))]
+            pairs = zip(shares, intervals, strict=True)
+            cells = [accuracy_cell(share, interval, shaded=True) for share, interval in pairs]
+            rows.append([f"member {i + 1} predicts", *cells])
+        n, stage, threat = fields.get("n"), fields.get("stage"), threat_text(fields.get("threat"))
+        within = f" ({threat})" if threat else ""
+        of = f"{n:,} {split_of(str(stage))}" if isinstance(n, int) else split_of(str(stage))
+        epoch = f" at epoch {fields['epoch']}" if stage != "test" and "epoch" in fields else ""
+        caption = f"{fields.get('name')}{within}: accuracy on {of} images{epoch}"
+        yield table(caption, ["prediction", *columns], rows, kind="matrix")
 
 
-def _matrix_caption(fields: Fields) -> str:
-    attack, stage, n = (fields.get(key) for key in ("name", "stage", "n"))
-    of = f"{images(n)} {split_of(str(stage))}" if isinstance(n, int) else split_of(str(stage))
-    threat = threat_text(fields.get("threat"))
-    within = f" ({threat})" if threat else ""
-    epoch = f" at epoch {fields['epoch']}" if stage != "test" and "epoch" in fields else ""
-    return f"{attack}{within}: accuracy on {of} images{epoch}"
-
-
-def _matrix_cell(fields: Fields, i: int, j: int) -> Cell:
+def _interval(fields: Fields, i: int, j: int) -> Interval:
+    """Return an interval of a matrix; None where the record has none there."""
     try:
         interval = fields["intervals"][i][j]
     except (KeyError, IndexError, TypeError):
-        interval = None
-    interval = interval if is_interval(interval) else None
-    return accuracy_cell(fields["matrix"][i][j], interval, shaded=True)
+        return None
+    return interval if is_interval(interval) else None
 
 
 def votes(records: Sequence[Fields], level: int) -> Iterator[Block]:
@@ -239,7 +227,7 @@ def votes(records: Sequence[Fields], level: int) -> Iterator[Block]:
         for (*names, distance), by_rule in cells.items()
     ]
     columns = ["attack", "ensemble", "members>", "dissimilarity>", *(f"{rule}>" for rule in rules)]
-    caption = f"Accuracy on {images(records[0]['n'])} {split_of(str(records[0]['stage']))} images"
+    caption = f"Accuracy on {records[0]['n']:,} {split_of(str(records[0]['stage']))} images"
     yield table(caption, columns, rows, kind="matrix")
 
 
@@ -257,18 +245,14 @@ def _gallery(run: Run, level: int, folder: Path) -> Iterator[Block]:
     if rest:
         yield Heading(level, "Pictures")
     for path in rest:
-        fields = run.others.get(path.stem, {})
-        facts = ", ".join(
+        facts = [
             f"{key} {short(value)}"
-            for key, value in fields.items()
-            if key not in HIDDEN and _in_caption(value)
-        )
-        caption = ": ".join(filter(None, [path.stem.replace("_", " "), facts]))
+            for key, value in run.others.get(path.stem, {}).items()
+            if key not in HIDDEN and isinstance(value, int | float | str)
+            if 0 < len(str(value)) <= LONG
+        ]
+        caption = ": ".join(filter(None, [path.stem.replace("_", " "), ", ".join(facts)]))
         yield picture(path, caption, folder)
-
-
-def _in_caption(value: Any) -> bool:
-    return isinstance(value, int | float | str) and 0 < len(str(value)) <= LONG
 
 
 def _provenance(run: Run, final: Sequence[AttackResult]) -> Iterator[Block]:
