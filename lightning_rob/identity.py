@@ -1,7 +1,7 @@
 """Identity of attacks, modules and data: as readable plain data, as fingerprints, as cache keys.
 
 A digest covers weights, buffers, attributes and the source files of the user's code. It does not
-see code or a global variable that a script changes at run time.
+see what a script changes at run time: methods, attributes of a class, global variables, hooks.
 """
 
 import ast
@@ -18,7 +18,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path, PurePath
-from types import CellType, CodeType, ModuleType, SimpleNamespace
+from types import CellType, ModuleType, SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 DIGITS = 16  # hexadecimal digits of a fingerprint or key
 TORCH_ATTRIBUTES = set(vars(nn.Module())) | {"training"}
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 NUMBERS = (bool, int, float, complex, str, bytes, tuple, Tensor, np.ndarray, np.generic)
 CONTAINERS = (list, dict, set, frozenset, deque, SimpleNamespace)
 TEXTS = (range, slice, PurePath, torch.device, torch.dtype, Enum)
@@ -138,26 +137,23 @@ class _Digests:
             return [self.of(value.__func__), self.of(value.__self__)]
         if not inspect.isfunction(value):
             return self.of(wrapped) if wrapped else _name(value)
+        # Values that a local function holds are arguments, as those of a partial.
         cells = [None if c == CellType() else c.cell_contents for c in value.__closure__ or ()]
-        read = [value.__defaults__, value.__kwdefaults__, cells, wrapped]
-        # A library's code changes with its version; its bytes would also with Python's.
-        code = [] if _is_library(value.__module__) else _code(value.__code__)
-        return [_name(value), _sources(value.__module__), code, self.of(read)]
+        held = [value.__defaults__, value.__kwdefaults__, cells, wrapped]
+        if _is_library(value.__module__):
+            return [_name(value), self.of(held)]
+        # Two lambdas of one line have one name, but not one place.
+        place = [*value.__code__.co_positions()]
+        return [_name(value), place, self._source(value), self.of(held)]
 
     def _class(self, kind: type) -> Any:
-        """Return a class by its name and, if it is the user's, its source files and members.
-
-        A function may make several classes of one name, which differ by their members alone.
-        """
         users = [base for base in kind.__mro__ if not _is_library(base.__module__)]
-        members = [
-            (name, member)
-            for base in users
-            for name, member in vars(base).items()
-            if not name.startswith("__annotate")  # since Python 3.14: functions of all members
-            and (inspect.isfunction(member) or (isinstance(member, NUMBERS) and name[:2] != "__"))
-        ]
-        return [_name(kind), [_sources(base.__module__) for base in users], self.of(members)]
+        return [_name(kind), *map(self._source, users)]
+
+    def _source(self, value: Any) -> str:
+        """Return a digest of the files behind a class or function; in a notebook there is none."""
+        found = getattr(sys.modules.get(value.__module__), "__file__", None)
+        return _sources(value.__module__) if found else self._unknown(value)
 
     def _object(self, value: Any) -> Any:
         kind = self.of(type(value))
@@ -177,9 +173,8 @@ class _Digests:
         if isinstance(value, torch.jit.ScriptModule):
             code = value._c.dump_to_str(code=True, attrs=True, params=False)
             return [re.sub(r" at 0x\w+| # .*", "", code), self.of(state)]
-        hooks = [[*getattr(value, name).values()] for name in HOOKS]
         code = value.code if isinstance(value, torch.fx.GraphModule) else None
-        return [code, *map(self.of, (_arguments(value), hooks, state))]
+        return [code, *map(self.of, (_arguments(value), state))]
 
     def _unknown(self, value: Any) -> str:
         """Return a text that no other process produces."""
@@ -193,18 +188,6 @@ def _hashed(parts: Any) -> str:
 
 def _name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
-
-
-def _code(code: CodeType) -> list[Any]:
-    """Return what a function does: functions of one file and name may differ by this alone."""
-    return [code.co_code, code.co_names, *map(_constant, code.co_consts)]
-
-
-def _constant(value: Any) -> Any:
-    if inspect.iscode(value):
-        return _code(value)
-    # The order of a set differs from process to process.
-    return sorted(map(repr, value)) if isinstance(value, frozenset) else value
 
 
 @cache
@@ -252,13 +235,11 @@ def _arguments(value: Any) -> dict[str, Any]:
     """
     if _is_library(type(value).__module__):  # whose private state may be a cache
         return _public_attributes(value)
-    counts = _is_argument if isinstance(value, nn.Module) else _is_number
+    is_network = isinstance(value, nn.Module)
     own = {k: v for k, v in vars(value).items() if k.startswith("_") and k not in _volatile()}
-    return _public_attributes(value) | {k: v for k, v in own.items() if counts(v)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, NUMBERS)
+    return _public_attributes(value) | {
+        k: v for k, v in own.items() if isinstance(v, NUMBERS) or (is_network and _is_argument(v))
+    }
 
 
 def _is_argument(value: Any) -> bool:
@@ -315,5 +296,6 @@ def check_describable(value: Any) -> None:
     if digests.opaque:
         raise ValueError(
             f"files in a cache are named after what they depend on, and {value!r} does not tell "
-            "what it does: make it a frozen dataclass or a named function, or give no cache"
+            "what it does: make it a frozen dataclass or a named function of a file, or give no "
+            "cache"
         )

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -21,50 +20,8 @@ FRACTION = re.compile(r"(-?\d+(?:\.\d+)?)\s*/\s*(?!0+(?:\.0+)?$)(\d+(?:\.\d+)?)"
 Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-@dataclass
-class OpenNode:
-    """A mapping or list whose end has not been read yet.
-
-    Args:
-        anchor: its name for aliases.
-        keys: of a mapping, the keys read so far; None for a list.
-        children: number read so far, keys and values alike.
-        nodes: number of nodes in it, including itself, with aliases written out.
-    """
-
-    anchor: str | None
-    keys: set[str] | None = None
-    children: int = 0
-    nodes: int = 1
-
-
-@dataclass
-class ParserState:
-    """State of the validation after the events read so far.
-
-    Args:
-        stack: open nodes, outermost first.
-        sizes: number of nodes under each anchor; None while the node is open.
-    """
-
-    stack: list[OpenNode] = field(default_factory=lambda: [OpenNode(None)])
-    sizes: dict[str, int | None] = field(default_factory=dict)
-
-    def add(self, nodes: int, line: int, key: str | None = None) -> None:
-        """Add a child to the innermost open node."""
-        parent = self.stack[-1]
-        if parent.keys is not None and parent.children % 2 == 0 and key is not None:
-            if key in parent.keys:
-                raise ValueError(f"line {line}: the key {key!r} is given twice: keep one of them")
-            parent.keys.add(key)
-        parent.children += 1
-        parent.nodes += nodes
-        if parent.nodes > MAX_NODES:
-            raise ValueError(f"line {line}: more than {MAX_NODES:,} values, aliases written out")
-
-
 def validate(text: str) -> None:
-    """Check a YAML text event by event, without building objects from it.
+    """Check a YAML text without building objects from it.
 
     Raises:
         ValueError: a Python tag, a duplicate key, a cycle, too deep or too large.
@@ -72,7 +29,9 @@ def validate(text: str) -> None:
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"{len(text):,} characters of YAML, at most {MAX_CHARACTERS:,} are read")
-    state = ParserState()
+    # Events come one by one: the tree is built only once it is known to be flat and small, for
+    # deep ones overflow the stack.
+    depth = nodes = 0
     for event in yaml.parse(text, Loader=Loader):
         line = event.start_mark.line + 1 if event.start_mark else 0
         tag = getattr(event, "tag", None) or ""
@@ -81,31 +40,53 @@ def validate(text: str) -> None:
             raise ValueError(
                 f"line {line}: the tag !!{kind} asks for Python objects: a recipe is plain data"
             )
-        _advance(state, event, line)
-
-
-def _advance(state: ParserState, event: yaml.Event, line: int) -> None:
-    if isinstance(event, yaml.AliasEvent):
-        size = state.sizes.get(event.anchor or "", 1)
-        if size is None:
-            raise ValueError(f"line {line}: *{event.anchor} is inside what it stands for: a cycle")
-        state.add(size, line)
-    elif isinstance(event, yaml.ScalarEvent):
-        if event.anchor:
-            state.sizes[event.anchor] = 1
-        state.add(1, line, event.value)
-    elif isinstance(event, yaml.CollectionStartEvent):
-        if len(state.stack) > MAX_DEPTH:
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        nodes += isinstance(event, yaml.NodeEvent)
+        if depth > MAX_DEPTH:
             raise ValueError(f"line {line}: more than {MAX_DEPTH} levels of lists and mappings")
-        keys: set[str] | None = set() if isinstance(event, yaml.MappingStartEvent) else None
-        state.stack.append(OpenNode(event.anchor, keys))
-        if event.anchor:
-            state.sizes[event.anchor] = None
-    elif isinstance(event, yaml.CollectionEndEvent):
-        closed = state.stack.pop()
-        if closed.anchor:
-            state.sizes[closed.anchor] = closed.nodes
-        state.add(closed.nodes, line)
+        _check_size(nodes, line)
+    if (root := yaml.compose(text, Loader=Loader)) is not None:
+        _count(root, {})
+
+
+def _count(node: yaml.Node, counted: dict[yaml.Node, int | None]) -> int:
+    """Return the number of nodes in a tree with aliases written out, and check its keys.
+
+    Args:
+        node: root of the tree.
+        counted: numbers of the nodes seen so far; None while a node is open.
+    """
+    line = node.start_mark.line + 1
+    if node in counted:
+        if (known := counted[node]) is None:
+            raise ValueError(f"line {line}: an alias is inside what it stands for: a cycle")
+        return known
+    counted[node] = None
+    children: list[yaml.Node] = []
+    if isinstance(node, yaml.SequenceNode):
+        children = node.value
+    elif isinstance(node, yaml.MappingNode):
+        children = [part for pair in node.value for part in pair]
+        keys: set[str | yaml.Node] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in keys:
+                at = key.start_mark.line + 1
+                raise ValueError(
+                    f"line {at}: the key {key.value!r} is given twice: keep one of them"
+                )
+            keys.add(key.value if isinstance(key, yaml.ScalarNode) else key)
+    nodes = 1
+    for child in children:
+        nodes += _count(child, counted)
+        _check_size(nodes, line)
+    counted[node] = nodes
+    return nodes
+
+
+def _check_size(nodes: int, line: int) -> None:
+    if nodes > MAX_NODES:
+        raise ValueError(f"line {line}: more than {MAX_NODES:,} values, aliases written out")
 
 
 def parse_fractions(value: Any) -> Any:
