@@ -148,7 +148,10 @@ class _Digests:
 
     def _class(self, kind: type) -> Any:
         users = [base for base in kind.__mro__ if not _is_library(base.__module__)]
-        return [_name(kind), *map(self._source, users)]
+        # Local classes of one name may differ by what their methods hold, or by their place.
+        local = [vars(base) for base in users if "<locals>" in base.__qualname__]
+        methods = [part for own in local for part in own.values() if inspect.isfunction(part)]
+        return [_name(kind), *map(self._source, users), *map(self.of, methods)]
 
     def _source(self, value: Any) -> str:
         """Return a digest of the files behind a class or function; in a notebook there is none."""

@@ -68,6 +68,19 @@ def test_a_fingerprint_distinguishes_defenses_of_the_same_weights():
     assert fingerprint(Single(net)) != prints["net"]
 
 
+def test_local_classes_of_one_name_are_distinguished_by_what_they_hold():
+    def made(by):
+        class Net(TinyNet):
+            def forward(self, x):
+                return by * super().forward(x)
+
+        torch.manual_seed(0)
+        return Net()
+
+    prints = [fingerprint(made(by)) for by in (1.0, 2.0, 1.0)]
+    assert prints[0] == prints[2] != prints[1]
+
+
 class Helper:
     """Holds the network that holds it."""
 

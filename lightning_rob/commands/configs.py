@@ -332,13 +332,12 @@ class MissingRun(ValueError):
 
 @dataclass(frozen=True)
 class MonitorConfig(CommandConfig):
-    r"""Follow the checkpoints of a run, or a deployed one.
+    """Follow the checkpoints of a run, or a deployed one.
 
     Each new one is attacked; the images that became vulnerable are named, and an alarm is
     raised when it is worse. The exit code is 1 after an alarm. Started again it resumes.
 
-      lightning-rob monitor logs/version_0 --suite callbacks/rec_suite.yaml \
-          --alarm robust/worst=0.40 --drop significant --notify https://example.com/hook
+      lightning-rob monitor logs/version_0 --alarm robust/worst=0.40 --drop significant
 
     Args:
         run: folder, file, s3://… or mlflow:models/NAME@ALIAS; or first argument
