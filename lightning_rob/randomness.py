@@ -2,8 +2,9 @@
 
 import math
 import random
+import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
@@ -160,7 +161,7 @@ def seed_from(drawn: Tensor) -> int:
 
 @contextmanager
 def seeded_global_rng(generator: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Seed torch's global streams, from which dropout draws, by a generator; then restore them.
+    """Seed the global streams of torch, numpy and Python by a generator; then restore them.
 
     Args:
         generator: on the CPU; one number is drawn.
@@ -168,29 +169,38 @@ def seeded_global_rng(generator: torch.Generator, device: torch.device) -> Itera
     """
     seed = int(torch.randint(2**62, (), generator=generator))
     on_gpu = device.type == "cuda"
-    with torch.random.fork_rng([device] if on_gpu else []):
-        torch.default_generator.manual_seed(seed)
-        if on_gpu:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng([device] if on_gpu else []):
+            torch.default_generator.manual_seed(seed)
+            if on_gpu:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+            yield
+    finally:
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
 
 
-@contextmanager
-def own_streams(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed the global streams of torch, numpy and Python; then restore them.
+def own_streams(seed: int, device: torch.device | None = None) -> AbstractContextManager[None]:
+    """Seed the global streams as `seeded_global_rng`, by a number.
 
     Args:
-        seed: seed of all three.
+        seed: seed of all of them.
         device: its stream is seeded in addition to the CPU's.
     """
-    of_numpy, of_python = np.random.get_state(), random.getstate()
-    generator = torch.Generator().manual_seed(seed)
-    with seeded_global_rng(generator, device or torch.device("cpu")):
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        try:
-            yield
-        finally:
-            np.random.set_state(of_numpy)
-            random.setstate(of_python)
+    return seeded_global_rng(torch.Generator().manual_seed(seed), device or torch.device("cpu"))
+
+
+def seed_of(generator: Generator) -> int:
+    """Return a seed that the state of a source of noise determines; nothing is drawn.
+
+    Args:
+        generator: None is torch's global stream.
+    """
+    if isinstance(generator, Streams):
+        return derive_seed(generator.batch_key, generator.counter, *generator.keys.tolist())
+    state = torch.get_rng_state() if generator is None else generator.get_state()
+    return zlib.crc32(state.numpy().tobytes())

@@ -7,6 +7,9 @@ from torch import nn
 class Shared(list):
     """What a network records of its calls, in a list that its working copies share."""
 
+    def __copy__(self):
+        return self
+
 
 class Tap(torch.autograd.Function):
     """The identity; tells of every gradient that passes, and of how many images."""

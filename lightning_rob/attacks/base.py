@@ -1,10 +1,11 @@
 """The base class of attacks, and the contexts in which they run and leave no trace."""
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -25,7 +26,13 @@ from lightning_rob.defenses.per_image import PerImageLayer
 from lightning_rob.errors import ZeroGradientWarning
 from lightning_rob.memory import images_at_once
 from lightning_rob.precision import in_float32
-from lightning_rob.randomness import Generator, Streams, seeded_global_rng
+from lightning_rob.randomness import (
+    Generator,
+    Streams,
+    own_streams,
+    seed_of,
+    seeded_global_rng,
+)
 from lightning_rob.rules import Rule
 from lightning_rob.threat import Norm, Threat
 
@@ -105,6 +112,8 @@ def check_images(x: Tensor, bounds: tuple[float, float]) -> None:
     if not len(x):
         return
     low, high = float(x.min()), float(x.max())
+    if math.isnan(low):
+        raise ValueError(f"images must lie in {list(bounds)}, and have pixels that are NaN")
     if not (bounds[0] - 1e-4 <= low and high <= bounds[1] + 1e-4):
         raise ValueError(
             f"images must lie in {list(bounds)}, got values in [{low:.4g}, {high:.4g}]: give them "
@@ -144,7 +153,8 @@ class Attack(ABC):
             defense: the defense under attack; its modes, weights and gradients stay unchanged.
             x: [B, C, H, W] images within the threat's bounds.
             y: [B] their true labels.
-            generator: the source of random starts and of the defense's draws.
+            generator: the source of random starts and of the defense's draws. With one, the
+                global streams of torch, numpy and Python are as before afterwards.
 
         Returns:
             [B, C, H, W] images within the threat's ball and bounds, detached.
@@ -159,7 +169,9 @@ class Attack(ABC):
         check_images(x, self.threat.bounds)
         check_label_type(y, len(x))
         restore = _restoring(generator)
-        with torch.inference_mode(False):
+        # What a network draws from the global streams is the generator's too, if there is one.
+        streams = nullcontext() if generator is None else own_streams(seed_of(generator), x.device)
+        with torch.inference_mode(False), streams:
             x, y = x.detach().clone(), y.clone()
             if not len(x):
                 return x

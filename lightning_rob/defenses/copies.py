@@ -6,19 +6,25 @@ into itself when it predicts are therefore those of a copy.
 """
 
 import copy
+import random
 import sys
+import zlib
+from argparse import Namespace
+from collections import deque
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 M = TypeVar("M", bound=nn.Module)
-Memo = dict[int, Any]  # id of a module, weight or tensor -> its copy
+Memo = dict[int, Any]  # id of an object -> its copy
 
 # The state of each working copy when it was made. A deep copy of one is another module, which
 # adapts as it likes.
@@ -26,26 +32,29 @@ _states: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 ORIGIN = "_working_copy_of"  # the attribute of a copy that refers to its original, weakly
 OWN_FIELDS = ("_parameters", "_buffers", "_modules")
-SHARED_FROM = 2**26  # bytes of a plain tensor from which it is taken for a data set, and shared
+SHARED_FROM = 2**26  # bytes of a plain tensor or array from which it is a data set, and shared
 NO_STATE = {"training", ORIGIN, *OWN_FIELDS}  # attributes that evaluations set themselves
-LONGEST = 1000  # entries of a list or dict that may hold modules
+LONGEST = 1000  # entries of a container; those of longer ones, such as paths of files, are shared
+DEEPEST = 20  # containers and objects inside each other
+NAMESPACES = (SimpleNamespace, Namespace)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# Their objects (trainers, loggers, locks, files) are shared; those of users may hold state.
+LIBRARIES = sys.stdlib_module_names | {"lightning_rob", "lightning", "pytorch_lightning"}
+LIBRARIES |= {"torch", "torchvision", "torchmetrics", "kornia", "numpy", "builtins"}
 
 
 def working_copy(module: M) -> M:
     """Return a copy of a module with weights, buffers and attributes of its own.
 
-    Weights are constants without gradients, and no tensor is one of inference mode. Attributes,
-    hooks and functions that refer to modules inside refer to the copies of these. Parts that refer
-    to themselves in compiled code (TorchScript, `torch.compile`) and lazy modules without weights
-    are shared with the original.
+    Weights are constants without gradients, and no tensor is one of inference mode. Containers,
+    arrays, generators of random numbers, functions and objects of the user's classes are copied
+    too, so that what they refer to inside is the copy. Shared with the original are parts that
+    refer to themselves in compiled code (TorchScript, `torch.compile`), lazy modules without
+    weights, plain tensors and arrays above 64 MiB, the entries of containers of over 1,000, and
+    whatever `copy.copy` does not copy.
     """
-    shared = {id(inner) for part in module.modules() if _is_bound(part) for inner in part.modules()}
-    tree = [part for part in module.modules() if id(part) not in shared]
-    memo: Memo = {id(part): object.__new__(type(part)) for part in tree}
     with torch.inference_mode(False):
-        for part in tree:
-            _fill(memo[id(part)], part, memo)
-    copied: M = memo.get(id(module), module)
+        copied: M = _copied(module, {})
     _states[copied] = _state(copied)
     return copied
 
@@ -84,31 +93,66 @@ def original(module: M) -> M:
 def _state(module: nn.Module) -> dict[str, Any]:
     """Return what shows a change of each weight, buffer and attribute, by name."""
     found: dict[str, Any] = {}
+    seen: set[int] = set()
     for prefix, part in module.named_modules():
         own: dict[str, Any] = dict(part.named_parameters(recurse=False))
         own |= part.named_buffers(recurse=False)
-        if not _is_built_in(part):
+        # Kornia's modules keep what they drew last, for whoever wants to draw the same again.
+        if not type(part).__module__.startswith(("torch.nn.modules.", "kornia.")):
             own |= {name: value for name, value in part.__dict__.items() if name not in NO_STATE}
         dots = prefix and f"{prefix}."
-        found |= {f"{dots}{name}": _mark(value) for name, value in own.items()}
+        found |= {f"{dots}{name}": _mark(value, seen) for name, value in own.items()}
     return found
 
 
-def _mark(value: Any, depth: int = 2) -> Any:
+def _mark(value: Any, seen: set[int], depth: int = DEEPEST) -> Any:
     """Return something small that differs once a value has changed."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        return id(value), 0 if value.is_inference() else value._version
-    if isinstance(value, list | tuple | set | dict) and depth and len(value) <= LONGEST:
-        names = tuple(map(repr, value)) if isinstance(value, dict) else ()
-        parts = value.values() if isinstance(value, dict) else value
-        return type(value), names, tuple(_mark(part, depth - 1) for part in parts)
-    return id(value)
+        return id(value), 0 if is_lazy(value) or value.is_inference() else value._version
+    if isinstance(value, np.ndarray):
+        small = value.nbytes <= SHARED_FROM and not value.dtype.hasobject
+        return id(value), zlib.crc32(value.tobytes()) if small else 0
+    if isinstance(value, GENERATORS):
+        return _state_of(value)
+    parts = _parts(value)
+    if parts is None or id(value) in seen or not depth:
+        return id(value)
+    seen.add(id(value))
+    if len(parts) > LONGEST:
+        return id(value), len(parts)
+    names = tuple(map(repr, parts)) if isinstance(parts, dict) else ()
+    inside = parts.values() if isinstance(parts, dict) else parts
+    return id(value), names, tuple(_mark(part, seen, depth - 1) for part in inside)
 
 
-def _is_built_in(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules")
+def _parts(value: Any) -> Any:
+    """Return the entries of a container, or the attributes of an object; None for all else."""
+    if isinstance(value, list | tuple | set | deque | dict):
+        return value
+    return vars(value) if _is_plain(value) else None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a copy may stand for an object: it is of a user's class, and holds no resource."""
+    kind = type(value)
+    if isinstance(value, NAMESPACES):
+        return True
+    users = kind.__module__.partition(".")[0] not in LIBRARIES and hasattr(value, "__dict__")
+    apart = isinstance(value, type | nn.Module | Enum | BaseException) or callable(
+        getattr(kind, "__del__", None)
+    )
+    return users and not apart
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    state = generator.get_state() if isinstance(generator, np.random.RandomState) else ""
+    return repr(state or generator.bit_generator.state)
 
 
 def _is_bound(module: nn.Module) -> bool:
@@ -125,15 +169,27 @@ def _is_bound(module: nn.Module) -> bool:
     return any(tensor is not None and is_lazy(tensor) for tensor in tensors)
 
 
+def _copied_module(module: nn.Module, memo: Memo) -> nn.Module:
+    for part in module.modules():
+        if _is_bound(part):
+            memo.update((id(inner), inner) for inner in part.modules())
+    tree = [part for part in module.modules() if id(part) not in memo]
+    memo.update((id(part), object.__new__(type(part))) for part in tree)
+    for part in tree:
+        _fill(memo[id(part)], part, memo)
+    copied: nn.Module = memo[id(module)]
+    return copied
+
+
 def _fill(copied: nn.Module, module: nn.Module, memo: Memo) -> None:
     values = module.__dict__
-    simple = _is_built_in(module) and not isinstance(module, nn.RNNBase)
-    numbers_only = simple and not _has_hooks(module)
-    for name, value in values.items():
-        copied.__dict__[name] = value if numbers_only else _copied(value, memo)
-    for field in OWN_FIELDS:
-        parts = {name: _copied(part, memo) for name, part in values[field].items()}
+    simple = type(module).__module__.startswith("torch.nn.modules.")
+    numbers_only = simple and not isinstance(module, nn.RNNBase) and not _has_hooks(module)
+    for field in OWN_FIELDS:  # first: these tensors are copied whatever their size
+        parts = {name: _copied(part, memo, registered=True) for name, part in values[field].items()}
         copied.__dict__[field] = type(values[field])(parts)
+    for name in (name for name in values if name not in OWN_FIELDS):
+        copied.__dict__[name] = values[name] if numbers_only else _copied(values[name], memo)
     copied.__dict__[ORIGIN] = ref(original(module))
 
 
@@ -142,47 +198,74 @@ def _has_hooks(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or any(hooks)
 
 
-def _copied(value: Any, memo: Memo, depth: int = 3) -> Any:
+def _copied(value: Any, memo: Memo, depth: int = DEEPEST, registered: bool = False) -> Any:
     """Return a value in which the copies take the place of modules, weights and tensors."""
     if id(value) in memo:
         return memo[id(value)]
-    if isinstance(value, Tensor):
-        return memo.setdefault(id(value), _copied_tensor(value))
+    if isinstance(value, nn.Module):
+        return _copied_module(value, memo)
+    if isinstance(value, Tensor | np.ndarray | torch.Generator):
+        return memo.setdefault(id(value), _copied_numbers(value, registered))
+    if isinstance(value, GENERATORS):
+        return memo.setdefault(id(value), copy.deepcopy(value))
     if depth == 0:
         return value
     inside = partial(_copied, memo=memo, depth=depth - 1)
-    if type(value) in (list, tuple, set) and len(value) <= LONGEST:
-        return type(value)(map(inside, value))
-    if isinstance(value, dict) and len(value) <= LONGEST:
-        copied = copy.copy(value)  # of its own kind, such as the ordered ones that hold hooks
-        for key, part in value.items():
-            copied[key] = inside(part)
-        return copied
     if isinstance(value, MethodType):
         return MethodType(value.__func__, inside(value.__self__))
     if isinstance(value, partial):
         named = {name: inside(part) for name, part in value.keywords.items()}
         return partial(inside(value.func), *map(inside, value.args), **named)
-    return _copied_function(value, inside) if isinstance(value, FunctionType) else value
+    if isinstance(value, FunctionType):
+        return _copied_function(value, inside)
+    parts = _parts(value)
+    return value if parts is None else _copied_parts(value, parts, memo, inside)
 
 
-def _copied_tensor(value: Tensor) -> Tensor:
+def _copied_parts(value: Any, parts: Any, memo: Memo, inside: Callable[[Any], Any]) -> Any:
+    """Return a copy of a container or object, with copies of what is inside."""
+    if type(value) is tuple:  # by value: whatever holds itself does so by something else
+        return tuple(map(inside, value))
+    try:
+        copied = copy.copy(value)  # of its own kind, such as the ordered ones that hold hooks
+    except Exception:  # it holds a lock, a file or the like
+        return value
+    memo[id(value)] = copied
+    if len(parts) > LONGEST or copied is value:
+        return copied
+    if isinstance(value, list):
+        copied[:] = map(inside, value)
+    elif isinstance(value, set | deque):
+        copied.clear()
+        getattr(copied, "update" if isinstance(value, set) else "extend")(map(inside, value))
+    elif isinstance(value, tuple):  # with names
+        memo[id(value)] = copied = type(value)._make(map(inside, value))  # type: ignore[attr-defined]
+    else:
+        held = copied if isinstance(value, dict) else copied.__dict__
+        for key, part in parts.items():
+            held[key] = inside(part)
+    return copied
+
+
+def _copied_numbers(value: Any, registered: bool) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
     if isinstance(value, nn.Parameter):
         return nn.Parameter(value.detach().clone(), requires_grad=False)
-    large = value.numel() * value.element_size() > SHARED_FROM
-    return value if large else value.detach().clone()
+    if value.nbytes > SHARED_FROM and not registered:
+        return value
+    return value.copy() if isinstance(value, np.ndarray) else value.detach().clone()
 
 
 def _copied_function(value: FunctionType, inside: Callable[[Any], Any]) -> FunctionType:
-    """Return a function whose closure refers to copies; itself where it refers to no module."""
+    """Return a function whose closure refers to copies; itself where it refers to none."""
     cells = value.__closure__ or ()
     try:
         before = [cell.cell_contents for cell in cells]
     except ValueError:  # a name that is not bound yet
         return value
     after = [inside(content) for content in before]
-    pairs = zip(before, after, strict=True)
-    if not any(isinstance(b, nn.Module | MethodType) and a is not b for a, b in pairs):
+    if all(a is b for a, b in zip(before, after, strict=True)):
         return value
     copied = FunctionType(
         value.__code__,

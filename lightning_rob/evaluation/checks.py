@@ -4,6 +4,7 @@ Every evaluation makes them on its first images, and the audit on all of its own
 of the margin, the largest wrong logit minus the label's, unless cross-entropy is named.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,10 +43,10 @@ from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng, un
 NO_PATH = "nothing leads from the outputs back to the image"
 MARGIN = ObjectiveGradient(expected_margin)
 SMALL_CHANGE = 1e-5  # of the pixels' range: far below the 1/255 of a grey level, above rounding
-DIRECTIONS = 4  # random corners, of each image
+DIRECTIONS = 4  # random corners, of each image; more where there are few images
 NEAR, FAR = 1e-3, 4 / 255  # rounding to grey levels has a slope over the second width only
 LEAST_CORRELATION = 0.8  # a gradient of half of the pixels, the others cut, has 0.7
-FEWEST_PAIRS = 50
+FEWEST_PAIRS = 50  # of a slope and a difference
 UNCLAMP = (
     "Attack with PGD(backward=InsideBounds()), any other attack as WithBackward(attack, "
     "InsideBounds()); or take the clamp off the network: images lie within the bounds anyway."
@@ -106,12 +107,19 @@ class CheckBatch:
         x: [B, C, H, W] images.
         y: [B] labels.
         index: [B] the images' indices, by which noise is keyed; None for the positions.
+        directions: in which slopes of each image are compared with differences, at least.
     """
 
     def __init__(
-        self, target: CheckTarget, x: Tensor, y: Tensor, index: Tensor | None = None
+        self,
+        target: CheckTarget,
+        x: Tensor,
+        y: Tensor,
+        index: Tensor | None = None,
+        directions: int = DIRECTIONS,
     ) -> None:
         self.target = target
+        self.directions = directions
         self.x, self.y = x.detach().clone(), y  # a network may write to them
         self.index = torch.arange(len(x), device=x.device) if index is None else index
         self.near: Tensor | None = None  # see `slope_near`
@@ -157,12 +165,17 @@ class CheckBatch:
     @cached_property
     def differentiable(self) -> bool:
         """Whether the logits depend on the images by operations that have a gradient."""
-        return self.gradients is not None
+        return self.margin_gradient is not None
+
+    @cached_property
+    def margin_gradient(self) -> Tensor | None:
+        """The gradient [B, C, H, W] of the margin; None without one."""
+        return self.gradient(expected_margin)
 
     @cached_property
     def gradients(self) -> tuple[Tensor, Tensor] | None:
         """The gradients [B, D] of margin and loss; None without a gradient."""
-        margin, loss = self.gradient(expected_margin), self.gradient(expected_ce)
+        margin, loss = self.margin_gradient, self.gradient(expected_ce)
         if margin is None or loss is None:
             return None
         return margin.flatten(1), loss.flatten(1)
@@ -375,8 +388,10 @@ def in_double(
     try:
         with attacking(doubled(defense)) as copied:
             return measure(copied, batch.x.double()).to(batch.x)
-    except RuntimeError:
-        with attacking(defense) as copied:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # code that takes float32 only may raise anything
+        with attacking(fresh(defense)) as copied:
             return measure(copied, batch.x)
 
 
@@ -403,18 +418,19 @@ def _agreement(batch: CheckBatch, width: float, defense: Defense, x: Tensor) -> 
     side = high - low
     inside = x.detach().clamp(low + FAR * side, high - FAR * side)  # room on both sides
     gradient = _margin_gradient(batch, defense, inside)
+    unknown = batch.nonfinite | (gradient == 0).flatten(1).all(1)
+    least = math.ceil(FEWEST_PAIRS / max(1, int((~unknown).sum())))
     slopes, differences = [], []
     streams = batch.noise("slope")  # each image's corners are from its own stream
-    for _ in range(DIRECTIONS):
+    for _ in range(max(batch.directions, least)):
         draws = uniform(inside, *inside.shape[1:], generator=streams)
         corner = torch.where(draws < 0.5, -1.0, 1.0).to(inside)
         step = width * side * corner
         up, down = (_margin(batch, defense, end) for end in (inside + step, inside - step))
         slopes.append((gradient * corner).flatten(1).sum(1))
         differences.append(up - down)
-    return _cosine(torch.stack(slopes, 1), torch.stack(differences, 1)).masked_fill(
-        batch.nonfinite | (gradient == 0).flatten(1).all(1), torch.nan
-    )
+    found = _cosine(torch.stack(slopes, 1), torch.stack(differences, 1))
+    return found.masked_fill(unknown, torch.nan)
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
@@ -665,8 +681,8 @@ def randomness(target: CheckTarget, columns: Columns) -> Finding:
         return Finding(
             "severe",
             f"The same seed gives other logits for {images_of(columns['is_nondeterministic'])}: "
-            "noise from numpy, Python or the system, or a state. No accuracy of it can be "
-            "reproduced.",
+            "noise from the system or from a generator of its own, or a state. No accuracy of it "
+            "can be reproduced.",
             "Draw from the generator that `logits` is given, or from torch's random stream.",
         )
     if target.exact and columns["is_random"].any():
@@ -797,12 +813,11 @@ def slope(target: CheckTarget, columns: Columns) -> Finding:
     if reason := _why_no_slope(target, columns):
         return not_checked(reason)
     near, far = columns["slope_near"], columns["slope_far"]
-    pairs = DIRECTIONS * min(len(known(near)), len(known(far)))
-    if pairs < FEWEST_PAIRS:
-        reason = f"{pairs} pairs of a slope and a difference, at least {FEWEST_PAIRS} are needed"
-        return not_checked(reason)
+    images = min(len(known(near)), len(known(far)))
+    if not images:
+        return not_checked("no gradient that is finite and not zero")
     best = max(mean(near), mean(far))
-    values = means(near=near, far=far) | {"pairs": pairs}
+    values = means(near=near, far=far) | {"images": images}
     explains = f"explains {100 * max(best, 0.0) ** 2:.3g} % of how the predictions really change"
     if best >= LEAST_CORRELATION:
         return Finding("fine", f"The gradient {explains}.", values=values)
@@ -868,7 +883,12 @@ CHECKS: tuple[Check, ...] = (
 
 
 def checked(
-    target: CheckTarget, x: Tensor, y: Tensor, index: Tensor, checks: Sequence[Check] = CHECKS
+    target: CheckTarget,
+    x: Tensor,
+    y: Tensor,
+    index: Tensor,
+    checks: Sequence[Check] = CHECKS,
+    directions: int = DIRECTIONS,
 ) -> list[Finding]:
     """Return what the checks find of a defense on a few images, the most severe first.
 
@@ -878,8 +898,9 @@ def checked(
         y: [B] labels.
         index: [B] the images' indices, by which noise is keyed.
         checks: which ones.
+        directions: see `CheckBatch`.
     """
-    columns = LazyMeasurements(CheckBatch(target, x, y, index))
+    columns = LazyMeasurements(CheckBatch(target, x, y, index, directions))
     found = [replace(_made(check, target, columns), name=check.__name__) for check in checks]
     return by_severity(found)
 
@@ -890,5 +911,12 @@ def _made(check: Check, target: CheckTarget, columns: Columns) -> Finding:
             return check(target, columns)
         except FoldingError:  # once: this network is not folded a second time
             return check(target, columns)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # of a network that attacks may be able to use all the same
-        return not_checked(f"{type(error).__name__}: {error}")
+        return Finding(
+            "warning",
+            f"This check could not be made, {type(error).__name__}: {error}.",
+            "Let the network take any float32 images, also one alone; then evaluate again.",
+            {"run": False},
+        )

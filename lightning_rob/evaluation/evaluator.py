@@ -20,7 +20,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh, working_copy
 from lightning_rob.defenses.network import CHANGES_INPUT
 from lightning_rob.errors import at_least
-from lightning_rob.evaluation.checks import CheckTarget, checked, randomness
+from lightning_rob.evaluation.checks import CheckTarget, checked, randomness, slope
 from lightning_rob.evaluation.findings import Finding
 from lightning_rob.evaluation.groups import GROUP_SIZE
 from lightning_rob.evaluation.per_image import PerImageResults, predicted_class
@@ -247,7 +247,7 @@ class Evaluator:
             check_predictions(self.defense, clean, y)
             if not torch.equal(given, x):
                 raise ValueError(CHANGES_INPUT)
-        self._check(CLEAN, x[:CHECKED], y[:CHECKED], index[:CHECKED])
+        self._check(CLEAN, x, y, index)
         for name in names:
             if name not in outcomes:
                 began = self.seconds.get(name, 0.0)
@@ -273,12 +273,18 @@ class Evaluator:
         self.to_check.discard(name)
         target = CheckTarget(self.subject, self.bounds, self.settings.seed)
         if name != CLEAN:
+            # A defense may tell attacked images, or large batches, from the clean images of before.
+            some = slice(TRIED)
+            found = checked(target, x[some], y[some], index[some], (randomness,))
+            self.random = self.random or found[0].flagged
+            found += checked(target, x, y, index, (slope,), directions=2)
             known = {finding.name for finding in self.findings}
-            found = [one for one in checked(target, x, y, index, (randomness,)) if one.flagged]
-            self.findings += [one for one in found if one.name not in known]
-            self.random = self.random or bool(found)
+            self.findings += [one for one in found if one.flagged and one.name not in known]
             return
-        self.findings = [one for one in checked(target, x, y, index) if one.flagged]
+        # From all of the group: its first images may be of one class.
+        rows = torch.linspace(0, len(x) - 1, min(CHECKED, len(x)), device=x.device).long()
+        found = checked(target, x[rows], y[rows], index[rows])
+        self.findings = [one for one in found if one.flagged]
         cut = any(finding.name == "bounds" for finding in self.findings)
         if cut and not self.joint:
             self.inside = InsideBounds(HAIR * (self.bounds[1] - self.bounds[0]), self.bounds)
@@ -307,7 +313,7 @@ class Evaluator:
         if sight.recovered:
             self.recovered.add(name)
         if not self.joint:
-            self._check(name, x_adv[:TRIED], y[:TRIED], index[:TRIED])
+            self._check(name, x_adv, y, index)
         self._report(AttackedBatch(name, index, x, y, x_adv, clean[0], found[0]))
         self.seconds[name] += time.perf_counter() - began
         sizes = attack.threat.distance(x_adv, x)

@@ -1,13 +1,18 @@
 """Working copies: the same predictions, and nothing that the original would notice."""
 
+import random
+from collections import OrderedDict, deque
 from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lightning_rob.defenses import Single
 from lightning_rob.defenses.copies import (
+    SHARED_FROM,
     changes,
     fresh,
     keep_changes,
@@ -15,6 +20,16 @@ from lightning_rob.defenses.copies import (
     private,
     working_copy,
 )
+
+
+class Kept:
+    """State outside of a module, in all that may hold some."""
+
+    def __init__(self, layer):
+        self.layer, self.me = layer, self
+        self.array, self.queue = np.zeros(2), deque([torch.zeros(1)])
+        self.inner = SimpleNamespace(table=OrderedDict(a=[[{"b": torch.zeros(1)}]]))
+        self.stream, self.draws = torch.Generator(), random.Random(0)
 
 
 class Parts(nn.Module):
@@ -28,13 +43,14 @@ class Parts(nn.Module):
         self.step, self.call = partial(self._step, self.net), lambda x: self.norm(x)
         self.net.register_forward_hook(lambda module, given, out: out * self.scale)
         self.calls = 0
+        self.kept = Kept(self.norm)
 
     def _step(self, layer, x):
         return layer(x)
 
     def forward(self, x):
         self.calls += 1
-        return self.call(self.step(x)) + sum(layer(x) for layer in self.order)
+        return self.call(self.step(x)) + sum(layer(x) for layer in (*self.order, self.kept.layer))
 
 
 def test_everything_inside_refers_to_the_copy():
@@ -60,6 +76,12 @@ def test_everything_inside_refers_to_the_copy():
         (lambda net: setattr(net, "calls", 7), "calls"),
         (lambda net: net.order.append(1), "order"),
         (lambda net: net.scale.add_(1), "scale"),
+        (lambda net: net.kept.array.__iadd__(1), "kept"),
+        (lambda net: net.kept.queue[0].add_(1), "kept"),
+        (lambda net: net.kept.me.queue.pop(), "kept"),
+        (lambda net: net.kept.inner.table["a"][0][0]["b"].add_(1), "kept"),
+        (lambda net: torch.rand(1, generator=net.kept.stream), "kept"),
+        (lambda net: net.kept.draws.random(), "kept"),
     ],
 )
 def test_what_a_copy_changes_is_told_and_undone(change, name):
@@ -70,6 +92,8 @@ def test_what_a_copy_changes_is_told_and_undone(change, name):
     assert fresh(copied) is copied
     change(copied)
     assert changes(copied) == [name]
+    assert net.kept.draws.getstate() == random.Random(0).getstate()
+    assert not any(value.any() for value in (net.kept.array, net.kept.queue[0]))
     assert changes(fresh(copied)) == []
     keep_changes(copied)
     assert fresh(copied) is copied
@@ -82,6 +106,15 @@ def test_what_is_made_of_copies_is_private():
     assert copied is not defense
     assert private(copied) is copied
     assert private(wrapped := Single(copied.net)) is wrapped
+
+
+def test_a_large_buffer_is_copied_and_a_plain_tensor_of_its_size_is_shared():
+    net = nn.Linear(1, 1)
+    net.data = torch.zeros(SHARED_FROM + 1, dtype=torch.uint8)
+    net.register_buffer("large", net.data.clone())
+    copied = working_copy(net)
+    assert copied.data is net.data
+    assert copied.large is not net.large
 
 
 def test_tensors_of_inference_mode_become_ordinary_ones():

@@ -1,6 +1,7 @@
 """What an evaluation says of figures that mislead, and that it leaves everything as it was."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -76,6 +77,29 @@ class Training(nn.Module):
         return self.net(self.norm(x) * 0.3 + 0.5)
 
 
+class Remembering(nn.Module):
+    """A network that keeps what it has seen in an object, and draws from numpy and Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.seen = trained_net(1).float().eval(), SimpleNamespace(count=np.zeros(1))
+
+    def forward(self, x):
+        self.seen.count += len(x)
+        return self.net(x) + 1e-9 * (np.random.rand() + random.random())
+
+
+def at_random(x):
+    stream = torch.Generator().manual_seed(0)
+    return Turned.apply(x, torch.randn(x[0].shape, generator=stream))
+
+
+def in_float32_only(x):
+    if x.dtype != torch.float32:
+        raise ValueError("float32 images only")
+    return at_random(x)
+
+
 def batchwise(z, x):
     return z + z.mean(0)
 
@@ -94,10 +118,17 @@ BROKEN = {
     "gradients that are not numbers": (lambda x: Turned.apply(x, float("nan")), None, "blind"),
     "gradients of zero": (lambda x: Turned.apply(x, 0.0), None, "blind"),
     "a turned gradient": (lambda x: Turned.apply(x, -1.0), None, "above_clean"),
-    "a gradient at random": (
-        lambda x: Turned.apply(x, torch.randn(1, 6, 6, generator=torch.Generator().manual_seed(0))),
+    "a gradient at random": (at_random, None, "slope"),
+    "a gradient at random, float32 only": (in_float32_only, None, "slope"),
+    "a gradient at random in large batches": (
+        lambda x: at_random(x) if len(x) > 16 else x,
         None,
         "slope",
+    ),
+    "a network that fails on one image": (
+        lambda x: x[: len(x) // (len(x) > 1)],
+        None,
+        "batches",
     ),
     "requires_grad": (None, lambda z, x: z.flip(1) if x.requires_grad else z, "gradients_seen"),
     "grad mode": (
@@ -148,10 +179,20 @@ def test_a_figure_that_misleads_has_a_finding(name):
     assert finding in {one["name"] for one in found.measurement("worst").details["findings"]}
 
 
-@pytest.mark.parametrize("net", [Adapting(), Training()], ids=["weights", "statistics"])
+def test_few_images_have_the_same_findings():
+    with pytest.warns(FindingWarning):
+        assert "slope" in names(evaluate(Around(at_random), PLAIN, [batch(5)]))
+        assert "slope" in names(evaluate(Around(at_random), PLAIN, [batch()], group_size=4))
+
+
+@pytest.mark.filterwarnings("ignore::lightning_rob.errors.FindingWarning")
+@pytest.mark.parametrize(
+    "net", [Adapting(), Training(), Remembering()], ids=lambda net: net._get_name()
+)
 def test_a_network_that_changes_itself_is_left_as_it_was(net):
     before = {name: value.clone() for name, value in net.state_dict().items()}
     (x, y), streams = batch(), (torch.get_rng_state(), random.getstate())
+    drawn = np.random.get_state()[2]
     given = x.clone()
     found = evaluate(net, PLAIN | {"square": Square(THREAT, 20)}, [(x, y)])
     report = audit(Single(net), x[:20], y[:20], THREAT, queries=10)
@@ -162,6 +203,8 @@ def test_a_network_that_changes_itself_is_left_as_it_was(net):
     assert torch.equal(x, given)
     assert torch.equal(torch.get_rng_state(), streams[0])
     assert random.getstate() == streams[1]
+    assert np.random.get_state()[2] == drawn
+    assert not hasattr(net, "seen") or net.seen.count == 0
 
 
 HONEST = {
