@@ -1,7 +1,6 @@
 """The audit of a defense: attacks by its kind, measurements of each image, and all checks."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import checks as basic
 from lightning_rob.evaluation import worst_case
-from lightning_rob.evaluation.checks import LazyMeasurements
+from lightning_rob.evaluation.checks import LazyMeasurements, described, made
 from lightning_rob.evaluation.findings import Columns, by_severity, known
 from lightning_rob.evaluation.records import Result, measured
 from lightning_rob.evaluation.suites import SuiteKind
@@ -90,13 +89,26 @@ def column_names(target: AuditTarget) -> list[str]:
 
 def measure(target: AuditTarget, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     """Return all columns of a batch: [B, len(column_names)]."""
-    return torch.stack(list(AuditMeasurements(AuditBatch(target, x, y, index)).values()), 1)
+    measurements, columns = AuditMeasurements(AuditBatch(target, x, y, index)), []
+    for name in measurements:
+        try:
+            columns.append(measurements[name])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if name not in MEASUREMENTS:  # an attack: without it there is nothing to report
+                raise
+            target.failed[name] = described(error)
+            columns.append(measurements.batch.unknown())
+    return torch.stack(columns, 1)
 
 
 def build_report(target: AuditTarget, columns: Columns, checks: Sequence[Check] = CHECKS) -> Report:
     """Judge the columns [N] of all images together."""
-    findings = [replace(check(target, columns), name=check.__name__) for check in checks]
-    findings = by_severity(findings)
+    complete: Columns = columns
+    if target.failed:
+        complete = {name: one for name, one in columns.items() if name not in target.failed}
+    findings = by_severity(made(check, target, complete) for check in checks)
     title = f"{type(target.defense).__name__} · {KINDS[target.suite.kind]}"
     results = _results(target, columns) if tuple(checks) == CHECKS else []
     return Report(title, results, findings)

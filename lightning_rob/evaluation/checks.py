@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ from lightning_rob.evaluation.findings import (
 from lightning_rob.evaluation.suites import doubled, suite_kind, surrogate_for
 from lightning_rob.objectives import Objective, expected_ce, expected_margin
 from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng, uniform
+
+T = TypeVar("T", bound="CheckTarget")
 
 NO_PATH = "nothing leads from the outputs back to the image"
 MARGIN = ObjectiveGradient(expected_margin)
@@ -78,6 +81,7 @@ class CheckTarget:
         self.seed = seed
         self.kind = suite_kind(defense)
         self.changed: set[str] = set()  # by predicting, see `changes_itself`
+        self.failed: dict[str, str] = {}  # columns that could not be measured: name -> error
 
     @property
     def transductive(self) -> bool:
@@ -901,22 +905,29 @@ def checked(
         directions: see `CheckBatch`.
     """
     columns = LazyMeasurements(CheckBatch(target, x, y, index, directions))
-    found = [replace(_made(check, target, columns), name=check.__name__) for check in checks]
-    return by_severity(found)
+    return by_severity(made(check, target, columns) for check in checks)
 
 
-def _made(check: Check, target: CheckTarget, columns: Columns) -> Finding:
+def made(check: Callable[[T, Columns], Finding], target: T, columns: Columns) -> Finding:
+    """Return what a check finds under its name; a warning where the network fails in it."""
     try:
         try:
-            return check(target, columns)
+            found = check(target, columns)
         except FoldingError:  # once: this network is not folded a second time
-            return check(target, columns)
+            found = check(target, columns)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of a network that attacks may be able to use all the same
-        return Finding(
+        reason = target.failed.get(str(error.args[:1] and error.args[0]), described(error))
+        found = Finding(
             "warning",
-            f"This check could not be made, {type(error).__name__}: {error}.",
+            f"This check could not be made: {reason}.",
             "Let the network take any float32 images, also one alone; then evaluate again.",
             {"run": False},
         )
+    return replace(found, name=check.__name__)
+
+
+def described(error: Exception) -> str:
+    """Return an error as text: "ValueError: float32 only"."""
+    return f"{type(error).__name__}: {str(error).removesuffix('.')}"

@@ -6,11 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rob.audit.auditor import CHECKS, AuditMeasurements, audit
+from lightning_rob.audit.auditor import (
+    CHECKS,
+    AuditMeasurements,
+    audit,
+    build_report,
+    column_names,
+    measure,
+)
 from lightning_rob.audit.strength import steps
 from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
-from lightning_rob.evaluation.checks import DIRECTIONS
 from lightning_rob.nets import SmallCNN
 from lightning_rob.rules import random_member
 from tests.audit.planted import IMAGES, LARGE, PLANTED, THREAT, Through, honest
@@ -30,7 +36,7 @@ def test_broken_defenses_are_flagged(name, nets, blobs, contrasty):
     if check == "slope":
         assert found.severity == "severe" and "BPDA" in found.advice
         assert max(found.values["near"], found.values["far"]) < 0.75
-        assert found.values["pairs"] == DIRECTIONS * IMAGES
+        assert found.values["images"] == IMAGES
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -113,3 +119,30 @@ def test_one_logit_is_refused(blobs):
     net = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 1))
     with pytest.raises(ValueError, match="two logits or more, got 1"):
         audit(Single(net), x, 0 * y, THREAT)
+
+
+class Pairs(nn.Module):
+    """A network that takes no image alone, and float32 only."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = SmallCNN(4, 1, 4)
+
+    def forward(self, x):
+        if len(x) < 2 or x.dtype == torch.float64:
+            raise ValueError("two float32 images at least")
+        return self.net(x)
+
+
+def test_a_check_in_which_the_network_fails_is_told_and_stops_no_other():
+    torch.manual_seed(0)
+    net, x, index = Pairs().eval(), torch.rand(20, 1, 8, 8), torch.arange(20)
+    y = (net(x).argmax(1) + 1) % 4  # no attack has to look at an image that is left
+    made = audit(Single(net), x, y, THREAT, steps=2, queries=5)
+    target = AuditTarget(Single(net), THREAT, steps=2, queries=5)
+    columns = dict(zip(column_names(target), measure(target, x, y, index).unbind(1), strict=True))
+    for report in (made, build_report(target, columns)):
+        failed = [finding for finding in report.flags if "could not be made" in finding.text]
+        assert [finding.name for finding in failed] == ["batches"]
+        assert "two float32 images" in failed[0].text
+        assert len(report.findings) == len(CHECKS)
