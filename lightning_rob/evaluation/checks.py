@@ -22,6 +22,7 @@ from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Defense, Mixture, Single, is_transform_ensemble
 from lightning_rob.defenses.copies import changes, fresh, keep_changes, original, working_copy
+from lightning_rob.errors import NoGradientError
 from lightning_rob.evaluation.findings import (
     FEWEST,
     Columns,
@@ -344,10 +345,14 @@ def slope_near(batch: CheckBatch) -> Tensor:
     In double precision where single precision does not show that they agree.
     """
     part = batch.target.differentiable_part
-    if batch.target.transductive or part is None or not batch.differentiable:
-        return batch.unknown()
-    with attacking(fresh(part)) as copied:
-        batch.near = _agreement(batch, NEAR, copied, batch.x)
+    batch.near = batch.unknown()
+    if batch.target.transductive or part is None:
+        return batch.near
+    try:
+        with attacking(fresh(part)) as copied:
+            batch.near = _agreement(batch, NEAR, copied, batch.x)
+    except NoGradientError:
+        return batch.near
     if mean(batch.near) < LEAST_CORRELATION:
         batch.near = in_double(batch, partial(_agreement, batch, NEAR))
     return batch.near
@@ -814,17 +819,16 @@ def _why_no_slope(target: CheckTarget, columns: Columns) -> str:
 
 def slope(target: CheckTarget, columns: Columns) -> Finding:
     """Find a gradient that is not the slope of the margin: attacks climb something else."""
-    if reason := _why_no_slope(target, columns):
-        return not_checked(reason)
     near, far = columns["slope_near"], columns["slope_far"]
-    images = min(len(known(near)), len(known(far)))
-    if not images:
-        return not_checked("no gradient that is finite and not zero")
-    best = max(mean(near), mean(far))
+    images, best = min(len(known(near)), len(known(far))), max(mean(near), mean(far))
     values = means(near=near, far=far) | {"images": images}
     explains = f"explains {100 * max(best, 0.0) ** 2:.3g} % of how the predictions really change"
     if best >= LEAST_CORRELATION:
         return Finding("fine", f"The gradient {explains}.", values=values)
+    if reason := _why_no_slope(target, columns):
+        return not_checked(reason)
+    if not images:
+        return not_checked("no gradient that is finite and not zero")
     severity: Severity = "warning" if many(columns["is_constant"]) else "severe"  # rounding
     if mean(columns["slope_networks"]) >= LEAST_CORRELATION:
         severity = "note"  # the gradients of transforms may be estimates
