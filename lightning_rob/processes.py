@@ -39,6 +39,7 @@ class SignalHandler:
     def reset(self) -> None:
         """Forget all signals and leave at once from now on."""
         self.received = 0
+        self.reported = False
         self.handled_at = 0.0
         self.defer: Callable[[], bool] = bool
 
@@ -52,8 +53,10 @@ class SignalHandler:
     def leave(self, received: int = 0) -> None:
         """Leave if a signal was received, here or (`received`) by another rank."""
         if received := self.received or received:
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"lightning-rob: stopped by {signal.Signals(received).name}", file=sys.stderr)
+            line = f"lightning-rob: stopped by {signal.Signals(received).name}\n"
+            if os.environ.get("LOCAL_RANK", "0") == "0" and not self.reported:
+                self.reported = True  # before the line: a second signal may come while it is written
+                sys.stderr.write(line)  # once: between print's two writes that signal would cut it
             raise SystemExit(128 + received)
 
     def install(self) -> None:
