@@ -55,7 +55,7 @@ class SignalHandler:
         if received := self.received or received:
             line = f"lightning-rob: stopped by {signal.Signals(received).name}\n"
             if os.environ.get("LOCAL_RANK", "0") == "0" and not self.reported:
-                self.reported = True  # before the line: a second signal may come while it is written
+                self.reported = True  # first: a second signal may come during the line
                 sys.stderr.write(line)  # once: between print's two writes that signal would cut it
             raise SystemExit(128 + received)
 
