@@ -43,7 +43,7 @@ def run_command(args: Sequence[str]) -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
     warnings.filterwarnings("ignore", ".*LeafSpec")  # of torch on Lightning, in every run
     name, *rest = args
-    if name != "fit":  # where a test writes, there are no earlier checkpoints to compare with
+    if name != "fit":  # which alone goes on with the list of its best checkpoints
         warnings.filterwarnings("ignore", "The dirpath has changed")
     if name not in CONFIGS:
         RobustCLI(args)

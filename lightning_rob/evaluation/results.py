@@ -234,8 +234,8 @@ class EvaluationResult:
 
     def _lacks_only(self, lacked: int) -> bool:
         """Whether no image has a class, though a sample of this size should hold every class."""
-        seen = self.rows.label.unique()
-        others = max(int(seen.max()), lacked)  # classes from 0 on, without the one that is lacked
+        seen = {*self.rows.label.tolist()}
+        others = max(*seen, lacked)  # classes from 0 on, without the one that is lacked
         enough = len(self.rows.label) >= FEWEST_OF_CLASS * len(seen)
         return lacked not in seen and len(seen) > 1 and len(seen) >= 0.9 * others and enough
 
