@@ -40,6 +40,7 @@ class SignalHandler:
         """Forget all signals and leave at once from now on."""
         self.received = 0
         self.reported = False
+        self.closing = False
         self.handled_at = 0.0
         self.defer: Callable[[], bool] = bool
 
@@ -47,7 +48,7 @@ class SignalHandler:
         """Leave, or remember the signal until `leave`."""
         self.handled_at = time.monotonic()
         again, self.received = self.received, signum
-        if again or not self.defer():
+        if not self.closing and (again or not self.defer()):
             self.leave()
 
     def leave(self, received: int = 0) -> None:
@@ -103,13 +104,14 @@ def handle_signals() -> Iterator[None]:
     previous = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
         yield
-        stop.leave()
     finally:
+        stop.closing = True  # else one of several signals could leave before all is restored
         signal.set_wakeup_fd(previous)
         os.write(write_end, b"\0")
         os.close(write_end)
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
+    stop.leave()
 
 
 @cache  # a registration cannot be taken back, so there must be only one

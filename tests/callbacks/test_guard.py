@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_rob.callbacks import TerminateOnNonFinite
 from lightning_rob.errors import Fault
 from lightning_rob.modules import AdversarialTraining
-from lightning_rob.processes import handle_signals, stop
+from lightning_rob.processes import SIGNALS, handle_signals, stop
 from tests.tiny import Blobs, TinyNet, same_weights
 
 NAN = float("nan")
@@ -227,3 +227,21 @@ def test_a_signal_while_the_line_is_written_adds_no_second_one(monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
     assert exit_.value.code == 143
     assert written.getvalue() == "lightning-rob: stopped by SIGTERM\n"
+
+
+def test_signals_while_the_run_ends_leave_no_handler_behind(monkeypatch):
+    """`timeout` and supervisors send several; a handler that is left prints a traceback at exit."""
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    restore = signal.set_wakeup_fd
+
+    def interrupted(*args, **options):
+        if not options:  # the call that restores the former descriptor
+            stop(signal.SIGTERM, None)
+            stop(signal.SIGTERM, None)
+        return restore(*args, **options)
+
+    monkeypatch.setattr(signal, "set_wakeup_fd", interrupted)
+    with pytest.raises(SystemExit) as exit_, handle_signals():
+        pass
+    assert exit_.value.code == 143
+    assert {signum: signal.getsignal(signum) for signum in SIGNALS} == before
