@@ -39,6 +39,8 @@ class SignalHandler:
     def reset(self) -> None:
         """Forget all signals and leave at once from now on."""
         self.received = 0
+        self.reported = False
+        self.closing = False
         self.handled_at = 0.0
         self.defer: Callable[[], bool] = bool
 
@@ -46,14 +48,16 @@ class SignalHandler:
         """Leave, or remember the signal until `leave`."""
         self.handled_at = time.monotonic()
         again, self.received = self.received, signum
-        if again or not self.defer():
+        if not self.closing and (again or not self.defer()):
             self.leave()
 
     def leave(self, received: int = 0) -> None:
         """Leave if a signal was received, here or (`received`) by another rank."""
         if received := self.received or received:
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"lightning-rob: stopped by {signal.Signals(received).name}", file=sys.stderr)
+            line = f"lightning-rob: stopped by {signal.Signals(received).name}\n"
+            if os.environ.get("LOCAL_RANK", "0") == "0" and not self.reported:
+                self.reported = True  # first: a second signal may come during the line
+                sys.stderr.write(line)  # once: between print's two writes that signal would cut it
             raise SystemExit(128 + received)
 
     def install(self) -> None:
@@ -100,13 +104,14 @@ def handle_signals() -> Iterator[None]:
     previous = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
         yield
-        stop.leave()
     finally:
+        stop.closing = True  # else one of several signals could leave before all is restored
         signal.set_wakeup_fd(previous)
         os.write(write_end, b"\0")
         os.close(write_end)
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
+    stop.leave()
 
 
 @cache  # a registration cannot be taken back, so there must be only one

@@ -1,11 +1,15 @@
 """Links of the pages lead somewhere, and the examples of README and of the evaluation page run."""
 
 import re
+import runpy
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 from torch import nn
 
+from lightning_rob.cli import main
 from lightning_rob.evaluation.suites import RECIPES
 
 ROOT = Path(__file__).parents[1]
@@ -66,17 +70,33 @@ def test_example_prints_what_the_page_shows(name, capsys):
 
 
 def test_the_detector_of_the_page_rejects(capsys):
-    first, *_, second = re.findall(
-        r"```python\n(.*?)```", PAGES["evaluation.md"].read_text().partition("### Several")[0], re.S
-    )
+    section = PAGES["evaluation.md"].read_text().partition("### Defenses that reject")[2]
+    script = re.search(r"```python\n(.*?)```", section, re.S)[1]
     scope = {}
-    exec(compile(first + second, "evaluation.md", "exec"), scope)
+    exec(compile(script, "evaluation.md", "exec"), scope)
     assert "accepted, wrong" in capsys.readouterr().out
     assert scope["result"].rejected("pgd") > 0
 
 
 def test_a_module_of_yours(tmp_path, monkeypatch, capsys):
+    """A Trainer, a LightningCLI and `lightning-rob fit` take the classes of the page."""
+    page = PAGES["yours.md"].read_text()
+    scripts = re.findall(r"```python\n(.*?)```", page, re.S)[:3]
+    for name, script in zip(("mine.py", "run.py", "train.py"), scripts, strict=True):
+        (tmp_path / name).write_text(script)
+    (tmp_path / "pgd.yaml").write_text((ROOT / "callbacks/pgd.yaml").read_text())
     monkeypatch.chdir(tmp_path)
-    script = re.search(r"```python\n(.*?)```", PAGES["yours.md"].read_text(), re.S)[1]
-    exec(compile(script, "yours.md", "exec"), {})
-    assert "val/robust/worst" in capsys.readouterr().out
+    monkeypatch.syspath_prepend(tmp_path)
+    commands = re.findall(
+        r"^(python train|lightning-rob fit --model)(.*)", page.replace("\\\n", ""), re.M
+    )
+    assert len(commands) == 3
+    for start, rest in [("python run", ".py"), *commands]:
+        program, *args = shlex.split(start + rest)
+        if program == "python":
+            monkeypatch.setattr(sys, "argv", args)
+            runpy.run_path(args[0], run_name="__main__")
+        else:
+            main(args)
+        assert "val/robust/worst" in capsys.readouterr().out
+    monkeypatch.delitem(sys.modules, "mine")

@@ -43,6 +43,8 @@ def run_command(args: Sequence[str]) -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
     warnings.filterwarnings("ignore", ".*LeafSpec")  # of torch on Lightning, in every run
     name, *rest = args
+    if name != "fit":  # which alone goes on with the list of its best checkpoints
+        warnings.filterwarnings("ignore", "The dirpath has changed")
     if name not in CONFIGS:
         RobustCLI(args)
         return

@@ -26,7 +26,7 @@ from lightning_rob.cli.errors import shorten_jsonargparse_error, shorten_state_d
 from lightning_rob.cli.options import OF_RUN, RunOptions, join_values
 from lightning_rob.cli.plugins import expand_recipe, resolve_names
 from lightning_rob.cli.spelling import refuse_misspelt
-from lightning_rob.cli.trust import install
+from lightning_rob.cli.trust import OPTION, allowed, install
 from lightning_rob.commands.base import trained_threat
 from lightning_rob.commands.checkpoints import RECIPE
 from lightning_rob.commands.thresholds import parse_thresholds, violations
@@ -327,7 +327,8 @@ class RobustCLI(LightningCLI):
         if written:
             plug_in = Path(RECIPES[suite_kind(as_defense(self.model))]).stem
             radius = "".join(f" {option}" for option in radius_options(trained_threat(self.model)))
-            path = shlex.quote(written)
+            allowances = "".join(f" {OPTION} {name}" for name in sorted(allowed()))
+            path = shlex.quote(written) + allowances
             self._print(
                 f"Next: lightning-rob test {path} --trainer.callbacks+={plug_in}{radius}\n"
                 f"      lightning-rob audit {path}"

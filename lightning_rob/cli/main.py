@@ -132,6 +132,9 @@ def _compute(args: list[str]) -> None:
     from lightning_rob.cli.trust import allow_imports
 
     args = read_command_line(*args)
+    if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
+        # A file or a pipe keeps to the results and errors, of which an error is one line.
+        print(f"lightning-rob {args[0]}: loading PyTorch …", file=sys.stderr, flush=True)
     tune_process()
     from lightning_rob.cli.commands import run_command
     from lightning_rob.processes import handle_signals

@@ -22,6 +22,7 @@ from lightning_rob.shipped import shipped_folder
 
 SUGGESTED = ("modules", "data", "attacks", "callbacks", "nets", "defenses", "transforms", "loggers")
 PLACES = ("model", "data", "trainer.callbacks", "trainer.logger")  # of a class by its name
+OF_TORCH = ("OptimizerCallable", "LRSchedulerCallable")  # types: `Adam` is not the attack's
 CLASSES = {"model": "modules", "data": "data", "trainer": ""}  # folder of each part of a recipe
 
 
@@ -153,6 +154,8 @@ def _check(value: Any, place: str, annotation: str, foreign: bool) -> None:
             _check_class(name, foreign)
         if values := re.fullmatch(r"(?:dict|Mapping)\[str, (\w+)\].*", annotation):
             arguments: dict[str, str] | None = dict.fromkeys(value, values[1])
+        elif annotation in OF_TORCH:
+            arguments = None
         else:
             arguments = arguments_of(name if isinstance(name, str) else _plain(annotation))
         if arguments is not None:

@@ -30,7 +30,9 @@ def run(config: AuditConfig, run: Run) -> bool:
         **run.inputs,
     )
     run.trainer.callbacks.append(audit)  # type: ignore[attr-defined]
-    run.trainer.test(run.model, run.data, ckpt_path=run.checkpoint, weights_only=True)
+    run.trainer.test(
+        run.model, run.data, ckpt_path=run.checkpoint, verbose=False, weights_only=True
+    )
     return config.strict and audit.found is not None and audit.found.severe
 
 

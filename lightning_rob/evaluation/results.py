@@ -31,6 +31,7 @@ from lightning_rob.tables import CLEAN, table_text
 
 WORST = "worst"
 FEWEST_BROKEN, MOST_BROKEN = 10, 0.9  # images that one class must take to be suspicious
+FEWEST_OF_CLASS = 5  # images of each class: where a class has as many, 0.7 % of samples lack it
 
 
 @dataclass(frozen=True)
@@ -217,17 +218,26 @@ class EvaluationResult:
             return
         most = int(classes.mode().values)
         share = float((classes == most).double().mean())
-        if share >= MOST_BROKEN and most >= 0 and not (self.rows.label == most).any():
+        if share >= MOST_BROKEN and most >= 0 and self._lacks_only(most):
             yield Finding(
                 "warning",
                 f"{100 * share:.3g} % of the {len(classes)} images that {name} broke are predicted "
-                f"as class {most}, which is no image's label. If the network rejects images by "
-                "this class, the attack reached only rejections.",
-                f"Give it as Single(net, rejects={most}): attacks then look for images that it "
-                "accepts and gets wrong.",
+                f"as class {most}, which is no image's label. Innocent causes are labels in "
+                "another order than the network's, a sample without images of this class, and an "
+                "untrained network.",
+                f"Look at the labels first. Only if class {most} means that the image is rejected, "
+                f"give the network as Single(net, rejects={most}): attacks then look for images "
+                "that it accepts and gets wrong.",
                 {"attack": name, "class": most},
                 "only_one_class",
             )
+
+    def _lacks_only(self, lacked: int) -> bool:
+        """Whether no image has a class, though a sample of this size should hold every class."""
+        seen = {*self.rows.label.tolist()}
+        others = max(*seen, lacked)  # classes from 0 on, without the one that is lacked
+        enough = len(self.rows.label) >= FEWEST_OF_CLASS * len(seen)
+        return lacked not in seen and len(seen) > 1 and len(seen) >= 0.9 * others and enough
 
     def interval(self, name: str) -> tuple[float, float]:
         """Return the 95 % interval of the accuracy; `covers` says which randomness it holds."""

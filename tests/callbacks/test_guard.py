@@ -1,5 +1,6 @@
 """Nothing that is not finite gets into weights, checkpoints or figures; signals are heeded."""
 
+import io
 import os
 import signal
 
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_rob.callbacks import TerminateOnNonFinite
 from lightning_rob.errors import Fault
 from lightning_rob.modules import AdversarialTraining
-from lightning_rob.processes import handle_signals, stop
+from lightning_rob.processes import SIGNALS, handle_signals, stop
 from tests.tiny import Blobs, TinyNet, same_weights
 
 NAN = float("nan")
@@ -213,3 +214,34 @@ def test_a_signal_that_comes_too_late_to_stop_anything_still_tells():
         stop.defer = lambda: True
         os.kill(os.getpid(), signal.SIGTERM)
     assert exit_.value.code == 143
+
+
+def test_a_signal_while_the_line_is_written_adds_no_second_one(monkeypatch):
+    class Interrupted(io.StringIO):
+        def write(self, text):
+            super().write(text)
+            stop(signal.SIGTERM, None)
+
+    monkeypatch.setattr("sys.stderr", written := Interrupted())
+    with pytest.raises(SystemExit) as exit_, handle_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert exit_.value.code == 143
+    assert written.getvalue() == "lightning-rob: stopped by SIGTERM\n"
+
+
+def test_signals_while_the_run_ends_leave_no_handler_behind(monkeypatch):
+    """`timeout` and supervisors send several; a handler that is left prints a traceback at exit."""
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    restore = signal.set_wakeup_fd
+
+    def interrupted(*args, **options):
+        if not options:  # the call that restores the former descriptor
+            stop(signal.SIGTERM, None)
+            stop(signal.SIGTERM, None)
+        return restore(*args, **options)
+
+    monkeypatch.setattr(signal, "set_wakeup_fd", interrupted)
+    with pytest.raises(SystemExit) as exit_, handle_signals():
+        pass
+    assert exit_.value.code == 143
+    assert {signum: signal.getsignal(signum) for signum in SIGNALS} == before

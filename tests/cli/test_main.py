@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import warnings
 
 import jsonargparse
 import pytest
@@ -143,7 +144,9 @@ def test_the_saved_configuration_runs_again(trained, tmp_path, monkeypatch, caps
     assert f"Checkpoint: {CKPT}\n" in out
     steps = [line.removeprefix("Next:").split() for line in out.splitlines()[-2:]]
     radius = ["--trainer.callbacks+=arc_two_radii", "--trainer.callbacks.eps=16/255"]
-    assert steps == [["lightning-rob", "test", CKPT, *radius], ["lightning-rob", "audit", CKPT]]
+    allowed = ["--allow-import", "tests"]  # of conftest.py; foreign code is refused without it
+    test, audit = ["lightning-rob", "test", CKPT], ["lightning-rob", "audit", CKPT]
+    assert steps == [[*test, *allowed, *radius], [*audit, *allowed]]
     for _, *command in steps:
         read_command_line(*command)
 
@@ -214,6 +217,18 @@ def test_input_without_a_model(tmp_path, capsys):
     assert "does not say what it is a checkpoint of" in line
 
 
+def test_a_terminal_shows_at_once_that_the_command_runs(tmp_path, capsys, monkeypatch):
+    started = []
+    monkeypatch.setattr("lightning_rob.cli.commands.run_command", started.append)
+    args = ("fit", "--config", recipe(tmp_path))
+    run(*args)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    run(*args)
+    assert capsys.readouterr().err == "lightning-rob fit: loading PyTorch …\n"
+    assert len(started) == 2
+
+
 def test_a_plain_callbacks_fragment_is_refused(tmp_path, capsys):
     fragment = tmp_path / "fragment.yaml"
     fragment.write_text(f"trainer:\n  callbacks:\n    - {ROOT}/callbacks/arc.yaml\n")
@@ -233,6 +248,15 @@ def test_advertisements_of_lightning_are_left_out(trained, tmp_path, monkeypatch
     run("test", "--ckpt_path", trained / CKPT, "--trainer.accelerator=cpu")
     assert "GPU available" in caplog.text
     assert "Tip" not in caplog.text
+
+
+def test_a_test_does_not_warn_that_it_writes_to_another_folder(trained, tmp_path, monkeypatch):
+    """Lightning's ModelCheckpoint warns of it, which matters to a fit alone."""
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run("test", trained / CKPT, "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=other")
+    assert not [one for one in found if "dirpath" in str(one.message)]
 
 
 def test_a_checkpoint_is_read_once(trained, tmp_path, monkeypatch, capsys):

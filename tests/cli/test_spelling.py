@@ -121,6 +121,12 @@ def test_the_arguments_in_the_source_are_those_of_the_class(folder):
     assert checked > 5
 
 
+def test_the_optimizer_of_a_training_is_that_of_torch():
+    """An attack's optimizer has the same name, and other arguments."""
+    adam = ["--model.optimizer=Adam", "--model.optimizer.lr=0.01"]
+    refuse_misspelt(["--model=AdversarialTraining", *adam], OF_RUN)
+
+
 def test_names_of_other_packages_are_left_to_the_import_policy(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     for arg in ("--model=mine.Net", "--model={class_path: mine.Net}"):

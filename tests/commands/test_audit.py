@@ -98,6 +98,7 @@ def test_the_command(trained, tmp_path, monkeypatch, capsys):
     assert {row["n"] for row in record["attacks"]} == {10}
     out = capsys.readouterr().out
     assert "Radius: linf 16/255, that of the training; --eps takes another\n" in out
+    assert "Test metric" not in out  # Lightning's table of the same accuracies
     assert {row["ball"] for row in record["attacks"] if row["name"] == "pgd"} == {"linf 16/255"}
 
 

@@ -1,4 +1,4 @@
-"""Minimum accuracies, as `--fail-under` and `monitor --alarm` take them."""
+"""Minimum accuracies, as `--fail_under` and `monitor --alarm` take them."""
 
 import math
 

@@ -179,6 +179,29 @@ def test_a_figure_that_misleads_has_a_finding(name):
     assert finding in {one["name"] for one in found.measurement("worst").details["findings"]}
 
 
+def test_advice_about_a_class_without_images_is_conditional():
+    with pytest.warns(FindingWarning):
+        found = evaluate(Around(after=detecting), PLAIN, [batch()])
+    (finding,) = (finding for finding in found.findings if finding.name == "only_one_class")
+    assert "Only if class 4 means that the image is rejected" in finding.advice
+    assert "untrained" in finding.text
+
+
+@pytest.mark.parametrize("sample", ["few images of each class", "images of one class"])
+def test_a_class_that_a_sample_may_lack_is_no_finding(sample):
+    x, y = batch(400)
+    with torch.no_grad():
+        y = Around()(x).argmax(1)  # all are right, so that the attack breaks enough of them
+    order = y.argsort(stable=True)
+    each = {"few images of each class": 4, "images of one class": 40}[sample]
+    kept = [order[y[order] == label][:each] for label in range(4)]
+    rows = torch.cat(kept) if each == 4 else kept[0]
+    found = evaluate(Around(after=detecting), PLAIN, [(x[rows], y[rows])])
+    broken = (found.per_image("clean") > 0.5) & (found.per_image("pgd") < 0.5)
+    assert broken.sum() >= 10
+    assert "only_one_class" not in names(found)
+
+
 def test_few_images_have_the_same_findings():
     with pytest.warns(FindingWarning):
         assert "slope" in names(evaluate(Around(at_random), PLAIN, [batch(5)]))
