@@ -1,14 +1,20 @@
-"""Links of the pages lead somewhere, and the examples of README and of the evaluation page run."""
+"""The documentation: links lead somewhere, examples print what is shown, the site builds."""
 
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
+from html.parser import HTMLParser
+from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from torch import nn
 
+import lightning_rob
 from lightning_rob.cli import main
 from lightning_rob.evaluation.suites import RECIPES
 
@@ -16,24 +22,24 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("docs", ".github")
 PAGES = {page.name: page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))}
 PAGES["README.md"] = ROOT / "README.md"
+TUTORIALS = {path.stem: path for path in sorted((ROOT / "docs/tutorials").glob("*.py"))}
+CONSTANTS = {"ALEXNET_ERRORS", "GROUP_SIZE", "__version__"}
+CODE = re.compile(r"```.*?```", re.S)
 
 
 def anchors(page):
     """The anchors that GitHub gives the headings of a page."""
-    headings = re.findall(
-        r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M
-    )
+    headings = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text()), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_links_lead_somewhere(name):
-    page = PAGES[name]
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
-    for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), f"{name}: no {path}"
-        assert not anchor or anchor in anchors(target), f"{name}: no #{anchor} in {target.name}"
+def test_links_lead_somewhere():
+    for name, page in PAGES.items():
+        text = CODE.sub("", page.read_text())
+        for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{name}: no {path}"
+            assert not anchor or anchor in anchors(target), f"{name}: no #{anchor} in {target.name}"
 
 
 def test_readme_is_a_screen_with_a_picture_of_this_repository():
@@ -53,10 +59,8 @@ def test_every_kind_of_defense_has_its_plug_in_on_the_page():
 def test_the_suite_of_a_randomized_ensemble_is_that_of_the_page(capsys):
     page = PAGES["which_attack.md"].read_text()
     script = re.search(r"```python\n(.*?)result =", page, re.S)[1]
-    exec(
-        compile(script, "which_attack.md", "exec"),
-        {"net": nn.Linear(2, 2), "other": nn.Linear(2, 2)},
-    )
+    nets = {"net": nn.Linear(2, 2), "other": nn.Linear(2, 2)}
+    exec(compile(script, "which_attack.md", "exec"), nets)
     assert f"# {capsys.readouterr().out.strip()}\n" in page
 
 
@@ -100,3 +104,66 @@ def test_a_module_of_yours(tmp_path, monkeypatch, capsys):
             main(args)
         assert "val/robust/worst" in capsys.readouterr().out
     monkeypatch.delitem(sys.modules, "mine")
+
+
+class Built(HTMLParser):
+    """Collects the anchors and the links of a built page; a picture needs an alternative text."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.anchors, self.links = set(), []
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.anchors.add(found.get("id"))
+        self.links += [found[key] for key in ("href", "src") if found.get(key)]
+        assert tag != "img" or found.get("alt"), found
+
+
+def broken_links(site):
+    """The links and anchors of all built pages that lead nowhere."""
+    pages = {page: Built(page) for page in site.rglob("*.html")}
+    for page, built in pages.items():
+        for link in built.links:
+            url = urlsplit(link)
+            if url.scheme or url.netloc:
+                continue
+            folder = site if url.path.startswith("/") else page.parent
+            target = Path(os.path.normpath(folder / unquote(url.path).lstrip("/")))
+            target = target / "index.html" if target.is_dir() and url.path else target
+            target = target if url.path else page
+            anchors = pages[target].anchors if target in pages else set()
+            if not target.exists() or (url.fragment and unquote(url.fragment) not in anchors):
+                yield f"{page.relative_to(site)}: {link}"
+
+
+@pytest.mark.skipif(find_spec("mkdocstrings") is None, reason='needs pip install -e ".[docs]"')
+def test_the_site_has_every_public_name(tmp_path):
+    from mkdocstrings import Inventory
+
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"RUN_TUTORIALS": "false", "PYTHONPATH": str(ROOT)}
+    built = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert built.returncode == 0, built.stderr
+    assert not list(broken_links(tmp_path))
+    with (tmp_path / "objects.inv").open("rb") as file:
+        documented = set(Inventory.parse_sphinx(file))
+    public = [getattr(lightning_rob, name) for name in dir(lightning_rob) if name not in CONSTANTS]
+    assert {f"{part.__module__}.{part.__qualname__}" for part in public} <= documented
+    pages = [page.read_text() for page in tmp_path.rglob("*.html")]
+    assert len(pages) > 30
+    for page in pages:
+        assert 'src="http' not in page and "fonts.g" not in page  # no request leaves the site
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_tutorial_runs(name, tmp_path):
+    environment = os.environ | {"MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-W", "ignore", str(TUTORIALS[name])]
+    options = {"capture_output": True, "text": True, "timeout": 600, "cwd": tmp_path}
+    ran = subprocess.run(line, env=environment, **options)
+    assert ran.returncode == 0, ran.stderr
+    pictures = TUTORIALS[name].read_text().count("plt.show()")
+    assert len(list(tmp_path.glob(f"{name}*.png"))) == pictures > 0

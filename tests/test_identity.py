@@ -1,12 +1,10 @@
 """Identity: equal for what is equal, different for all else, and readable as a recipe."""
 
-import os
-import subprocess
 import sys
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +28,7 @@ from lightning_rob.objectives import ce_of_mean_logits
 from lightning_rob.rules import majority
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
+from tests.forked import Forked
 from tests.tiny import TinyNet
 
 THREAT = Threat("l2", 0.5)
@@ -146,12 +145,15 @@ class Net(nn.Module):
         return layers.act(x) * self.scale
 """,
 }
-PRINT = """
-import sys, users.net, users.unread
-from lightning_rob.identity import fingerprint
-exec(sys.argv[1])
-print(fingerprint(users.net.Net()))
-"""
+
+
+def print_fingerprint(folder, change):
+    sys.path.insert(0, folder)
+    sys.dont_write_bytecode = True
+    net = import_module("users.net")
+    import_module("users.unread")
+    exec(change, {"users": sys.modules["users"]})
+    print(fingerprint(net.Net()))
 
 
 def test_a_fingerprint_covers_the_files_that_a_users_network_imports(tmp_path):
@@ -160,10 +162,9 @@ def test_a_fingerprint_covers_the_files_that_a_users_network_imports(tmp_path):
             path = tmp_path / name
             path.parent.mkdir(exist_ok=True)
             path.write_text(text + edited.get(path.stem, ""))
-        line = [sys.executable, "-B", "-c", PRINT, change]
-        paths = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[1])))
-        environment = os.environ | {"PYTHONPATH": paths}
-        return subprocess.run(line, env=environment, check=True, capture_output=True).stdout
+        done = Forked(print_fingerprint, str(tmp_path), change).wait()
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     before = printed()
     # A global of the name of an attribute, and a file that the network does not import:

@@ -194,7 +194,7 @@ def test_adam_climbs_as_that_of_torch(steps):
 def test_all_reach_the_top(threat, optimizer):
     """With many short steps; heavy momentum still swing around it when the others stand."""
     net, x, y = hill()
-    attack = PGD(threat, 600, 0.002, fall, random_start=False, keep_best=True, ascent=optimizer)
+    attack = PGD(threat, 200, 0.006, fall, random_start=False, keep_best=True, ascent=optimizer)
     x_adv = attack(Single(net), x, y)
     before, after = net(x)[:, 0], net(x_adv)[:, 0]
     assert (after < 0.02 * before).all()

@@ -1,7 +1,6 @@
 """The command line as a user meets it."""
 
 import re
-import subprocess
 import sys
 import warnings
 
@@ -24,7 +23,6 @@ from tests.tiny import (
     robust_eval,
     run,
     same_weights,
-    shell,
     weights,
 )
 
@@ -50,17 +48,6 @@ def fails(capsys, *args) -> str:
     assert len(lines) == 1
     assert len(lines[0]) < 400
     return lines[0]
-
-
-def test_help_names_every_command_without_heavy_imports():
-    page = shell("--help")
-    assert all(word in page.stdout for word in ("fit", "validate", "test", "predict"))
-    code = (
-        "import sys; from lightning_rob.cli import main; "
-        "main(['--help']); print('torch' in sys.modules)"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert out.stdout.splitlines()[-1] == "False"
 
 
 def test_version(capsys):

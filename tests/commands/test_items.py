@@ -95,14 +95,14 @@ def saved(content, path, step, scale=1.0):
     torch.save(content | {"state_dict": state, "global_step": step}, path)
 
 
-def test_seven_of_ten_are_evaluated_and_three_are_alarms(trained, tmp_path, monkeypatch):
+def test_four_of_seven_are_evaluated_and_three_are_alarms(trained, tmp_path, monkeypatch):
     """Diverged weights, another size of images, an exception of the network; for Prometheus."""
     monkeypatch.setattr(os, "setpriority", lambda *_: None)
     content, others = trained
     place = tmp_path / "checkpoints"
     place.mkdir()
     saved(others["Odd"], place / "0.ckpt", 1)  # the first, by which the suite would be built
-    for step in (2, 3, 5, 6, 8, 9, 10):
+    for step in (2, 3, 6, 8):
         saved(content, place / f"{step}.ckpt", step, 1 - step / 1000)
     saved(content, place / "4.ckpt", 4, 1e30)
     saved(others["Wide"], place / "7.ckpt", 7)
@@ -128,7 +128,7 @@ def test_seven_of_ten_are_evaluated_and_three_are_alarms(trained, tmp_path, monk
         ]
         for kind in ("evaluated", "broken")
     }
-    assert sorted(by_kind["evaluated"]) == sorted(f"{n}.ckpt" for n in (2, 3, 5, 6, 8, 9, 10))
+    assert sorted(by_kind["evaluated"]) == sorted(f"{n}.ckpt" for n in (2, 3, 6, 8))
     assert sorted(by_kind["broken"]) == ["0.ckpt", "4.ckpt", "7.ckpt"]
     reasons = {e["checkpoint"][12:]: e["alarm"][0] for e in found if e.get("event") == "broken"}
     assert "KeyError: 'odd'" in reasons["0.ckpt"]
@@ -139,9 +139,9 @@ def test_seven_of_ten_are_evaluated_and_three_are_alarms(trained, tmp_path, monk
     counts = {
         s.name: s.value for f in text_string_to_metric_families(prom.read_text()) for s in f.samples
     }
-    assert counts["lightning_rob_evaluations_total"] == 7
+    assert counts["lightning_rob_evaluations_total"] == 4
     assert counts["lightning_rob_broken_total"] == 3
-    assert counts["lightning_rob_alarm"] == 0  # ten recovered
+    assert counts["lightning_rob_alarm"] == 0  # eight recovered
     assert counts["lightning_rob_findings"] == counts["lightning_rob_blind"] == 0
 
 

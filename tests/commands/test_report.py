@@ -22,7 +22,7 @@ from lightning_rob.commands.report.runs import (
 from lightning_rob.commands.report.sections import run_section, votes
 from lightning_rob.commands.specs import flat, inner_attacks, other_arguments, short, threat_text
 from lightning_rob.plots import heat_map, save
-from tests.tiny import ROOT, recipe, records, run, shell
+from tests.tiny import ROOT, recipe, records, run
 
 VOID = {"meta", "link", "img", "br", "line", "hr", "input"}
 OBJECTIVE = "lightning_rob.objectives.expected_ce"
@@ -369,13 +369,6 @@ def test_files_go_to_the_run_or_here(tmp_path, whole, monkeypatch, capsys):
     main(["report", str(whole), str(other)])
     assert (tmp_path / "report.html").is_file()
     assert "Wrote report.md" in capsys.readouterr().out
-
-
-def test_help_fits_a_screen():
-    lines = shell("report", "--help").stdout.splitlines()
-    assert any("lightning-rob report logs" in text for text in lines)
-    assert len(lines) <= 24
-    assert max(map(len, lines)) <= 100
 
 
 def test_no_torch_is_needed(whole):

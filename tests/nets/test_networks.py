@@ -6,11 +6,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import timm.models
 import torch
-import torchvision.models as tv
 from jsonargparse import ArgumentParser
-from timm.layers import BatchNormAct2d, create_conv2d
 from torch import nn
 from torch.nn import functional as F
 
@@ -108,6 +105,8 @@ def small_images(net, stem):
 
 def tv_resnet(depths, features, classes=10):
     """torchvision's, of three or four stages from 64 channels."""
+    import torchvision.models as tv
+
     net = small_images(tv.ResNet(tv.resnet.BasicBlock, [*depths, 1][:4]), "conv1")
     net.maxpool, net.fc = nn.Identity(), nn.Linear(features, classes)
     if len(depths) == 3:
@@ -116,6 +115,8 @@ def tv_resnet(depths, features, classes=10):
 
 
 def tv_vgg():
+    import torchvision.models as tv
+
     net = tv.vgg16_bn()
     net.avgpool, net.classifier = nn.Identity(), nn.Linear(512, 10)
     return net
@@ -123,6 +124,9 @@ def tv_vgg():
 
 def timm_preact(depths, channels, stem):
     """timm's pre-activation ResNet, as it is when it has basic blocks and BatchNorm."""
+    import timm.models
+    from timm.layers import BatchNormAct2d, create_conv2d
+
     net = timm.models.resnetv2.ResNetV2(
         depths, channels, 10, stem_chs=stem, basic=True, bottle_ratio=1.0,
         conv_layer=create_conv2d, norm_layer=BatchNormAct2d,
@@ -132,6 +136,8 @@ def timm_preact(depths, channels, stem):
 
 
 def timm_mobilenet():
+    import timm
+
     net = timm.create_model("mobilenetv1_100", num_classes=10)
     for layer in (net.conv_stem, net.blocks[2][0].conv_dw):  # CIFAR's strides
         layer.stride = (1, 1)

@@ -153,7 +153,9 @@ SMOOTH = {
 def test_gradient_is_that_of_finite_differences(name):
     x = 0.2 + 0.6 * torch.rand(1, 3, 6, 6, dtype=torch.float64, generator=generator(4))
     params = SMOOTH[name].sample(x, streams(8))
-    assert torch.autograd.gradcheck(lambda x: SMOOTH[name](x, *params), x.requires_grad_())
+    x.requires_grad_()
+    # In a random direction: all 108 one by one find no more, and take a hundred times as long.
+    assert torch.autograd.gradcheck(lambda x: SMOOTH[name](x, *params), x, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", [name for name, one in CASES.items() if one.reversible])
