@@ -169,7 +169,7 @@ class Attack(ABC):
         check_images(x, self.threat.bounds)
         check_label_type(y, len(x))
         restore = _restoring(generator)
-        # What a network draws from the global streams is the generator's too, if there is one.
+        # A network may draw from the global streams: with a generator, they are seeded by it.
         streams = nullcontext() if generator is None else own_streams(seed_of(generator), x.device)
         with torch.inference_mode(False), streams:
             x, y = x.detach().clone(), y.clone()

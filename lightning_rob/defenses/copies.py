@@ -258,15 +258,16 @@ def _copied_numbers(value: Any, registered: bool) -> Any:
 
 
 def _copied_function(value: FunctionType, inside: Callable[[Any], Any]) -> FunctionType:
-    """Return a function whose closure refers to copies; itself where it refers to none."""
+    """Return a function whose closure refers to copies; itself where it refers to no module."""
     cells = value.__closure__ or ()
     try:
         before = [cell.cell_contents for cell in cells]
     except ValueError:  # a name that is not bound yet
         return value
     after = [inside(content) for content in before]
-    if all(a is b for a, b in zip(before, after, strict=True)):
-        return value
+    pairs = zip(before, after, strict=True)
+    if not any(isinstance(b, nn.Module | MethodType) and a is not b for a, b in pairs):
+        return value  # a list in which it records its calls is the caller's
     copied = FunctionType(
         value.__code__,
         value.__globals__,

@@ -273,7 +273,7 @@ class Evaluator:
         self.to_check.discard(name)
         target = CheckTarget(self.subject, self.bounds, self.settings.seed)
         if name != CLEAN:
-            # A defense may tell attacked images, or large batches, from the clean images of before.
+            # Gradients may be wrong on attacked images only, or in large batches only.
             some = slice(TRIED)
             found = checked(target, x[some], y[some], index[some], (randomness,))
             self.random = self.random or found[0].flagged
