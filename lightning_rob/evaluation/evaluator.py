@@ -44,6 +44,7 @@ from lightning_rob.tables import CLEAN
 RESERVED = (CLEAN, WORST, "index", "label", "broken_by", "draws", "checksum", "blind", "findings")
 TRIED = 8  # images of each group that are predicted twice, to see whether predictions vary
 CHECKED = 16  # images of the first group on which the defense is checked
+CHECKED_ATTACKED = 50  # attacked images of it on which the slope is checked again
 
 
 @dataclass(frozen=True)
@@ -277,12 +278,12 @@ class Evaluator:
             some = slice(TRIED)
             found = checked(target, x[some], y[some], index[some], (randomness,))
             self.random = self.random or found[0].flagged
-            found += checked(target, x, y, index, (slope,), directions=2)
+            rows = _spread(x, CHECKED_ATTACKED)
+            found += checked(target, x[rows], y[rows], index[rows], (slope,), directions=2)
             known = {finding.name for finding in self.findings}
             self.findings += [one for one in found if one.flagged and one.name not in known]
             return
-        # From all of the group: its first images may be of one class.
-        rows = torch.linspace(0, len(x) - 1, min(CHECKED, len(x)), device=x.device).long()
+        rows = _spread(x, CHECKED)
         found = checked(target, x[rows], y[rows], index[rows])
         self.findings = [one for one in found if one.flagged]
         cut = any(finding.name == "bounds" for finding in self.findings)
@@ -390,6 +391,11 @@ class Evaluator:
                 values={"attacks": sorted(self.recovered)},
                 name="recovered",
             )
+
+
+def _spread(x: Tensor, count: int) -> Tensor:
+    """Return the indices of some images of all of a batch: its first ones may be of one class."""
+    return torch.linspace(0, len(x) - 1, min(count, len(x)), device=x.device).long()
 
 
 def check_predictions(defense: Defense, predictions: Tensor, y: Tensor) -> None:
