@@ -33,7 +33,7 @@ CONTAINERS = (list, dict, set, frozenset, deque, SimpleNamespace)
 TEXTS = (range, slice, PurePath, torch.device, torch.dtype, Enum)
 STATE = ("_parameters", "_buffers", "_modules")
 LIBRARIES = {"lightning_rob", "lightning", "torch", "torchvision", "torchmetrics", "kornia"}
-LIBRARIES |= {"numpy", "timm"}
+LIBRARIES |= {"numpy", "timm", "pytorch_lightning", "lightning_fabric"}
 
 
 def import_path(value: Any) -> str:
@@ -140,14 +140,14 @@ class _Digests:
         # Values that a local function holds are arguments, as those of a partial.
         cells = [None if c == CellType() else c.cell_contents for c in value.__closure__ or ()]
         held = [value.__defaults__, value.__kwdefaults__, cells, wrapped]
-        if _is_library(value.__module__):
+        if is_library(value.__module__):
             return [_name(value), self.of(held)]
         # Two lambdas of one line have one name, but not one place.
         place = [*value.__code__.co_positions()]
         return [_name(value), place, self._source(value), self.of(held)]
 
     def _class(self, kind: type) -> Any:
-        users = [base for base in kind.__mro__ if not _is_library(base.__module__)]
+        users = [base for base in kind.__mro__ if not is_library(base.__module__)]
         # Local classes of one name may differ by what their methods hold, or by their place.
         local = [vars(base) for base in users if "<locals>" in base.__qualname__]
         methods = [part for own in local for part in own.values() if inspect.isfunction(part)]
@@ -201,7 +201,7 @@ def _sources(module: str) -> str:
     while waiting:
         name = waiting.pop()
         path = Path(getattr(sys.modules.get(name), "__file__", None) or "")
-        if name in found or _is_library(name) or not path.is_file() or path.suffix != ".py":
+        if name in found or is_library(name) or not path.is_file() or path.suffix != ".py":
             continue
         found[name] = path.read_bytes()
         if not {"site-packages", "dist-packages"} & {*path.parts}:
@@ -225,8 +225,12 @@ def _imports(source: bytes, package: str) -> Iterator[str]:
             yield from (f"{origin}.{alias.name}" for alias in node.names)
 
 
-def _is_library(module: str) -> bool:
-    """Whether code is Python's or a package's, which changes with its version, not the user's."""
+def is_library(module: str) -> bool:
+    """Return whether code is Python's or a package's, which changes with its version.
+
+    Args:
+        module: name of the module that defines it; `__main__` is the user's.
+    """
     package = (module or "builtins").split(".")[0]
     return package in LIBRARIES or (package in sys.stdlib_module_names and package != "__main__")
 
@@ -236,7 +240,7 @@ def _arguments(value: Any) -> dict[str, Any]:
 
     Private containers and objects count for networks alone: others may keep records in them.
     """
-    if _is_library(type(value).__module__):  # whose private state may be a cache
+    if is_library(type(value).__module__):  # whose private state may be a cache
         return _public_attributes(value)
     is_network = isinstance(value, nn.Module)
     own = {k: v for k, v in vars(value).items() if k.startswith("_") and k not in _volatile()}
@@ -250,7 +254,7 @@ def _is_argument(value: Any) -> bool:
     if isinstance(value, Mapping):
         return bool(value)  # Lightning adds an empty one
     plain = (*NUMBERS, *CONTAINERS, *TEXTS, partial, type)
-    users = not _is_library(type(value).__module__)
+    users = not is_library(type(value).__module__)
     return users or isinstance(value, plain) or inspect.isroutine(value)
 
 

@@ -194,13 +194,8 @@ def own_streams(seed: int, device: torch.device | None = None) -> AbstractContex
     return seeded_global_rng(torch.Generator().manual_seed(seed), device or torch.device("cpu"))
 
 
-def seed_of(generator: Generator) -> int:
-    """Return a seed that the state of a source of noise determines; nothing is drawn.
-
-    Args:
-        generator: None is torch's global stream.
-    """
+def seed_of(generator: torch.Generator | Streams) -> int:
+    """Return a seed that the state of a source of noise determines; nothing is drawn."""
     if isinstance(generator, Streams):
         return derive_seed(generator.batch_key, generator.counter, *generator.keys.tolist())
-    state = torch.get_rng_state() if generator is None else generator.get_state()
-    return zlib.crc32(state.numpy().tobytes())
+    return zlib.crc32(generator.get_state().numpy().tobytes())

@@ -113,7 +113,7 @@ def check_images(x: Tensor, bounds: tuple[float, float]) -> None:
         return
     low, high = float(x.min()), float(x.max())
     if math.isnan(low):
-        raise ValueError(f"images must lie in {list(bounds)}, and have pixels that are NaN")
+        raise ValueError(f"images must lie in {list(bounds)}, got pixels that are NaN")
     if not (bounds[0] - 1e-4 <= low and high <= bounds[1] + 1e-4):
         raise ValueError(
             f"images must lie in {list(bounds)}, got values in [{low:.4g}, {high:.4g}]: give them "

@@ -12,7 +12,7 @@ from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import checks as basic
 from lightning_rob.evaluation import worst_case
-from lightning_rob.evaluation.checks import LazyMeasurements, described, made
+from lightning_rob.evaluation.checks import LazyMeasurements, made
 from lightning_rob.evaluation.findings import Columns, by_severity, known
 from lightning_rob.evaluation.records import Result, measured
 from lightning_rob.evaluation.suites import SuiteKind
@@ -98,17 +98,26 @@ def measure(target: AuditTarget, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         except Exception as error:
             if name not in MEASUREMENTS:  # an attack: without it there is nothing to report
                 raise
-            target.failed[name] = described(error)
+            target.failed[name] = error
             columns.append(measurements.batch.unknown())
     return torch.stack(columns, 1)
 
 
+class _Measured(dict[str, Tensor]):
+    """Columns by name; to read one that could not be measured raises the error."""
+
+    def __init__(self, columns: Columns, failed: dict[str, Exception]) -> None:
+        super().__init__((name, one) for name, one in columns.items() if name not in failed)
+        self.failed = failed
+
+    def __missing__(self, name: str) -> Tensor:
+        raise self.failed[name]
+
+
 def build_report(target: AuditTarget, columns: Columns, checks: Sequence[Check] = CHECKS) -> Report:
     """Judge the columns [N] of all images together."""
-    complete: Columns = columns
-    if target.failed:
-        complete = {name: one for name, one in columns.items() if name not in target.failed}
-    findings = by_severity(made(check, target, complete) for check in checks)
+    read = _Measured(columns, target.failed) if target.failed else columns
+    findings = by_severity(made(check, target, read) for check in checks)
     title = f"{type(target.defense).__name__} · {KINDS[target.suite.kind]}"
     results = _results(target, columns) if tuple(checks) == CHECKS else []
     return Report(title, results, findings)

@@ -55,6 +55,7 @@ class AuditTarget(CheckTarget):
         self.progress = progress
         self.seconds = dict.fromkeys(self.attacks, 0.0)
         self.sessions: dict[str, AttackerDefenderSession] = {}
+        self.failed: dict[str, Exception] = {}  # why a column could not be measured
 
     @property
     def worst_over(self) -> list[str]:

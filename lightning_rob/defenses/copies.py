@@ -6,6 +6,7 @@ into itself when it predicts are therefore those of a copy.
 """
 
 import copy
+import pickle
 import random
 import sys
 import zlib
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_rob.identity import is_library
+
 M = TypeVar("M", bound=nn.Module)
 Memo = dict[int, Any]  # id of an object -> its copy
 
@@ -38,9 +41,6 @@ LONGEST = 1000  # entries of a container; those of longer ones, such as paths of
 DEEPEST = 20  # containers and objects inside each other
 NAMESPACES = (SimpleNamespace, Namespace)
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# Their objects (trainers, loggers, locks, files) are shared; those of users may hold state.
-LIBRARIES = sys.stdlib_module_names | {"lightning_rob", "lightning", "pytorch_lightning"}
-LIBRARIES |= {"torch", "torchvision", "torchmetrics", "kornia", "numpy", "builtins"}
 
 
 def working_copy(module: M) -> M:
@@ -115,7 +115,9 @@ def _mark(value: Any, seen: set[int], depth: int = DEEPEST) -> Any:
         small = value.nbytes <= SHARED_FROM and not value.dtype.hasobject
         return id(value), zlib.crc32(value.tobytes()) if small else 0
     if isinstance(value, GENERATORS):
-        return _state_of(value)
+        # A pickled tensor has other bytes at times.
+        of_torch = isinstance(value, torch.Generator)
+        return value.get_state().numpy().tobytes() if of_torch else pickle.dumps(value)
     parts = _parts(value)
     if parts is None or id(value) in seen or not depth:
         return id(value)
@@ -135,24 +137,16 @@ def _parts(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a copy may stand for an object: it is of a user's class, and holds no resource."""
+    """Whether an object may hold state of a network: it is of a user's class, and no resource.
+
+    Objects of packages (trainers, loggers, locks, files) are shared.
+    """
     kind = type(value)
     if isinstance(value, NAMESPACES):
         return True
-    users = kind.__module__.partition(".")[0] not in LIBRARIES and hasattr(value, "__dict__")
-    apart = isinstance(value, type | nn.Module | Enum | BaseException) or callable(
-        getattr(kind, "__del__", None)
-    )
-    return users and not apart
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    state = generator.get_state() if isinstance(generator, np.random.RandomState) else ""
-    return repr(state or generator.bit_generator.state)
+    if is_library(kind.__module__) or isinstance(value, type | nn.Module | Enum | BaseException):
+        return False
+    return hasattr(value, "__dict__") and not hasattr(kind, "__del__")
 
 
 def _is_bound(module: nn.Module) -> bool:
@@ -204,7 +198,7 @@ def _copied(value: Any, memo: Memo, depth: int = DEEPEST, registered: bool = Fal
         return memo[id(value)]
     if isinstance(value, nn.Module):
         return _copied_module(value, memo)
-    if isinstance(value, Tensor | np.ndarray | torch.Generator):
+    if isinstance(value, Tensor | np.ndarray):
         return memo.setdefault(id(value), _copied_numbers(value, registered))
     if isinstance(value, GENERATORS):
         return memo.setdefault(id(value), copy.deepcopy(value))
@@ -248,8 +242,6 @@ def _copied_parts(value: Any, parts: Any, memo: Memo, inside: Callable[[Any], An
 
 
 def _copied_numbers(value: Any, registered: bool) -> Any:
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
     if isinstance(value, nn.Parameter):
         return nn.Parameter(value.detach().clone(), requires_grad=False)
     if value.nbytes > SHARED_FROM and not registered:

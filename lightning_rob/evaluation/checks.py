@@ -82,7 +82,6 @@ class CheckTarget:
         self.seed = seed
         self.kind = suite_kind(defense)
         self.changed: set[str] = set()  # by predicting, see `changes_itself`
-        self.failed: dict[str, str] = {}  # columns that could not be measured: name -> error
 
     @property
     def transductive(self) -> bool:
@@ -922,16 +921,11 @@ def made(check: Callable[[T, Columns], Finding], target: T, columns: Columns) ->
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of a network that attacks may be able to use all the same
-        reason = target.failed.get(str(error.args[:1] and error.args[0]), described(error))
+        reason = str(error).removesuffix(".")
         found = Finding(
             "warning",
-            f"This check could not be made: {reason}.",
+            f"This check could not be made: {type(error).__name__}: {reason}.",
             "Let the network take any float32 images, also one alone; then evaluate again.",
             {"run": False},
         )
     return replace(found, name=check.__name__)
-
-
-def described(error: Exception) -> str:
-    """Return an error as text: "ValueError: float32 only"."""
-    return f"{type(error).__name__}: {str(error).removesuffix('.')}"

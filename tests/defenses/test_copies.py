@@ -100,6 +100,12 @@ def test_what_a_copy_changes_is_told_and_undone(change, name):
     assert original(copied) is net
 
 
+def test_objects_of_a_script_are_copied(monkeypatch):
+    monkeypatch.setattr(Kept, "__module__", "__main__")
+    net = Parts()
+    assert working_copy(net).kept is not net.kept
+
+
 def test_what_is_made_of_copies_is_private():
     defense = Single(nn.Linear(4, 4))
     copied = private(defense)
