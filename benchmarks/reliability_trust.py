@@ -12,7 +12,7 @@ from pathlib import Path
 # Every command here reads it: the bad inputs name small networks of the tests.
 os.environ.setdefault("LIGHTNING_ROB_ALLOW_IMPORT", "tests")
 
-from lightning_rob.files import check_manifest, write_manifest
+from lightning_rob.runtime.files import check_manifest, write_manifest
 from tests.cli.bad_inputs import CASES, complaint, trained
 from tests.cli.hostile import FILES, outcome
 

@@ -35,10 +35,10 @@ from lightning_rob.attacks import (
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.evaluation.protocol import evaluate_once, predictions
-from lightning_rob.identity import fingerprint
 from lightning_rob.metrics import gradient_spread, student
 from lightning_rob.objectives import ce_of_mean_logits, ce_of_mean_probs, expected_ce, linear
 from lightning_rob.randomness import Streams
+from lightning_rob.runtime.identity import fingerprint
 from lightning_rob.threat import Threat
 
 ANSWERS, BATCH = 10, 50

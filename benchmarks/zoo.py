@@ -19,7 +19,7 @@ import torch
 
 from lightning_rob.commands.checkpoints import RECIPE
 from lightning_rob.commands.model_folder import TRAINING
-from lightning_rob.files import atomic_save, write_manifest
+from lightning_rob.runtime.files import atomic_save, write_manifest
 
 KEPT = ("state_dict", RECIPE)
 ROOT = Path(__file__).parents[1]

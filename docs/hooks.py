@@ -46,7 +46,7 @@ REFERENCE = {  # page: title, and the modules whose public names it lists
     "nets": ("Networks", "nets"),
     "data": ("Data", "data"),
     "transforms": ("Transforms", "transforms", "transforms.nondifferentiable", "transforms.bpda"),
-    "figures": ("Figures and precision", "plots", "precision"),
+    "figures": ("Figures and precision", "plots", "runtime.precision"),
 }
 
 

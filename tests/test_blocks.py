@@ -23,11 +23,11 @@ import yaml
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_rob import shipped
 from lightning_rob.cli import main
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import ResNet, ZooNet
-from lightning_rob.shipped import find_recipe
+from lightning_rob.recipes import shipped
+from lightning_rob.recipes.shipped import find_recipe
 from tests.commands.test_notify import Receiver
 from tests.test_configs import CHEAP, MOST, NARROW, like_its_own, shrunk, write_checkpoints
 from tests.tiny import ROOT, Blobs

@@ -14,7 +14,6 @@ from lightning_rob import RobustEval, evaluate
 from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.cli.lightning_cli import RobustCLI
-from lightning_rob.cli.plugins import expand
 from lightning_rob.data import ImageData
 from lightning_rob.nets import (
     VGG16,
@@ -25,6 +24,7 @@ from lightning_rob.nets import (
     SmallCNN,
     ZooNet,
 )
+from lightning_rob.recipes.plugins import expand
 from lightning_rob.threat import Threat, pixels
 from lightning_rob.transforms import named
 from tests.nets.test_weights import dverge_state

@@ -91,6 +91,7 @@ def test_a_module_of_yours(tmp_path, monkeypatch, capsys):
     (tmp_path / "pgd.yaml").write_text((ROOT / "callbacks/pgd.yaml").read_text())
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     commands = re.findall(
         r"^(python train|lightning-rob fit --model)(.*)", page.replace("\\\n", ""), re.M
     )

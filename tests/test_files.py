@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from lightning_rob.files import append_lines, read_json_lines, stamp_of
+from lightning_rob.runtime.files import append_lines, read_json_lines, stamp_of
 
 
 def test_a_line_that_was_cut_off_is_ended_and_skipped(tmp_path):

@@ -18,14 +18,14 @@ from torch.utils.data import DataLoader
 
 from lightning_rob import Ensemble, Mixture, RandomTransforms, Single, TransformEnsemble
 from lightning_rob.attacks import ARC, PAA, PGD, Attack, OnMember, Quantized8Bit, Strongest
-from lightning_rob.identity import (
+from lightning_rob.objectives import ce_of_mean_logits
+from lightning_rob.rules import majority
+from lightning_rob.runtime.identity import (
     attack_spec,
     cache_key,
     check_describable,
     fingerprint,
 )
-from lightning_rob.objectives import ce_of_mean_logits
-from lightning_rob.rules import majority
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
 from tests.forked import Forked

@@ -16,12 +16,11 @@ from lightning_rob.defenses import Defense
 
 ROOT = Path(lightning_rob.__file__).parent
 LOWER = [  # works without Lightning
-    *("errors", "files", "randomness", "rules", "threat", "objectives", "precision"),
-    *("comparisons", "safe_yaml", "shipped", "environment", "processes", "identity", "memory"),
+    *("runtime", "randomness", "rules", "threat", "objectives", "comparisons"),
     *("nets", "transforms", "defenses", "attacks", "metrics", "plots", "tables"),
     *("evaluation", "audit"),
 ]
-UPPER = ["data", "modules", "callbacks", "commands", "cli"]
+UPPER = ["data", "modules", "callbacks", "recipes", "commands", "cli"]
 ORDER = [*LOWER, *UPPER]
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from lightning_rob.memory import free_memory
+from lightning_rob.runtime.memory import free_memory
 
 
 def test_memory_of_a_gpu():

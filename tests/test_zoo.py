@@ -12,8 +12,8 @@ from lightning_rob import load
 from lightning_rob.cli import main
 from lightning_rob.commands.recipes import shipped_files
 from lightning_rob.data import Digits5k
-from lightning_rob.errors import InputError
 from lightning_rob.metrics import robust_accuracy
+from lightning_rob.runtime.errors import InputError
 from tests.schema import checked
 
 ROOT = Path(__file__).parents[1]

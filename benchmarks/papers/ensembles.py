@@ -26,7 +26,7 @@ from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.defenses import first_member
 from lightning_rob.metrics import student
 from lightning_rob.objectives import ce_of_mean_logits
-from lightning_rob.shipped import find_recipe
+from lightning_rob.recipes.shipped import find_recipe
 
 
 def attacks(threat, neighbours):

@@ -16,7 +16,6 @@ from lightning_rob.attacks.pgd import better, is_certain
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import PerImageLayer
-from lightning_rob.errors import at_least
 from lightning_rob.objectives import (
     Objective,
     ce_of_rule,
@@ -26,6 +25,7 @@ from lightning_rob.objectives import (
 )
 from lightning_rob.randomness import Generator, normal, uniform
 from lightning_rob.rules import Rule
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Threat, scale
 
 ALPHA = 0.75  # share of the gradient step in a move; the rest is the previous move

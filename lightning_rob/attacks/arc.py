@@ -15,10 +15,10 @@ from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.ensemble import sampling_probabilities
 from lightning_rob.defenses.network import network_logits
-from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Length, Threat, pixels, scale
 
 GUARD = 1e-10  # added to divisors, as in the authors' code

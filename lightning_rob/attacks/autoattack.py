@@ -22,11 +22,11 @@ from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.attacks.square import Square
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import restricted_to
-from lightning_rob.errors import at_least
-from lightning_rob.memory import images_at_once
 from lightning_rob.objectives import check_logits, expected_ce, expected_dlr
 from lightning_rob.randomness import Generator, seed_from, uniform
 from lightning_rob.rules import Rule, mean_logits, mean_probs
+from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.memory import images_at_once
 from lightning_rob.threat import Threat
 
 STAGES = {

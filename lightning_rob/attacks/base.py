@@ -23,9 +23,6 @@ from lightning_rob.attacks.sight import Sight, own_sight
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import private
 from lightning_rob.defenses.per_image import PerImageLayer
-from lightning_rob.errors import ZeroGradientWarning
-from lightning_rob.memory import images_at_once
-from lightning_rob.precision import in_float32
 from lightning_rob.randomness import (
     Generator,
     Streams,
@@ -34,6 +31,9 @@ from lightning_rob.randomness import (
     seeded_global_rng,
 )
 from lightning_rob.rules import Rule
+from lightning_rob.runtime.errors import ZeroGradientWarning
+from lightning_rob.runtime.memory import images_at_once
+from lightning_rob.runtime.precision import in_float32
 from lightning_rob.threat import Norm, Threat
 
 M = TypeVar("M", bound=nn.Module)
@@ -69,7 +69,7 @@ def attacking(defense: M) -> Iterator[M]:
     Works inside `torch.inference_mode` and inside autocast. Autocast's cache of cast weights is not
     used: a copy cast here would have no gradient in the training step. In the working copy
     BatchNorm is folded into the convolutions (`lightning_rob.attacks.folding`), and TF32 is off
-    unless an enclosing `in_float32` allows it (`lightning_rob.precision`).
+    unless an enclosing `in_float32` allows it (`lightning_rob.runtime.precision`).
     """
     with evaluating(defense) as copied, torch.enable_grad(), _uncached_autocast():
         grads = [(weight, weight.requires_grad) for weight in copied.parameters()]

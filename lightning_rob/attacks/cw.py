@@ -13,9 +13,9 @@ from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.sight import hooked
 from lightning_rob.defenses import Defense
-from lightning_rob.errors import NoGradientError, at_least
 from lightning_rob.objectives import Objective, expected_margin
 from lightning_rob.randomness import Generator, Streams
+from lightning_rob.runtime.errors import NoGradientError, at_least
 from lightning_rob.threat import Threat
 
 # The range of tanh is twice the bounds, and w is kept where the image is within them. If the range

@@ -15,9 +15,9 @@ from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pdgd import HALVINGS, shorten
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.defenses import Defense
-from lightning_rob.errors import at_least
 from lightning_rob.objectives import expected_margin, log_expected_ce
 from lightning_rob.randomness import Generator
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import TINY, Threat, scale
 
 FIRST_STEP, LAST_STEP = 1.0, 0.01  # lengths of the gradient steps, by a cosine, on pixels in [0, 1]

@@ -16,10 +16,10 @@ from lightning_rob.attacks.oom import kept_for_gradients, run_in_chunks
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import restricted_to
-from lightning_rob.errors import at_least
-from lightning_rob.memory import free_memory
-from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator, Streams
+from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.memory import free_memory
+from lightning_rob.runtime.precision import in_float32
 from lightning_rob.threat import Threat, scale
 from lightning_rob.transforms import Transform
 

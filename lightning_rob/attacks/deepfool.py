@@ -12,10 +12,10 @@ from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.cw import brought_inside
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
-from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import expectation
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Threat, scale
 
 CRAWL = 1e-4  # pixel units beyond each boundary, as in the authors' code: more than rounding errors

@@ -15,9 +15,9 @@ from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
-from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import TINY, Threat, scale
 
 ALPHA = 0.1  # largest share of the projection of the image itself in a step

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.sight import hooked
 from lightning_rob.defenses import Defense
-from lightning_rob.errors import NoGradientError
 from lightning_rob.randomness import Generator, seed_from, uniform
 from lightning_rob.rules import Rule, expectation, mean_logits
+from lightning_rob.runtime.errors import NoGradientError
 from lightning_rob.threat import Norm, Threat
 
 TOLERANCE = 1e-4  # relative: rounding of a package that projects by another order of operations

@@ -12,9 +12,9 @@ from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.defenses import Defense
-from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_labels, expected_ce
 from lightning_rob.randomness import Generator
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import ThreatPerImage
 
 

@@ -14,9 +14,9 @@ from lightning_rob.attacks.gradient import ObjectiveAt, ObjectiveGradient
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.defenses import Defense
-from lightning_rob.errors import at_least
 from lightning_rob.objectives import Objective, expected_margin
 from lightning_rob.randomness import Generator
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import TINY, Threat, ThreatPerImage, scale
 
 LAST_STEP = 0.01  # the last step size, as a share of the first

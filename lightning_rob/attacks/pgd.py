@@ -14,7 +14,6 @@ from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.optimizers import AggMo, AttackOptimizer
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
-from lightning_rob.errors import at_least
 from lightning_rob.objectives import (
     Objective,
     ce_of_rule,
@@ -25,6 +24,7 @@ from lightning_rob.objectives import (
 )
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, random_member
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Length, Threat, pixels, scale
 
 

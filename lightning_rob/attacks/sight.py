@@ -7,8 +7,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from lightning_rob.errors import NoGradientError
 from lightning_rob.randomness import Generator, Streams
+from lightning_rob.runtime.errors import NoGradientError
 
 _current: ContextVar["Sight | None"] = ContextVar("sight", default=None)
 

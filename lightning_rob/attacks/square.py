@@ -13,9 +13,9 @@ from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.foreign import scores
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
-from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_logits, linear
 from lightning_rob.randomness import Generator, uniform
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Threat, scale
 
 SCHEDULE = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # queries after which p is halved

@@ -16,7 +16,7 @@ from lightning_rob.evaluation.checks import LazyMeasurements, made
 from lightning_rob.evaluation.findings import Columns, by_severity, known
 from lightning_rob.evaluation.records import Result, measured
 from lightning_rob.evaluation.suites import SuiteKind
-from lightning_rob.identity import attack_spec
+from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.threat import Threat
 
 OWN = (*predictions.MEASUREMENTS, *gradients.MEASUREMENTS)

@@ -16,11 +16,11 @@ from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses.transductive import give_source
-from lightning_rob.errors import at_least
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.groups import Batch, Unpack
-from lightning_rob.files import atomic_write_text
 from lightning_rob.metrics import PerImage
+from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.files import atomic_write_text
 from lightning_rob.threat import Threat
 
 

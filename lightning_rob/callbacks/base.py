@@ -21,7 +21,6 @@ from lightning_rob.callbacks.collector import Collector, collector_of
 from lightning_rob.callbacks.progress import AttackProgress
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import reporting_adaptation
-from lightning_rob.errors import at_least
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.evaluator import (
     EvaluationSettings,
@@ -42,6 +41,7 @@ from lightning_rob.evaluation.groups import (
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import SESSION, versions
 from lightning_rob.randomness import Streams, own_streams
+from lightning_rob.runtime.errors import at_least
 
 SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
 

@@ -20,12 +20,12 @@ from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtoc
 from lightning_rob.evaluation.groups import Batch, Unpack
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.evaluation.records import append_records
-from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import Transferability, TransferMatrix, transfer_ranking, wilson
 from lightning_rob.objectives import check_logits
 from lightning_rob.plots import heat_map, pixels, save
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import random_member
+from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.tables import CLEAN, print_members
 from lightning_rob.threat import Length, Norm
 

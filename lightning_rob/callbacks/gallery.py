@@ -12,16 +12,16 @@ from lightning_rob.callbacks.base import EvaluationCallback, gather
 from lightning_rob.callbacks.loggers import log_picture, writing_folder
 from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense
-from lightning_rob.errors import at_least
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.evaluation.records import append_records
-from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.plots import GalleryRow, MemberPredictions, gallery, pixels, save
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import random_member
+from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.threat import Length, Norm
 
 # Minus the expected accuracy under the weak attack, the index, the row.

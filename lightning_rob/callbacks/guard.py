@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_rob.errors import Fault
-from lightning_rob.processes import stop
+from lightning_rob.runtime.errors import Fault
+from lightning_rob.runtime.processes import stop
 
 GRADIENT, LOSS = 1.0, 2.0
 

@@ -38,7 +38,7 @@ from lightning_rob.evaluation.records import (
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
 from lightning_rob.evaluation.suites import RECIPES, suite_kind
-from lightning_rob.identity import attack_spec, cache_key, fingerprint
+from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN, print_table
 from lightning_rob.threat import Length, Norm, pixels
 

@@ -17,16 +17,16 @@ from lightning_rob.callbacks.loggers import writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense, is_transform_ensemble
-from lightning_rob.errors import at_least
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import NoAttack, check_within
 from lightning_rob.evaluation.records import append_records
-from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import PerImage, robust_accuracy, wilson_over_draws
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import VOTING_RULES, Rule
+from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.tables import CLEAN, print_votes
 from lightning_rob.threat import Length, Norm, Threat
 from lightning_rob.transforms.pool import WORDS, chosen

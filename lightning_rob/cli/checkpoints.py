@@ -13,9 +13,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_rob.cli.configs import NAMED
 from lightning_rob.commands.checkpoints import config_in_checkpoint, read_checkpoint
-from lightning_rob.errors import InputError
-from lightning_rob.files import Stamp, atomic_write, manifest_name, stamp_of, write_manifest
 from lightning_rob.nets.weights import read_file
+from lightning_rob.runtime.errors import InputError
+from lightning_rob.runtime.files import Stamp, atomic_write, manifest_name, stamp_of, write_manifest
 
 HANDED_OVER = ".temp.ckpt"  # by Lightning, from a process that it has spawned: weights alone
 

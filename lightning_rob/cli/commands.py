@@ -16,13 +16,13 @@ from lightning_rob.cli.configs import config_file, read_config
 from lightning_rob.cli.lightning_cli import USER_ERRORS, Parser, RobustCLI
 from lightning_rob.cli.models import read_models
 from lightning_rob.cli.options import asks_for_page, own_names, parse, parse_options
-from lightning_rob.cli.plugins import resolve_names
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.checkpoints import load_weights
 from lightning_rob.commands.configs import CONFIGS
 from lightning_rob.data import ImageData
-from lightning_rob.errors import InputError
-from lightning_rob.safe_yaml import plain_yaml
+from lightning_rob.recipes.plugins import resolve_names
+from lightning_rob.recipes.safe_yaml import plain_yaml
+from lightning_rob.runtime.errors import InputError
 
 
 def is_no_tip(record: logging.LogRecord) -> bool:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_rob.cli.plugins import CONFIG_OPTIONS
-from lightning_rob.errors import InputError, nearest
-from lightning_rob.safe_yaml import load_file
-from lightning_rob.shipped import find_recipe, shipped_folder
+from lightning_rob.recipes.plugins import CONFIG_OPTIONS
+from lightning_rob.recipes.safe_yaml import load_file
+from lightning_rob.recipes.shipped import find_recipe, shipped_folder
+from lightning_rob.runtime.errors import InputError, nearest
 
 NAMED = ("best", "last", "hpc")  # checkpoints that Lightning finds
 

@@ -3,8 +3,8 @@
 import re
 
 from lightning_rob.cli.spelling import unknown_class
-from lightning_rob.cli.trust import explain
-from lightning_rob.errors import InputError
+from lightning_rob.recipes.trust import explain
+from lightning_rob.runtime.errors import InputError
 
 NOISE = re.compile(
     r"\s*(Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|"
@@ -46,7 +46,7 @@ def shorten_state_dict_error(error: RuntimeError) -> Exception:
 
     Any other error is returned unchanged.
     """
-    from lightning_rob.processes import as_fault  # imports torch
+    from lightning_rob.runtime.processes import as_fault  # imports torch
 
     message = str(error)
     if fault := as_fault(error):

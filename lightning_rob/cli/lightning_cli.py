@@ -24,19 +24,19 @@ from lightning_rob.cli.checkpoints import SafeCheckpointIO, inject_checkpoint_co
 from lightning_rob.cli.configs import NAMED
 from lightning_rob.cli.errors import shorten_jsonargparse_error, shorten_state_dict_error
 from lightning_rob.cli.options import OF_RUN, RunOptions, join_values
-from lightning_rob.cli.plugins import expand_recipe, resolve_names
 from lightning_rob.cli.spelling import refuse_misspelt
-from lightning_rob.cli.trust import OPTION, allowed, install
 from lightning_rob.commands.base import trained_threat
 from lightning_rob.commands.checkpoints import RECIPE
 from lightning_rob.commands.thresholds import parse_thresholds, violations
-from lightning_rob.errors import Fault, InputError, NoGradientError
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.suites import RECIPES, suite_kind
-from lightning_rob.files import UNWRITABLE, atomic_write_text, raise_thread_errors
 from lightning_rob.modules import RobustModule
-from lightning_rob.processes import supervised_processes
-from lightning_rob.safe_yaml import parse_fraction_arg, plain_yaml
+from lightning_rob.recipes.plugins import expand_recipe, resolve_names
+from lightning_rob.recipes.safe_yaml import parse_fraction_arg, plain_yaml
+from lightning_rob.recipes.trust import OPTION, allowed, install
+from lightning_rob.runtime.errors import Fault, InputError, NoGradientError
+from lightning_rob.runtime.files import UNWRITABLE, atomic_write_text, raise_thread_errors
+from lightning_rob.runtime.processes import supervised_processes
 from lightning_rob.threat import Threat
 
 USER_ERRORS = (

@@ -9,15 +9,15 @@ import yaml
 from lightning.pytorch import Callback, LightningModule
 
 from lightning_rob.cli.lightning_cli import build
-from lightning_rob.cli.plugins import expand
-from lightning_rob.cli.trust import OPTION, allow_imports
 from lightning_rob.commands.checkpoints import config_in_checkpoint, load_weights, read_checkpoint
 from lightning_rob.defenses import Defense
-from lightning_rob.errors import InputError
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.nets.hub import CONFIG, HUB, WEIGHTS, hub_folder
-from lightning_rob.safe_yaml import load_file, plain_yaml
-from lightning_rob.shipped import find_checkpoint
+from lightning_rob.recipes.plugins import expand
+from lightning_rob.recipes.safe_yaml import load_file, plain_yaml
+from lightning_rob.recipes.shipped import find_checkpoint
+from lightning_rob.recipes.trust import OPTION, allow_imports
+from lightning_rob.runtime.errors import InputError
 
 
 def load(path: str | os.PathLike[str], allow_import: str | Sequence[str] = ()) -> Defense:

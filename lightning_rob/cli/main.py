@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from lightning_rob.errors import Fault, InputError, LostRank, nearest, visible
+from lightning_rob.runtime.errors import Fault, InputError, LostRank, nearest, visible
 
 COMMANDS = {
     "fit": "train, evaluating the configured attacks at every validation",
@@ -129,7 +129,7 @@ def _read_records(command: str, *args: str) -> None:
 def _compute(args: list[str]) -> None:
     """Run a command that needs torch, once it is clear that it can be run."""
     from lightning_rob.cli.options import read_command_line
-    from lightning_rob.cli.trust import allow_imports
+    from lightning_rob.recipes.trust import allow_imports
 
     args = read_command_line(*args)
     if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -137,7 +137,7 @@ def _compute(args: list[str]) -> None:
         print(f"lightning-rob {args[0]}: loading PyTorch …", file=sys.stderr, flush=True)
     tune_process()
     from lightning_rob.cli.commands import run_command
-    from lightning_rob.processes import handle_signals
+    from lightning_rob.runtime.processes import handle_signals
 
     with handle_signals(), allow_imports(args) as rest:
         run_command(rest)

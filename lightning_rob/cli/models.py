@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rob.cli.options import allows, option_types
-from lightning_rob.cli.plugins import resolve_names
 from lightning_rob.commands.configs import CommandConfig
-from lightning_rob.errors import nearest
-from lightning_rob.safe_yaml import load_file
+from lightning_rob.recipes.plugins import resolve_names
+from lightning_rob.recipes.safe_yaml import load_file
+from lightning_rob.runtime.errors import nearest
 
 OF_PROCESS = {  # options that all models share
     *("models", "label", "once", "minutes", "until", "every", "stop_at_alarm"),

@@ -14,12 +14,12 @@ import yaml
 from lightning_rob.cli.configs import config_file, is_inline, read_config
 from lightning_rob.cli.errors import shorten_jsonargparse_error
 from lightning_rob.cli.spelling import refuse_misspelt, refuse_unknown
-from lightning_rob.cli.trust import OPTION
 from lightning_rob.commands.configs import CONFIGS, CommandConfig
 from lightning_rob.commands.specs import short
-from lightning_rob.errors import InputError
-from lightning_rob.safe_yaml import load, parse_fraction_arg, plain_yaml
-from lightning_rob.shipped import find_recipe
+from lightning_rob.recipes.safe_yaml import load, parse_fraction_arg, plain_yaml
+from lightning_rob.recipes.shipped import find_recipe
+from lightning_rob.recipes.trust import OPTION
+from lightning_rob.runtime.errors import InputError
 
 
 @dataclass

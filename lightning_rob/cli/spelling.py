@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rob.cli.configs import NAMED, check_configs, config_file, is_inline, read_config
-from lightning_rob.cli.plugins import expand_recipe, resolve_names
-from lightning_rob.cli.trust import OPTION, TRUSTED_PARTS, VARIABLE
-from lightning_rob.errors import InputError, nearest
-from lightning_rob.safe_yaml import load, load_file
-from lightning_rob.shipped import shipped_folder
+from lightning_rob.recipes.plugins import expand_recipe, resolve_names
+from lightning_rob.recipes.safe_yaml import load, load_file
+from lightning_rob.recipes.shipped import shipped_folder
+from lightning_rob.recipes.trust import OPTION, TRUSTED_PARTS, VARIABLE
+from lightning_rob.runtime.errors import InputError, nearest
 
 SUGGESTED = ("modules", "data", "attacks", "callbacks", "nets", "defenses", "transforms", "loggers")
 PLACES = ("model", "data", "trainer.callbacks", "trainer.logger")  # of a class by its name

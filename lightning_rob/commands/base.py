@@ -19,7 +19,7 @@ from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.records import versions
-from lightning_rob.files import atomic_write_text
+from lightning_rob.runtime.files import atomic_write_text
 from lightning_rob.threat import Threat
 
 WITHOUT_EFFECT = ("batch_size", "eval_batch_size", "workers")  # options of data

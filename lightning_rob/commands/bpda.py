@@ -16,7 +16,7 @@ from lightning_rob.commands.configs import BpdaConfig, find_transforms
 from lightning_rob.data import ImageData
 from lightning_rob.data.base import IndexedSubset
 from lightning_rob.randomness import derive_seed
-from lightning_rob.safe_yaml import load
+from lightning_rob.recipes.safe_yaml import load
 from lightning_rob.transforms import Bilateral, Transform, catalogue, named
 from lightning_rob.transforms.bpda import (
     held_out,

@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from lightning_rob.errors import InputError
 from lightning_rob.nets.hub import CONFIG, ENTRY, WEIGHTS
 from lightning_rob.nets.weights import read_file
-from lightning_rob.safe_yaml import load
+from lightning_rob.recipes.safe_yaml import load
+from lightning_rob.runtime.errors import InputError
 
 RECIPE = "lightning_rob_recipe"  # key of a checkpoint
 SAVED = "saved_state"  # first component of a folder's tensors that are not of the state dict

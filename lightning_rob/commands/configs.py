@@ -18,7 +18,7 @@ from lightning_rob.commands.locations import check_remote, is_remote, is_single
 from lightning_rob.commands.sweep_values import SWEPT, Value, parse_values
 from lightning_rob.commands.thresholds import parse_thresholds
 from lightning_rob.comparisons import SIGNIFICANT
-from lightning_rob.errors import visible
+from lightning_rob.runtime.errors import visible
 
 Receives = Literal["run", "trainings", "checkpoints", "data", "records"]
 LOCAL = "127.0.0.1"  # address of the monitor's page and metrics

@@ -17,9 +17,9 @@ from lightning_rob.commands.model_folder import write_model_folder
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.groups import Unpack, counted, regrouped
 from lightning_rob.evaluation.records import versions
-from lightning_rob.files import atomic_write
-from lightning_rob.identity import fingerprint
 from lightning_rob.randomness import Streams
+from lightning_rob.runtime.files import atomic_write
+from lightning_rob.runtime.identity import fingerprint
 from lightning_rob.transforms import Transform
 
 SIZES = (1, 3, 8)  # batch sizes at which predictions are compared

@@ -13,7 +13,7 @@ from lightning_rob.commands.report.evaluation import accuracy_table, attack_tabl
 from lightning_rob.commands.report.runs import AttackResult, Evaluations, attack_result, records_in
 from lightning_rob.commands.specs import class_name, short
 from lightning_rob.evaluation.records import versions
-from lightning_rob.identity import fingerprint
+from lightning_rob.runtime.identity import fingerprint
 
 RECORDS = "robust.jsonl"
 FRONT = """---

@@ -13,9 +13,9 @@ from lightning_rob.commands.base import Run
 from lightning_rob.commands.checkpoints import RECIPE, SAVED, read_checkpoint
 from lightning_rob.commands.model_card import model_card
 from lightning_rob.evaluation.records import versions
-from lightning_rob.files import atomic_write, atomic_write_text
-from lightning_rob.identity import fingerprint
 from lightning_rob.nets.hub import CONFIG, ENTRY, WEIGHTS
+from lightning_rob.runtime.files import atomic_write, atomic_write_text
+from lightning_rob.runtime.identity import fingerprint
 
 FORMAT = 1
 # Entries of a Lightning checkpoint that only a resumed training needs.

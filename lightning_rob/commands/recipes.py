@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_rob.commands.configs import RecipesConfig
-from lightning_rob.errors import InputError, nearest
-from lightning_rob.safe_yaml import load
-from lightning_rob.shipped import shipped_folder
+from lightning_rob.recipes.safe_yaml import load
+from lightning_rob.recipes.shipped import shipped_folder
+from lightning_rob.runtime.errors import InputError, nearest
 
 FOLDERS = {
     "recipes": ("configs", "fit --config NAME"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.evaluation import EvaluationResult
-from lightning_rob.files import atomic_write, check_content_size, check_regular
+from lightning_rob.runtime.files import atomic_write, check_content_size, check_regular
 
 Scores = tuple[Tensor, Tensor]  # indices [N], rising, and scores [N, R] by inference
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error)

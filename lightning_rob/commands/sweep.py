@@ -21,12 +21,12 @@ from lightning_rob.commands.sweep_table import Row, SweepTable
 from lightning_rob.commands.sweep_values import Value
 from lightning_rob.commands.sweep_variables import VARIABLES, Variable
 from lightning_rob.defenses import Defense
-from lightning_rob.errors import Fault, visible
 from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.records import Result, append_records, measured, versions
 from lightning_rob.evaluation.results import WORST
-from lightning_rob.files import read_json_lines
-from lightning_rob.identity import attack_spec, cache_key, fingerprint
+from lightning_rob.runtime.errors import Fault, visible
+from lightning_rob.runtime.files import read_json_lines
+from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN
 
 RECORD, SCORES = "sweep.jsonl", "sweep_scores"

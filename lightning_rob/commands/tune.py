@@ -18,10 +18,10 @@ from lightning_rob.commands.configs import TuneConfig
 from lightning_rob.commands.specs import class_name
 from lightning_rob.commands.tune_search import Budget, Point, Search, Space, replaced
 from lightning_rob.commands.tune_trials import Record, Study, Trial, read_trials
-from lightning_rob.identity import cache_key
 from lightning_rob.plots import convergence, save
 from lightning_rob.randomness import derive_seed
-from lightning_rob.safe_yaml import load_file
+from lightning_rob.recipes.safe_yaml import load_file
+from lightning_rob.runtime.identity import cache_key
 
 QUIET = {
     "trainer.logger": False,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_rob.commands.tune_search import Point, Search, Space, is_finished
 from lightning_rob.evaluation.records import versions
-from lightning_rob.files import append_lines, read_json_lines
+from lightning_rob.runtime.files import append_lines, read_json_lines
 
 Evaluate = Callable[[int, Point], dict[str, float]]  # metrics of a trial by number and values
 

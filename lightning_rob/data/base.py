@@ -17,8 +17,8 @@ from lightning_rob.data.sampling import (
     every_image_once,
     resume_point,
 )
-from lightning_rob.errors import at_least
 from lightning_rob.randomness import Streams, derive_seed
+from lightning_rob.runtime.errors import at_least
 
 Augment = Callable[[Tensor], Any]  # to a Tensor; jsonargparse takes Tensor to mean a factory
 Sample = tuple[Tensor, int, int]

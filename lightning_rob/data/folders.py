@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset
 
 from lightning_rob.data.base import Augment, ImageData, Source
-from lightning_rob.errors import at_least
 from lightning_rob.nets.weights import read_file
+from lightning_rob.runtime.errors import at_least
 
 
 def _pixels(image: Image.Image) -> Tensor:

@@ -8,7 +8,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_rob.data.base import Augment, ImageData, InMemoryImages
-from lightning_rob.errors import at_least
+from lightning_rob.runtime.errors import at_least
 
 SIGNS = 43  # classes of the data set
 

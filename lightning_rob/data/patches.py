@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_rob.data.base import ImageData, InMemoryImages, packaged_file
-from lightning_rob.errors import at_least
+from lightning_rob.runtime.errors import at_least
 
 CELL = 96  # pixels
 CROP = 64

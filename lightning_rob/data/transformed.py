@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_rob.data.base import IndexedSubset, Sample
 from lightning_rob.defenses.transform_ensemble import transformed
-from lightning_rob.files import atomic_save
 from lightning_rob.nets.weights import read_file
 from lightning_rob.randomness import Streams
+from lightning_rob.runtime.files import atomic_save
 from lightning_rob.transforms import Transform
 
 CHUNK = 256  # images at a time, so that memory stays flat

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_rob.identity import is_library
+from lightning_rob.runtime.identity import is_library
 
 M = TypeVar("M", bound=nn.Module)
 Memo = dict[int, Any]  # id of an object -> its copy
@@ -116,8 +116,9 @@ def _mark(value: Any, seen: set[int], depth: int = DEEPEST) -> Any:
         return id(value), zlib.crc32(value.tobytes()) if small else 0
     if isinstance(value, GENERATORS):
         # A pickled tensor has other bytes at times.
-        of_torch = isinstance(value, torch.Generator)
-        return value.get_state().numpy().tobytes() if of_torch else pickle.dumps(value)
+        if isinstance(value, torch.Generator):
+            return value.get_state().numpy().tobytes()
+        return pickle.dumps(value)
     parts = _parts(value)
     if parts is None or id(value) in seen or not depth:
         return id(value)

@@ -16,10 +16,10 @@ from lightning_rob.defenses.transductive import (
     reinitialized,
     shuffled,
 )
-from lightning_rob.errors import at_least
 from lightning_rob.nets.dann import reversed_gradient
 from lightning_rob.objectives import classification_loss
 from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.runtime.errors import at_least
 
 PARTS = ("features", "classify", "domain")
 

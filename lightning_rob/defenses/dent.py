@@ -16,8 +16,8 @@ from lightning_rob.defenses.transductive import (
     Transductive,
     trainable,
 )
-from lightning_rob.errors import at_least
 from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.runtime.errors import at_least
 
 Statistics = Literal["static", "batch"]
 BatchNorm = nn.modules.batchnorm._BatchNorm

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_rob.defenses.base import Defense, check_network
 from lightning_rob.defenses.network import network_logits
-from lightning_rob.memory import images_at_once
 from lightning_rob.randomness import Generator, Streams, uniform
 from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.runtime.memory import images_at_once
 from lightning_rob.transforms import Transform, named
 from lightning_rob.transforms.bpda import approximated, load_approximations
 

@@ -29,9 +29,6 @@ from lightning_rob.defenses.transductive import (
     shuffled,
     trainable,
 )
-from lightning_rob.errors import at_least
-from lightning_rob.identity import cache_key, check_describable, fingerprint
-from lightning_rob.memory import free_memory
 from lightning_rob.randomness import (
     Generator,
     Streams,
@@ -40,6 +37,9 @@ from lightning_rob.randomness import (
     seeded_global_rng,
 )
 from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.identity import cache_key, check_describable, fingerprint
+from lightning_rob.runtime.memory import free_memory
 
 Attacker = Callable[[Defense, Tensor, Tensor, Generator], Any]  # to a Tensor, see `data.samples`
 Stop = Literal["either", "both"]

@@ -18,10 +18,10 @@ from lightning_rob.defenses.transductive import (
     reinitialized,
     shuffled,
 )
-from lightning_rob.errors import at_least
 from lightning_rob.objectives import check_labels, cross_entropy
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.runtime.errors import at_least
 
 # to a Tensor; jsonargparse takes Tensor to mean a factory
 TrainingAttack = Callable[[Defense, Tensor, Tensor, Generator], Any]

@@ -13,10 +13,10 @@ from lightning_rob.defenses.transductive import (
     Transductive,
     shuffled,
 )
-from lightning_rob.errors import at_least
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.runtime.errors import at_least
 
 TEST = 1  # the discriminator's class of test images; that of training images is 0
 

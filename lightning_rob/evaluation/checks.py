@@ -22,7 +22,6 @@ from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Defense, Mixture, Single, is_transform_ensemble
 from lightning_rob.defenses.copies import changes, fresh, keep_changes, original, working_copy
-from lightning_rob.errors import NoGradientError
 from lightning_rob.evaluation.findings import (
     FEWEST,
     Columns,
@@ -41,6 +40,7 @@ from lightning_rob.evaluation.findings import (
 from lightning_rob.evaluation.suites import doubled, suite_kind, surrogate_for
 from lightning_rob.objectives import Objective, expected_ce, expected_margin
 from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng, uniform
+from lightning_rob.runtime.errors import NoGradientError
 
 T = TypeVar("T", bound="CheckTarget")
 

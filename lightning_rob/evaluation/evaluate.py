@@ -41,7 +41,7 @@ from lightning_rob.evaluation.per_image import PerImageResults
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import threat_model_card, versions
 from lightning_rob.evaluation.results import EvaluationResult
-from lightning_rob.identity import cache_key, fingerprint
+from lightning_rob.runtime.identity import cache_key, fingerprint
 from lightning_rob.tables import CLEAN
 
 

@@ -19,7 +19,6 @@ from lightning_rob.attacks.sight import watching
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh, working_copy
 from lightning_rob.defenses.network import CHANGES_INPUT
-from lightning_rob.errors import at_least
 from lightning_rob.evaluation.checks import CheckTarget, checked, randomness, slope
 from lightning_rob.evaluation.findings import Finding
 from lightning_rob.evaluation.groups import GROUP_SIZE
@@ -35,9 +34,10 @@ from lightning_rob.evaluation.resume_log import BatchOutcome
 from lightning_rob.evaluation.worst import is_random
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.objectives import check_classes, check_labels
-from lightning_rob.precision import float32_precision, in_float32
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import VOTING_RULES, rejected_share, top2_majority_as_released
+from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.precision import float32_precision, in_float32
 from lightning_rob.tables import CLEAN
 
 # Columns, and what is logged beside the accuracies.

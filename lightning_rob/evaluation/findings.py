@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_rob.errors import FindingWarning
+from lightning_rob.runtime.errors import FindingWarning
 from lightning_rob.tables import SEVERITIES
 
 Severity = Literal["severe", "warning", "note", "fine"]

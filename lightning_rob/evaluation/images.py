@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_rob.files import atomic_write
+from lightning_rob.runtime.files import atomic_write
 
 
 def save_images(folder: Path, index: Tensor, x: Tensor) -> None:

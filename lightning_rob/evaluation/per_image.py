@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_rob.evaluation.records import with_schema
 from lightning_rob.evaluation.resume_log import BatchOutcome, ResumeLog, checksums
-from lightning_rob.files import atomic_write_text, check_regular
 from lightning_rob.metrics import PerImage
+from lightning_rob.runtime.files import atomic_write_text, check_regular
 
 FORMULA = tuple("=+-@\t\r\n'")  # what a spreadsheet takes for more than text
 

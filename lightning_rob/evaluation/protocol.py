@@ -11,8 +11,8 @@ from lightning_rob.attacks import Attack, evaluating
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh
 from lightning_rob.evaluation.groups import Unpack, fetch, unpacked
-from lightning_rob.precision import in_float32
 from lightning_rob.randomness import Generator, Streams, derive_seed, seeded_global_rng
+from lightning_rob.runtime.precision import in_float32
 from lightning_rob.threat import Threat
 
 ROUNDING = 1e-5  # of a pixel's range: float32 arithmetic may add this much to a perturbation

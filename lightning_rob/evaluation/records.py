@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lightning_rob.attacks import Attack
 from lightning_rob.attacks.base import inner_attacks, walk
-from lightning_rob.files import append_lines
-from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import wilson_over_draws
+from lightning_rob.runtime.files import append_lines
+from lightning_rob.runtime.identity import attack_spec
 
 SCHEMA = 1
 SCHEMA_FILE = Path(__file__).with_name("record.schema.json")

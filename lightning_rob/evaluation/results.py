@@ -25,8 +25,8 @@ from lightning_rob.evaluation.findings import (
 from lightning_rob.evaluation.per_image import PerImageRows, write_result_file
 from lightning_rob.evaluation.records import Result, measured, threat_model_card
 from lightning_rob.evaluation.worst import Worst, worst_case
-from lightning_rob.identity import attack_spec
 from lightning_rob.metrics import Paired, paired, student
+from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.tables import CLEAN, table_text
 
 WORST = "worst"

@@ -26,7 +26,6 @@ from lightning_rob.attacks import (
 )
 from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense, random_transforms_in
-from lightning_rob.errors import at_least
 from lightning_rob.objectives import (
     ce_of_mean_logits,
     ce_of_rule,
@@ -37,6 +36,7 @@ from lightning_rob.objectives import (
 )
 from lightning_rob.randomness import Generator, Streams, uniform
 from lightning_rob.rules import random_member
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Threat, scale
 
 SuiteKind = Literal["single", "ensemble", "randomized", "random", "transformed", "transductive"]

@@ -20,14 +20,14 @@ from lightning_rob.data.base import ImageData
 from lightning_rob.data.transformed import CHUNK, TransformedCache
 from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.transform_ensemble import TransformEnsemble, transformed
-from lightning_rob.errors import at_least
 from lightning_rob.evaluation.groups import unpacked
-from lightning_rob.files import atomic_save
 from lightning_rob.modules.base import RobustModule
 from lightning_rob.nets.weights import read_file
 from lightning_rob.objectives import classification_loss, cross_entropy
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.runtime.errors import at_least
+from lightning_rob.runtime.files import atomic_save
 from lightning_rob.transforms.pool import chosen
 
 

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lightning_rob.files import check_file, is_undigested
 from lightning_rob.nets.normalize import Normalize
+from lightning_rob.runtime.files import check_file, is_undigested
 
 State = dict[str, Tensor]
 Numbering = dict[tuple[str, str], set[int]]  # text before and after a number -> numbers found

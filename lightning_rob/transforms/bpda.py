@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, mse_loss
 
-from lightning_rob.files import atomic_save
+from lightning_rob.runtime.files import atomic_save
 from lightning_rob.transforms.base import Transform, clip
 
 WIDTHS = (16, 22, 32, 45, 64)

@@ -61,7 +61,6 @@ from lightning_rob.defenses import (
     Single,
     TransformEnsemble,
 )
-from lightning_rob.errors import NoGradientError
 from lightning_rob.evaluation import NoAttack
 from lightning_rob.evaluation.suites import Auto, DoublePrecision, RandomCorners, RandomStart
 from lightning_rob.objectives import (
@@ -73,6 +72,7 @@ from lightning_rob.objectives import (
     worst_ce,
 )
 from lightning_rob.randomness import Streams
+from lightning_rob.runtime.errors import NoGradientError
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise
 from tests.attacks.common import (

@@ -95,7 +95,7 @@ def test_a_cpu_attacks_what_its_caches_hold(name, monkeypatch):
     (x, y), images, net = batch(), [], Net()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     for at_once in (11, 4):
-        monkeypatch.setattr("lightning_rob.memory.IMAGES_PER_THREAD", at_once)
+        monkeypatch.setattr("lightning_rob.runtime.memory.IMAGES_PER_THREAD", at_once)
         net.sizes.clear()
         noise = Streams.from_index(torch.arange(len(x)), 5)
         images.append(attack(defended(net), x, y, noise))

@@ -9,7 +9,6 @@ from lightning_rob.attacks import APGD, PGD, attacking, draw_gradients
 from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Defense, Ensemble, Mixture, Single
-from lightning_rob.errors import ZeroGradientWarning
 from lightning_rob.metrics import gradient_spread
 from lightning_rob.objectives import (
     ce_of_mean_probs,
@@ -21,6 +20,7 @@ from lightning_rob.objectives import (
 )
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import majority, mean_probs, random_member
+from lightning_rob.runtime.errors import ZeroGradientWarning
 from lightning_rob.threat import Threat
 from tests.attacks.common import images, trained_net
 from tests.attacks.test_apgd import Recording

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_rob.attacks import GMSA, PGD, Accelerated, evaluating
 from lightning_rob.defenses import DENT, Single
 from lightning_rob.nets import SmallCNN
-from lightning_rob.precision import OPERATIONS, float32_precision, in_float32
+from lightning_rob.runtime.precision import OPERATIONS, float32_precision, in_float32
 from lightning_rob.threat import Threat
 from tests.counting import Shared
 
@@ -139,7 +139,7 @@ def test_the_flags_come_back_after_an_error(fresh):
 
 FIRST = """
 import torch
-from lightning_rob.precision import float32_precision, in_float32
+from lightning_rob.runtime.precision import float32_precision, in_float32
 assert float32_precision() == "cudnn.conv tf32, cudnn.rnn tf32"
 torch.backends.fp32_precision = "ieee"
 before = float32_precision()

@@ -6,8 +6,8 @@ import torch
 from lightning_rob.attacks import PGD, Square
 from lightning_rob.attacks.square import SCHEDULE, pyramids
 from lightning_rob.defenses import Single
-from lightning_rob.errors import ZeroGradientWarning
 from lightning_rob.randomness import Streams
+from lightning_rob.runtime.errors import ZeroGradientWarning
 from lightning_rob.threat import Threat
 from tests.attacks.common import assert_inside, images, right, seeded, trained_net
 from tests.counting import Counting

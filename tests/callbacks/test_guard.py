@@ -12,9 +12,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rob.callbacks import TerminateOnNonFinite
-from lightning_rob.errors import Fault
 from lightning_rob.modules import AdversarialTraining
-from lightning_rob.processes import SIGNALS, handle_signals, stop
+from lightning_rob.runtime.errors import Fault
+from lightning_rob.runtime.processes import SIGNALS, handle_signals, stop
 from tests.tiny import Blobs, TinyNet, same_weights
 
 NAN = float("nan")

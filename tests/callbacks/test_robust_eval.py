@@ -10,19 +10,19 @@ from lightning_rob.callbacks import RobustEval, base
 from lightning_rob.callbacks.image_grid import image_grid
 from lightning_rob.defenses import Defense, Single, first_member
 from lightning_rob.defenses.copies import original
-from lightning_rob.errors import FindingWarning
 from lightning_rob.evaluation import evaluate
 from lightning_rob.metrics import student
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.randomness import uniform
 from lightning_rob.rules import mean_probs
+from lightning_rob.runtime.errors import FindingWarning
 from lightning_rob.threat import Threat
 from tests.counting import Shared
 from tests.tiny import Blobs, TinyNet, pgd, recipe, records, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 ATTACK = PGD(THREAT, steps=2, step_size=8 / 255)
-blind = pytest.mark.filterwarnings("ignore::lightning_rob.errors.ZeroGradientWarning")
+blind = pytest.mark.filterwarnings("ignore::lightning_rob.runtime.errors.ZeroGradientWarning")
 QUIET = {
     "accelerator": "cpu",
     "logger": False,

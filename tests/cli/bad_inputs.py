@@ -120,7 +120,7 @@ def manifested(content: Callable[[], bytes]) -> Make:
     """A file that changed after its manifest was written."""
 
     def make(folder: Path) -> list[object]:
-        from lightning_rob.files import write_manifest
+        from lightning_rob.runtime.files import write_manifest
 
         path = put(folder, "given.ckpt", trained())
         write_manifest(path)

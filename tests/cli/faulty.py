@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback
 
-from lightning_rob.files import check_manifest
+from lightning_rob.runtime.files import check_manifest
 from tests.tiny import ROOT, pgd, recipe, robust_eval
 
 LIMIT = 10.0  # --rank_timeout

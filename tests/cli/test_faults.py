@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from lightning_rob.errors import Fault
-from lightning_rob.files import raise_thread_errors
-from lightning_rob.processes import PARENT, supervised_processes
+from lightning_rob.runtime.errors import Fault
+from lightning_rob.runtime.files import raise_thread_errors
+from lightning_rob.runtime.processes import PARENT, supervised_processes
 from tests.cli.faulty import SMALL, intact, marked, plan, rank_fault, slow
 from tests.forked import forked, start
 from tests.tiny import ROOT, run, same_weights, weights
@@ -74,7 +74,7 @@ def test_sigterm_within_a_long_attack(whole, tmp_path):
 
 def test_a_signal_to_a_process_that_is_stuck_in_a_call():
     stuck = """
-import ctypes, lightning_rob.processes as processes
+import ctypes, lightning_rob.runtime.processes as processes
 processes.GRACE = 0.5
 with processes.handle_signals():
     lock, system = ctypes.create_string_buffer(64), ctypes.CDLL(None)
@@ -91,14 +91,14 @@ with processes.handle_signals():
 def test_a_process_dies_with_the_one_that_started_it():
     child = """
 import os, time
-from lightning_rob.processes import link_to_parent
+from lightning_rob.runtime.processes import link_to_parent
 link_to_parent()
 print("joined", flush=True)
 time.sleep(300)
 """
     parent = f"""
 import os, subprocess, sys
-from lightning_rob.processes import link_to_parent
+from lightning_rob.runtime.processes import link_to_parent
 link_to_parent()
 subprocess.run([sys.executable, "-c", {child!r}], env=os.environ | {{"LOCAL_RANK": "1"}})
 """

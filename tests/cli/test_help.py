@@ -10,7 +10,7 @@ import pytest
 
 from lightning_rob.cli import COMMANDS, main
 from lightning_rob.commands.configs import CONFIGS
-from lightning_rob.shipped import find, find_recipe
+from lightning_rob.recipes.shipped import find, find_recipe
 from tests.tiny import ROOT
 
 LINES, COLUMNS = 30, 88

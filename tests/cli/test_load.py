@@ -13,9 +13,9 @@ import lightning_rob
 from lightning_rob import ARC, PGD, Threat, evaluate
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.cli import main
-from lightning_rob.cli.trust import VARIABLE as ALLOWED
-from lightning_rob.environment import VARIABLE, callbacks, none_for_pytorch_lightning
-from lightning_rob.errors import InputError
+from lightning_rob.recipes.environment import VARIABLE, callbacks, none_for_pytorch_lightning
+from lightning_rob.recipes.trust import VARIABLE as ALLOWED
+from lightning_rob.runtime.errors import InputError
 from tests.callbacks.test_any_module import DATA, Classifier
 from tests.tiny import TinyNet, recipe
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 import yaml
 
-from lightning_rob import files, safe_yaml
 from lightning_rob.cli import main
 from lightning_rob.cli.checkpoints import SafeCheckpointIO
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.cli.options import OF_RUN, read_command_line
+from lightning_rob.recipes import safe_yaml
+from lightning_rob.runtime import files
 from tests.tiny import (
     ROOT,
     arc,

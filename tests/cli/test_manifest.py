@@ -8,15 +8,15 @@ import torch
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from lightning_rob.cli import checkpoints
-from lightning_rob.errors import InputError
-from lightning_rob.files import (
+from lightning_rob.nets import load_weights
+from lightning_rob.runtime.errors import InputError
+from lightning_rob.runtime.files import (
     atomic_write,
     check_file,
     check_manifest,
     manifest_path,
     write_manifest,
 )
-from lightning_rob.nets import load_weights
 from tests.cli.bad_inputs import flipped, trained
 from tests.cli.test_main import fails
 from tests.tiny import TinyNet, recipe, run
@@ -79,7 +79,7 @@ def test_a_manifest_that_says_nothing_is_no_pass(checkpoint, content):
 
 
 def test_a_file_replaced_while_it_is_read_is_looked_at_again(checkpoint, monkeypatch):
-    from lightning_rob import files
+    from lightning_rob.runtime import files
 
     digest, looks = files.digest, []
 

@@ -12,11 +12,11 @@ import lightning_rob
 from lightning_rob.attacks import PGD
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.cli.options import join_values
-from lightning_rob.cli.plugins import expand, resolve_names
 from lightning_rob.commands.configs import MonitorConfig
-from lightning_rob.errors import InputError
-from lightning_rob.safe_yaml import parse_fractions
-from lightning_rob.shipped import find, find_recipe
+from lightning_rob.recipes.plugins import expand, resolve_names
+from lightning_rob.recipes.safe_yaml import parse_fractions
+from lightning_rob.recipes.shipped import find, find_recipe
+from lightning_rob.runtime.errors import InputError
 from lightning_rob.threat import Threat
 from tests.tiny import ROOT, arc, pgd
 from tests.tiny import robust_eval as with_fractions

@@ -11,9 +11,9 @@ import pytest
 
 from lightning_rob.cli.options import OF_RUN, read_command_line
 from lightning_rob.cli.spelling import arguments_of, refuse_misspelt
-from lightning_rob.cli.trust import VARIABLE
-from lightning_rob.errors import InputError
-from lightning_rob.shipped import shipped_folder
+from lightning_rob.recipes.shipped import shipped_folder
+from lightning_rob.recipes.trust import VARIABLE
+from lightning_rob.runtime.errors import InputError
 from tests.tiny import ROOT
 
 DEMO = ["fit", "--config", "demo"]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 import yaml
 
-from lightning_rob.cli import trust
-from lightning_rob.safe_yaml import validate
+from lightning_rob.recipes import trust
+from lightning_rob.recipes.safe_yaml import validate
 from tests.cli.hostile import CANARY, FILES, MODULE, outcome
 from tests.cli.test_main import fails
 from tests.tiny import recipe, run
@@ -83,7 +83,7 @@ def test_the_environment_allows_too(mine, monkeypatch, capsys):
         *("torchvision.datasets.CIFAR10", "timm.create_model", "torchmetrics.text.BERTScore"),
         *(
             "lightning_rob.cli.lightning_cli.RobustCLI",
-            "lightning_rob.files.atomic_write",
+            "lightning_rob.runtime.files.atomic_write",
             "jsonargparse.CLI",
         ),
         *("lightning.pytorch.cli.LightningCLI", "lightning_robber.Net", "torch.nnx.Net"),

@@ -25,12 +25,12 @@ from lightning_rob.commands.monitor.source import LocalFolder
 from lightning_rob.commands.report import report
 from lightning_rob.commands.scores import ScoreFiles
 from lightning_rob.commands.tune_trials import Record, Study, Trial
-from lightning_rob.errors import InputError, visible
 from lightning_rob.evaluation.per_image import as_text, name_of, read_result_file
-from lightning_rob.files import write_manifest
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import weights
 from lightning_rob.nets.weights import read_file
+from lightning_rob.runtime.errors import InputError, visible
+from lightning_rob.runtime.files import write_manifest
 from lightning_rob.threat import Threat
 from tests.cli.hostile import CANARY, evil
 from tests.commands.test_notify import Receiver

@@ -21,7 +21,7 @@ from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.history import History, timestamp
 from lightning_rob.commands.monitor.publish import Publisher
 from lightning_rob.commands.monitor.state import Snapshot, newest_first, newest_group
-from lightning_rob.errors import InputError
+from lightning_rob.runtime.errors import InputError
 from tests.commands.test_compare import record
 from tests.commands.test_notify import evaluation
 from tests.tiny import ROOT

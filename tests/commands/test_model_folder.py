@@ -10,9 +10,9 @@ import torch
 from huggingface_hub import constants
 
 import lightning_rob
-from lightning_rob.cli.trust import VARIABLE
 from lightning_rob.commands.configs import ExportConfig
-from lightning_rob.errors import InputError
+from lightning_rob.recipes.trust import VARIABLE
+from lightning_rob.runtime.errors import InputError
 from tests.tiny import ROOT, Blobs, pgd, recipe, robust_eval, run
 
 MONITOR = {"model__init_args__monitor": "val/robust/apgd"}

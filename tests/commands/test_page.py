@@ -12,7 +12,7 @@ from lightning_rob.commands.monitor.history import History, timestamp
 from lightning_rob.commands.monitor.page import ago, checkpoints, curve
 from lightning_rob.commands.monitor.publish import Publisher
 from lightning_rob.commands.monitor.state import Snapshot, newest_group
-from lightning_rob.errors import InputError
+from lightning_rob.runtime.errors import InputError
 from tests.commands.test_notify import evaluation
 from tests.commands.test_report import HOSTILE, Page
 

@@ -9,7 +9,7 @@ import pytest
 from lightning_rob.cli import main
 from lightning_rob.commands import recipes
 from lightning_rob.commands.recipes import FOLDERS, first_sentence, shipped_files, summary
-from lightning_rob.shipped import shipped_folder
+from lightning_rob.recipes.shipped import shipped_folder
 
 
 def test_every_file_is_listed_with_a_sentence(capsys, monkeypatch):

@@ -22,8 +22,8 @@ from lightning_rob.commands.sweep_table import SweepTable
 from lightning_rob.commands.sweep_values import parse_values
 from lightning_rob.commands.sweep_variables import with_count, with_members, with_probability
 from lightning_rob.defenses import Ensemble, first_member
-from lightning_rob.identity import fingerprint
 from lightning_rob.metrics import robust_accuracy
+from lightning_rob.runtime.identity import fingerprint
 from lightning_rob.threat import Threat
 from tests.forked import forked
 from tests.schema import checked

@@ -23,9 +23,9 @@ from lightning_rob.defenses.rmc import (
     train_epoch,
 )
 from lightning_rob.defenses.transductive import Source, shuffled
-from lightning_rob.identity import fingerprint
 from lightning_rob.nets import LeNet, MNISTNet, SmallCNN
 from lightning_rob.randomness import Streams
+from lightning_rob.runtime.identity import fingerprint
 from lightning_rob.threat import Threat
 from tests.fakedev import Waits, emulated
 from tests.tiny import Blobs, TinyNet

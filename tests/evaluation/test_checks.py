@@ -11,9 +11,9 @@ from torch import nn
 from lightning_rob.attacks import ARC, CW, DDN, FAB, PGD, DeepFool, Square
 from lightning_rob.audit.auditor import audit
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single
-from lightning_rob.errors import FindingWarning
 from lightning_rob.evaluation import evaluate
 from lightning_rob.rules import random_member
+from lightning_rob.runtime.errors import FindingWarning
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise
 from tests.attacks.common import images, trained_net
@@ -210,7 +210,7 @@ def test_few_images_have_the_same_findings():
         assert "slope" in names(evaluate(Around(at_random), PLAIN, [batch()], group_size=4))
 
 
-@pytest.mark.filterwarnings("ignore::lightning_rob.errors.FindingWarning")
+@pytest.mark.filterwarnings("ignore::lightning_rob.runtime.errors.FindingWarning")
 @pytest.mark.parametrize(
     "net", [Adapting(), Training(), Remembering()], ids=lambda net: net._get_name()
 )

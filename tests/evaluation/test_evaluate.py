@@ -15,10 +15,10 @@ from lightning_rob.attacks import Attack, MinimalNorm
 from lightning_rob.defenses import DENT
 from lightning_rob.evaluation import EvaluationResult, RoundProtocol
 from lightning_rob.evaluation.per_image import PerImageRows, read_result_file
-from lightning_rob.identity import attack_spec, fingerprint
 from lightning_rob.metrics import paired, wilson
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import SmallCNN
+from lightning_rob.runtime.identity import attack_spec, fingerprint
 from tests.attacks.test_smallest_norm import plane
 from tests.tiny import Blobs, TinyNet
 

@@ -12,8 +12,8 @@ import yaml
 import lightning_rob
 from lightning_rob.data.base import IndexedSubset, InMemoryImages
 from lightning_rob.data.transformed import TransformedCache
-from lightning_rob.errors import InputError
 from lightning_rob.modules import TransformTraining
+from lightning_rob.runtime.errors import InputError
 from lightning_rob.transforms.pool import pool
 from tests.forked import forked, two_ranks
 from tests.tiny import TinyNet, pgd, run, same_weights, weights

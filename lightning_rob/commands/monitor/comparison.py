@@ -14,10 +14,10 @@ from lightning_rob.commands.monitor.history import Fields, History, Identity, id
 from lightning_rob.commands.scores import Scores
 from lightning_rob.commands.thresholds import violations
 from lightning_rob.comparisons import rounded_down
-from lightning_rob.errors import InputError
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST
 from lightning_rob.metrics import mcnemar, paired_p
+from lightning_rob.runtime.errors import InputError
 
 FADING = 1.3  # the slower the shares of the level fall, the less is left for the first
 SHARES = 3.94  # at least the sum of 1 / n^1.3 over all n

@@ -7,7 +7,7 @@ from contextlib import suppress
 from rich.console import Console
 
 from lightning_rob.commands.monitor.history import Fields
-from lightning_rob.errors import visible
+from lightning_rob.runtime.errors import visible
 
 MAX_NAMED = 12  # images named in a row; the history has all of them
 WIDTHS = {"checkpoint": 24, "epoch": 5, "step": 7, "clean": 6, "worst": 12, "lost won p": 15}

@@ -14,8 +14,8 @@ import yaml
 from lightning_rob.commands.checkpoints import config_in_checkpoint, read_checkpoint
 from lightning_rob.commands.monitor.history import Fields, History, Identity, identity, timestamp
 from lightning_rob.commands.monitor.source import Refused, Source, Stamp, Unreachable, Version
-from lightning_rob.errors import visible
-from lightning_rob.files import digest
+from lightning_rob.runtime.errors import visible
+from lightning_rob.runtime.files import digest
 
 SETTLE = 10.0  # seconds after which an unreadable file that does not change is broken
 FACTS = ("file", "weights", "recipe", "epoch", "step")  # of a checkpoint, in a line

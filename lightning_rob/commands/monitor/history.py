@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lightning_rob.commands.scores import ScoreFiles
 from lightning_rob.evaluation.records import with_schema
-from lightning_rob.files import Stamp, stamp_of
+from lightning_rob.runtime.files import Stamp, stamp_of
 
 Fields = dict[str, Any]
 Identity = tuple[str | None, str | None]  # SHA-256 of the weights and of the recipe's model

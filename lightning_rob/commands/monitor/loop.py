@@ -48,10 +48,10 @@ from lightning_rob.commands.monitor.state import Snapshot, newest_first, newest_
 from lightning_rob.commands.monitor.suite import Suite
 from lightning_rob.commands.scores import Scores
 from lightning_rob.commands.thresholds import violations
-from lightning_rob.errors import Fault, InputError
 from lightning_rob.evaluation.records import SESSION, Result
-from lightning_rob.files import UNWRITABLE, raise_thread_errors
-from lightning_rob.identity import cache_key
+from lightning_rob.runtime.errors import Fault, InputError
+from lightning_rob.runtime.files import UNWRITABLE, raise_thread_errors
+from lightning_rob.runtime.identity import cache_key
 
 NICE = 10
 CACHE = "monitor_cache"  # in the folder of the history, for remote checkpoints

@@ -21,8 +21,8 @@ from lightning_rob.commands.monitor.history import (
 )
 from lightning_rob.commands.monitor.notify import kind_of
 from lightning_rob.commands.monitor.state import Snapshot
-from lightning_rob.errors import InputError
 from lightning_rob.evaluation.results import WORST
+from lightning_rob.runtime.errors import InputError
 from lightning_rob.tables import CLEAN
 
 REFRESH = 30  # seconds

@@ -14,7 +14,7 @@ from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.display import warn
 from lightning_rob.commands.monitor.page import page_app
 from lightning_rob.commands.monitor.state import Snapshot
-from lightning_rob.errors import InputError
+from lightning_rob.runtime.errors import InputError
 
 NAMES = {"/": "page", "/metrics": "metrics", "/healthz": "health check"}
 LIFE = 3600.0  # /healthz fails after as many seconds, and --every, without a look into the folder

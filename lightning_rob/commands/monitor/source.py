@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 from lightning_rob.commands.locations import parse_model
-from lightning_rob.errors import InputError, visible
-from lightning_rob.files import UNWRITABLE, manifest_name, stamp_of
+from lightning_rob.runtime.errors import InputError, visible
+from lightning_rob.runtime.files import UNWRITABLE, manifest_name, stamp_of
 
 Stamp = tuple[Any, ...]  # changes when a checkpoint does; can be written as JSON
 Version = tuple[str, Stamp]  # name and stamp of a checkpoint

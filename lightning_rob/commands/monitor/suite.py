@@ -16,7 +16,7 @@ from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST, worst_measurement, worst_over
 from lightning_rob.evaluation.suites import RECIPES, default_attacks, suite_kind
-from lightning_rob.identity import attack_spec, cache_key
+from lightning_rob.runtime.identity import attack_spec, cache_key
 from lightning_rob.tables import CLEAN
 from lightning_rob.threat import Threat
 

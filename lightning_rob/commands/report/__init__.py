@@ -18,7 +18,7 @@ from lightning_rob.commands.report.blocks import (
 from lightning_rob.commands.report.comparison import comparison
 from lightning_rob.commands.report.runs import Run, find_runs
 from lightning_rob.commands.report.sections import run_section
-from lightning_rob.errors import visible
+from lightning_rob.runtime.errors import visible
 
 __all__ = ["report", "run"]
 

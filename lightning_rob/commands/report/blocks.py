@@ -13,7 +13,7 @@ from typing import NamedTuple, get_args
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from lightning_rob.errors import visible
+from lightning_rob.runtime.errors import visible
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

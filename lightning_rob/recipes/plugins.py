@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from lightning_rob.errors import InputError
-from lightning_rob.safe_yaml import load, load_file
-from lightning_rob.shipped import find, find_checkpoint, find_recipe
+from lightning_rob.recipes.safe_yaml import load, load_file
+from lightning_rob.recipes.shipped import find, find_checkpoint, find_recipe
+from lightning_rob.runtime.errors import InputError
 
 CONFIG_OPTIONS = ("--config", "-c")
 

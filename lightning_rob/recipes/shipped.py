@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import lightning_rob
-from lightning_rob.errors import InputError, nearest
+from lightning_rob.runtime.errors import InputError, nearest
 
 ZOO = "zoo:"  # before the name of a trained network
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lightning_rob.errors import Fault, LostRank
+from lightning_rob.runtime.errors import Fault, LostRank
 
 PARENT = "LIGHTNING_ROB_PARENT"
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)

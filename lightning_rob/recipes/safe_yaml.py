@@ -12,7 +12,7 @@ from typing import Any
 import jsonargparse
 import yaml
 
-from lightning_rob.errors import InputError
+from lightning_rob.runtime.errors import InputError
 
 PLAIN_TAGS = ("str", "int", "float", "bool", "null", "seq", "map")
 MAX_CHARACTERS, MAX_NODES, MAX_DEPTH = 2_000_000, 200_000, 60

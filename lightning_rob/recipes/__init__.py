@@ -1,0 +1,1 @@
+"""Recipes and plug-ins: found by name, read, expanded, and refused unless trusted."""

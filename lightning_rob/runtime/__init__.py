@@ -1,0 +1,1 @@
+"""Errors, files, processes, memory: whatever keeps a run alive."""
