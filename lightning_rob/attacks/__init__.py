@@ -20,6 +20,7 @@ from lightning_rob.attacks.fab import FAB
 from lightning_rob.attacks.foreign import Foreign
 from lightning_rob.attacks.gmsa import GMSA
 from lightning_rob.attacks.gradient import draw_gradients
+from lightning_rob.attacks.lattice_climber import LatticeClimber
 from lightning_rob.attacks.members import OnMember, RandomMember, Strongest
 from lightning_rob.attacks.minimal_norm import MinimalNorm
 from lightning_rob.attacks.optimizers import Adam, AggMo, AttackOptimizer, Nesterov, aggmo
@@ -59,6 +60,7 @@ __all__ = [
     "Foreign",
     "HighConfidence",
     "InsideBounds",
+    "LatticeClimber",
     "LinBP",
     "MinimalNorm",
     "Nesterov",

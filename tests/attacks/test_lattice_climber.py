@@ -1,0 +1,173 @@
+"""The climb against brute force over the sets of members of linear ensembles."""
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog, nnls
+from torch import nn
+
+from lightning_rob.attacks import ARC, PGD, LatticeClimber
+from lightning_rob.attacks.arc import expected_accuracy
+from lightning_rob.defenses import Ensemble
+from lightning_rob.randomness import Streams
+from lightning_rob.threat import Threat
+from tests.attacks.common import accuracy, assert_inside, images, trained_net
+
+THREATS = {"linf": Threat("linf", 0.1), "l2": Threat("l2", 0.3)}
+both_norms = pytest.mark.parametrize("threat", THREATS.values(), ids=THREATS)
+
+
+class Linear(nn.Module):
+    def __init__(self, w, b):
+        super().__init__()
+        self.w, self.b = torch.tensor(w), torch.tensor(b)  # [K, D], [K]
+
+    def forward(self, x):
+        return x.flatten(1) @ self.w.T + self.b
+
+
+def ensemble(seed, members, classes, threat, points=2, size=8):
+    """Linear members with decision boundaries at about the radius, and points of class 0."""
+    rng = np.random.default_rng(seed)
+    w = rng.normal(size=(members, classes, size))
+    x = rng.uniform(0.35, 0.65, (points, size))
+    normals = w[:, :1] - w[:, 1:]  # [M, K - 1, D]
+    reach = rng.uniform(0.2, 1.3, normals.shape[:2]) * threat.eps
+    offsets = reach * np.linalg.norm(normals, threat.q, axis=-1) - normals @ x.mean(0)
+    b = np.concatenate([np.zeros((members, 1)), -offsets], 1)
+    defense = Ensemble(list(map(Linear, w, b)), rng.dirichlet(np.ones(members)).tolist())
+    return defense, torch.tensor(x), torch.zeros(points, dtype=torch.long)
+
+
+def room(normals, gaps, threat):
+    """How far inside the ball a perturbation may stay that crosses all these boundaries."""
+    n = normals / np.linalg.norm(normals, axis=1, keepdims=True)
+    g = gaps / np.linalg.norm(normals, axis=1)
+    if threat.p == 2:  # the shortest perturbation with -n d >= g, as nonnegative least squares
+        above = np.vstack([-n.T, g])
+        goal = np.append(np.zeros(n.shape[1]), 1.0)
+        rest = above @ nnls(above, goal)[0] - goal
+        return threat.eps - np.linalg.norm(rest[:-1] / rest[-1]) if abs(rest).max() > 1e-9 else -1
+    cost = np.append(np.zeros(n.shape[1]), -1.0)
+    ball = [(-threat.eps, threat.eps)] * n.shape[1] + [(None, None)]
+    return -linprog(cost, np.c_[n, np.ones(len(n))], -g, bounds=ball).fun
+
+
+def lowest(defense, x, threat, least=1e-6):
+    """The lowest expected accuracy in the ball, by all sets of members and classes.
+
+    least: room in the ball, as a share of its radius, that a set has to have
+    """
+    weights = defense.weights.double()
+    best = 1.0
+    for size in range(1, len(weights) + 1):
+        for members in combinations(range(len(weights)), size):
+            left = float(1 - weights[list(members)].sum())
+            nets = [defense.members[i] for i in members]
+            for classes in product(range(1, len(nets[0].b)), repeat=size):
+                w = [(net.w[0] - net.w[k]).numpy() for net, k in zip(nets, classes, strict=True)]
+                b = [float(net.b[0] - net.b[k]) for net, k in zip(nets, classes, strict=True)]
+                gaps = [u @ x.numpy() + c for u, c in zip(w, b, strict=True)]
+                if (
+                    left < best - 1e-9
+                    and room(np.array(w), np.array(gaps), threat) > least * threat.eps
+                ):
+                    best = left
+    return best
+
+
+def found_and_lowest(defense, x, y, threat, steps):
+    """The expected accuracies [N] that the climb leaves, and the lowest with some room in the ball."""
+    x_adv = LatticeClimber(threat, steps)(defense, x, y)
+    assert_inside(threat, x_adv, x)
+    found = expected_accuracy(defense.members, defense.weights, x_adv, y).double()
+    least = found.new_tensor([lowest(defense, image, threat) for image in x])
+    assert (found >= least - 1e-5).all()
+    return found, found.new_tensor([lowest(defense, image, threat, 0.01) for image in x])
+
+
+@both_norms
+@pytest.mark.parametrize("members", [2, 3, 4])
+def test_no_image_of_the_ball_is_worse(threat, members):
+    """The theorem of the paper, on two classes and linear members: what is found is maximal."""
+    found, best = found_and_lowest(*ensemble(members, members, 2, threat, 16), threat, 300)
+    assert len(best.unique()) > 1
+    assert (found <= best + 1e-5).all()
+
+
+@both_norms
+def test_three_classes(threat):
+    """Which classes the members are to predict is a choice of its own, made by the gradients."""
+    found, best = found_and_lowest(*ensemble(5, 3, 3, threat, 16), threat, 100)
+    assert (found - best).mean() < 0.02
+
+
+@both_norms
+def test_more_members_than_all_sets_are_tried_of(threat):
+    """A chain of sets fools a member if one can be fooled, and nearly what brute force does."""
+    found, best = found_and_lowest(*ensemble(6, 6, 2, threat, 12), threat, 100)
+    assert (found < 1 - 1e-5)[best < 1 - 1e-5].all()
+    assert (found - best).mean() < 0.05
+
+
+@pytest.fixture
+def three():
+    return Ensemble([trained_net(seed) for seed in (1, 2, 3)], [0.5, 0.3, 0.2])
+
+
+@both_norms
+def test_stronger_than_arc_and_pgd(three, threat):
+    """On networks, at no more passes than ARC."""
+    x, y = images(60, seed=3)
+    eps = threat.eps
+    climbed = accuracy(three, LatticeClimber(threat)(three, x, y), y)
+    for attack in (ARC(threat, 20), PGD(threat, 20, eps / 4, random_start=False)):
+        assert climbed <= accuracy(three, attack(three, x, y), y)
+
+
+def test_never_weaker_than_its_start(three):
+    x, y = images(40, seed=4)
+    threat = THREATS["l2"]
+    start = ARC(threat, 20)
+    weak = LatticeClimber(threat, 1, classes=1)
+    weights = three.weights
+    alone, warm, first = (
+        expected_accuracy(three.eval().members, weights, attack(three, x, y), y)
+        for attack in (weak, LatticeClimber(threat, 1, classes=1, start=start), start)
+    )
+    assert (warm <= first).all()
+    assert (warm < alone).any()
+
+
+def test_an_image_does_not_depend_on_its_batch(three):
+    x, y = images(12, seed=5)
+    attack, streams = LatticeClimber(THREATS["linf"], 10), Streams.from_index(torch.arange(12), 0)
+    whole = attack(three, x, y, streams)
+    alone = torch.cat([attack(three, x[i : i + 1], y[i : i + 1]) for i in range(12)])
+    torch.testing.assert_close(whole, alone, rtol=0, atol=1e-5)
+
+
+def test_a_member_of_probability_zero_is_not_attacked():
+    defense, x, y = ensemble(3, 2, 2, THREATS["linf"])
+    certain = Ensemble(list(defense.members), [1.0, 0.0])
+    attack = LatticeClimber(THREATS["linf"], 40)
+    found = attack(certain, x, y)
+    assert torch.equal(found, attack(Ensemble([defense.members[0]], [1.0]), x, y))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threat": Threat("l1", 1.0)}, "LatticeClimber is for linf and l2, not for norm l1"),
+        ({"threat": Threat("l2", 0.1, relative=True)}, "a radius in pixel units"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"classes": 0}, "classes must be at least 1, got 0"),
+        ({"step_size": 0.0}, "step_size must be positive, got 0.0"),
+        ({"start": PGD(Threat("linf", 0.2), 1, 0.1)}, "start must be of threat linf 0.1"),
+    ],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        LatticeClimber(**{"threat": THREATS["linf"]} | options)
