@@ -50,7 +50,25 @@ def run(config: BpdaConfig, data: ImageData) -> None:
     with tqdm(total=len(missing) * steps, unit="img", disable=not missing) as bar:
         for name, transform in missing.items():
             bar.set_description(name)
-            _train(config, folder, transform, images, bar)
+            began = time.perf_counter()
+            # Each network has its own stream, so it does not depend on the others of the run.
+            seed = derive_seed(config.seed, *paths[name].name.encode())
+            generator = torch.Generator().manual_seed(seed)
+            trained = train_bpda(
+                transform, images, config.epochs, generator=generator, progress=bar.update
+            )
+            save_approximation(
+                folder,
+                transform,
+                images.shape[1:],
+                trained.net.cpu(),
+                error=trained.error,
+                identity=trained.identity,
+                seconds=time.perf_counter() - began,
+                epochs=config.epochs,
+                images=len(images),
+                seed=config.seed,
+            )
     print_table({name: load_approximation(path)[1] for name, path in paths.items()})
     for reason in skipped.values():
         print(f"Skipped: {reason}")
@@ -92,28 +110,6 @@ def _unfit(transform: Transform, images: Tensor) -> str:
     except (ValueError, RuntimeError) as error:
         return str(error).splitlines()[0]
     return ""
-
-
-def _train(
-    config: BpdaConfig, folder: Path, transform: Transform, images: Tensor, bar: Any
-) -> None:
-    began = time.perf_counter()
-    path = place_of(folder, transform, images.shape[1:])
-    # Each network has its own stream, so it does not depend on the others of the same run.
-    generator = torch.Generator().manual_seed(derive_seed(config.seed, *path.name.encode()))
-    trained = train_bpda(transform, images, config.epochs, generator=generator, progress=bar.update)
-    save_approximation(
-        folder,
-        transform,
-        images.shape[1:],
-        trained.net.cpu(),
-        error=trained.error,
-        identity=trained.identity,
-        seconds=time.perf_counter() - began,
-        epochs=config.epochs,
-        images=len(images),
-        seed=config.seed,
-    )
 
 
 def print_table(networks: Mapping[str, Mapping[str, Any]]) -> None:

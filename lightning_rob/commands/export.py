@@ -155,11 +155,7 @@ class KeyedTransform(nn.Module):
 
 
 def trace(net: KeyedDefense, inputs: Inputs) -> ExportedProgram:
-    """Return the program of a defense.
-
-    Args:
-        net: in evaluation mode.
-        inputs: images [N, C, H, W] and, for a randomized defense, keys [N].
+    """Return the program of a defense, given images [N, C, H, W] and perhaps keys [N].
 
     Raises:
         ValueError: there is no such program; names the transforms that prevent it.

@@ -19,6 +19,7 @@ from lightning_rob.plots import convergence, save
 from lightning_rob.randomness import derive_seed
 from lightning_rob.recipes.safe_yaml import load_file
 from lightning_rob.recipes.trust import OPTION, allowed
+from lightning_rob.runtime.errors import visible
 from lightning_rob.runtime.identity import cache_key
 
 QUIET = {
@@ -56,7 +57,12 @@ def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
     if config.ray:
         from lightning_rob.commands.tune_ray import run_with_ray  # needs an extra
     out = config.out or Path("tuning") / run.name
-    space = read_space(config.space or Path())  # which the config has checked
+    file = config.space or Path()  # which the config has checked
+    content = load_file(file, "a search space")
+    try:
+        space = Space.read(content)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
     own = space.initial(run.recipe)
     given = {name: value for name in BUDGET if (value := getattr(config, name)) is not None}
     budget = replace(space.budget, **given)
@@ -64,15 +70,15 @@ def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
     earlier = _earlier_trials(config.warm_start or [], space, run.recipe)
     search = Search(space, own, budget, config.seed, earlier)
     bounds = {key: str(bound) for key, bound in space.variables.items()}
-    contents = [bounds, space.objective, space.trial, str(space.prune)]
-    key = cache_key(recipe=run.recipe, space=contents, seed=config.seed)
+    parts = [bounds, space.objective, space.trial, str(space.prune)]
+    key = cache_key(recipe=run.recipe, space=parts, seed=config.seed)
     record = Record(out / "trials.jsonl", key)
     training = Training(run.recipe, space, config.seed, out, build)
     with quiet_lightning():
         training.build_trial(0, own)  # fail for an invalid value before the first trial
 
     def report(trial: Trial) -> None:
-        outcome = trial.error or f"{trial.objective:.4g}"
+        outcome = visible(trial.error or f"{trial.objective:.4g}")
         best = record.best
         text = f"; best {best.objective:.4g} at trial {best.number}" if best else ""
         count = f"[{len(record.trials)}/{budget.trials}]"
@@ -85,21 +91,6 @@ def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
         study.run()
     path = write_outcome(study, run, out)
     return path if config.then_fit else None
-
-
-def read_space(path: Path) -> Space:
-    """Read a search space.
-
-    Raises:
-        ValueError: no such file, or not a space.
-    """
-    if not path.is_file():
-        raise ValueError(f"there is no search space {path}")
-    content = load_file(path, "a search space")
-    try:
-        return Space.read(content)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _earlier_trials(

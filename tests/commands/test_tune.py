@@ -385,7 +385,7 @@ def with_(**sections):
         (with_(trial={"trainer.epochs": 3}), [], "has no 'trainer.epochs'"),
         (with_(trial={"trainer.max_epochs": "few"}), [], "max_epochs"),
         (with_(objective={"val/robust/pgd": 1}), [], "logs train/loss, val/acc, val/robust/apgd"),
-        (SPACE, ["--space=none.yaml"], "there is no search space none.yaml"),
+        (SPACE, ["--space=none.yaml"], "none.yaml cannot be read as a search space: "),
         (SPACE, ["--warm_start=none.jsonl"], "no trials in none.jsonl"),
         (SPACE, ["--trainer.devices=2"], "a trial runs on one device, got 2"),
     ],
