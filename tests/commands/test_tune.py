@@ -71,17 +71,6 @@ def test_it_starts_at_the_recipes_values_stays_in_bounds_and_whole_numbers_stay_
     assert made.record.best.values["y"] == 1
 
 
-def test_the_budget_may_grow_and_the_seed_matters(tmp_path):
-    study(tmp_path / "a", trials=5, random=3).run()
-    longer = study(tmp_path / "a", trials=8, random=3)
-    longer.run()
-    whole = study(tmp_path / "b", trials=8, random=3)
-    whole.run()
-    assert points(longer) == points(whole)
-    other = Search(whole.search.space, whole.search.own, whole.search.budget, 2021)
-    assert other.propose(1, []) != whole.search.propose(1, [])
-
-
 def study_with_a_kill(folder, last):
     def evaluate(number, point):
         if number == last:
@@ -93,28 +82,16 @@ def study_with_a_kill(folder, last):
     study(folder, evaluate, trials=7, random=2).run()
 
 
-def test_sigkill_in_the_middle_loses_no_trial_and_repeats_none(tmp_path):
+def test_sigkill_loses_no_trial_and_repeats_none_and_the_budget_may_grow(tmp_path):
     assert Forked(study_with_a_kill, tmp_path, 4).wait().returncode == -signal.SIGKILL
     assert (tmp_path / "done").read_text().split() == ["0", "1", "2", "3"]
-    resumed, whole = (study(folder, trials=7, random=2) for folder in (tmp_path, tmp_path / "all"))
+    resumed, whole = (study(folder, trials=9, random=2) for folder in (tmp_path, tmp_path / "all"))
     resumed.run()
     whole.run()
-    assert [t.number for _, t in read_trials(tmp_path / "trials.jsonl")] == [*range(7)]
+    assert [t.number for _, t in read_trials(tmp_path / "trials.jsonl")] == [*range(9)]
     assert points(resumed) == points(whole)
-
-
-def test_a_line_cut_off_by_a_crash_is_skipped(tmp_path):
-    made = study(tmp_path, trials=3, random=3)
-    made.run()
-    file = tmp_path / "trials.jsonl"
-    file.write_bytes(file.read_bytes()[:-30])
-    again = study(tmp_path, trials=4, random=3)
-    assert len(again.record.ended) == 2
-    again.run()
-    assert [t.number for _, t in read_trials(file)] == [0, 1, 2, 3]
-    assert points(again)[:3] == points(made)
-    with pytest.raises(ValueError, match="another recipe, space or seed"):
-        Record(file, "other")
+    other = Search(whole.search.space, whole.search.own, whole.search.budget, 2021)
+    assert other.propose(1, []) != whole.search.propose(1, [])
 
 
 def test_a_failed_trial_is_recorded_and_counts_as_the_worst(tmp_path):
@@ -222,12 +199,9 @@ def test_pruning_drops_transforms_near_zero_and_fits_the_size(prune, left):
     assert sorted([*dropped, *left]) == ["Affine", "Salt", "Sobel"]
     assert recipe["model"]["lr"] == 0.0
     assert len(TRANSFORMED["model"]["defense"]["transforms"]) == 3
-
-
-def test_pruning_never_removes_all_transforms():
-    space = transformed(True)
-    nothing = dict.fromkeys(space.variables, 0.0)
-    assert space.pruned(TRANSFORMED, nothing) == (TRANSFORMED, [])
+    if prune:  # never all of them
+        nothing = dict.fromkeys(space.variables, 0.0)
+        assert space.pruned(TRANSFORMED, nothing) == (TRANSFORMED, [])
 
 
 def test_a_trial_of_other_variables_is_a_point_where_the_rest_agrees():
