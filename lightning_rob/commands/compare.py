@@ -125,6 +125,7 @@ def _check_gate(one: ResultFile, other: ResultFile, config: CompareConfig) -> No
         raise ValueError(
             f"--fail_if_worse needs {MIN_IMAGES} images, {one.path} has {len(one.index)}"
         )
+    # A fall is one of the checkpoint only if all else is equal; pairs are the user's decision.
     different = [name for name in SETTINGS if one.card.get(name) != other.card.get(name)]
     if not config.pairs:
         if lacking := [name for name in one.scores if name not in other.scores]:

@@ -187,6 +187,7 @@ def measurement_plan(config: SweepConfig, callbacks: Sequence[RobustEval], run: 
     if not any(hasattr(part, wanted) for attack in attacks for part in walk(attack)):
         raise ValueError(f"no attack has {wanted} to sweep over: add callbacks/arc.yaml")
     settings, plan = run.settings(), []
+    # Every defense and attack is built before the first is measured: a misfit shows at once.
     for value in config.points:
         targets = [Target(over, value.number, callback) for callback in callbacks]
         tasks = [task for target in targets for task in _tasks(target, run, settings)]
@@ -341,6 +342,8 @@ class Sweep:
     def _point(self, task: Task, new: dict[tuple[str, Target], Point]) -> Point:
         """Return a task's result from an equal measurement, recorded or new."""
         source = self.cache.points.get(task.key) or new[task.name, task.target]
+        # The scores may be those of another value, which changes nothing for this attack: the
+        # details are this task's own, but for what only the measurement knows.
         own = {name: source.result.details[name] for name in MEASURED}
         details = task.details | own | {"reuse": self.cache.files.reference(task.key)}
         scores = source.scores[1]

@@ -165,6 +165,7 @@ class Space:
             dropped.append(match[2])
             if not parent[name]:
                 return recipe, []
+            # No draw can take more transforms than there are.
             if isinstance(parent.get("size"), int):
                 parent["size"] = min(parent["size"], len(parent[name]))
         return slim, dropped

@@ -59,6 +59,7 @@ class Search:
             return self.own
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Non-float parameters are experimental")
+            # New for each trial and taught all results: a resumed study proposes the same.
             optimizer = BayesianOptimization(
                 None,
                 dict(self.space.variables),
@@ -205,6 +206,7 @@ class Study:
         full = len(ended) + len(running) >= budget.trials
         if full or budget.is_finished([objective for _, objective in known]):
             return None
+        # A trial that was lost with its process leaves a gap, which is filled first.
         taken = {*self.record.trials, *running}
         number = next(n for n in range(budget.trials) if n not in taken)
         return number, self.search.propose(number, known, [*running.values()])

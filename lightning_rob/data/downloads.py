@@ -113,7 +113,7 @@ class FashionMNIST(TorchvisionData):
             for file in self.packaged.glob("*.gz"):
                 with gzip.open(file) as packed, (unfinished / file.stem).open("wb") as unpacked:
                     shutil.copyfileobj(packed, unpacked)
-            unfinished.rename(target)
+            unfinished.rename(target)  # after a kill the folder is whole or missing
         super().prepare_data()
 
 

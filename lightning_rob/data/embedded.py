@@ -59,6 +59,7 @@ class Digits5k(ImageData):
 
     def source(self, train: bool) -> InMemoryImages:
         """Return the images, ten different digits in every ten in a row."""
+        # Each digit has an order of its own, the same for the training and the test images.
         draws = torch.rand(10, 500, generator=self.split_generator(1))
         chosen = draws.argsort(1)[:, 100:] if train else draws.argsort(1)[:, :100]
         images = _digits()[torch.arange(10), chosen.T]
@@ -99,6 +100,7 @@ def crops(photo: Tensor, kind: str, count: int, generator: torch.Generator) -> T
     place = cell + torch.randint(CELL - CROP + 1, (count, 2), generator=generator)
     rows, columns = (place[..., None] + torch.arange(0, CROP, 2)).unbind(1)
     row, column = rows[:, :, None], columns[:, None, :]
+    # The mean of 2x2 neighbours halves the size without aliasing.
     four = [photo[:, row + i, column + j].float() for i in (0, 1) for j in (0, 1)]
     return torch.stack(four).mean(0).round().to(torch.uint8).transpose(0, 1)
 
