@@ -11,15 +11,10 @@ from lightning_rob.runtime.files import atomic_write
 
 
 def save_images(folder: Path, index: Tensor, x: Tensor) -> None:
-    """Write each image as a file named after its index.
+    """Write each of the images [B, C, H, W] in [0, 1] as a file named after its index.
 
     A PNG where every pixel is a whole 255th, as `Quantized8Bit` makes them; else an `.npz` with the
     float32 array `image` [C, H, W], for rounding could undo the perturbation or leave the ball.
-
-    Args:
-        folder: made if it does not exist.
-        index: [B].
-        x: [B, C, H, W] in [0, 1].
     """
     for number, image in zip(index.tolist(), x.detach().cpu().float(), strict=True):
         levels = (image * 255).round()

@@ -54,29 +54,19 @@ def transferability(predictions: Tensor, y: Tensor) -> Transfer:
         predictions: [M, M, B, K], by [i, j] the class probabilities of member i on the images that
             attack member j alone, as for `transfer_matrix`; the result is transposed to that.
         y: [B] labels.
-
-    Returns:
-        The shares and the numbers of images they refer to.
     """
     return _shares(_fooled_both(predictions, y).sum(-1))
 
 
 def transfer_ranking(accuracy: Tensor) -> list[int]:
-    """Rank members by how well attacks on them transfer (Liao et al. 2020, Algorithm 2).
+    """Rank the M members by how well attacks on them transfer (Liao et al. 2020, Algorithm 2).
 
-    The criterion is the mean accuracy of the other members on images that attack a member, the
-    lowest first, ties by order. Line 8 of the algorithm scores a member on its own images, which
-    measures how weak it is; the text of the paper means the accuracy of the others.
-
-    Args:
-        accuracy: [M, M] entry [i, j] is the accuracy of member i on images that attack member j,
-            as of `transfer_matrix`.
-
-    Returns:
-        The M members, the most transferable first.
+    The criterion is the mean accuracy, as of `transfer_matrix`, of the other members on images that
+    attack a member: the lowest first, ties by order. Line 8 of the algorithm scores a member on its
+    own images, which measures how weak it is; the text of the paper means the others.
 
     Raises:
-        ValueError: not a square of numbers.
+        ValueError: `accuracy` is no square of numbers.
     """
     if accuracy.dim() != 2 or len(accuracy) != accuracy.shape[1] or accuracy.isnan().any():
         raise ValueError(f"accuracy must be [M, M] and known, got {accuracy.tolist()}")
@@ -107,11 +97,7 @@ def _shares(fooled: Tensor) -> Transfer:
 
 
 class _MemberPairs(Metric):
-    """Base class of the metrics over pairs of members.
-
-    Args:
-        members: M, the number of members.
-    """
+    """Base class of the metrics over pairs of M members."""
 
     is_differentiable = False
     full_state_update = False
@@ -162,11 +148,7 @@ class _MemberPairs(Metric):
 
 
 class TransferMatrix(_MemberPairs):
-    """`transfer_matrix` over all batches and processes.
-
-    Args:
-        members: M, the number of members.
-    """
+    """`transfer_matrix` of M members over all batches and processes."""
 
     higher_is_better = True
     row_label = "predicting member"
@@ -185,11 +167,7 @@ class TransferMatrix(_MemberPairs):
 
 
 class Transferability(_MemberPairs):
-    """`transferability` over all batches and processes.
-
-    Args:
-        members: M, the number of members.
-    """
+    """`transferability` of M members over all batches and processes."""
 
     higher_is_better = False
     row_label = "source (attacked)"
