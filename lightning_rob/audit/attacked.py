@@ -9,6 +9,12 @@ from lightning_rob.attacks import InsideBounds, WithBackward
 from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.evaluation import checks
 from lightning_rob.evaluation.check_batch import nonfinite
+from lightning_rob.evaluation.columns import (
+    MOST,
+    hidden_pixels,
+    is_nondeterministic,
+    is_random,
+)
 from lightning_rob.evaluation.findings import (
     Columns,
     Finding,
@@ -19,12 +25,6 @@ from lightning_rob.evaluation.findings import (
     not_checked,
     percent,
     significant,
-)
-from lightning_rob.evaluation.measurements import (
-    MOST,
-    hidden_pixels,
-    is_nondeterministic,
-    is_random,
 )
 from lightning_rob.evaluation.protocol import predictions
 from lightning_rob.evaluation.suites import DoublePrecision
@@ -87,7 +87,7 @@ def inside_bounds(batch: AuditBatch) -> Tensor:
         return batch.unknown()
 
 
-MEASUREMENTS = (
+COLUMNS = (
     nonfinite_attacked,
     prediction_varies,
     averaged,

@@ -1,4 +1,4 @@
-"""The audit of a defense: attacks by its kind, measurements of each image, and all checks."""
+"""The audit of a defense: attacks by its kind, columns over all images, and all checks."""
 
 from collections.abc import Sequence
 from operator import methodcaller
@@ -12,18 +12,19 @@ from lightning_rob.audit.report import Check, Report
 from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import checks as basic
-from lightning_rob.evaluation import measurements, worst_case
+from lightning_rob.evaluation import columns as basic_columns
+from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.checks import made
+from lightning_rob.evaluation.columns import LazyColumns, Measure
 from lightning_rob.evaluation.findings import Columns, by_severity, known
-from lightning_rob.evaluation.measurements import LazyMeasurements, Measure
 from lightning_rob.evaluation.records import Result, measured
 from lightning_rob.evaluation.suites import SuiteKind
 from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.threat import Threat
 
-MEASUREMENTS: dict[str, Measure] = {
-    **measurements.MEASUREMENTS,
-    **{measure.__name__: measure for measure in attacked.MEASUREMENTS},
+COLUMNS: dict[str, Measure] = {
+    **basic_columns.COLUMNS,
+    **{measure.__name__: measure for measure in attacked.COLUMNS},
 }
 # With attacks the audit looks closer at three of the checks that every evaluation makes.
 CLOSER: dict[Check, Check] = {
@@ -59,7 +60,7 @@ def audit(
         y: [B] labels.
         threat: linf or l2; None is linf 8/255.
         index: [B] the images' indices, by which noise is keyed; None for the positions.
-        checks: the checks that are made; only the measurements that they need are made.
+        checks: the checks that are made; only the columns that they need are measured.
         **options: see `AuditTarget`.
     """
     target = AuditTarget(defense, threat or Threat(), **options)
@@ -68,16 +69,16 @@ def audit(
 
 def lazy_columns(
     target: AuditTarget, x: Tensor, y: Tensor, index: Tensor | None = None
-) -> LazyMeasurements:
-    """Return the columns [B] of a batch by name: scores under attacks, then measurements."""
+) -> LazyColumns:
+    """Return the columns [B] of a batch by name: scores under attacks, then `COLUMNS`."""
     names = [*target.attacks, *target.half_columns]
     scores: dict[str, Measure] = {n: methodcaller("score", *n.split("/")) for n in names}
-    return LazyMeasurements(AuditBatch(target, x, y, index), scores | MEASUREMENTS)
+    return LazyColumns(AuditBatch(target, x, y, index), scores | COLUMNS)
 
 
 def column_names(target: AuditTarget) -> list[str]:
-    """Return the names of all columns: scores under attacks, then measurements."""
-    return [*target.attacks, *target.half_columns, *MEASUREMENTS]
+    """Return the names of all columns: scores under attacks, then `COLUMNS`."""
+    return [*target.attacks, *target.half_columns, *COLUMNS]
 
 
 def measure(target: AuditTarget, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ def measure(target: AuditTarget, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if name not in MEASUREMENTS:  # an attack: without it there is nothing to report
+            if name not in COLUMNS:  # an attack: without it there is nothing to report
                 raise
             target.failed[name] = error
             found.append(columns.batch.unknown())

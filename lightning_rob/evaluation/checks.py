@@ -1,7 +1,7 @@
 """Checks of a defense on a few images: what its predictions and its gradients are worth.
 
-A check judges measurements in one sentence. Every evaluation makes the checks on its first images,
-and the audit on all of its own.
+A check judges columns of measurements in one sentence. Every evaluation makes the checks on its
+first images, and the audit on all of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +16,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_rob.attacks import evaluating
 from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.evaluation.check_batch import DIRECTIONS, CheckBatch, CheckTarget
+from lightning_rob.evaluation.columns import (
+    FEWEST_PIXELS,
+    HAIR,
+    LEAST_CORRELATION,
+    MOST,
+    SMALL_SPAN,
+    LazyColumns,
+)
 from lightning_rob.evaluation.findings import (
     FEWEST,
     Columns,
@@ -30,14 +38,6 @@ from lightning_rob.evaluation.findings import (
     means,
     not_checked,
     percent,
-)
-from lightning_rob.evaluation.measurements import (
-    FEWEST_PIXELS,
-    HAIR,
-    LEAST_CORRELATION,
-    MOST,
-    SMALL_SPAN,
-    LazyMeasurements,
 )
 
 T = TypeVar("T", bound=CheckTarget)
@@ -376,7 +376,7 @@ def checked(
 
     See `CheckBatch` for the arguments.
     """
-    columns = LazyMeasurements(CheckBatch(target, x, y, index, directions))
+    columns = LazyColumns(CheckBatch(target, x, y, index, directions))
     return by_severity(made(check, target, columns) for check in checks)
 
 

@@ -29,8 +29,8 @@ class BatchOutcome(NamedTuple):
         predictions: [B] the most probable class; -1 where there is none.
         sizes: [B] of the perturbations, in the threat's norm.
         rejected: [B, R] the probability that the prediction is a rejection, by inference.
-        blind: [B] 1 where the attack asked for gradients and none was of use, 0 where one was, -1
-            where it asked for none.
+        blind: [B] 1 where the attack asked for gradients and each was exactly zero or not finite, 0
+            where one was of use, -1 where it asked for none.
     """
 
     scores: Tensor

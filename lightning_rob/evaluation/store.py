@@ -21,20 +21,11 @@ def predicted_class(probabilities: Tensor, rejects: int | None = None) -> Tensor
 
 @dataclass(frozen=True)
 class PerImageRows:
-    """Results of N images, clean and under each attack.
+    """Results of N images, clean and under each attack: A `BatchOutcome`s side by side.
 
-    Args:
-        index: [N] the images' indices, rising.
-        label: [N].
-        scores: [N, A, R] the probability, by inference, that the prediction is right; under an
-            attack, that it is right or a rejection.
-        predictions: [N, A] the most probable class; -1 where there is none.
-        sizes: [N, A] of the perturbations, in the threat's norm.
-        checksum: [N] CRC-32 of the images.
-        rejected: [N, A, R] the probability that the prediction is a rejection, by inference; None
-            of a defense that rejects nothing.
-        blind: [N, A] 1 where an attack asked for gradients of the image, none of which was of use:
-            each was exactly zero or not finite; 0 where one was, NaN where it asked for none.
+    Scores and `rejected` are [N, A, R], predictions, sizes and `blind` [N, A], all else [N]. The
+    indices rise. `rejected` is None of a defense that rejects nothing; `blind` is NaN where an
+    attack asked for no gradients.
     """
 
     index: Tensor

@@ -270,11 +270,7 @@ def test_nothing_is_left_behind():
         ({"batches": [{"image": 1}]}, TypeError, "got dict: give unpack"),
         ({"batches": [(X, Y[0])]}, ValueError, r"5 images need labels \[5\], got \[\]"),
         ({"batches": [(255 * X, Y)]}, ValueError, r"images must lie in \[0.0, 1.0\]"),
-        (
-            {"batches": [(X, Y.float())]},
-            ValueError,
-            "labels must be whole numbers",
-        ),
+        ({"batches": [(X, Y.float())]}, ValueError, "labels must be whole numbers"),
         ({"attacks": {"a": PGD(Threat("linf", 8), 1, 2)}}, ValueError, "did you mean 8/255"),
         ({"attacks": {"a": PGD}}, TypeError, "attack 'a' must be such as PGD"),
         ({"batches": [(X, Y + 3)]}, ValueError, "labels must be 0 … 3 for 4 classes"),
@@ -285,11 +281,7 @@ def test_nothing_is_left_behind():
         ),
         ({"batches": [(X, torch.eye(4)[Y].long())]}, ValueError, r"images need labels \[5\], got"),
         ({"model": nn.Sequential(Centering(), net())}, ValueError, "changes its input"),
-        (
-            {"attacks": {"a": ATTACKS["pgd"], "a_size": ATTACKS["weak"]}},
-            ValueError,
-            "can be called 'a_size'",
-        ),
+        ({"attacks": ATTACKS | {"pgd_size": ATTACKS["weak"]}}, ValueError, "called 'pgd_size'"),
     ],
 )
 def test_bad_input(change, error, message):
@@ -322,11 +314,8 @@ def of_other_code():
     ids=["weights", "code", "attack", "seed", "repeats", "rounds"],
 )
 def test_another_evaluation_does_not_resume(tmp_path, change):
-    given = {
-        "model": net(),
-        "attacks": {"weak": ATTACKS["weak"]},
-        "batches": DataLoader(data(), 50),
-    }
+    weak = {"weak": ATTACKS["weak"]}
+    given = {"model": net(), "attacks": weak, "batches": DataLoader(data(), 50)}
     settings = {"group_size": 10, "progress": False, "resume": tmp_path}
     with pytest.raises(KeyboardInterrupt):
         evaluate(**given | {"attacks": given["attacks"] | {"a": Stopping(3)}}, **settings)

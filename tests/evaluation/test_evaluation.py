@@ -298,22 +298,18 @@ def linear(seed=0, inputs=3 * 4 * 4):
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 4))
 
 
-NOISE = [GaussianNoise(0.3), HorizontalFlip()]
-
-
-def votes():
-    return TransformEnsemble([linear(), linear(1)], ["clean", "flip_horizontal"])
-
-
 def transformed(copies=1, rule=mean_probs):
-    return RandomTransforms(linear(), NOISE, 2, copies, rule=rule)
+    return RandomTransforms(linear(), [GaussianNoise(0.3), HorizontalFlip()], 2, copies, rule=rule)
 
 
 KINDS = {
     "network": (lambda: Single(linear()), False),
     "randomized ensemble": (lambda: Ensemble([linear(), linear(1)], [0.7, 0.3]), False),
     "mean probabilities": (lambda: Ensemble([linear(), linear(1)], rule=mean_probs), False),
-    "fixed votes": (votes, False),
+    "fixed votes": (
+        lambda: TransformEnsemble([linear(), linear(1)], ["clean", "flip_horizontal"]),
+        False,
+    ),
     "random transforms": (transformed, True),
     "random transforms, majority": (lambda: transformed(3, majority), True),
     "mixture": (lambda: Mixture([transformed(), Single(linear(1))]), True),

@@ -176,10 +176,7 @@ def test_a_tracker_and_a_collection_take_it(name):
     assert isinstance(tracker.maximize, bool)
     collection = MetricCollection({name: METRICS[name][0]()})
     collection.update(*part_of(name, ALL))
-    # torchmetrics loses the name of a result that is a dictionary
-    if name != "per_image" and not isinstance(tracker.compute(), dict):
-        assert collection.plot()
-    plt.close("all")
+    assert set(collection.compute())
 
 
 @every_metric

@@ -140,7 +140,7 @@ def test_an_interval_of_two_values_is_clopper_and_pearsons():
 
 
 def test_p_of_equal_differences_is_known():
-    """Twenty differences of 0.1: the chance that their weights, times 0.1, are below one's."""
+    """Twenty differences of 0.1: the probability that their weights, times 0.1, are below one's."""
     found = paired(torch.full((20,), 0.9).double(), torch.ones(20).double())
     assert found.p == pytest.approx(2 * 1.1**-20)
     assert paired(torch.zeros(20_000), torch.ones(20_000)).p > 0
@@ -199,8 +199,8 @@ def test_holm_lies_between_p_and_bonferroni_and_keeps_the_order(p):
 
 def test_holm_makes_any_error_as_rare_as_one():
     """Of six dependent comparisons two differ; the error is to find another."""
-    chance, times, level = np.random.default_rng(0), 4000, 0.05
-    shared, own = chance.standard_normal((times, 1)), chance.standard_normal((times, 6))
+    generator, times, level = np.random.default_rng(0), 4000, 0.05
+    shared, own = generator.standard_normal((times, 1)), generator.standard_normal((times, 6))
     z = 0.4**0.5 * shared + 0.6**0.5 * own + np.array([0, 3, 0, 0, 4, 0])
     p = 2 * stats.norm.sf(abs(z))
     same = [0, 2, 3, 5]

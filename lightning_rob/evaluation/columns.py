@@ -1,4 +1,4 @@
-"""Measurements of predictions and gradients, each a column [B] over the images of a batch.
+"""Columns [B] over the images of a batch: what is measured of predictions and gradients.
 
 The gradients are of the margin, the largest wrong logit minus the label's, unless cross-entropy is
 named. A value that cannot be measured is NaN.
@@ -301,7 +301,7 @@ def _hidden_pixels(batch: CheckBatch, defense: Defense, x: Tensor) -> Tensor:
     return torch.fmax(*shares).masked_fill(batch.nonfinite, torch.nan)
 
 
-MEASUREMENTS: dict[str, Measure] = {
+COLUMNS: dict[str, Measure] = {
     "nonfinite_clean": lambda batch: batch.nonfinite,
     "is_probability": is_probability,
     "is_constant": is_constant,
@@ -323,26 +323,24 @@ MEASUREMENTS: dict[str, Measure] = {
 }
 
 
-class LazyMeasurements(Mapping[str, Tensor]):
+class LazyColumns(Mapping[str, Tensor]):
     """The columns [B] of a batch by name, each measured when it is first read."""
 
-    def __init__(
-        self, batch: CheckBatch, measurements: Mapping[str, Measure] = MEASUREMENTS
-    ) -> None:
+    def __init__(self, batch: CheckBatch, measures: Mapping[str, Measure] = COLUMNS) -> None:
         self.batch = batch
-        self.measurements = measurements
+        self.measures = measures
         self.columns: dict[str, Tensor] = {}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.measurements)
+        return iter(self.measures)
 
     def __len__(self) -> int:
-        return len(self.measurements)
+        return len(self.measures)
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a column; reading in another order measures the same."""
         if name not in self.columns:
-            measure, batch = self.measurements[name], self.batch
+            measure, batch = self.measures[name], self.batch
             seed = derive_seed(batch.target.seed, *name.encode(), *batch.index.tolist())
             with seeded_global_rng(torch.Generator().manual_seed(seed), batch.x.device):
                 self.columns[name] = measure(batch).float()
