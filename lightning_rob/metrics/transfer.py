@@ -3,17 +3,11 @@
 from abc import abstractmethod
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_rob.metrics.robust_accuracy import check_lengths
-
-DARK = 0.7  # values from which white has more contrast with the shade than black
 
 
 def transfer_matrix(predictions: Tensor, y: Tensor) -> Tensor:
@@ -101,8 +95,6 @@ class _MemberPairs(Metric):
 
     is_differentiable = False
     full_state_update = False
-    row_label: str
-    column_label: str
     total: Tensor
     count: Tensor
 
@@ -131,28 +123,11 @@ class _MemberPairs(Metric):
     def _per_image(self, predictions: Tensor, y: Tensor) -> Tensor:
         """Return the numbers that are summed over images, [M, M, B]."""
 
-    def _plot_matrix(self, matrix: Tensor, ax: Axes | None) -> tuple[Figure | None, Axes]:
-        figure, ax = plt.subplots(layout="constrained") if ax is None else (None, ax)
-        # `compute` squeezes a single number.
-        values = matrix.reshape(self.members, self.members).cpu().numpy()
-        ax.imshow(values, cmap="Blues", vmin=0, vmax=1)
-        for (i, j), value in np.ndenumerate(values):
-            color = "white" if value > DARK else "black"
-            ax.text(j, i, f"{value:.2f}", ha="center", va="center", color=color)
-        names = [str(i + 1) for i in range(self.members)]
-        ax.set_xticks(range(self.members), names)
-        ax.set_yticks(range(self.members), names)
-        ax.set_xlabel(self.column_label)
-        ax.set_ylabel(self.row_label)
-        return figure, ax
-
 
 class TransferMatrix(_MemberPairs):
-    """`transfer_matrix` of M members over all batches and processes."""
+    """`transfer_matrix` of M members over all batches and processes; see `plots.heat_map`."""
 
     higher_is_better = True
-    row_label = "predicting member"
-    column_label = "attacked member"
 
     def _per_image(self, predictions: Tensor, y: Tensor) -> Tensor:
         return _correct(predictions, y)
@@ -161,17 +136,11 @@ class TransferMatrix(_MemberPairs):
         """Return the accuracies over all images: [M, M] float64; a scalar if M is 1."""
         return self.total / self.count
 
-    def plot(self, val: Tensor | None = None, ax: Axes | None = None) -> tuple[Figure | None, Axes]:
-        """Draw the accuracies as a heat map; see `torchmetrics.Metric.plot`."""
-        return self._plot_matrix(self.compute() if val is None else val, ax)
-
 
 class Transferability(_MemberPairs):
-    """`transferability` of M members over all batches and processes."""
+    """`transferability` of M members over all batches and processes; see `plots.heat_map`."""
 
     higher_is_better = False
-    row_label = "source (attacked)"
-    column_label = "target"
 
     def _per_image(self, predictions: Tensor, y: Tensor) -> Tensor:
         return _fooled_both(predictions, y)
@@ -179,9 +148,3 @@ class Transferability(_MemberPairs):
     def compute(self) -> Transfer:
         """Return the shares and counts over all images; scalars if M is 1."""
         return _shares(self.total)
-
-    def plot(
-        self, val: Transfer | None = None, ax: Axes | None = None
-    ) -> tuple[Figure | None, Axes]:
-        """Draw the shares as a heat map; see `torchmetrics.Metric.plot`."""
-        return self._plot_matrix((self.compute() if val is None else val)[0], ax)
