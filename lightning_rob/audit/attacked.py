@@ -9,12 +9,7 @@ from lightning_rob.attacks import InsideBounds, WithBackward
 from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.evaluation import checks
 from lightning_rob.evaluation.check_batch import nonfinite
-from lightning_rob.evaluation.columns import (
-    MOST,
-    hidden_pixels,
-    is_nondeterministic,
-    is_random,
-)
+from lightning_rob.evaluation.columns import MOST, hidden_pixels, is_nondeterministic, is_random
 from lightning_rob.evaluation.findings import (
     Columns,
     Finding,
@@ -87,14 +82,7 @@ def inside_bounds(batch: AuditBatch) -> Tensor:
         return batch.unknown()
 
 
-COLUMNS = (
-    nonfinite_attacked,
-    prediction_varies,
-    averaged,
-    largest_logit,
-    double,
-    inside_bounds,
-)
+COLUMNS = (nonfinite_attacked, prediction_varies, averaged, largest_logit, double, inside_bounds)
 
 
 def randomness(target: AuditTarget, columns: Columns) -> Finding:

@@ -190,9 +190,7 @@ def slope_networks(batch: CheckBatch) -> Tensor:
 
 
 def in_double(
-    batch: CheckBatch,
-    measure: Callable[[Defense, Tensor], Tensor],
-    defense: Defense | None = None,
+    batch: CheckBatch, measure: Callable[[Defense, Tensor], Tensor], defense: Defense | None = None
 ) -> Tensor:
     """Measure [B] a defense on the images, in double precision where the defense allows it.
 

@@ -64,11 +64,7 @@ class Result:
 
 
 def measured(
-    name: str,
-    scores: Tensor,
-    seconds: float,
-    details: dict[str, Any],
-    draws: Tensor | None = None,
+    name: str, scores: Tensor, seconds: float, details: dict[str, Any], draws: Tensor | None = None
 ) -> Result:
     """Return the mean of images' scores [N], NaN without images, and its interval.
 

@@ -14,11 +14,7 @@ NAMES = ("rejected_clean", "rejected", "error")
 
 
 def selective_error(
-    predictions: Tensor,
-    y: Tensor,
-    clean: Tensor,
-    per: Per = "image",
-    rejects: int | None = None,
+    predictions: Tensor, y: Tensor, clean: Tensor, per: Per = "image", rejects: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the two errors of selective classification (Chen et al. 2022, eq. 1).
 

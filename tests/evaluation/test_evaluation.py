@@ -24,13 +24,7 @@ from torch.utils.data import (
 
 from lightning_rob.attacks import PGD
 from lightning_rob.callbacks import RobustEval
-from lightning_rob.defenses import (
-    Ensemble,
-    Mixture,
-    RandomTransforms,
-    Single,
-    TransformEnsemble,
-)
+from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single, TransformEnsemble
 from lightning_rob.defenses.transductive import Transductive
 from lightning_rob.evaluation import (
     canonical_groups,
