@@ -239,7 +239,7 @@ def gallery(
     """Draw a row per image: clean, then for each attack perturbation, image and predictions.
 
     All perturbations are amplified by one factor, which the figure states; mid-grey is no change.
-    `attacks` are the names of the two attacks, `names` those of the classes; None numbers them.
+    `attacks` are the names of the two attacks, `names` the classes' names; None numbers them.
 
     Raises:
         ValueError: no row.

@@ -37,7 +37,7 @@ def nonfinite_attacked(batch: AuditBatch) -> Tensor:
 
 
 def prediction_varies(batch: AuditBatch) -> Tensor:
-    """Return the images [B] of which two predictions differ."""
+    """Return the images [B] whose two predictions differ."""
     first, second = predictions(batch.target.defense, batch.x, batch.noise("answers"), 2)
     found: Tensor = (first - second).abs().amax(1) > LARGE_CHANGE
     return found

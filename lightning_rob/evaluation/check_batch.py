@@ -19,7 +19,7 @@ DIRECTIONS = 4  # random corners, of each image; more where there are few images
 
 
 class CheckTarget:
-    """A defense that is checked, which is not changed; `bounds` are those of a pixel's values."""
+    """A defense that is checked and not changed; `bounds` are a pixel's least and largest value."""
 
     def __init__(
         self, defense: Defense, bounds: tuple[float, float] = (0.0, 1.0), seed: int = 0
@@ -137,5 +137,5 @@ class CheckBatch:
 
 
 def nonfinite(logits: Tensor) -> Tensor:
-    """Return the images [B] of which no draw of the logits [S, B, K] is finite throughout."""
+    """Return the images [B] for which a draw of the logits [S, B, K] has a non-finite maximum."""
     return ~logits.amax(-1).isfinite().all(0)

@@ -101,7 +101,7 @@ outputs = condition(
 
 
 def steps_inside(target: CheckTarget, columns: Columns) -> Finding:
-    """Find piecewise constant logits, as those of quantized images are."""
+    """Find piecewise constant logits, as a network of quantized images has them."""
     found = columns["is_constant"]
     blind = many(columns["zero_gradient"]) or many(columns["no_gradient"])
     finding = images_finding(
@@ -124,7 +124,7 @@ def modes(target: CheckTarget, columns: Columns) -> Finding:
     found = []
     with evaluating(target.defense):
         for name, module in target.defense.named_modules():
-            # Without running statistics BatchNorm takes those of the batch, in eval mode too.
+            # Without running statistics BatchNorm takes the batch's, in eval mode too.
             batch_only = getattr(module, "track_running_stats", True) is False
             idle = isinstance(module, _DropoutNd) and module.p == 0
             trains = isinstance(module, _BatchNorm | _DropoutNd) and (module.training or batch_only)

@@ -252,9 +252,9 @@ def _agreement(batch: CheckBatch, width: float, defense: Defense, x: Tensor) -> 
 
 
 def hidden_pixels(batch: CheckBatch) -> Tensor:
-    """Return the share [B] of pixels at a bound without a gradient, of those that have one inside.
+    """Return the share [B] of pixels at a bound that have a gradient just inside, but none there.
 
-    It is that of the bound where it is larger; NaN for images with fewer than ten such pixels.
+    The larger of both bounds' shares; NaN for images with fewer than ten pixels with a slope.
     """
     part = batch.target.differentiable_part
     if batch.target.transductive or part is None or not batch.differentiable:

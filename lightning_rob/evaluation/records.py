@@ -24,7 +24,7 @@ from lightning_rob.runtime.identity import attack_spec
 
 SCHEMA = 1
 SCHEMA_FILE = Path(__file__).with_name("record.schema.json")
-# Distinguishes the evaluations of this process from those of others in the same folder.
+# Distinguishes this process's evaluations from other processes' in the same folder.
 SESSION = f"{datetime.now().astimezone().isoformat(timespec='seconds')} {os.getpid()}"
 
 
@@ -50,7 +50,7 @@ class Result:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """Return the result of which this is the record.
+        """Return the result that has this record.
 
         Raises:
             KeyError, TypeError, ValueError: the record is of another kind.

@@ -41,7 +41,7 @@ def write_result_file(
 
     Args:
         path: the CSV file.
-        names: A names, "clean" and those of the attacks.
+        names: "clean" and the names of the attacks.
         rows: results of all images.
         draws: S, the number of classifiers of a prediction.
         card: everything that the results depend on.

@@ -148,9 +148,8 @@ class EvaluationResult:
     def blind(self, name: str) -> float:
         """Return the share of images without a useful gradient under an attack, or under all.
 
-        Of the images that are right without an attack, and of which it asked for gradients: the
-        share on which each of them was exactly zero or not finite. There the attack is blind, and
-        its score says nothing.
+        The images are right without an attack, and the attack asked for their gradients. Where each
+        was exactly zero or not finite the attack is blind, and its score says nothing.
 
         Under "worst" each attack by gradient is blind on them. NaN if it asks for no gradients.
 
@@ -388,7 +387,7 @@ def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Wor
 def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
     """Return the row of the strongest attack over several evaluations of one defense.
 
-    The details of the record are those of the last one.
+    The record has the details of the last one.
     """
     first, last = results[0], results[-1]
     details = {**last.details, "random": last.random, "interval_covers": last.covers}

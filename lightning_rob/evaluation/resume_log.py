@@ -55,7 +55,7 @@ class ResumeLog:
 
     Args:
         folder: folder of this evaluation and no other; made at the first line.
-        names: "clean" and those of the attacks.
+        names: "clean" and the names of the attacks.
         inferences: R, the number of predictions of each image.
         joint: whether predictions depend on the whole batch: then only the same batch has results.
     """

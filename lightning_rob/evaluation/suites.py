@@ -170,7 +170,7 @@ class Auto(Attack):
     Raises:
         ValueError: no passes, another threat; when called, too few passes for the schedule.
         TypeError: when called on a defense that adapts: run its `schedule`; on a transformation
-            ensemble of which no member has a gradient.
+            ensemble without a member that has a gradient.
     """
 
     threat: Threat

@@ -47,10 +47,10 @@ def worst_case(
     """Return the scores under the strongest attack, on the images that all tables have.
 
     - Without randomness: the attack is chosen for each image (its minimum).
-    - With it, and at least two inferences: for each image, on half of the inferences; the scores
-      are those of the other half.
-    - With one inference: once for all images, on every second image; the scores are those of the
-      other images.
+    - With it, and at least two inferences: for each image, on half of the inferences; the other
+      half gives the scores.
+    - With one inference: once for all images, on every second image; the other images give the
+      scores.
     - Where predictions depend on the whole batch, once for all images: on half of the private
       draws if there are several, else by the lowest mean.
 
@@ -86,7 +86,7 @@ def _strongest(means: Tensor) -> int:
 
 
 def _by_inferences(index: Tensor, parts: list[Tensor], joint: bool) -> Worst:
-    """Choose on half of the inferences of scores n x [n, A, R], take those of the other half."""
+    """Choose by half of the inferences of scores [n, A, R], and take scores of the other half."""
     first = [part[..., : part.shape[2] // 2] for part in parts]
     second = [part[..., part.shape[2] // 2 :] for part in parts]
     sides = [(first, second), (second, first)]
