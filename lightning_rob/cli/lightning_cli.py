@@ -197,7 +197,9 @@ class RobustCLI(LightningCLI):
         merged = dict(sorted(row for share in shares for row in share))  # no image twice
         path = folder / "predictions.csv"
         print(f"Writing {path}")
-        lines = [["index", "answer", *(f"p{k}" for k in range(len(next(iter(merged.values())))))]]
+        lines = [
+            ["index", "prediction", *(f"p{k}" for k in range(len(next(iter(merged.values())))))]
+        ]
         for i, p in merged.items():
             lines.append([str(i), str(p.index(max(p))), *(f"{value:.6g}" for value in p)])
         atomic_write_text(path, "".join(",".join(cells) + "\n" for cells in lines))
