@@ -13,7 +13,7 @@ from lightning_rob.runtime.errors import nearest
 
 OF_PROCESS = {  # options that all models share
     *("models", "label", "once", "minutes", "until", "every", "stop_at_alarm"),
-    *("serve", "serve_host", "template", "metrics_port", "metrics_host", "metrics_file"),
+    *("serve", "serve_host", "template", "metrics_file"),
 }
 
 

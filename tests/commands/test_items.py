@@ -179,7 +179,7 @@ def test_names_that_look_alike_are_two_files(tmp_path):
     source = LocalFolder(tmp_path)
     names = source.stamps()
     assert len(names) == 3
-    assert {source.path((n, ())).name for n in names} == {p.name for p in tmp_path.iterdir()}
+    assert {source.paths[n].name for n in names} == {p.name for p in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize(

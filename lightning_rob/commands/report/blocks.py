@@ -3,7 +3,6 @@
 import base64
 import os
 import re
-import struct
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from html import escape
@@ -12,10 +11,11 @@ from typing import NamedTuple, get_args
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
+from PIL import Image
 
 from lightning_rob.runtime.errors import visible
 
-SIGNATURE = b"\x89PNG\r\n\x1a\n"
+Point = tuple[float, float]
 
 
 class Heading(NamedTuple):
@@ -69,7 +69,11 @@ class Code(NamedTuple):
     """Preformatted YAML, which Markdown fences by more backticks than stand together in it."""
 
     text: str
-    fence: str
+
+    @property
+    def fence(self) -> str:
+        """The backticks."""
+        return "`" * max(3, 1 + max(map(len, re.findall("`+", self.text)), default=0))
 
 
 class Details(NamedTuple):
@@ -79,21 +83,36 @@ class Details(NamedTuple):
     blocks: Sequence["Block"]
 
 
+class Line(NamedTuple):
+    """A line of a figure, in the colour of a CSS variable; `band` is an area around it."""
+
+    name: str
+    value: str
+    color: str
+    dashed: bool
+    points: Sequence[Point]
+    band: Sequence[Point]
+
+
 class Curve(NamedTuple):
     """A figure with a legend, which the page alone shows.
 
     Args:
-        svg: drawing inside the box.
-        box: left, top, width and height of the drawing.
-        alt: what the figure shows, in words.
-        legend: colour, dashes, width, name and last value of each line.
+        lines: lines, in a box of 600 by 200.
+        ticks: place and number of each tick below it.
+        peak: point that is marked.
+        marked: whether each point of a line has a mark.
+        by: text below the ticks.
+        alt: content of the figure in words.
         caption: text below it.
     """
 
-    svg: Markup
-    box: str
+    lines: Sequence[Line]
+    ticks: Sequence[tuple[float, int]]
+    peak: Point | None
+    marked: bool
+    by: str
     alt: str
-    legend: Sequence[tuple[str, bool, int, str, str]]
     caption: str
 
 
@@ -133,20 +152,15 @@ Block = Heading | Paragraph | Warned | Headline | Picture | Code | Details | Cur
 def picture(path: Path, caption: str, folder: Path) -> Picture:
     """Return a PNG file for a report in `folder`."""
     link = os.path.relpath(path.resolve(), folder.resolve()).replace(os.sep, "/")
-    png = path.read_bytes()
-    if png[:8] != SIGNATURE or len(png) < 24:
+    try:
+        with Image.open(path, formats=["PNG"]) as image:
+            # The page has 96 pixels an inch, whatever resolution the file was drawn in.
+            scale = 96 / (image.info.get("dpi") or (96,))[0]
+            width, height = (round(size * scale) for size in image.size)
+    except (OSError, SyntaxError, ZeroDivisionError, Image.DecompressionBombError):
         return Picture(path.name, caption, link)
-    # The page has 96 pixels an inch, whatever resolution the file was drawn in.
-    at = png.find(b"pHYs", 0, 500)
-    per_metre = int.from_bytes(png[at + 4 : at + 8], "big") if at > 0 else 0
-    scale = 96 / (per_metre * 0.0254) if per_metre else 1.0
-    width, height = (round(size * scale) for size in struct.unpack(">II", png[16:24]))
-    return Picture(path.name, caption, link, base64.b64encode(png).decode(), width, height)
-
-
-def code(text: str) -> Code:
-    """Return preformatted YAML."""
-    return Code(text, "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0)))
+    data = base64.b64encode(path.read_bytes()).decode()
+    return Picture(path.name, caption, link, data, width, height)
 
 
 def table(
@@ -199,6 +213,7 @@ TEMPLATES = Environment(
 )
 TEMPLATES.filters["plain"] = plain
 TEMPLATES.filters["clamp"] = lambda share: 100 * min(max(share, 0.0), 1.0)
+TEMPLATES.filters["points"] = lambda points: " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 # The templates ask for the class of a block by its name: {% if block is Heading %}.
 TEMPLATES.tests |= {kind.__name__: partial(_is, kind) for kind in get_args(Block)}
 

@@ -11,7 +11,6 @@ from lightning_rob.commands.specs import flat
 Column = tuple[str, str, str]  # attack, target, threat
 Results = Mapping[Column, AttackResult]
 MARK = "\N{DAGGER}"
-UNKNOWN = "not recorded"
 
 
 def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
@@ -72,7 +71,8 @@ def differences(by_label: Mapping[str, Results], column: Column) -> str:
     keys = dict.fromkeys(key for options in definitions for key in options)
     apart = [key for key in keys if len({options.get(key) for options in definitions}) > 1]
     described = [
-        f"{listed(labels)}: {', '.join(f'{key}={options.get(key, UNKNOWN)}' for key in apart)}"
+        f"{listed(labels)}: "
+        + ", ".join(f"{key}={options.get(key, 'not recorded')}" for key in apart)
         for labels, options in zip(kinds.values(), definitions, strict=True)
     ]
     return f"{title} does not mean the same in all runs. {'; '.join(described)}."

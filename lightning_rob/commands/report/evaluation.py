@@ -22,7 +22,6 @@ from lightning_rob.commands.report.formatting import (
     listed,
     percent,
     split_of,
-    target,
 )
 from lightning_rob.commands.report.runs import AttackResult
 from lightning_rob.commands.specs import (
@@ -37,7 +36,7 @@ from lightning_rob.commands.specs import (
 )
 
 FEW = 100  # images below which an accuracy is hardly one
-SCALE = Cell("", small="0 to 100 %")  # the heading of a column that only the page has
+LOUD = ("severe", "warning")  # findings that are warnings
 WHICH = "docs/which_attack.md"
 SUITE = (
     "the plug-in for its kind of defense, such as autoattack for a single network and rec_suite "
@@ -56,8 +55,7 @@ def evaluation(final: Sequence[AttackResult]) -> Iterator[Block]:
     found = {one["text"]: one for result in final for one in result.findings}  # each once
     for one in found.values():
         text = f"{one['text']} {one['advice']}"
-        is_loud = one["severity"] in ("severe", "warning")
-        yield Warned(text, "Finding") if is_loud else Paragraph(text, "note")
+        yield Warned(text, "Finding") if one["severity"] in LOUD else Paragraph(text, "note")
     yield accuracy_table(final)
 
 
@@ -95,27 +93,22 @@ def _cautions(final: Sequence[AttackResult]) -> Iterator[str]:
             f"{final[0].epoch}; no test is recorded."
         )
     yield from few_images(final)
+    plug_in = next((r.plug_in for r in final if r.plug_in), "")
+    advice = f"{plug_in}, the plug-in for its kind of defense: see {WHICH}" if plug_in else SUITE
+    is_own = any(f"/{r.name}.yaml" in plug_in for r in final)
+    advice = "" if is_own else f" Add {advice}."
     if not attacks:
-        yield f"no attack on the whole defense is recorded.{_advice(final)}"
+        yield f"no attack on the whole defense is recorded.{advice}"
     elif len(attacks) == 1:
         yield (
             f"{attacks[0].name} is the only attack. Accuracy under one attack is an upper bound "
-            f"of robustness; another may find more.{_advice(final)}"
+            f"of robustness; another may find more.{advice}"
         )
     if unknown := [line_name(r.key) for r in final if math.isnan(r.accuracy)]:
         yield f"no number was recorded for {listed(unknown)}."
     over = {threat for r in attacks for threat in threats(r, final)}
     if len(over) > 1:
         yield f"worst mixes attacks of different threats: {listed(sorted(over))}."
-
-
-def _advice(final: Sequence[AttackResult]) -> str:
-    """Return which plug-in to add; empty if it is that of the only attack."""
-    own = next((r.plug_in for r in final if r.plug_in), "")
-    if any(f"/{r.name}.yaml" in own for r in final):
-        return ""
-    advice = f"{own}, the plug-in for its kind of defense: see {WHICH}" if own else SUITE
-    return f" Add {advice}."
 
 
 def few_images(results: Sequence[AttackResult]) -> Iterator[str]:
@@ -131,11 +124,12 @@ def few_images(results: Sequence[AttackResult]) -> Iterator[str]:
 def accuracy_table(final: Sequence[AttackResult]) -> Table:
     """Return a row per attack, that of the accuracy to cite in bold type."""
     stage, cite = split_of(final[0].stage), result_to_cite(final)
-    measured = ["accuracy>", "95 % interval>", SCALE, "images>", "seconds>"]
+    scale = Cell("", small="0 to 100 %")  # the heading of a column that only the page has
+    measured = ["accuracy>", "95 % interval>", scale, "images>", "seconds>"]
     rows = [
         [
             r.name,
-            target(r.target),
+            r.target.replace("_", " "),
             percent(r.accuracy),
             between(r.interval),
             Cell("", shade=r.accuracy, span=r.interval),
@@ -162,16 +156,16 @@ def attack_table(
 ) -> Table:
     """Return the arguments of each attack, a row each."""
     columns = ["attack", "on", "method", "norm", "eps>", "steps>", "step size>", "other arguments"]
-    attacks = [r for r in results if r.is_attack]
-    rows = [row for r in attacks for row in _attack_rows(r.name, target(r.target), r.attack)]
+    rows = [row for r in results if r.is_attack for row in _attack_rows(r.name, r.target, r.attack)]
     return table(caption, columns, rows, kind="fine")
 
 
-def _attack_rows(name: str, on: str, attack: Spec) -> Iterator[list[str]]:
+def _attack_rows(name: str, target: str, attack: Spec) -> Iterator[list[str]]:
     """Yield a row for an attack and for each attack inside it."""
     threat, own = arguments(threat_of(attack)), arguments(attack)
     pairs = ((threat, "norm"), (threat, "eps"), (own, "steps"), (own, "step_size"))
     shown = [short(v) if (v := found.get(key)) is not None else NONE for found, key in pairs]
-    yield [name, on, class_name(attack.get("class_path")), *shown, other_arguments(attack)]
+    head = [name, target.replace("_", " "), class_name(attack.get("class_path"))]
+    yield [*head, *shown, other_arguments(attack)]
     for i, part in enumerate(inner_attacks(attack), start=1):
-        yield from _attack_rows(f"{name}, part {i}", on, part)
+        yield from _attack_rows(f"{name}, part {i}", target, part)

@@ -27,14 +27,9 @@ def accuracy_cell(share: float | None, interval: Interval = None, shaded: bool =
     return Cell(percent(share), between(interval), shade=share if shaded and known else None)
 
 
-def target(name: str) -> str:
-    """Return the name of an attacked part in words."""
-    return name.replace("_", " ")
-
-
 def line_name(key: tuple[str, str]) -> str:
     """Return the attack, and its target unless that is the whole defense."""
-    return key[0] if key[1] == WHOLE else f"{key[0]} on {target(key[1])}"
+    return key[0] if key[1] == WHOLE else f"{key[0]} on {key[1].replace('_', ' ')}"
 
 
 def listed(words: Sequence[str]) -> str:
@@ -49,4 +44,4 @@ def extent(counts: Sequence[int]) -> str:
 
 def split_of(stage: str) -> str:
     """Return the split that a stage evaluates."""
-    return {"val": "validation", "test": "test"}.get(stage, stage)
+    return {"val": "validation"}.get(stage, stage)

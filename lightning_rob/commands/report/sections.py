@@ -7,16 +7,17 @@ from typing import Any
 from lightning_rob.commands.report.blocks import (
     Block,
     Cell,
+    Code,
     Details,
     Heading,
     Paragraph,
     Warned,
-    code,
     picture,
     table,
 )
 from lightning_rob.commands.report.curve import best, curve
 from lightning_rob.commands.report.evaluation import (
+    LOUD,
     attack_table,
     evaluation,
     few_images,
@@ -44,7 +45,6 @@ from lightning_rob.commands.specs import class_name, short, threat_text
 
 LONG = 60  # letters of a field from which it is left out of a caption
 HIDDEN = ("schema", "kind", "name")  # fields that no caption shows
-LOUD = ("severe", "warning")
 TRANSFER, SWEEP = "transfer", "sweep"  # the beginnings of pictures' names
 
 
@@ -59,8 +59,8 @@ def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block
         yield Paragraph(" · ".join(about), "setup")
     if final:
         yield from evaluation(final)
-    yield from _history(run, name, below)
-    yield from monitor(run.monitor, f"{name}-monitor", below)
+    yield from _history(run, below)
+    yield from monitor(run.monitor, below)
     yield from _audit(run.audit, below)
     if any(result.is_attack for result in final):
         yield Heading(below, "Arguments of the attacks")
@@ -92,22 +92,21 @@ def _setup(run: Run) -> Iterator[str]:
         yield f"checkpoint {checkpoint}"
 
 
-def _history(run: Run, name: str, level: int) -> Iterator[Block]:
+def _history(run: Run, level: int) -> Iterator[Block]:
     """Yield the curve over the epochs, and its numbers."""
     series = run.evaluations.series()
     evaluated = sorted(run.evaluations.by_stage.get("val", {}).items(), reverse=True)
     if not evaluated:
         return
     yield Heading(level, "Epoch by epoch")
-    yield curve(series, name)
+    yield curve(series)
     rows = [
         [epoch, *(percent(at[key].accuracy) if key in at else NONE for key in series)]
         for epoch, at in evaluated
     ]
     peak = best(series)
     caption = "Accuracy on the validation images by epoch, the latest first"
-    if peak:
-        caption += f"; {peak.name} was best at epoch {peak.epoch}"
+    caption += f"; {peak.name} was best at epoch {peak.epoch}" if peak else ""
     strong = [i for i, (epoch, _) in enumerate(evaluated) if peak and peak.epoch == epoch]
     columns = ["epoch", *(f"{line_name(key)}>" for key in series)]
     yield Details("The numbers of every epoch", [table(caption, columns, rows, strong)])
@@ -191,13 +190,12 @@ def _matrices(matrices: Sequence[Fields], level: int) -> Iterator[Block]:
         columns = [f"member {j + 1} attacked>" for j in range(len(fields["matrix"][0]))]
         rows: list[list[object]] = []
         for i, shares in enumerate(fields["matrix"]):
-            intervals = [_interval(fields, i, j) for j in range(len(shares))]
-            pairs = zip(shares, intervals, strict=True)
+            pairs = ((share, _interval(fields, i, j)) for j, share in enumerate(shares))
             cells = [accuracy_cell(share, interval, shaded=True) for share, interval in pairs]
             rows.append([f"member {i + 1} predicts", *cells])
-        n, stage, threat = fields.get("n"), fields.get("stage"), threat_text(fields.get("threat"))
-        within = f" ({threat})" if threat else ""
-        of = f"{n:,} {split_of(str(stage))}" if isinstance(n, int) else split_of(str(stage))
+        n, stage, threat = fields.get("n"), str(fields.get("stage")), fields.get("threat")
+        within = f" ({threat_text(threat)})" if threat_text(threat) else ""
+        of = f"{n:,} {split_of(stage)}" if isinstance(n, int) else split_of(stage)
         epoch = f" at epoch {fields['epoch']}" if stage != "test" and "epoch" in fields else ""
         caption = f"{fields.get('name')}{within}: accuracy on {of} images{epoch}"
         yield table(caption, ["prediction", *columns], rows, kind="matrix")
@@ -267,4 +265,4 @@ def _provenance(run: Run, final: Sequence[AttackResult]) -> Iterator[Block]:
     if known:
         yield Paragraph("; ".join(known) + ".", "note")
     if run.recipe:
-        yield Details("The recipe: config.yaml", [code(run.recipe)])
+        yield Details("The recipe: config.yaml", [Code(run.recipe)])
