@@ -353,7 +353,6 @@ class MonitorConfig(CommandConfig):
         stop_at_alarm: end with the first alarm, of any model
         every: seconds between two looks into the folder
         once: evaluate the checkpoints that are there, and end
-        minutes: end after N minutes
         until: end when this file exists and no checkpoint is left
         models: YAML file of several models, each with its run and other options
         label: name in notifications and metrics; else the whole path or the URL
@@ -380,7 +379,6 @@ class MonitorConfig(CommandConfig):
     stop_at_alarm: bool = False
     every: float = 30.0
     once: bool = False
-    minutes: float | None = None
     until: Path | None = None
     models: Path | None = None
     label: str | None = None
@@ -388,7 +386,7 @@ class MonitorConfig(CommandConfig):
 
     def __post_init__(self) -> None:
         self._check_run()
-        for name in ("every", "minutes", "reevaluate"):
+        for name in ("every", "reevaluate"):
             time = getattr(self, name)
             if time is not None and not 0 < time < float("inf"):
                 raise ValueError(f"--{name} must be above 0, got {time:g}")

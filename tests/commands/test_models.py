@@ -122,7 +122,9 @@ def test_the_first_alarm_of_any_model_ends_all(listed, trained, tmp_path, capsys
     assert len(evaluated(tmp_path / "a")) == 1
     error = capsys.readouterr().err
     assert f"third: watching {tmp_path / 'c'}; the history is {tmp_path / 'c'}" in error
-    assert re.search(r"serving page http://[\d.:]+/, health check http://[\d.:]+/healthz\n", error)
+    assert re.search(
+        r"serving page http://[\d.:]+/, .*health check http://[\d.:]+/healthz\n", error
+    )
 
 
 def test_two_models_never_write_one_history(listed, trained, tmp_path, monkeypatch, capsys):

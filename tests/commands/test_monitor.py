@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import os
 import re
 import resource
@@ -659,7 +658,7 @@ def test_a_logger_that_fails_takes_no_figures_from_the_others(tmp_path, capsys):
         def log_metrics(self, *_):
             raise ConnectionError("POST http://me:hidden@host/log?key=hidden")
 
-    watched = Watched("", None, MonitorConfig(tmp_path), None, {}, math.inf)
+    watched = Watched("", None, MonitorConfig(tmp_path), None, {})
     good = CSVLogger(tmp_path, "good")
     watched.loggers = [Failing(tmp_path, "bad"), good]
     for step in (1, 2):

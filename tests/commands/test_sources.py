@@ -329,5 +329,5 @@ def test_a_source_that_cannot_be_opened_sends_no_notification_again_and_again(
     before = set(threading.enumerate())
     config = MonitorConfig(URL, out=tmp_path, notify=["http://127.0.0.1:9/hook"])
     with pytest.raises(Unreachable, match="connection refused"):
-        loop.Watched("", lambda: (config, None), config, None, {}, 0.0).open()
+        loop.Watched("", lambda: (config, None), config, None, {}).open()
     assert not set(threading.enumerate()) - before

@@ -33,47 +33,26 @@ ROBUST = rounded_down(0.5)  # score from which an image counts as robust, as in 
 
 @dataclass(frozen=True)
 class CheckpointResults:
-    """An evaluation of one checkpoint.
-
-    Args:
-        checkpoint: its name.
-        position: place in the order of checkpoints; the training step, or the number of the
-            evaluation where a single file is replaced.
-        accuracies: accuracy by name.
-        read: function that returns indices [N] and scores [N] under the worst attack, of earlier
-            evaluations from their file.
-        fell: whether it was judged to be significantly worse than earlier ones.
-        blind: largest share of images, of any attack, without a gradient to follow.
-    """
+    """An evaluation of one checkpoint."""
 
     checkpoint: str
-    position: int
-    accuracies: dict[str, float]
-    read: Callable[[], Scores]
-    fell: bool = False
-    blind: float = 0.0
+    position: int  # training step, or number of the evaluation where a single file is replaced
+    accuracies: dict[str, float]  # by name
+    read: Callable[[], Scores]  # returns indices [N] and scores [N] under the worst attack
+    fell: bool = False  # judged to be significantly worse than earlier ones
+    blind: float = 0.0  # largest share of images, of any attack, without a gradient to follow
 
 
 @dataclass(frozen=True)
 class Drop:
-    """The difference in accuracy to an earlier checkpoint, as it is judged.
+    """The difference in accuracy to an earlier checkpoint, as it is judged."""
 
-    Args:
-        to: "last" or "best".
-        since: the earlier checkpoint.
-        before: its accuracy under the worst attack.
-        after: accuracy of the judged checkpoint.
-        p: two-sided p of `paired`.
-        p_adjusted: p adjusted by all comparisons of the history, those to come included.
-        test: name of the test.
-    """
-
-    to: str
-    since: str
-    before: float
-    after: float
-    p: float
-    p_adjusted: float
+    to: str  # "last" or "best"
+    since: str  # the earlier checkpoint
+    before: float  # its accuracy under the worst attack
+    after: float  # that of the judged checkpoint
+    p: float  # two-sided
+    p_adjusted: float  # by all comparisons of the history, those to come included
     test: str
 
     def significant(self, level: float | None) -> bool:

@@ -29,27 +29,16 @@ Version = tuple[str, Stamp]
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """A complete checkpoint file.
+    """A complete checkpoint file."""
 
-    Args:
-        name: name in the source.
-        stamp: values that change when the file is overwritten.
-        file: SHA-256 of its bytes.
-        weights: SHA-256 of its weights.
-        recipe: SHA-256 of its recipe's model.
-        epoch: epoch of training, counted from 0.
-        step: step of training.
-        config: model and data of its recipe, YAML; None without a recipe.
-    """
-
-    name: str
+    name: str  # in the source
     stamp: Stamp
-    file: str
+    file: str  # SHA-256 of its bytes, of its weights, and of its recipe's model
     weights: str
     recipe: str
-    epoch: int
+    epoch: int  # of training, counted from 0
     step: int
-    config: str | None
+    config: str | None  # model and data of its recipe, YAML
 
     @property
     def identity(self) -> Identity:
@@ -70,20 +59,12 @@ class CheckpointFile:
 
 
 class Waiting(NamedTuple):
-    """A file that cannot be read, perhaps because it is being written.
-
-    Args:
-        stamp: its stamp.
-        key: field of the stamp in an event: `REFUSED` where it could not even be fetched, and is
-            tried again all the same.
-        reason: why it cannot be read.
-        since: time of the first attempt, by `monotonic`.
-    """
+    """A file that cannot be read, perhaps because it is being written."""
 
     stamp: Stamp
-    key: str
+    key: str  # `REFUSED` where it could not even be fetched, and is tried again all the same
     reason: str
-    since: float
+    since: float  # time of the first attempt, by `monotonic`
 
 
 class CheckpointFolder:

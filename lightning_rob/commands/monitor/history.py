@@ -148,15 +148,12 @@ class History:
 class AlarmState(NamedTuple):
     """The alarms that are open.
 
-    Args:
-        checkpoint: event of the last alarm since which no checkpoint recovered, with the position
-            of the latest alarmed one: an older checkpoint may be alarmed after it, and one between
-            them must not end both.
-        suite: event of a suite that cannot be built, until one is built.
+    That of a checkpoint has the position of the latest alarmed one: an older checkpoint may be
+    alarmed after it, and one between them must not end both.
     """
 
-    checkpoint: Fields | None = None
-    suite: Fields | None = None
+    checkpoint: Fields | None = None  # event of the last alarm since which none recovered
+    suite: Fields | None = None  # event of a suite that cannot be built, until one is built
 
     @property
     def event(self) -> Fields | None:

@@ -79,19 +79,16 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
     for name, start in starts.items() if config.models else ():
         with suppress(MissingRun):  # its checkpoints may come later
             claim(start()[0], name, homes)  # any other mistake ends the process at once
-    end = monotonic() + 60 * (float("inf") if config.minutes is None else config.minutes)
     with ExitStack() as stack:
         stack.enter_context(raise_thread_errors())
         stack.enter_context(quiet_lightning())
         publisher = stack.enter_context(closing(Publisher(config)))
-        sources = [
-            Watched(name, start, config, publisher, homes, end) for name, start in starts.items()
-        ]
+        sources = [Watched(name, start, config, publisher, homes) for name, start in starts.items()]
         for source in sources:
             stack.callback(source.close)
         while waiting := [source for source in sources if source.code is None]:
             following = min(waiting, key=lambda source: source.due)
-            if (pause := min(following.due, end) - monotonic()) > 0:
+            if (pause := following.due - monotonic()) > 0:
                 time.sleep(pause)
             following.turn()
             if config.stop_at_alarm and following.code == 1:
@@ -121,7 +118,6 @@ class Watched:
         config: options of the process, until it is opened; then its own.
         publisher: place of the state of all sources.
         homes: source of each history, which no other may write.
-        end: end of the process, by `monotonic`.
     """
 
     name: str
@@ -129,10 +125,8 @@ class Watched:
     config: MonitorConfig
     publisher: Publisher
     homes: dict[Path, str]
-    end: float
     due: float = 0.0  # time of the next turn, by `monotonic`
     code: int | None = None  # exit code, once it has ended
-    patience: float = 0.0  # seconds for the receivers of notifications
     failure: str = ""  # why the last turn failed
     looked_at: float | None = None  # by `monotonic`, None before the first look
     suite: Suite | None = None
@@ -154,7 +148,7 @@ class Watched:
         Raises:
             Exception: the only source failed, which ends the process.
         """
-        last = self.config.is_over or monotonic() >= self.end
+        last = self.config.is_over
         try:
             if self.opened is None:
                 self.open()
@@ -210,30 +204,27 @@ class Watched:
             self.outbox = Outbox(self.config.notify or (), self.history, self.config.name)
             self.folder = CheckpointFolder(source, self.history, self.record)
             stack.callback(self.publish)  # after the last deliveries
-            stack.callback(lambda: self.outbox.close(self.patience))
+            # The next monitor delivers the rest.
+            stack.callback(lambda: self.outbox.close(PATIENCE if self.code in (0, 1) else 0.0))
             self.opened = stack.pop_all()
         warn(f"{self.label}watching {self.config.run}; the history is {self.history.path}")
 
     def close(self) -> None:
-        """End; what is not delivered yet is left for the next monitor."""
-        if self.opened is None:
-            return
-        for logger in self.loggers:
-            with suppress(Exception):  # of any package; the history has the figures
-                logger.finalize("success")
-        opened, self.opened = self.opened, None
-        opened.close()
+        """End, once."""
+        if self.opened is not None:
+            for logger in self.loggers:
+                with suppress(Exception):  # of any package; the history has the figures
+                    logger.finalize("success")
+            opened, self.opened = self.opened, None
+            opened.close()
 
     def step(self) -> float:
         """Look, and evaluate the next checkpoint; return the seconds until the next step."""
         over = self.config.is_over  # before the look: what came before the end is evaluated
         self.look()
         pending = self.pending()
-        time_is_up = monotonic() >= self.end
-        if time_is_up and pending:
-            warn(f"time is up, {len(pending)} checkpoints were not evaluated: run it again")
         stopped = self.config.stop_at_alarm and self.history.unreported()
-        if time_is_up or stopped or (over and not pending and not self.folder.waiting):
+        if stopped or (over and not pending and not self.folder.waiting):
             self.finish()
             return 0.0
         if not pending:
@@ -427,7 +418,7 @@ class Watched:
         found = [] if alarmed else final_alarms(self.config, self.history, self.key)
         code = int(alarmed or bool(found))
         self.record({"event": "ended", "date": timestamp(), "alarm": found, "code": code})
-        self.code, self.patience = code, PATIENCE
+        self.code = code
 
 
 def _reason(error: Exception) -> str:

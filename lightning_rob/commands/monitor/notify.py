@@ -132,12 +132,7 @@ class Outbox:
 
 
 def kind_of(event: Fields, before: AlarmState) -> str | None:
-    """Return "alarm" or "recovery"; None for an event that is not notified.
-
-    Args:
-        event: event before it is recorded.
-        before: alarms that are open before it.
-    """
+    """Return "alarm" or "recovery", or None for an event that is not notified, by alarms before."""
     if event["event"] not in JUDGED:
         return None
     known = before.event
@@ -149,12 +144,7 @@ def kind_of(event: Fields, before: AlarmState) -> str | None:
 
 
 def notification(lines: Sequence[Fields], run: str) -> Fields:
-    """Return the content of a notification.
-
-    Args:
-        lines: lines that were recorded together, the last of which is the event.
-        run: name of the monitored run.
-    """
+    """Return the content of a notification of lines that were recorded together, the event last."""
     *results, event = lines
     note = event["notify"]
     known = ("date", "checkpoint", "epoch", "step", "file", "weights", "suite")

@@ -26,21 +26,13 @@ UNITS = (("days", 2 * 86400, 86400), ("h", 7200, 3600), ("min", 120, 60), ("s", 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a source.
+    """The state of a source."""
 
-    Args:
-        group: lines of the newest checkpoint, the last of which is their event; may be empty.
-        history: record of the run.
-        queue: number of checkpoints that wait, with the one that is being evaluated.
-        waiting: undelivered notifications by destination.
-        looked_at: time of the look into the folder, Unix time.
-    """
-
-    group: Sequence[Fields]
+    group: Sequence[Fields]  # lines of the newest checkpoint, their event last; may be empty
     history: History
-    queue: int
-    waiting: Mapping[str, int]
-    looked_at: float = field(default_factory=time.time)
+    queue: int  # checkpoints that wait, with the one that is being evaluated
+    waiting: Mapping[str, int]  # undelivered notifications by destination
+    looked_at: float = field(default_factory=time.time)  # Unix time
 
     @property
     def counts(self) -> dict[str, int]:

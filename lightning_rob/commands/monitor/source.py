@@ -16,11 +16,11 @@ from lightning_rob.runtime.files import UNWRITABLE, manifest_name, manifest_path
 Stamp = tuple[Any, ...]  # changes when a checkpoint or its manifest does; can be written as JSON
 
 USER_INFO, QUERY = re.compile(r"(://)[^/\s]*@"), re.compile(r"(://[^\s?]*\?)\S+")
-SUFFIX = ".ckpt"
 CHECKPOINT = re.compile(r"(checkpoints/(.*/)?)?[^/]+\.ckpt")  # as in a local run
-# Fields of an object, as the file systems of fsspec call them; either kind shows a replacement.
-ETAGS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest", "Last-Modified")
-TIMES = ("LastModified", "updated", "last_modified", "mtime", "modified", "modify", "created")
+CHANGES = (  # fields of an object, as file systems call them, that show that it was replaced
+    *("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest", "Last-Modified"),
+    *("LastModified", "updated", "last_modified", "mtime", "modified", "modify", "created"),
+)
 
 
 def without_secrets(text: str) -> str:
@@ -29,14 +29,10 @@ def without_secrets(text: str) -> str:
 
 
 class Unreachable(InputError):
-    """A source that cannot be listed or read now, and perhaps later.
-
-    Args:
-        reason: cause, which may quote an error that names a server with its password.
-    """
+    """A source that cannot be listed or read now, and perhaps later."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(without_secrets(reason))
+        super().__init__(without_secrets(reason))  # it may name a server with its password
 
 
 class Refused(Unreachable):
@@ -52,11 +48,7 @@ class Source(ABC):
 
     @abstractmethod
     def stamps(self) -> dict[str, Stamp]:
-        """Return the stamp of each checkpoint by name.
-
-        Raises:
-            Unreachable: the source cannot be listed.
-        """
+        """Return the stamp of each checkpoint by name; raise `Unreachable` if it cannot."""
 
     @abstractmethod
     def local(self, name: str, stamp: Stamp) -> AbstractContextManager[Path]:
@@ -79,20 +71,21 @@ class LocalFolder(Source):
     """
 
     def __init__(self, folder: Path, single: Path | None = None) -> None:
-        self.folder = folder
-        self.single = single
+        self.folder, self.single = folder, single
         self.paths: dict[str, Path] = {}  # by name
 
     def stamps(self) -> dict[str, Stamp]:
         """Return the stamp of each file by its path in the folder, which any page can show."""
         paths = [*self.folder.glob("*.ckpt"), *self.folder.glob("checkpoints/**/*.ckpt")]
-        found = {p: _stamp(p) for p in ([self.single] if self.single else paths) if stamp_of(p)}
+        if self.single:
+            paths = [self.single]
         # Backslashes are doubled first, so that the escaped names of two files differ.
-        name = {
-            p: visible(p.relative_to(self.folder).as_posix().replace("\\", "\\\\")) for p in found
+        self.paths = {
+            visible(path.relative_to(self.folder).as_posix().replace("\\", "\\\\")): path
+            for path in paths
+            if stamp_of(path)
         }
-        self.paths = {name[path]: path for path in found}
-        return {name[path]: stamp for path, stamp in found.items()}
+        return {name: _stamp(path) for name, path in self.paths.items()}
 
     @contextmanager
     def local(self, name: str, stamp: Stamp) -> Iterator[Path]:
@@ -110,11 +103,7 @@ def _stamp(path: Path) -> Stamp:
 
 
 class RemoteSource(Source):
-    """A source whose checkpoints are fetched into a folder while they are read.
-
-    Args:
-        cache: the folder, for one checkpoint at a time; a kill may leave a part in it.
-    """
+    """A source whose checkpoints are fetched into a folder, one at a time, while they are read."""
 
     def __init__(self, cache: Path) -> None:
         self.cache = cache
@@ -127,7 +116,7 @@ class RemoteSource(Source):
     def local(self, name: str, stamp: Stamp) -> Iterator[Path]:
         """Give a copy, which is deleted at the end of the block."""
         try:
-            shutil.rmtree(self.cache, ignore_errors=True)
+            shutil.rmtree(self.cache, ignore_errors=True)  # a kill may have left a part
             self.cache.mkdir(parents=True)
             self.fetch(name, stamp)
             yield self.cache / PurePosixPath(name).name
@@ -157,7 +146,7 @@ class Bucket(RemoteSource):
             raise Unreachable(f"{url} cannot be opened: {_reason(error)}") from error
         # Of http the path is the whole URL, whose two slashes a `PurePosixPath` would join.
         folder, _, name = self.root.rpartition("/")
-        self.single = name if name.endswith(SUFFIX) else ""
+        self.single = name if name.endswith(".ckpt") else ""
         self.top = folder if self.single else self.root.rstrip("/")
         self.infos: dict[str, dict[str, Any]] = {}  # as last listed, by name
 
@@ -168,8 +157,8 @@ class Bucket(RemoteSource):
         for name in filter(CHECKPOINT.fullmatch, infos):
             parts: list[Any] = []
             for info in (infos[part] for part in (name, _manifest_of(name)) if part in infos):
-                known = next((info[key] for key in (*ETAGS, *TIMES) if info.get(key)), None)
-                parts += [str(known or ""), info.get("size", 0)]
+                change = next((info[key] for key in CHANGES if info.get(key)), "")
+                parts += [str(change), info.get("size", 0)]
             if not parts[0]:
                 raise Unreachable(
                     f"{self.url}: neither an ETag nor a time of change is known of {name}, so that "
@@ -205,10 +194,9 @@ class Bucket(RemoteSource):
                 manifest = manifest_name(self.single)
                 infos[manifest] = self.files.info(f"{self.top}/{manifest}")
             return infos
-        except FileNotFoundError as error:
-            raise Unreachable(f"{self.url} is not there: {_reason(error)}") from error
         except Exception as error:  # of any package
-            raise Unreachable(f"{self.url} cannot be listed: {_reason(error)}") from error
+            state = "is not there" if isinstance(error, FileNotFoundError) else "cannot be listed"
+            raise Unreachable(f"{self.url} {state}: {_reason(error)}") from error
 
 
 def _manifest_of(name: str) -> str:
@@ -253,19 +241,15 @@ class RegisteredModel(RemoteSource):
         except Exception as error:  # of any store
             raise Unreachable(f"{self.url} cannot be read: {error}") from error
         number = str(found.version)
-        return {f"{self.model}-v{number}{SUFFIX}": (number, found.creation_timestamp)}
+        return {f"{self.model}-v{number}.ckpt": (number, found.creation_timestamp)}
 
     def fetch(self, name: str, stamp: Stamp) -> None:
-        """Write the checkpoint of a version into the cache.
-
-        Raises:
-            InputError: it does not have exactly one.
-        """
+        """Write the only checkpoint of a version into the cache."""
         try:
             self.download(f"models:/{self.model}/{stamp[0]}", dst_path=str(self.cache))
         except Exception as error:  # of any store
             raise Unreachable(f"{self.url}: version {stamp[0]}: {error}") from error
-        found = list(self.cache.rglob(f"*{SUFFIX}"))
+        found = list(self.cache.rglob("*.ckpt"))
         if len(found) != 1:
-            raise InputError(f"{name} has not exactly one file of the kind {SUFFIX}")
+            raise InputError(f"{name} has not exactly one file of the kind .ckpt")
         found[0].rename(self.cache / name)

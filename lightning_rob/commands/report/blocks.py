@@ -1,6 +1,7 @@
 """Parts of a report as plain data, and the templates that write them as HTML and Markdown."""
 
 import base64
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -15,7 +16,11 @@ from PIL import Image
 
 from lightning_rob.runtime.errors import visible
 
+NONE = "\N{EN DASH}"
+WHOLE = "full_defense"  # the target that is the complete defense
+WORST = ("worst", WHOLE)
 Point = tuple[float, float]
+Interval = Sequence[float] | None  # two shares; None where they are not known
 
 
 class Heading(NamedTuple):
@@ -47,21 +52,13 @@ class Headline(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A PNG file, which the page embeds and Markdown links.
-
-    Args:
-        name: name of the file.
-        caption: text below it.
-        link: path from the folder of the report.
-        data: content in base 64; empty if it is not a PNG image.
-        width, height: size in the page's pixels.
-    """
+    """A PNG file, which the page embeds and Markdown links."""
 
     name: str
     caption: str
-    link: str
-    data: str = ""
-    width: int = 0
+    link: str  # path from the folder of the report
+    data: str = ""  # content in base 64; empty if it is not a PNG image
+    width: int = 0  # in the page's pixels
     height: int = 0
 
 
@@ -95,43 +92,25 @@ class Line(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A figure with a legend, which the page alone shows.
+    """A figure with a legend, which the page alone shows."""
 
-    Args:
-        lines: lines, in a box of 600 by 200.
-        ticks: place and number of each tick below it.
-        peak: point that is marked.
-        marked: whether each point of a line has a mark.
-        by: text below the ticks.
-        alt: content of the figure in words.
-        caption: text below it.
-    """
-
-    lines: Sequence[Line]
-    ticks: Sequence[tuple[float, int]]
+    lines: Sequence[Line]  # in a box of 600 by 200
+    ticks: Sequence[tuple[float, int]]  # place and number
     peak: Point | None
-    marked: bool
-    by: str
-    alt: str
+    marked: bool  # whether each point of a line has a mark
+    by: str  # text below the ticks
+    alt: str  # content of the figure in words
     caption: str
 
 
 class Cell(NamedTuple):
-    """A cell of a table.
-
-    Args:
-        text: its content.
-        small: more, in smaller print.
-        link: the `id` of a section of the page.
-        shade: a share in [0, 1] that colours the cell.
-        span: two shares, drawn as a range on a scale with `shade` as the point in it.
-    """
+    """A cell of a table."""
 
     text: str
-    small: str = ""
-    link: str = ""
-    shade: float | None = None
-    span: Sequence[float] | None = None
+    small: str = ""  # more, in smaller print
+    link: str = ""  # the `id` of a section of the page
+    shade: float | None = None  # a share in [0, 1] that colours the cell
+    span: Interval = None  # drawn as a range on a scale with `shade` as the point in it
 
 
 class Table(NamedTuple):
@@ -192,6 +171,42 @@ def table(
     numeric = [head.text.endswith(">") for head in given]
     shown = [i for i, head in enumerate(heads) if head.text or i == 0]  # others only draw
     return Table(caption, heads, numeric, cells, strong, kind, shown)
+
+
+def percent(share: float | None) -> str:
+    """Return a share with one digit after the point; a dash where it is not known."""
+    return NONE if share is None or not math.isfinite(share) else f"{share:.1%}"
+
+
+def between(interval: Interval) -> str:
+    """Return an interval; an empty text where it is unknown."""
+    return f"{interval[0]:.1%} … {interval[1]:.1%}" if interval else ""
+
+
+def accuracy_cell(share: float | None, interval: Interval = None, shaded: bool = False) -> Cell:
+    """Return an accuracy above its interval, shaded by it where it is known."""
+    known = share is not None and math.isfinite(share)
+    return Cell(percent(share), between(interval), shade=share if shaded and known else None)
+
+
+def line_name(key: tuple[str, str]) -> str:
+    """Return the attack, and its target unless that is the whole defense."""
+    return key[0] if key[1] == WHOLE else f"{key[0]} on {key[1].replace('_', ' ')}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def extent(counts: Sequence[int]) -> str:
+    """Return one count, or the smallest and the largest."""
+    return " to ".join(f"{n:,}" for n in sorted({min(counts), max(counts)})) if counts else ""
+
+
+def split_of(stage: str) -> str:
+    """Return the split that a stage evaluates."""
+    return {"val": "validation"}.get(stage, stage)
 
 
 def plain(text: object) -> str:

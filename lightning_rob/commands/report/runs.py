@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from lightning_rob.commands.report.formatting import WHOLE, Interval
+from lightning_rob.commands.report.blocks import WHOLE, Interval
 from lightning_rob.commands.specs import Spec, class_name, is_spec
 
 SCHEMA = 1  # the version of the records that a report reads
@@ -161,33 +161,18 @@ class Evaluations:
 
 @dataclass(frozen=True)
 class Run:
-    """A folder with records.
-
-    Args:
-        folder: path of the folder.
-        label: name that no other run on the page has.
-        evaluations: results of `RobustEval`.
-        matrices: records of `TransferMatrixEval`, the last of each stage and attack.
-        votes: records of `VotingRuleEval`, the last of each stage, attack, ensemble and rule.
-        sweep: records of `lightning-rob sweep`.
-        monitor: records of `lightning-rob monitor`.
-        audit: record of `RobustAudit`; empty where there is none.
-        others: last record of a gallery by the name of its file.
-        recipe: text of config.yaml; empty where there is none.
-        config: content of config.yaml.
-        pictures: paths of PNG files.
-    """
+    """A folder with records."""
 
     folder: Path
-    label: str
-    evaluations: Evaluations
-    matrices: list[Fields]
-    votes: list[Fields]
+    label: str  # that no other run on the page has
+    evaluations: Evaluations  # of `RobustEval`
+    matrices: list[Fields]  # of `TransferMatrixEval`, the last of each stage and attack
+    votes: list[Fields]  # of `VotingRuleEval`, the last of each stage, attack, ensemble and rule
     sweep: list[Fields]
     monitor: list[Fields]
-    audit: Fields
-    others: dict[str, Fields]
-    recipe: str
+    audit: Fields  # of `RobustAudit`; empty where there is none
+    others: dict[str, Fields]  # last record of a gallery by the name of its file
+    recipe: str  # text of config.yaml, and its content
     config: Fields
     pictures: list[Path]
 
