@@ -48,7 +48,7 @@ from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
 from tests.commands.test_notify import Receiver, code_of, evaluation, forked
 from tests.schema import checked
-from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
+from tests.tiny import ROOT, TinyNet, arc, pgd, recipe, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = (PGD(THREAT, 3, 8 / 255, random_start=False), ARC(THREAT, 3, 16 / 255))
@@ -122,6 +122,13 @@ def changed(source: Path, target: Path, change, step=None) -> None:
     content["state_dict"] = {k: change(k, v) for k, v in content["state_dict"].items()}
     content["global_step"] = step or content["global_step"]
     torch.save(content, target)
+
+
+class Odd(TinyNet):
+    """A network that fails in a way of its own."""
+
+    def forward(self, x):
+        raise KeyError("odd")
 
 
 def swapped(key, value):
@@ -433,15 +440,21 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
     (place / EPOCHS[2]).write_bytes(flipped)
     start = trained / "run/version_0/checkpoints" / EPOCHS[3]
     changed(start, place / "narrow.ckpt", lambda k, v: v[:2] if "last" in k else v, step=30)
+    odd = f"{__name__}.Odd"
     recipes = {
         "unknown.ckpt": lambda model: model["net"].update(class_path="tests.tiny.NoSuchNet"),
         "wide.ckpt": lambda model: model["net"]["init_args"].update(width=17),
+        "odd.ckpt": lambda model: model["net"].update(class_path=odd),
     }
     for name, change in recipes.items():
         rewritten(start, place / name, change)
     changed(start, place / "nan.ckpt", lambda _, v: v * torch.nan if v.dim() else v, step=31)
     put("last.ckpt")
-    assert monitor(trained, watched, "--once") == 1
+    prom = watched / "rob.prom"
+    with Receiver() as receiver:
+        options = ("--once", "--metrics_file", prom, "--notify", receiver.url)
+        assert monitor(trained, watched, *options) == 1
+        receiver.shutdown()
     assert evaluated(watched) == [EPOCHS[0], "last.ckpt"]
     reasons = {Path(e["checkpoint"]).name: e["alarm"][0] for e in events(watched, "broken")}
     names = {EPOCHS[1], EPOCHS[2], "page.ckpt", "narrow.ckpt", "nan.ckpt", *recipes}
@@ -452,7 +465,11 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
     assert "SHA-256" in reasons[EPOCHS[2]]
     assert "another architecture" in reasons["narrow.ckpt"]
     assert "not finite" in reasons["nan.ckpt"]
-    assert capsys.readouterr().err.count("lightning-rob: alarm:") == 7
+    assert "KeyError: 'odd'" in reasons["odd.ckpt"]
+    assert capsys.readouterr().err.count("lightning-rob: alarm:") == len(names) == 8
+    posts = [post["checkpoint"] for post in receiver.posts if post["kind"] == "alarm"]
+    assert sorted(posts) == sorted(f"checkpoints/{name}" for name in names)
+    assert re.search(r"^lightning_rob_broken_total\S* 8.0$", prom.read_text(), re.M)
     before = lines(watched)
     assert monitor(trained, watched, "--once") == 0
     assert [line["event"] for line in lines(watched)[len(before) :]] == ["ended"]
@@ -708,7 +725,7 @@ def test_its_page_shows_the_figures_and_each_field_of_the_evidence_is_in_a_recor
     text = (ROOT / "docs/evidence.md").read_text()
     rows = re.findall(r"^\| [^|]*\? \| (.*) \|$", text, re.M)
     named = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
-    known = {"index", "scores", "worst", "broken", "missed", "notified", "ended"}  # no fields
+    known = {"index", "scores", "worst", "seen", "broken", "missed", "notified", "ended"}  # no fields
     for line in lines(watched):
         known |= set(line)
         parts = {k: v for k, v in line.items() if isinstance(v, dict)}
