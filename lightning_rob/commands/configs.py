@@ -541,6 +541,7 @@ class ReportConfig(CommandConfig):
     Args:
         runs: folders of runs, or folders above runs
         out: the page, .html; else report.html in RUN, or here if there are several
+        template: Jinja template of the page, which may extend "page.html"
 
     Raises:
         ValueError: no run.
@@ -551,6 +552,7 @@ class ReportConfig(CommandConfig):
 
     runs: tuple[Path, ...] = ()
     out: Path | None = None
+    template: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.runs:

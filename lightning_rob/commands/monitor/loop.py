@@ -357,11 +357,10 @@ class Watched:
             Replaced: the file changed before it was read.
         """
         assert self.suite is not None
-        content = dict(self.folder.read(file))
         if file.recipe != self.recipe:
             self.suite.replace_module(self.built(file).model)
             self.recipe = file.recipe
-        load_weights(self.suite.module, content)
+        load_weights(self.suite.module, self.folder.read(file))
 
         def look_in_time() -> None:
             # An evaluation may last longer than a file is there; the next step reports errors.
