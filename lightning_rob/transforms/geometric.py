@@ -8,16 +8,13 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, pad
 
 from lightning_rob.randomness import Generator, uniform
-from lightning_rob.transforms.base import EPS, Transform, between, check_range
+from lightning_rob.transforms.base import EPS, AlphaTransform, Transform, between
 
 MIN_RATIO, TRIES = 3 / 4, 10
 
 
-@dataclass(frozen=True)
-class Affine(Transform):
+class Affine(AlphaTransform):
     """Apply an affine map, the identity with each entry off by at most alpha; zeros outside."""
-
-    alpha: float = 0.5
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(matrix [B, 2, 3], the identity + U(-alpha, alpha)).
@@ -28,7 +25,6 @@ class Affine(Transform):
         return (torch.eye(2, 3, dtype=x.dtype, device=x.device) + off,)
 
     def apply(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         # one grid, multiplied by B matrices: affine_grid of B matrices would bind an exported
         # program to B of 4 or more
         identity = torch.eye(2, 3, dtype=x.dtype, device=x.device)[None]
@@ -38,7 +34,7 @@ class Affine(Transform):
 
 
 @dataclass(frozen=True)
-class Crop(Transform):
+class Crop(AlphaTransform):
     """Cut out a random box and resize it to the whole image, bilinearly (Szegedy et al. 2015).
 
     Args:
@@ -46,17 +42,10 @@ class Crop(Transform):
             its sides.
         sides: lowest and highest share that the box has of the height and, drawn independently, of
             the width, in place of alpha: BaRT's zoom.
-
-    Raises:
-        ValueError: a range that is empty or out of bounds.
     """
 
-    alpha: float = 0.5
     sides: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("sides", self.sides, 0, 1)
+    limits = (("sides", 0, 1),)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(box [B, 4] int64: top, left, height, width in pixels, within the image).
@@ -86,7 +75,6 @@ class Crop(Transform):
         return (torch.cat([corner, size], 1).long(),)
 
     def apply(self, x: Tensor, box: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         from kornia.geometry.transform import remap
 
         (rows, columns), (top, left, height, width) = x.shape[2:], box.to(x).unbind(1)
@@ -107,26 +95,22 @@ def _source_positions(length: int, start: Tensor, side: Tensor) -> Tensor:
     return start[:, None] + torch.minimum(inside.clamp_min(0), side[:, None] - 1)
 
 
-@dataclass(frozen=True)
 class HorizontalFlip(Transform):
     """Exchange left and right."""
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         return x.flip(3)
 
 
-@dataclass(frozen=True)
 class VerticalFlip(Transform):
     """Exchange top and bottom."""
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         return x.flip(2)
 
 
 @dataclass(frozen=True)
-class Swirl(Transform):
+class Swirl(AlphaTransform):
     """Turn the image about a random pixel, less and less with the distance; zeros outside.
 
     Args:
@@ -136,20 +120,12 @@ class Swirl(Transform):
             a pixel outside, as the weights of the authors' bilinear interpolation do.
         radius: lowest and highest radius in pixels, in place of alpha.
         strength: lowest and highest strength in radians, in place of alpha.
-
-    Raises:
-        ValueError: a range that is empty or out of bounds.
     """
 
-    alpha: float = 0.5
     released_code: bool = False
     radius: tuple[float, float] | None = None
     strength: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("radius", self.radius, 0, math.inf)
-        check_range("strength", self.strength, 0, math.inf)
+    limits = (("radius", 0, math.inf), ("strength", 0, math.inf))
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor, Tensor]:
         """(center [B, 2], radius [B], strength [B]).
