@@ -267,19 +267,14 @@ def soft_round(t: Tensor) -> Tensor:
     return nearest + (t - nearest) ** 3
 
 
-def soft_modulo(t: Tensor, literal: bool = False) -> Tensor:
-    """Compute t mod 1 with a slope (RT paper, eq. 15): r = t - soft_round(t), or r + 1.
+def soft_modulo(t: Tensor) -> Tensor:
+    """Compute t mod 1 with a slope (RT paper, eq. 15): r = t - soft_round(t), or r + 1 if r < 0.
 
-    Args:
-        t: any shape.
-        literal: return 1 at integers, as eq. 15 does to the letter ("r if r > 0, otherwise r + 1");
-            else 0 there, as every remainder and the authors' code.
-
-    Returns:
-        Same shape as t, in [0, 1); not the identity on [0, 1).
+    It is 0 at integers, as in the authors' code, where eq. 15 to the letter has 1. The result, in
+    [0, 1), differs from t also on [0, 1).
     """
     r = t - soft_round(t)
-    return r + (r <= 0 if literal else r < 0).to(r)
+    return r + (r < 0).to(r)
 
 
 def soft_modulo_slope(t: Tensor) -> Tensor:

@@ -189,13 +189,8 @@ def sample_one_of(x: Tensor, values: tuple[int, ...], generator: Generator) -> T
 def correlated(x: Tensor, weights: Sequence[float | Tensor], dim: int) -> Tensor:
     """Sum weighted neighbours along one side of images; several times as fast as a convolution.
 
-    Args:
-        x: [B, C, H, W].
-        weights: k numbers, or k tensors that broadcast with x: a kernel for each image.
-        dim: 2 for columns, 3 for rows.
-
-    Returns:
-        As x, but that the side has k - 1 pixels less.
+    The side, of dimension 2 or 3 of x [B, C, H, W], has k - 1 pixels less afterwards. The weights
+    are k numbers, or k tensors that broadcast with x: a kernel for each image.
     """
     length = x.shape[dim] - len(weights) + 1
     total = x.narrow(dim, 0, length) * weights[0]
@@ -213,12 +208,9 @@ def _median(x: Tensor, size: int) -> Tensor:
 
 
 def _median_index_3x3(padded: Tensor) -> Tensor:
-    """[B, C, H, W] int32: which pixel of each 3x3 square is its median, the first of equals.
-
-    Each column of three is sorted once for all three squares that share it. A square's median is
-    then the median of the largest low, the middle mid and the smallest high of its columns: minima
-    and maxima of whole images, in a fifth of the time that sorting each square takes.
-    """
+    """[B, C, H, W] int32: which pixel of each 3x3 square is its median, the first of equals."""
+    # Each column of three is sorted once for all three squares that share it: minima and maxima of
+    # whole images take a fifth of the time of sorting each square.
     top, middle, bottom = padded[:, :, :-2], padded[:, :, 1:-1], padded[:, :, 2:]
     low, high = torch.minimum(top, middle), torch.maximum(top, middle)
     low, mid, high = torch.minimum(low, bottom), _middle(low, high, bottom), high.maximum(bottom)
@@ -226,6 +218,7 @@ def _median_index_3x3(padded: Tensor) -> Tensor:
     lows = torch.maximum(torch.maximum(low[a], low[b]), low[c])
     highs = torch.minimum(torch.minimum(high[a], high[b]), high[c])
     mids = _middle(torch.minimum(mid[a], mid[b]), torch.maximum(mid[a], mid[b]), mid[c])
+    # The median of the largest low, the middle mid and the smallest high is that of all nine.
     median = _middle(torch.minimum(lows, mids), torch.maximum(lows, mids), highs)
     index = torch.full_like(median, 4, dtype=torch.int32)  # the centre: a NaN equals no pixel
     for k in reversed(range(9)):
@@ -247,9 +240,6 @@ def gather_pixels(padded: Tensor, index: Tensor, size: int) -> Tensor:
         padded: [B, C, H + size - 1, W + size - 1] the image with its border.
         index: [B, C, H, W] int32 or int64, which pixel of the square, row by row.
         size: side of the squares in pixels.
-
-    Returns:
-        [B, C, H, W].
     """
     height, width = index.shape[2:]
     square = torch.arange(size**2, device=index.device)

@@ -47,17 +47,11 @@ class BPDANet(nn.Module):
         self.to(memory_format=torch.channels_last)  # faster, by a third in training on a CPU
 
     def forward(self, x: Tensor, *params: Tensor) -> Tensor:
-        """Estimate `transform(x, *params)`.
+        """Estimate `transform(x, *params)` in [0, 1].
 
         Args:
             x: [B, C, H, W] images in [0, 1], of any size.
             *params: the transform's, as its `sample` returns them.
-
-        Returns:
-            [B, C, H, W] in [0, 1].
-
-        Raises:
-            ValueError: x has other channels than the images of the training.
         """
         channels = self.layers[-1][0].out_channels  # type: ignore[index]
         if x.shape[1] != channels:
@@ -87,12 +81,7 @@ def planes_of(x: Tensor, params: Sequence[Tensor]) -> Tensor:
     Parameters of four dimensions, [B, …, h, w], are resized to the images' size. All others, such
     as the matrix of `Affine`, give one constant plane per number.
 
-    Args:
-        x: [B, C, H, W] images.
-        params: tensors of first dimension B.
-
-    Returns:
-        [B, P, H, W] of x's dtype.
+    The planes are [B, P, H, W] of x's dtype.
     """
     planes = [x.new_empty(len(x), 0, *x.shape[2:])]
     for param in params:
@@ -160,7 +149,7 @@ def train_bpda(
     generator: torch.Generator | None = None,
     progress: Callable[[int], object] = lambda images: None,
 ) -> Trained:
-    """Train a network on a transform (mean squared error, Adam) and keep the best epoch.
+    """Train a network on a transform (mean squared error, Adam); return its best epoch.
 
     Each epoch samples new parameters for its images. The best epoch is selected on held-out images,
     whose number `held_out` computes and whose parameters stay.
@@ -173,9 +162,6 @@ def train_bpda(
         lr: learning rate of Adam.
         generator: source of the initial weights, the order and the parameters.
         progress: called after each step with its number of images.
-
-    Returns:
-        The network and its errors.
 
     Raises:
         ValueError: fewer than two images, a count below 1, or images that the transform refuses.

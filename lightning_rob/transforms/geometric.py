@@ -48,23 +48,21 @@ class Crop(AlphaTransform):
     limits = (("sides", 0, 1),)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
-        """(box [B, 4] int64: top, left, height, width in pixels, within the image).
-
-        As torchvision's `RandomResizedCrop`: the area is a share U(1 - alpha, 1 + alpha), the
-        logarithm of width to height uniform between those of 3/4 and 4/3. The box is the first of
-        ten draws that fits into the image, else the largest central one with such a ratio.
-        """
+        """(box [B, 4] int64: top, left, height, width in pixels, within the image)."""
         rows, columns = x.shape[2:]
         if self.sides:
             image = x.new_tensor([rows, columns])
             size = (image * between(x, *self.sides, 2, generator=generator)).round().clamp_min(1)
             corner = (uniform(x, 2, generator=generator) * (image - size + 1)).floor()
             return (torch.cat([corner, size], 1).long(),)
+        # As torchvision's `RandomResizedCrop`: the area is a share U(1 - alpha, 1 + alpha), the
+        # logarithm of width to height uniform between those of 3/4 and 4/3.
         u = uniform(x, TRIES, 2, generator=generator)
         area = rows * columns * (1 - self.alpha + (2 * self.alpha) * u[..., 0] + EPS)
         ratio = MIN_RATIO ** (1 - 2 * u[..., 1])
         sides = torch.stack([(area / ratio).sqrt(), (area * ratio).sqrt()], -1).round()
         image = sides.new_tensor([rows, columns])
+        # The first draw that fits into the image, else the largest central box of such a ratio.
         fits = ((sides >= 1) & (sides <= image)).all(-1)
         first = fits.to(torch.uint8).argmax(1)
         found = fits.any(1)[:, None]

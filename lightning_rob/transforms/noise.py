@@ -99,23 +99,20 @@ def summed_poisson_quantile(u: Tensor, rate: Tensor, max_rate: float) -> Tensor:
 
 
 def poisson_quantile(u: Tensor, rate: Tensor) -> Tensor:
-    """Compute the smallest count k with P(Poisson(rate) <= k) >= u.
-
-    The expansion of Cornish and Fisher (1938) is off by one at most for these rates (its second
-    term fades out where the rate is small); one step up or down leads to the exact count.
+    """Compute the smallest count k with P(Poisson(rate) <= k) >= u, of u's dtype.
 
     Args:
         u: any shape, in [0, 1).
         rate: same shape, mean count, from 0 to 1000.
-
-    Returns:
-        Same shape, of u's dtype, integral.
     """
     dtype, rate = u.dtype, rate.to(torch.promote_types(u.dtype, torch.float32))
     u = u.to(rate).clamp(2.0**-25, 1 - 2.0**-24)
+    # The expansion of Cornish and Fisher (1938) is off by one at most for these rates; its second
+    # term fades out where the rate is small.
     z = torch.special.ndtri(u)
     guess = rate + z * rate.sqrt() + (z * z - 1) / 6 * rate / (rate + 0.03)
     count = (guess - 0.5).ceil().clamp_min(0)
+    # One step up or down leads to the exact count.
     count = count + (torch.special.gammaincc(count + 1, rate) < u).to(u)
     fewer = torch.special.gammaincc(count.clamp_min(1), rate) >= u
     exact: Tensor = count - (fewer & (count > 0)).to(u)
@@ -150,13 +147,11 @@ class Erase(AlphaTransform):
     """Blacken a rectangle (Zhong et al. 2020) of at most a share alpha of the image."""
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
-        """(box [B, 4] int64: top, left, height, width in pixels, within the image).
-
-        The area is a share U(0.02, max(0.02, alpha)) of the image, the ratio of height to width
-        U(0.3, 1) or, as often, U(1, 1 / 0.3).
-        """
+        """(box [B, 4] int64: top, left, height, width in pixels, within the image)."""
         rows, columns = x.shape[2:]
         u = uniform(x, 5, generator=generator)
+        # The area is a share U(0.02, max(0.02, alpha)) of the image, the ratio of height to width
+        # U(0.3, 1) or, as often, U(1, 1 / 0.3).
         share = BOX_AREA + (max(BOX_AREA + EPS, self.alpha) - BOX_AREA) * u[:, 0]
         flat, tall = BOX_RATIO + (1 - BOX_RATIO) * u[:, 1], 1 + (1 / BOX_RATIO - 1) * u[:, 1]
         ratio = torch.where(u[:, 4] < 0.5, flat, tall)

@@ -25,7 +25,6 @@ from lightning_rob.defenses import DANN, DENT, RMC, TADV, Defense, Mixture, Sing
 from lightning_rob.defenses.transductive import reporting_adaptation
 from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.objectives import worst_ce
-from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 
 THREAT = Threat("linf", 0.1)
@@ -173,18 +172,6 @@ def test_the_same_generator_gives_the_same_in_any_state_of_the_global_stream(nam
     assert torch.equal(found[0].eval().logits(x), found[1].eval().logits(x))
     again = found[0].after_batch(seeded(1)), found[1].after_batch(seeded(1))
     assert same(*again)
-
-
-@every_defense
-def test_streams_are_a_generator_too(name):
-    defense, (x, _) = ADAPTING[name](trained(dropout=0.5)), images(6)
-    index = torch.arange(6)
-    one, two, other = (defense.adapt(x, Streams.from_index(index, key)) for key in (1, 1, 2))
-    assert same(one, two)
-    assert not same(one, other)
-    ends = [one.after_batch(Streams.from_index(index, key)) for key in (1, 1, 2)]
-    assert same(*ends[:2])
-    assert same(ends[0], ends[2]) == (name != "rmc")  # only calibration draws
 
 
 @every_defense
@@ -390,6 +377,14 @@ def test_no_batch_of_one_image_is_trained_on(name):
     defense(Flat().eval(), **options, **own).adapt(images(16)[0], seeded(0))
 
 
+@pytest.mark.parametrize("scale", [255.0, -1.0])
+def test_a_source_has_images_from_0_to_1(scale):
+    x, y = images(8)
+    with pytest.raises(ValueError, match="source must have images in"):
+        RMC(trained(), source=(scale * x, y))
+    RMC(trained(), source=[x, y])
+
+
 def test_dent_leaves_other_batch_norms_alone():
     class Flat(Parts):
         def __init__(self):
@@ -403,11 +398,3 @@ def test_dent_leaves_other_batch_norms_alone():
     final = DENT(net).adapt(images(6)[0] ** 2)
     assert torch.equal(final.adapted.flat.running_mean, net.flat.running_mean)
     DENT(net).adapt(images(1)[0])
-
-
-@pytest.mark.parametrize("scale", [255.0, -1.0])
-def test_a_source_has_images_from_0_to_1(scale):
-    x, y = images(8)
-    with pytest.raises(ValueError, match="source must have images in"):
-        RMC(trained(), source=(scale * x, y))
-    RMC(trained(), source=[x, y])

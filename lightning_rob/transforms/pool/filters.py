@@ -48,25 +48,19 @@ class Edges(Transform):
         return ((slopes[0] ** 2 + slopes[1] ** 2) / 2 + MIN_SQUARE).sqrt()
 
 
-@dataclass(frozen=True)
 class Gaussian(Transform):
-    """Blur with a Gaussian out to four deviations; the border is a mirror that repeats the edge.
+    """Blur with a Gaussian of deviation 1 out to 4 pixels; the border is a mirror with the edge.
 
     As `scipy.ndimage.gaussian_filter`, which Athena's code calls. Each channel by itself, where
     that code also blurs the colors of a pixel into each other.
-
-    Args:
-        std: standard deviation in pixels.
     """
-
-    std: float = 1.0
 
     def apply(self, x: Tensor) -> Tensor:
         from kornia.filters import filter2d_separable, get_gaussian_kernel1d
 
-        reach = int(4 * self.std + 0.5)
-        kernel = get_gaussian_kernel1d(2 * reach + 1, self.std, device=x.device, dtype=x.dtype)
-        for dim in (2, 3):  # pixel -1 is pixel 0 again, -2 is pixel 1, also beyond a whole side
+        reach = 4
+        kernel = get_gaussian_kernel1d(2 * reach + 1, 1.0, device=x.device, dtype=x.dtype)
+        for dim in (2, 3):  # pixel -1 is pixel 0 again, -2 is pixel 1, also on smaller images
             side = x.shape[dim]
             place = torch.arange(-reach, side + reach, device=x.device) % (2 * side)
             x = x.index_select(dim, torch.minimum(place, 2 * side - 1 - place))
@@ -75,30 +69,23 @@ class Gaussian(Transform):
 
 @dataclass(frozen=True)
 class Rank(Transform):
-    """Take the value of a given rank in the square around each pixel, each channel by itself.
+    """Take the value of a given rank among the 3x3 around each pixel, each channel by itself.
 
     The border is repeated. Athena's rank 15 is that of a cube through the channels: among the 27
     values of a grey image, each of them three times, it is the sixth of nine.
 
     Args:
-        place: the rank, from 0, the smallest, to size^2 - 1, the largest.
-        size: side of the square in pixels, odd.
+        place: rank, from 0, the smallest, to 8, the largest.
     """
 
     place: int
-    size: int = 3
-    odd = "size"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.place < self.size**2:
-            raise ValueError(f"place must be 0 … {self.size**2 - 1}, got {self.place}")
+    limits = (("place", 0, 8),)
 
     def apply(self, x: Tensor) -> Tensor:
-        padded = pad(x, [self.size // 2] * 4, mode="replicate")
+        padded = pad(x, [1] * 4, mode="replicate")
         # only the index is found without a gradient: it goes to the pixel of that rank
-        squares = padded.detach().unfold(2, self.size, 1).unfold(3, self.size, 1).flatten(-2)
-        return gather_pixels(padded, squares.kthvalue(self.place + 1).indices, self.size)
+        squares = padded.detach().unfold(2, 3, 1).unfold(3, 3, 1).flatten(-2)
+        return gather_pixels(padded, squares.kthvalue(self.place + 1).indices, 3)
 
 
 def _disk(radius: int) -> NumpyImage:
@@ -107,72 +94,56 @@ def _disk(radius: int) -> NumpyImage:
     return (squares[:, None] + squares <= radius**2).astype("uint8")
 
 
-@dataclass(frozen=True)
 class Entropy(NumpyTransform):
-    """Compute the entropy of the 8-bit values in a disk around each pixel, each channel by itself.
+    """Compute the entropy of the 8-bit values within two pixels of each, each channel by itself.
 
     1 is the maximum: as many values as pixels. Athena's code maps half a bit to 1 (or, in another
     version, a quarter) and adds 0.5, which turns most of the image white.
-
-    Args:
-        radius: of the disk in pixels.
     """
-
-    radius: int = 2
 
     def apply(self, x: Tensor) -> Tensor:
         return map_images(to_levels(x), self.transform_image)
 
     def transform_image(self, image: NumpyImage) -> NumpyImage:
-        window = _disk(self.radius)[None]
+        window = _disk(2)[None]
         bits: NumpyImage = filters.rank.entropy(image.astype("uint8"), window)  # type: ignore[no-untyped-call]
         return bits / math.log2(window.sum())
 
 
 @dataclass(frozen=True)
 class Morphology(Transform):
-    """Apply grey-scale morphology with a flat square; pixels outside the image are ignored.
+    """Apply grey-scale morphology with a flat 2x2 square; pixels outside the image are ignored.
 
     Erosion is the minimum over the square that reaches up and left, dilation the maximum over its
     mirror image, so that opening and closing keep the picture in place, as in Serra (1982), scipy
-    and kornia. OpenCV, which Athena calls, takes the same square for both: with an even side its
-    openings and closings move the picture by a pixel.
+    and kornia. OpenCV, which Athena calls, takes the same square for both: its openings and
+    closings move the picture by a pixel.
 
     Args:
         operation: erosion, dilation, opening, closing or gradient (dilation minus erosion).
-        size: side of the square in pixels.
     """
 
     operation: Literal["erosion", "dilation", "opening", "closing", "gradient"]
-    size: int = 2
 
     def apply(self, x: Tensor) -> Tensor:
         from kornia import morphology
 
         operation: Callable[..., Tensor] = getattr(morphology, self.operation)
-        return operation(x, x.new_ones(self.size, self.size))
+        return operation(x, x.new_ones(2, 2))
 
 
-@dataclass(frozen=True)
 class SegmentBorders(NumpyTransform):
-    """Compute the range of the 8-bit values in a small disk, after a median in a larger one.
+    """Compute the range of the 8-bit values within a pixel, after a median within two pixels.
 
     Each channel by itself. Athena's code uses the 255 levels as numbers in [0, 1], which makes its
     images black and white.
-
-    Args:
-        median: radius of the first disk in pixels.
-        gradient: radius of the second disk in pixels.
     """
-
-    median: int = 2
-    gradient: int = 1
 
     def apply(self, x: Tensor) -> Tensor:
         return map_images(to_levels(x), self.transform_image) / WHITE
 
     def transform_image(self, image: NumpyImage) -> NumpyImage:
-        large, small = (_disk(radius)[None] > 0 for radius in (self.median, self.gradient))
+        large, small = (_disk(radius)[None] > 0 for radius in (2, 1))
         smooth = filters.rank.median(image.astype("uint8"), large)  # type: ignore[no-untyped-call]
         borders: NumpyImage = filters.rank.gradient(smooth, small)  # type: ignore[no-untyped-call]
         return borders
@@ -269,9 +240,7 @@ class Cartoon(Transform):
         block: side in pixels, odd, of the surroundings.
         darker: by how many of 255 levels an outline is darker than the mean of its surroundings.
         gaussian: weigh the surroundings by a Gaussian, else equally.
-        color: standard deviation of the bilateral filter in levels.
-        space: standard deviation of the bilateral filter in pixels.
-        window: side in pixels, odd, of the bilateral filter.
+        color: standard deviation of the bilateral filters in levels.
     """
 
     halvings: int
@@ -280,8 +249,6 @@ class Cartoon(Transform):
     darker: float
     gaussian: bool = False
     color: float = 300.0
-    space: float = 30.0
-    window: int = 7
     channels = (1, 3)
     differentiable = False
 
@@ -298,8 +265,8 @@ class Cartoon(Transform):
             y = round_8bit(pyrdown(y))
         active = torch.arange(len(y), device=y.device)
         for _ in range(self.smoothings):
-            before, spread = y[active], (self.space, self.space)
-            after = round_8bit(bilateral_blur(before, self.window, self.color / WHITE, spread))
+            before = y[active]
+            after = round_8bit(bilateral_blur(before, 7, self.color / WHITE, (30.0, 30.0)))
             y[active] = after
             # an image that one filter does not change is finished
             active = active[(after != before).flatten(1).any(1)]

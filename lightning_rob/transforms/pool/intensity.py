@@ -139,19 +139,16 @@ class Noise(Transform):
     up to a power of two; its noise is drawn for the image that `sample` sees and is then constant.
 
     Args:
-        kind: gaussian, localvar, poisson, salt, pepper, salt_pepper or speckle.
-        variance: of the Gaussian numbers that are added (or, for speckle, multiplied by the pixel).
-        amount: share of the pixels that becomes white (salt), black (pepper) or either.
+        kind: gaussian, localvar or speckle, of variance 0.01; poisson; salt, pepper or salt_pepper,
+            on a twentieth of the pixels.
     """
 
     kind: Literal["gaussian", "localvar", "poisson", "salt", "pepper", "salt_pepper", "speckle"]
-    variance: float = 0.01
-    amount: float = 0.05
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
         """(gain [B, C, H, W], offset [B, C, H, W] in pixel units)."""
         if self.kind in ("salt", "pepper", "salt_pepper"):
-            hit = uniform(x, *x.shape[1:], generator=generator) < self.amount
+            hit = uniform(x, *x.shape[1:], generator=generator) < 0.05
             white = torch.full_like(hit, self.kind == "salt")
             if self.kind == "salt_pepper":
                 white = uniform(x, *x.shape[1:], generator=generator) < 0.5
@@ -163,7 +160,7 @@ class Noise(Transform):
             photons = (2 ** distinct.log2().ceil()).to(x)[:, None, None, None]
             u = uniform(x, *x.shape[1:], generator=generator)
             return ones, poisson_quantile(u, clean.clamp_min(0) * photons) / photons - clean
-        noise = self.variance**0.5 * normal(x, *x.shape[1:], generator=generator)
+        noise = 0.1 * normal(x, *x.shape[1:], generator=generator)
         return (1 + noise, zeros) if self.kind == "speckle" else (ones, noise)
 
     def apply(self, x: Tensor, gain: Tensor, offset: Tensor) -> Tensor:

@@ -143,40 +143,30 @@ class ThreePointAffine(Transform):
 class Distort(Transform):
     """Roll each column, or row, cyclically by a sine of its index.
 
-    Column j moves down by int(height H sin(2 pi j / W)) pixels, or row i to the right by
-    int(height W sin(2 pi i / H)), rounded towards zero.
+    Column j moves down by int(H / 5 sin(2 pi j / W)) pixels, or row i to the right by
+    int(W / 5 sin(2 pi i / H)), rounded towards zero.
 
     Args:
         axis: "x" rolls columns, "y" rolls rows.
-        height: amplitude of the wave, as a share of the image's side in the direction of the roll.
     """
 
     axis: Literal["x", "y"]
-    height: float = 0.2
 
     def apply(self, x: Tensor) -> Tensor:
         x = x if self.axis == "x" else x.mT
         rows, columns = x.shape[2:]
         sines = [math.sin(2 * math.pi * j / columns) for j in range(columns)]
-        shift = torch.tensor([int(self.height * rows * sine) for sine in sines], device=x.device)
+        shift = torch.tensor([int(0.2 * rows * sine) for sine in sines], device=x.device)
         source = (torch.arange(rows, device=x.device)[:, None] - shift) % rows
         rolled = x.gather(2, source.expand_as(x))
         return rolled if self.axis == "x" else rolled.mT
 
 
-@dataclass(frozen=True)
 class CentralSwirl(Transform):
-    """Swirl the image about its centre, less and less with the distance; a mirror outside.
+    """Swirl the image by 3 radians about its centre, less with the distance; a mirror outside.
 
-    As `skimage.transform.swirl`, whose centre is the pixel (W / 2, H / 2).
-
-    Args:
-        strength: in radians.
-        radius: in pixels.
+    As `skimage.transform.swirl` of radius 65 pixels, whose centre is the pixel (W / 2, H / 2).
     """
-
-    strength: float = 3.0
-    radius: float = 65.0
 
     def apply(self, x: Tensor) -> Tensor:
         rows, columns = x.shape[2:]
@@ -184,16 +174,14 @@ class CentralSwirl(Transform):
         down, across = (min(math.ceil(reach - n / 2) + 1, n - 1) for n in (rows, columns))
         mirrored = pad(x, [across, across, down, down], mode="reflect")
         center = x.new_tensor([across + columns / 2, down + rows / 2]).expand(len(x), 2)
-        radius, strength = (
-            x.new_full((len(x),), number) for number in (self.radius, self.strength)
-        )
+        radius, strength = (x.new_full((len(x),), number) for number in (65.0, 3.0))
         swirled = Swirl().apply(mirrored, center, radius, strength)
         return swirled[..., down : down + rows, across : across + columns]
 
 
 @dataclass(frozen=True)
 class RadonReconstruction(NumpyTransform):
-    """Project the image along many directions (Radon transform) and reconstruct it.
+    """Project the image along 28 directions (Radon transform) and reconstruct it.
 
     Each channel, scaled to [-1, 1], within the largest circle; pixels outside become mid-grey.
     Athena's code projects the pixels outside as well, against its library's advice.
@@ -202,13 +190,11 @@ class RadonReconstruction(NumpyTransform):
         first: the first angle in degrees.
         last: the end of the angles, excluded.
         algebraic: reconstruct by SART (Andersen and Kak 1984), else by filtered back-projection.
-        count: number of angles.
     """
 
     first: float
     last: float
     algebraic: bool = False
-    count: int = 28
 
     def apply(self, x: Tensor) -> Tensor:
         rows, columns = x.shape[2:]
@@ -217,7 +203,7 @@ class RadonReconstruction(NumpyTransform):
         return map_images(square, self.transform_image)[..., :rows, :columns] / 2 + 0.5
 
     def transform_image(self, image: NumpyImage) -> NumpyImage:
-        angles = np.linspace(self.first, self.last, self.count, endpoint=False)
+        angles = np.linspace(self.first, self.last, 28, endpoint=False)
         center = image.shape[-1] // 2
         squares = (np.arange(image.shape[-1]) - center) ** 2
         inside = squares[:, None] + squares <= center**2
