@@ -70,7 +70,6 @@ class DANN(Retraining):
 
     Args:
         net: [B, C, H, W] -> [B, K] with `features`, `classify` and `domain`, such as `DANNNet`.
-        source: labelled images, see `Transductive`.
         epochs: number of epochs; the authors train 100.
         batch_size: images of each domain per step; the authors use 128, for CIFAR-10 64.
         scale: of the reversed gradient, see `reversal_weight`.
@@ -80,7 +79,6 @@ class DANN(Retraining):
             divide it by 10 at epochs 50, 75 and 90 for CIFAR-10.
         augment: applied to an image [C, H, W] of either domain in training, drawing from torch's
             global stream; predictions are of the unchanged images.
-        rule: any; there is one draw.
 
     Raises:
         TypeError: the network has no such parts.

@@ -30,13 +30,11 @@ class DENT(Transductive):
 
     Args:
         net: [B, C, H, W] -> [B, K] logits, with BatchNorm2d anywhere in it.
-        steps: number of steps.
         optimizer: parameters -> optimizer; None is the paper's AdaMod.
         statistics: means and variances of BatchNorm: "static", those of training, or "batch",
             those of the test batch.
         diversity: weight of the term that keeps the mean prediction diverse; 0 is entropy alone,
             the objective of Tent (Wang et al. 2021).
-        rule: any; there is one draw.
 
     Raises:
         ValueError: no steps, unknown statistics, or a network without BatchNorm2d.

@@ -66,7 +66,6 @@ class RMC(Transductive):
 
     Args:
         net: [B, C, H, W] -> [B, K] logits, the static model; its features define the neighbours.
-        source: labelled images to learn from, see `Transductive`.
         attack: makes the copies, (defense, x, y, generator) -> x_adv: on MNIST PGD of 100 steps of
             0.01 within linf 0.3, on CIFAR-10 40 of 1/255 within 8/255, keeping the best; None
             leaves them clean.
@@ -74,7 +73,6 @@ class RMC(Transductive):
             as large as the training set), 4 for CIFAR-10.
         neighbours: K, at least 5: of the nearest fifth a quarter validates.
         epochs: largest number of passes over the neighbours.
-        batch_size: images per step.
         optimizer: parameters -> optimizer; None is the paper's for MNIST, Adam of rate 2e-4 (for
             CIFAR-10 2.5e-5).
         target_loss: training stops below this mean training loss of an epoch.
@@ -87,7 +85,6 @@ class RMC(Transductive):
         layer: name of the module whose input are the features; None is the last linear layer.
         seed: seed of D', which is shared by all adaptations.
         cache: folder that keeps D' for other runs; None keeps it while the process runs.
-        rule: any; there is one draw.
 
     Raises:
         ValueError: a number out of range; when adapting, fewer images in D' than neighbours.

@@ -32,18 +32,15 @@ class TADV(Retraining):
 
     Args:
         net: [B, C, H, W] -> [B, K] logits, the static model, and the architecture to be trained.
-        source: labelled images to learn from, see `Transductive`.
         attack: makes the adversarial images, (defense, x, y, generator) -> x_adv: on MNIST PGD of
             40 steps of 0.01 within linf 0.3 that keeps the best iterate. The authors start half of
             the attacks from the image and half from a Gaussian direction; PGD starts uniformly.
         epochs: passes over the source; the paper has 100 for MNIST and 110 for CIFAR-10.
-        batch_size: images per step.
         fraction: fraction of each batch that is attacked, its last images; also their weight.
         optimizer: parameters -> optimizer; the default is the paper's for MNIST, Adam of rate 1e-3.
         lr_scheduler: see `Retraining`.
         augment: see `Retraining`.
         use_batch: learn from the test batch too.
-        rule: any; there is one draw.
 
     Raises:
         ValueError: a count below 1, or a fraction outside (0, 1]; when adapting, no attack.

@@ -98,11 +98,11 @@ class Transductive(Defense):
     """A network that is fitted to the test batch: `adapt` returns a defense with a fitted copy.
 
     `net` is never changed, and neither is anything else that a defense returned by `adapt` shares
-    with this one: an attacker's rehearsals leave no trace in the defender.
+    with this one: an attacker's rehearsals leave no trace in the defender. There is one draw, so
+    all rules predict alike.
 
     Args:
         net: [B, C, H, W] -> [B, K] logits, the static model.
-        rule: any; there is one draw.
         source: labelled images to learn from, (x, y) or a data set; an evaluation from the command
             line passes the training images of the run.
 
@@ -181,13 +181,8 @@ class Retraining(Transductive):
 
     Args:
         net: the static model, and the architecture to be trained.
-        source: labelled images to learn from, see `Transductive`.
-        epochs: passes over the images.
-        batch_size: images per step.
-        optimizer: parameters -> optimizer.
         lr_scheduler: optimizer -> schedule, stepped once an epoch; None keeps the rate.
         augment: applied to a training image [C, H, W], see `Source.gather`.
-        rule: any; there is one draw.
     """
 
     def __init__(

@@ -31,10 +31,7 @@ class URejectron(Transductive):
         discriminator: returns the network to train, [B, C, H, W] -> [B, 2]; None makes a
             `SmallCNN`, where the paper has a ResNet-18.
         epochs: passes over all training and test images, shuffled together.
-        batch_size: images of both sets per step.
-        optimizer: parameters -> optimizer.
         source_size: number of training images, drawn anew by each `adapt`; None takes all.
-        rule: any; there is one draw.
         source: the training images; their labels are not used.
 
     Raises:
