@@ -40,7 +40,6 @@ def domain_adversarial_loss(
     """Compute the cross-entropy of the source's classes, and of both domains by the discriminator.
 
     The sum of three means. The encoder is trained against the discriminator by a reversed gradient.
-    Source and target pass through the network one after the other: BatchNorm sees each by itself.
 
     Args:
         net: network with `features`, `classify` and `domain`.
@@ -55,6 +54,7 @@ def domain_adversarial_loss(
         labels = torch.full((len(features),), domain, device=features.device)
         return classification_loss(parts.domain(reversed_gradient(features, weight)), labels)
 
+    # One after the other, so that BatchNorm sees each domain by itself.
     features = parts.features(x)
     loss = classification_loss(parts.classify(features), y) + domain_loss(features, 0)
     return loss + domain_loss(parts.features(target), 1)

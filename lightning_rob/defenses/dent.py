@@ -93,12 +93,12 @@ class DENT(Transductive):
 def information(logits: Tensor, diversity: float = 1.0) -> Tensor:
     """Compute the mean entropy of predictions minus the entropy of their mean: [B, K] -> scalar.
 
-    Chen et al. 2022, eq. 8, divided by B, up to the constant log B (Liang et al. 2020, SHOT). As in
-    the released code its logarithms are of p + 1e-5; entropy alone, as in Tent, adds nothing to p.
+    Chen et al. 2022, eq. 8, divided by B, up to the constant log B (Liang et al. 2020, SHOT).
     """
     probs = logits.softmax(-1)
-    if not diversity:
+    if not diversity:  # Tent, exactly
         return -(probs * logits.log_softmax(-1)).sum(-1).mean()
+    # As in the released code the logarithms are of p + 1e-5.
     mean = probs.mean(0)
     entropy = -(probs * (probs + EPS).log()).sum(-1).mean()
     return entropy + diversity * (mean * (mean + EPS).log()).sum()

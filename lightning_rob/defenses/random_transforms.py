@@ -12,6 +12,7 @@ from lightning_rob.defenses.base import Defense, check_network
 from lightning_rob.defenses.network import network_logits
 from lightning_rob.randomness import Generator, Streams, uniform
 from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.memory import images_at_once
 from lightning_rob.transforms import Transform, named
 from lightning_rob.transforms.bpda import approximated, load_approximations
@@ -67,8 +68,7 @@ class RandomTransforms(Defense):
         rejects: int | None = None,
     ) -> None:
         check_network(net)
-        if draws < 1:
-            raise ValueError(f"draws must be at least 1, got {draws}")
+        at_least(1, draws=draws)
         super().__init__(torch.full((draws,), 1 / draws), rule, rejects)
         self.net = net
         self.transforms = named(transforms)
@@ -225,15 +225,15 @@ def random_transforms_in(defense: nn.Module) -> list[RandomTransforms]:
 def _schedule(orders: Sequence[Sequence[int]], count: int) -> Iterator[tuple[int, list[int]]]:
     """Yield pairs of a transform and the positions of the orders it is next applied to.
 
-    The transform that is next in the most orders is taken, as in the authors' code, so that few
-    calls serve all copies; ties go to the first. Orders are [N, S] indices below `count`, -1 for
-    none.
+    Orders are [N, S] indices below `count`, -1 for none.
     """
     waiting: list[list[int]] = [[] for _ in range(count)]
     rows = [[kind for kind in reversed(row) if kind >= 0] for row in orders]
     for copy, row in enumerate(rows):
         if row:
             waiting[row.pop()].append(copy)
+    # The transform that is next in the most orders is taken, as in the authors' code, so that few
+    # calls serve all copies; ties go to the first.
     while any(waiting):
         kind = max(range(count), key=lambda k: len(waiting[k]))
         ready, waiting[kind] = waiting[kind], []

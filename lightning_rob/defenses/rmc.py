@@ -116,8 +116,7 @@ class RMC(Transductive):
         at_least(5, neighbours=neighbours)  # of the nearest fifth some validate
         if stop not in ("either", "both"):
             raise ValueError(f"stop must be 'either' or 'both', got {stop!r}")
-        if copies < 0:
-            raise ValueError(f"copies must not be negative, got {copies}")
+        at_least(0, copies=copies)
         self.neighbours = neighbours
         self.epochs = epochs
         self.batch_size = batch_size

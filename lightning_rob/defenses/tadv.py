@@ -105,8 +105,7 @@ def half_adversarial(
 ) -> Tensor:
     """Compute (1 - fraction) * CE of the first images + fraction * CE of the last ones, attacked.
 
-    Both go through the network in one forward. A half of an odd number is rounded up for the
-    attack, and a part without images counts for zero.
+    A part without images counts for zero.
 
     Args:
         defense: of one draw, in train mode; the attack sees it in eval mode.
@@ -116,10 +115,12 @@ def half_adversarial(
         fraction: fraction of the images that are attacked, and their weight.
         generator: randomness of the attack; `Streams` of B images.
     """
+    # Half of an odd number is rounded up for the attack.
     clean = math.ceil((1 - fraction) * len(x) - 0.5)
     if isinstance(generator, Streams):
         generator = generator[torch.arange(clean, len(x), device=x.device)]
     x_adv = attack(defense, x[clean:], y[clean:], generator)
+    # One forward, as released: both parts share the statistics of BatchNorm.
     logits = defense.logits(torch.cat([x[:clean], x_adv]))[0]
     check_labels(y, logits.shape[-1])
     losses = cross_entropy(logits, y)

@@ -306,8 +306,7 @@ class LocalBatchNorm(nn.modules.batchnorm._BatchNorm):
 def reinitialized(net: nn.Module, generator: torch.Generator) -> nn.Module:
     """Return a copy of a network with all weights drawn anew by its modules' `reset_parameters`.
 
-    A module is reset after its parts, so that a network with its own initialisation has the last
-    word. BatchNorm forgets its statistics.
+    BatchNorm forgets its statistics.
 
     Args:
         net: network, which is not changed.
@@ -322,6 +321,7 @@ def reinitialized(net: nn.Module, generator: torch.Generator) -> nn.Module:
     with torch.no_grad(), seeded_global_rng(generator, device):
         for weight in weights.values():
             weight.fill_(torch.nan)  # weights that are still NaN afterwards were not drawn
+        # Parts before the whole: a network with an initialisation of its own has the last word.
         for module in reversed(list(fresh.modules())):
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
@@ -334,11 +334,8 @@ def reinitialized(net: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 def shuffled(count: int, size: int, generator: torch.Generator) -> Sequence[Tensor]:
-    """Return one epoch of index batches: a fresh order of [count], split into batches of `size`.
-
-    A last batch of a single image joins the one before: BatchNorm has no variance of one value.
-    """
+    """Return one epoch of index batches: a fresh order of [count], split into batches of `size`."""
     parts = list(torch.split(torch.randperm(count, generator=generator), size))
-    if len(parts) > 1 and len(parts[-1]) == 1:
+    if len(parts) > 1 and len(parts[-1]) == 1:  # BatchNorm has no variance of one value
         parts[-2:] = [torch.cat(parts[-2:])]
     return parts

@@ -1,7 +1,6 @@
 """Ensembles of networks, each of which sees images through a transformation of its own."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import TypeGuard
 
 import torch
@@ -12,6 +11,7 @@ from lightning_rob.defenses.ensemble import sampling_probabilities
 from lightning_rob.defenses.network import Preprocessed, network_logits
 from lightning_rob.randomness import Generator, Streams, derive_seed
 from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.runtime.errors import nearest
 from lightning_rob.transforms import Transform
 from lightning_rob.transforms.pool import chosen
 
@@ -76,9 +76,8 @@ class TransformEnsemble(Defense):
                 raise ValueError(f"member must be 0 … {len(self.members) - 1}, got {name}")
             return name
         if name not in self.transforms:
-            close = get_close_matches(name, self.names, n=3, cutoff=0.5)
-            hint = f"did you mean {', '.join(close)}?" if close else f"there are {self.names}"
-            raise ValueError(f"no member is behind {name!r}, {hint}")
+            hint = nearest(name, self.names, f", there are {', '.join(self.names)}")
+            raise ValueError(f"no member is behind {name!r}{hint}")
         return self.names.index(name)
 
     def transform(self, member: int) -> Transform:

@@ -53,7 +53,8 @@ class Transform(ABC):
             if get_origin(argument.type) is Literal and value not in get_args(argument.type):
                 raise ValueError(f"{name} must be of {get_args(argument.type)}, got {value!r}")
             if name in limits and value is not None:
-                _check_limits(name, value, *limits[name])
+                number = argument.type in (int, float, "int", "float")
+                _check_limits(name, value, number, *limits[name])
             if name == self.odd:
                 for side in value if isinstance(value, tuple) else (value,):
                     if side < 3 or side % 2 == 0:
@@ -159,12 +160,12 @@ class Transform(ABC):
         return clip(y, 0, 1)
 
 
-def _check_limits(name: str, value: Any, low: float, high: float) -> None:
-    if not isinstance(value, tuple):
-        if not low <= value <= high:
-            raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {value}")
-    elif len(value) != 2 or not low <= value[0] <= value[1] <= high:
-        raise ValueError(f"{name} must be a range within [{low:g}, {high:g}], got {value}")
+def _check_limits(name: str, value: Any, number: bool, low: float, high: float) -> None:
+    pair = value if isinstance(value, tuple) else (value, value)
+    inside = len(pair) == 2 and low <= pair[0] <= pair[1] <= high
+    if not inside or number == isinstance(value, tuple):
+        wanted = "in" if number else "a range within"
+        raise ValueError(f"{name} must be {wanted} [{low:g}, {high:g}], got {value}")
 
 
 @dataclass(frozen=True)

@@ -67,18 +67,14 @@ class ColorJitter(AlphaTransform):
 
 def _adjust_affine(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:
     """Change the brightness of images [B, 3, H, W] of kind [B] 0, the contrast of kind 1."""
-    factor, shift = _amount_of(1, amount, kind, 1), _amount_of(0, amount, kind, 0)
+    factor = torch.where(kind == 1, amount[:, 1], 1)
+    shift = torch.where(kind == 0, amount[:, 0], 0)
     return x * over_pixels(factor) + over_pixels(shift)
 
 
 def _adjust_hsv(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:
     """Change the saturation of images [B, 3, H, W] of kind [B] 2, the hue of kind 3."""
-    return jitter_hsv(x, _amount_of(2, amount, kind, 1), amount[:, 3], kind == 3)
-
-
-def _amount_of(wanted: int, amount: Tensor, kind: Tensor, neutral: float) -> Tensor:
-    """Return a column of the amounts [B, 4] for images of that kind, for others the neutral."""
-    return torch.where(kind == wanted, amount[:, wanted], neutral)
+    return jitter_hsv(x, torch.where(kind == 2, amount[:, 2], 1), amount[:, 3], kind == 3)
 
 
 class Gamma(AlphaTransform):

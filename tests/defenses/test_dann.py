@@ -198,19 +198,6 @@ def test_the_cifar_recipe_is_the_papers(monkeypatch, tmp_path):
     assert x.shape == (3, 32, 32)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"scale": -0.1}, "scale must not be negative, got -0.1"),
-    ],
-)
-def test_settings_out_of_range(options, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_defense(**options)
-
-
 def test_a_network_in_one_piece():
     with pytest.raises(
         TypeError, match="such as DANNNet: Linear has no features, classify, domain"

@@ -170,6 +170,17 @@ def test_images_do_not_depend_on_their_batch():
         assert torch.allclose(whole[:, i : i + 1], alone, atol=1e-5)
 
 
+class SecondNoise(GaussianNoise):
+    """The same noise under another name."""
+
+
+def test_transforms_draw_independently():
+    rt = defense([GaussianNoise(0.05), SecondNoise(0.05)], size=2)
+    x = torch.full((4, 3, 8, 8), 0.5)
+    noise = rt.transformed(x, streams(), 50) - x
+    assert noise.std().item() == pytest.approx(0.05 * 2**0.5, rel=0.05)
+
+
 def test_a_torch_generator_repeats_and_the_global_stream_is_left_alone():
     rt = defense([kind() for kind in catalogue().values()], size=4)
     before = torch.get_rng_state()

@@ -560,22 +560,6 @@ def test_a_network_that_views_its_activations_can_learn():
 # arguments
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"copies": -1}, "copies must not be negative, got -1"),
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"patience": 0}, "patience must be at least 1, got 0"),
-        ({"neighbours": 4}, "neighbours must be at least 5"),
-        ({"stop": "neither"}, "stop must be 'either' or 'both', got 'neither'"),
-    ],
-)
-def test_wrong_numbers(options, message):
-    with pytest.raises(ValueError, match=message):
-        rmc(**options)
-
-
 def test_the_paper_by_default():
     defense = RMC(NET)
     assert defense.neighbours == 1024

@@ -10,6 +10,7 @@ from lightning_rob.transforms import (
     ColorPrecision,
     Crop,
     Gamma,
+    GrayOneChannel,
     HorizontalFlip,
     Swirl,
     VerticalFlip,
@@ -32,7 +33,10 @@ def test_frozen_with_strength_and_probability():
     ("make", "message"),
     [
         (lambda: Gamma(p=1.5), r"p must be in \[0, 1\], got 1.5"),
+        (lambda: Gamma((0.1, 0.2)), r"alpha must be in \[0, 1\], got \(0.1, 0.2\)"),
+        (lambda: JPEG(quality=50), r"quality must be a range within \[1, 100\], got 50"),
         (lambda: Gamma(alpha=-0.5), r"alpha must be in \[0, 1\], got -0.5"),
+        (lambda: GrayOneChannel(mixed=1), r"mixed must be of \(2, 3\), got 1"),
         (lambda: Edges("canny"), r"kind must be of \('sobel', .*, got 'canny'"),
         (lambda: JPEG(quality=(0, 9)), r"quality must be a range within \[1, 100\], got \(0, 9\)"),
         (lambda: ColorPrecision(steps=[9, 8]), r"steps must be a range within \[1, 255\]"),

@@ -169,19 +169,14 @@ def test_grey_of_two_channels_and_of_one():
             assert torch.allclose(one[i, c], grey if c == k else own)
 
 
-@pytest.mark.parametrize(("kind", "zeros"), [(Gray(), 0), (GrayOneChannel(), 1)])
+@pytest.mark.parametrize(
+    ("kind", "zeros"), [(Gray(), 0), (GrayOneChannel(), 1), (GrayOneChannel(mixed=3), 0)]
+)
 def test_shares_sum_to_one(kind, zeros):
     shares = kind.sample(torch.zeros(500, 3, 1, 1), generator())[0]
     assert torch.allclose(shares.sum(1), torch.ones(500))
     assert ((shares == 0).sum(1) == zeros).all()
     assert ((shares > 0).double().mean(0) > (3 - zeros) / 3 - 0.1).all()
-
-
-def test_all_three_may_be_mixed():
-    shares = GrayOneChannel(mixed=3).sample(torch.zeros(50, 3, 1, 1))[0]
-    assert (shares > 0).all()
-    with pytest.raises(ValueError, match=r"mixed must be of \(2, 3\), got 1"):
-        GrayOneChannel(mixed=1)
 
 
 def test_lab_shift_is_one_of_scikit_image():
