@@ -104,14 +104,3 @@ def test_swirl_is_that_of_scikit_image():
     for i in range(4):
         expected = swirled(X[i], tuple(center[i].tolist()), float(radius[i]), float(strength[i]))
         assert torch.allclose(y[i][:, 2:-2, 2:-2], expected[:, 2:-2, 2:-2], atol=1e-9)
-
-
-CENTER = torch.tensor([[9.0, 8.0]] * 4, dtype=torch.float64)
-NINE = torch.full((4,), 9.0, dtype=torch.float64)
-
-
-def test_released_swirl_loses_the_last_row_and_column():
-    y = Swirl(released_code=True)(X, CENTER, NINE, 0 * NINE)
-    assert (y[..., -1] == 0).all()
-    assert (y[..., -1, :] == 0).all()
-    assert torch.allclose(y[..., :-1, :-1], X[..., :-1, :-1])

@@ -9,7 +9,7 @@ from skimage import transform
 
 from lightning_rob.transforms.pool import pool
 from lightning_rob.transforms.pool.spatial import Rotate, Shift
-from tests.transforms.inputs import INNER, X, close, digits, planes
+from tests.transforms.inputs import X, close, digits, planes
 
 POOL = pool()
 DIGITS = digits()
@@ -72,13 +72,6 @@ def test_three_points_land_where_they_should(name, side):
         found = [(y.sum(1 - dim) * place).sum() / y.sum() for dim in (1, 0)]
         assert math.isclose(found[0], after[0] * side, abs_tol=0.25)
         assert math.isclose(found[1], after[1] * side, abs_tol=0.25)
-
-
-def test_affine_is_that_of_scikit_image():
-    matrix = POOL["affine_both_stretch"].matrix(20, 24)
-    inverse = np.linalg.inv(np.vstack([matrix.numpy(), [0, 0, 1]]))
-    expected = planes(lambda p: transform.warp(p, inverse, order=1))
-    assert close(POOL["affine_both_stretch"](X)[INNER], expected[INNER])
 
 
 def test_distorted_as_by_rolling():
