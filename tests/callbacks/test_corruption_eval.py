@@ -75,7 +75,7 @@ def test_a_script_has_the_same_figures(package):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"severities": [0]}, r"severity must be 1 … 5, got 0"),
+        ({"severities": [0]}, r"severity must be in \[1, 5\], got 0"),
         ({"severities": [1, 1]}, r"counts once, got \[1, 1\]"),
         ({"corruptions": ["fog"], "reference": "alexnet"}, "not of fog"),
         ({"severities": [1, 2], "reference": "alexnet"}, "needs the severities 1 to 5"),

@@ -57,8 +57,3 @@ def assert_same(fast, plain, x):
 
 def shift_hue(x, shift):
     return jitter_hsv(x, torch.ones_like(shift), shift, torch.ones_like(shift, dtype=torch.bool))
-
-
-def scale_saturation(x, factor):
-    zero = torch.zeros_like(factor)
-    return jitter_hsv(x, factor, zero, zero.bool())
