@@ -1,7 +1,7 @@
 """Transfer matrix of an ensemble: each member is attacked alone, and all members predict."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ from torchmetrics import SumMetric
 
 from lightning_rob.attacks import TAA, Attack, evaluating
 from lightning_rob.attacks.transform_ensemble import attackable
-from lightning_rob.callbacks.base import EvaluationCallback
+from lightning_rob.callbacks.base import EvaluationCallback, with_threat
+from lightning_rob.callbacks.images import Images, Inputs
 from lightning_rob.callbacks.loggers import log_picture, writing_folder
-from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense, Single, is_transform_ensemble
-from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
-from lightning_rob.evaluation.groups import Batch, Unpack
+from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings
+from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.evaluation.records import append_records
 from lightning_rob.metrics import Transferability, TransferMatrix, transfer_ranking, wilson
@@ -53,11 +53,7 @@ class TransferMatrixEval(EvaluationCallback):
         eps: radius of all attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
         group_size: images that are attacked together; other sizes may round otherwise.
-        unpack: function of a batch that returns (images, labels) or (images, labels, indices),
-            images in [0, 1]; None takes batches that are so already.
-        preprocess: what is applied to images before a plain network, such as a normalization;
-            attacks go through its gradient.
-        dataloader_idx: which of several data loaders is evaluated; None refuses several.
+        **inputs: `unpack`, `preprocess` and `dataloader_idx` of `Inputs`.
 
     Raises:
         ValueError: no attacks, one called "clean" or "acc", or a count below 1.
@@ -73,9 +69,7 @@ class TransferMatrixEval(EvaluationCallback):
         eps: Length | None = None,
         norm: Norm | None = None,
         group_size: int = GROUP_SIZE,
-        unpack: Unpack | None = None,
-        preprocess: Callable[..., Any] | None = None,
-        dataloader_idx: int | None = None,
+        **inputs: Any,
     ) -> None:
         if not attacks:
             raise ValueError("attacks must name at least one attack, got an empty dict")
@@ -84,46 +78,43 @@ class TransferMatrixEval(EvaluationCallback):
                 f"no attack can be called {taken.pop()!r}: that column has another meaning"
             )
         settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
-        super().__init__(settings, every_n_epochs, unpack, preprocess, dataloader_idx)
+        super().__init__(settings, every_n_epochs, Inputs(**inputs))
         self.given = with_threat(attacks, eps, norm)
-        self.attacks = dict(self.given)  # those that no earlier callback of the run runs
+        self.attacks = dict(self.given)
         self.record = record
         self.matrices: dict[str, TransferMatrix] = {}
         self.transfers: dict[str, Transferability] = {}
-        self.images = SumMetric()
+        self.count = SumMetric()
         self.seconds = dict.fromkeys(attacks, 0.0)
         self.results: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop attacks that an earlier callback runs; number names that it uses for another."""
         super().setup(trainer, pl_module, stage)
-        self.attacks = self.collector(trainer).register(self, self.given, self.settings)
+        self.attacks = self.unique_attacks(trainer, self.given)
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this callback evaluates in the current epoch."""
         return bool(self.attacks) and super().due(trainer)
 
-    def attack_count(self, pl_module: Any) -> int:
-        """Return the number of attacks on all members."""
-        return len(self.attacks) * len(self.defense_of(pl_module).weights)
-
-    def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
+    def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
         """Empty the matrices, which have a row for each current member."""
-        members = len(self.defense_of(pl_module).weights)
+        members, device = len(self.defense_of(pl_module).weights), pl_module.device
         _check_attackable(self.defense_of(pl_module))
         names = (CLEAN, *self.attacks)
-        device = pl_module.device
         self.matrices = {name: TransferMatrix(members).to(device) for name in names}
         self.transfers = {name: Transferability(members).to(device) for name in self.attacks}
-        self.images = SumMetric().to(pl_module.device)
+        self.count = SumMetric().to(device)
         self.seconds = dict.fromkeys(self.attacks, 0.0)
-        return None
+        self.results = []
+        attacks = len(self.attacks) * members
+        return [Images(trainer, loaders, self.inputs, self.settings, attacks=attacks)]
 
-    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
+    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         """Attack the batch once for every member and attack."""
         x, y, index = batch
         defense, members = self.defense_of(pl_module), len(self.defense_of(pl_module).weights)
-        self.images.update(len(x))
+        self.count.update(len(x))
         clean = self._predict(defense, x, y, index)
         self.matrices[CLEAN].update(torch.stack([clean] * members, 1), y)
         for name, attack in self.attacks.items():
@@ -134,8 +125,7 @@ class TransferMatrixEval(EvaluationCallback):
                     alone, target, x, y, index, self.settings.seed, 0, *name.encode()
                 )
                 found.append(self._predict(defense, x_adv, y, index))
-                if self.progress:
-                    self.progress.advance(f"{name} on member {j + 1}", len(x))
+                self.advance(f"{name} on member {j + 1}", len(x))
             probabilities = torch.stack(found, 1)
             self.matrices[name].update(probabilities, y)
             self.transfers[name].update(probabilities, y)
@@ -151,13 +141,11 @@ class TransferMatrixEval(EvaluationCallback):
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log the members' accuracies, record and draw the matrices."""
-        self.results = self._results(trainer, self.defense_of(pl_module), stage)
+        self.results = self._results(self.defense_of(pl_module))
         for result in self.results:
             name = "acc" if result["name"] == CLEAN else result["name"]
             for i, row in enumerate(result["matrix"]):
                 self.log_value(pl_module, f"{stage}/member_{i + 1}/{name}", row[i])
-        if stage == "test":
-            self.collector(trainer).rows.append(self.results)
         folder = writing_folder(trainer)
         if folder is None:
             return
@@ -168,11 +156,11 @@ class TransferMatrixEval(EvaluationCallback):
                 tag = f"{stage}/{kind}/{result['name']}{self.suffix}"
                 log_picture(trainer, tag, pixels(figure))
 
-    def _results(self, trainer: Trainer, defense: Defense, stage: str) -> list[dict[str, Any]]:
+    def _results(self, defense: Defense) -> list[dict[str, Any]]:
         """Return one record per matrix, that of clean images first."""
-        shared = self.run_metadata(trainer, stage) | {"probs": defense.weights.tolist()}
+        shared = self.images[0].metadata | {"probs": defense.weights.tolist()}
         shared |= {"names": defense.names}
-        n, found = int(self.images.compute()), []
+        n, found = int(self.count.compute()), []
         size = (len(defense.weights), -1)
         clean = [row[0] for row in self.matrices[CLEAN].compute().reshape(size).tolist()]
         for name, entries in self.matrices.items():
@@ -209,9 +197,9 @@ class TransferMatrixEval(EvaluationCallback):
         return fields | {"seconds": seconds}
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the tables of all callbacks of the run, once."""
-        for results in self.collector(trainer).take_rows() if trainer.is_global_zero else ():
-            print_members(type(pl_module).__name__, results)
+        """Print the table of members."""
+        if self.results and trainer.is_global_zero:
+            print_members(type(pl_module).__name__, self.results)
 
 
 def _alone(defense: Defense, attack: Attack, member: int) -> tuple[Defense, Attack]:

@@ -1,5 +1,6 @@
 """Pictures of images that survive a weak attack and not a strong one."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
-from lightning_rob.callbacks.base import EvaluationCallback, gather
+from lightning_rob.callbacks.base import EvaluationCallback, with_threat
+from lightning_rob.callbacks.images import Images, gather
 from lightning_rob.callbacks.loggers import log_picture, writing_folder
-from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense
-from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
+from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.evaluation.records import append_records
@@ -80,23 +81,19 @@ class Gallery(EvaluationCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse to write to another gallery's files."""
         super().setup(trainer, pl_module, stage)
-        if self.name not in self.collector(trainer).register(self, {self.name: self}):
+        if any(other.name == self.name for other in self.earlier(trainer)):
             raise ValueError(f"two galleries are called {self.name!r}: rename one of them")
 
     def due(self, trainer: Trainer) -> bool:
         """Whether the run is a test."""
         return trainer.state.fn == "test"
 
-    def attack_count(self, pl_module: Any) -> int:
-        """Return the number of attacks."""
-        return 2
-
-    def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
+    def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
         """Forget the last test."""
         self.kept, self.counts, self.line = [], dict.fromkeys(self.counts, 0), ""
-        return None
+        return [Images(trainer, loaders, self.inputs, self.settings, attacks=2)]
 
-    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
+    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         """Attack the batch, and what is left of it by the weak attack again by the strong one."""
         defense, (x, y, index) = self.defense_of(pl_module), batch
         for attack in (self.weak, self.strong):
@@ -114,8 +111,7 @@ class Gallery(EvaluationCallback):
             case = GalleryRow(int(y[i]), x[i].cpu().clone(), weak[i], strong[j])
             self.kept.append((-float(after[i]), int(index[i]), case))
         self.kept = first(self.kept, self.count)
-        if self.progress:
-            self.progress.advance(self.name, 2 * len(x))
+        self.advance(self.name, 2 * len(x))
 
     def _duel(
         self, side: int, attack: Attack, defense: Defense, x: Tensor, y: Tensor, index: Tensor
@@ -148,10 +144,7 @@ class Gallery(EvaluationCallback):
     def _publish(self, trainer: Trainer, stage: str, folder: Path) -> None:
         attacks = {"weak": attack_spec(self.weak), "strong": attack_spec(self.strong)}
         record = (
-            {"kind": "gallery", "name": self.name}
-            | self.run_metadata(trainer, stage)
-            | attacks
-            | self.counts
+            {"kind": "gallery", "name": self.name} | self.images[0].metadata | attacks | self.counts
         )
         append_records(folder / f"{self.name}.jsonl", [record])
         if not self.kept:

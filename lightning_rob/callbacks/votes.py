@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lightning_rob.attacks import TAA, Attack, evaluating
 from lightning_rob.attacks.transform_ensemble import attackable
-from lightning_rob.callbacks.base import EvaluationCallback
+from lightning_rob.callbacks.base import EvaluationCallback, with_threat
+from lightning_rob.callbacks.images import Images
 from lightning_rob.callbacks.loggers import writing_folder
 from lightning_rob.callbacks.progress import console_of
-from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense, is_transform_ensemble
-from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
+from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import NoAttack, check_within
 from lightning_rob.evaluation.records import append_records
@@ -92,7 +92,7 @@ class VotingRuleEval(EvaluationCallback):
         super().__init__(settings, every_n_epochs)
         at_least(1, draws=draws)
         self.given = with_threat(_matching(attacks, only), eps, norm)
-        self.attacks = dict(self.given)  # those that no earlier callback of the run runs
+        self.attacks = dict(self.given)
         self.rules = rules or dict(VOTING_RULES)
         self.ensembles = ensembles
         self.draws = draws
@@ -108,8 +108,12 @@ class VotingRuleEval(EvaluationCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Drop attacks that an earlier callback runs; number names that it uses for another."""
         super().setup(trainer, pl_module, stage)
-        how = (self.rules, self.ensembles, self.draws, self.attacked, self.each_target)
-        self.attacks = self.collector(trainer).register(self, self.given, *how)
+        self.attacks = self.unique_attacks(trainer, self.given)
+
+    @property
+    def conditions(self) -> tuple[Any, ...]:
+        """Everything that makes the same attack another measurement."""
+        return self.rules, self.ensembles, self.draws, self.attacked, self.each_target
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this callback evaluates in the current epoch: once all members are trained."""
@@ -117,22 +121,20 @@ class VotingRuleEval(EvaluationCallback):
         growing = trainer.state.fn == "fit" and not complete
         return bool(self.attacks) and not growing and super().due(trainer)
 
-    def attack_count(self, pl_module: Any) -> int:
-        """Return the number of attacks."""
-        return len(self._made(self.defense_of(pl_module)))
-
-    def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
+    def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
         """Forget the last evaluation, and draw the ensembles from the current members."""
-        if self.defense_of(pl_module).transductive:
-            kind = type(self.defense_of(pl_module)).__name__
+        defense = self.defense_of(pl_module)
+        if defense.transductive:
+            kind = type(defense).__name__
             raise TypeError(f"{kind} adapts to the test batch: play games against it by RobustEval")
-        self.parts = self._parts(self.defense_of(pl_module))
+        self.parts = self._parts(defense)
         votes = sum(map(len, self.parts.values())) * len(self.rules)
-        self.made = self._made(self.defense_of(pl_module))
+        self.made = self._made(defense)
         names = (CLEAN, *self.made)
         self.tables = {name: PerImage(1 + votes).to(pl_module.device) for name in names}
         self.seconds = dict.fromkeys(self.made, 0.0)
-        return None
+        self.results = []
+        return [Images(trainer, loaders, self.inputs, self.settings, attacks=len(self.made))]
 
     def _target(self, defense: Any) -> Any:
         """Return the part of the defense that the attacker knows."""
@@ -162,7 +164,7 @@ class VotingRuleEval(EvaluationCallback):
             found[name] = [list(part) for part in dict.fromkeys(drawn)]
         return found
 
-    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
+    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         """Let the members vote on the batch, untouched and under every attack."""
         defense, (x, y, index) = self.defense_of(pl_module), batch
         target = self._target(defense)
@@ -177,8 +179,7 @@ class VotingRuleEval(EvaluationCallback):
                 self.tables[name].update(index, torch.stack([dissimilarity, *scores], 1))
             if name != CLEAN:
                 self.seconds[name] += time.perf_counter() - began
-                if self.progress:
-                    self.progress.advance(name, len(x))
+                self.advance(name, len(x))
 
     @torch.no_grad()
     def _scores(self, defense: Defense, x: Tensor, y: Tensor, noise: Streams) -> list[Tensor]:
@@ -196,13 +197,11 @@ class VotingRuleEval(EvaluationCallback):
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log the accuracies, and record them."""
-        self.results = self._results(self.run_metadata(trainer, stage))
+        self.results = self._results(self.images[0].metadata)
         for result in self.results:
             middle = "" if self.ensembles is None else f"{result['ensemble']}/"
             key = f"{stage}/votes/{result['name']}/{middle}{result['rule']}"
             self.log_value(pl_module, key, result["accuracy"])
-        if stage == "test":
-            self.collector(trainer).rows.append(self.results)
         folder = writing_folder(trainer)
         if folder is not None:
             append_records(folder / self.record, self.results)
@@ -236,9 +235,9 @@ class VotingRuleEval(EvaluationCallback):
         return fields | {"attacked": self.attacked, "seconds": self.seconds[name]}
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the tables of all callbacks of the run, once."""
-        for results in self.collector(trainer).take_rows() if trainer.is_global_zero else ():
-            print_votes(type(pl_module).__name__, results, console_of(trainer))
+        """Print the table."""
+        if self.results and trainer.is_global_zero:
+            print_votes(type(pl_module).__name__, self.results, console_of(trainer))
 
 
 def _accuracy(values: Sequence[float], n: int) -> dict[str, Any]:

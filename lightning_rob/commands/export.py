@@ -44,7 +44,7 @@ def run(config: ExportConfig, run: Run) -> None:
         write_model_folder(run, path)
         print(f"{type(run.defense).__name__} in {path}: lightning_rob.load({str(path)!r})")
         return
-    images, keys = first_images(run.data, config.images, run.inputs["unpack"])
+    images, keys = first_images(run.data, config.images, run.inputs.unpack)
     seed = int(getattr(run.model, "seed", 0))
     try:
         card = export(run.defense, path, images, keys, seed, config.batch_size)

@@ -57,7 +57,7 @@ def write_model_folder(run: Run, folder: Path) -> None:
 
 def _check_whole(run: Run) -> None:
     """Refuse a run whose defense depends on more than the folder holds."""
-    if run.inputs["preprocess"] is not None:
+    if run.inputs.preprocess is not None:
         raise ValueError(
             "preprocess is an option of a plug-in, which the folder does not hold: normalize "
             "inside the network, or leave the plug-in out"

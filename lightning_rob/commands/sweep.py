@@ -287,7 +287,7 @@ class Sweep:
             if not attacks:  # only clean images are missing, but an evaluation needs an attack
                 attacks = dict([*target.attacks().items()][:1])
             measurements[target] = Measurement(
-                attacks, target, target.source.settings, **target.source.inputs
+                attacks, target, target.source.settings, target.source.inputs
             )
         if not measurements:
             return {}

@@ -235,7 +235,7 @@ class Evaluator:
             ValueError: images or labels out of range, or a network that changes its input.
         """
         check_images(x, self.bounds)
-        given = x.clone()
+        given, settings = x.clone(), self.settings
         if not self.joint:
             self.random = self.random or is_random(fresh(self.subject), x[:TRIED], index[:TRIED])
         outcomes = self.store.cached(x, y, index)
@@ -244,28 +244,59 @@ class Evaluator:
                 self._report(AttackedBatch(name, index, x, y))
         names = (CLEAN, *self.attacks)
         if len(outcomes) < len(names):
-            clean = self._clean(x, y, index)
+            # The defense's noise is that of each attack's first repeat, so that scores differ by
+            # the attack alone.
+            if self.joint:
+                clean = self.untouched.step(x, y, index, settings.inferences)[1]
+            else:
+                noise = Streams.from_index(index, settings.seed, 0, 2)
+                clean = predictions(fresh(self.subject), x, noise, settings.inferences)
             check_predictions(self.defense, clean, y)
             if not torch.equal(given, x):
                 raise ValueError(CHANGES_INPUT)
         self._check(CLEAN, x, y, index)
-        for name in names:
-            if name not in outcomes:
-                began = self.seconds.get(name, 0.0)
-                outcomes[name] = self._score(name, clean, x, y, index)
-                if keep:
-                    seconds = self.seconds.get(name, 0.0) - began
-                    self.store.log_outcome(x, y, index, name, outcomes[name], seconds)
+        if CLEAN not in outcomes:
+            right, rejected = self._shares(clean, y)
+            predicted = predicted_class(clean[0], self.defense.rejects)
+            zeros = torch.zeros_like(right[:, 0])
+            outcomes[CLEAN] = BatchOutcome(right, predicted, zeros, rejected, zeros - 1)
+            if keep:
+                self.store.log_outcome(x, y, index, CLEAN, outcomes[CLEAN], 0.0)
+        for name, attack in self.attacks.items():
+            if name in outcomes:
+                continue
+            began = time.perf_counter()
+            total = torch.zeros(len(x), settings.columns, device=x.device)
+            rejected = torch.zeros_like(total)
+            with watching(len(x), x.device) as sight:
+                for repeat in range(settings.repeats):
+                    session = self._session_of(name, repeat)
+                    try:
+                        x_adv, found = session.step(x, y, index, settings.inferences)
+                    except Exception as error:
+                        error.add_note(f"under the attack {name!r}")  # of several: which one
+                        raise
+                    right, share = self._shares(found, y)
+                    # An attack succeeds where the defense accepts and is wrong.
+                    total, rejected = total + right + share, rejected + share
+            if sight.recovered:
+                self.recovered.add(name)
+            if not self.joint:
+                self._check(name, x_adv, y, index)
+            self._report(AttackedBatch(name, index, x, y, x_adv, clean[0], found[0]))
+            seconds = time.perf_counter() - began
+            self.seconds[name] += seconds
+            outcomes[name] = BatchOutcome(
+                total / settings.repeats,
+                predicted_class(found[0], self.defense.rejects),
+                attack.threat.distance(x_adv, x),
+                rejected / settings.repeats,
+                sight.blind.nan_to_num(-1.0),
+            )
+            if keep:
+                self.store.log_outcome(x, y, index, name, outcomes[name], seconds)
         if keep:
             self.store.add_batch(x, y, index, [outcomes[name] for name in names])
-
-    def _clean(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        """The probabilities [R, B, K] on clean images."""
-        if self.joint:
-            return self.untouched.step(x, y, index, self.settings.inferences)[1]
-        # The defense's noise is that of each attack's first repeat: scores differ by attack alone.
-        noise = Streams.from_index(index, self.settings.seed, 0, 2)
-        return predictions(fresh(self.subject), x, noise, self.settings.inferences)
 
     def _check(self, name: str, x: Tensor, y: Tensor, index: Tensor) -> None:
         """Check the defense on the first images, clean or under an attack, once."""
@@ -290,37 +321,6 @@ class Evaluator:
         if cut and not self.joint:
             self.inside = InsideBounds(HAIR * (self.bounds[1] - self.bounds[0]), self.bounds)
             self.recovered |= set(self.attacks)
-
-    def _score(self, name: str, clean: Tensor, x: Tensor, y: Tensor, index: Tensor) -> BatchOutcome:
-        """The batch under one attack, scores averaged over repeats, or without an attack."""
-        if name == CLEAN:
-            scores, rejected = self._shares(clean, y)
-            predicted = predicted_class(clean[0], self.defense.rejects)
-            zeros = torch.zeros_like(scores[:, 0])
-            return BatchOutcome(scores, predicted, zeros, rejected, zeros - 1)
-        attack, settings = self.attacks[name], self.settings
-        began, total = time.perf_counter(), torch.zeros(len(x), settings.columns, device=x.device)
-        rejected = torch.zeros_like(total)
-        with watching(len(x), x.device) as sight:
-            for repeat in range(settings.repeats):
-                session = self._session_of(name, repeat)
-                try:
-                    x_adv, found = session.step(x, y, index, settings.inferences)
-                except Exception as error:
-                    error.add_note(f"under the attack {name!r}")  # of several: which one
-                    raise
-                right, share = self._shares(found, y)
-                total, rejected = total + right + share, rejected + share
-        if sight.recovered:
-            self.recovered.add(name)
-        if not self.joint:
-            self._check(name, x_adv, y, index)
-        self._report(AttackedBatch(name, index, x, y, x_adv, clean[0], found[0]))
-        self.seconds[name] += time.perf_counter() - began
-        sizes = attack.threat.distance(x_adv, x)
-        predicted, repeats = predicted_class(found[0], self.defense.rejects), settings.repeats
-        blind = sight.blind.nan_to_num(-1.0)
-        return BatchOutcome(total / repeats, predicted, sizes, rejected / repeats, blind)
 
     def _shares(self, found: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The probabilities [B, R] of right predictions and of rejections in found [R, B, K]."""

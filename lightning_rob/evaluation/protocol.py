@@ -80,38 +80,32 @@ class AttackerDefenderSession:
         Raises:
             RuntimeError: the attack left its threat.
         """
-        turns = range(len(self.strategies))
         own = torch.Generator().manual_seed(derive_seed(*self.keys, 5, *index.tolist()))
+        perturbed, expected = [], []
         # Networks may draw noise from torch's global stream; adaptation is in full float32 too.
         with seeded_global_rng(own, x.device), in_float32():
-            outcomes = [self._step_strategy(i, x, y, index, inferences) for i in turns]
-        most_probable = max(turns, key=lambda i: self.strategies[i][0])
-        shares = [p for p, _ in self.strategies]
-        expected = [p * found for p, (_, found) in zip(shares, outcomes, strict=True)]
-        return outcomes[most_probable][0], torch.stack(expected).sum(0)
-
-    def _step_strategy(
-        self, turn: int, x: Tensor, y: Tensor, index: Tensor, inferences: int
-    ) -> tuple[Tensor, Tensor]:
-        """One strategy: the perturbed images and the probability of each class."""
-        attack, defenders = self.strategies[turn][1], self.defenders[turn]
-        seen = defenders[0] if self.attacker_sees_state else self.rehearsals[turn]
-        x_adv = attack(self._as_made(seen), x, y, Streams.from_index(index, *self.keys, 0))
-        check_within(attack, x_adv, x)
-        found = []
-        for draw, defender in enumerate(defenders):
-            # The defender's randomness is its own: no attack has seen this generator.
-            private = self._generator(index, 1, draw)
-            final = defender.adapt(x_adv, private)
-            noise = Streams.from_index(index, *_of_draw(self.private, 2, draw))
-            found.append(predictions(self._as_made(final), x_adv, noise, inferences))
-            if defender.stateful:
-                defenders[draw] = final.after_batch(private)
-        rehearses = not (self.attacker_sees_state or attack.ignores_state)
-        if defenders[0].stateful and rehearses:
-            generator = self._generator(index, 3)
-            self.rehearsals[turn] = seen.adapt(x_adv, generator).after_batch(generator)
-        return x_adv, torch.cat(found)
+            for turn, (share, attack) in enumerate(self.strategies):
+                defenders = self.defenders[turn]
+                seen = defenders[0] if self.attacker_sees_state else self.rehearsals[turn]
+                noise = Streams.from_index(index, *self.keys, 0)
+                x_adv = attack(self._as_made(seen), x, y, noise)
+                check_within(attack, x_adv, x)
+                found = []
+                for draw, defender in enumerate(defenders):
+                    # The defender's randomness is its own: no attack has seen this generator.
+                    private = self._generator(index, 1, draw)
+                    final = defender.adapt(x_adv, private)
+                    noise = Streams.from_index(index, *_of_draw(self.private, 2, draw))
+                    found.append(predictions(self._as_made(final), x_adv, noise, inferences))
+                    if defender.stateful:
+                        defenders[draw] = final.after_batch(private)
+                if defenders[0].stateful and not (self.attacker_sees_state or attack.ignores_state):
+                    generator = self._generator(index, 3)
+                    self.rehearsals[turn] = seen.adapt(x_adv, generator).after_batch(generator)
+                perturbed.append(x_adv)
+                expected.append(share * torch.cat(found))
+        shares = [share for share, _ in self.strategies]
+        return perturbed[shares.index(max(shares))], torch.stack(expected).sum(0)
 
     @staticmethod
     def _as_made(defense: Defense) -> Defense:
@@ -170,7 +164,10 @@ def predictions(defense: Defense, x: Tensor, noise: Streams, inferences: int = 1
     parts = [noise, *(noise.fold_in(again) for again in range(1, inferences))]
     own = torch.Generator().manual_seed(derive_seed(noise.batch_key, *noise.keys.tolist()))
     with seeded_global_rng(own, x.device), evaluating(defense) as copied, torch.no_grad():
-        return torch.stack([copied(x, part) for part in parts])
+        found = []
+        for part in parts:
+            found.append(copied(x, part))
+        return torch.stack(found)
 
 
 def check_within(attack: Attack, x_adv: Tensor, x: Tensor) -> None:

@@ -265,9 +265,9 @@ def test_precisions_of_the_trainer(precision, dtype):
     seen = []
 
     class Seen(RobustEval):
-        def attack_batch(self, trainer, pl_module, batch):
+        def attack_batch(self, trainer, pl_module, batch, images):
             seen.append(batch[0].dtype)
-            super().attack_batch(trainer, pl_module, batch)
+            super().attack_batch(trainer, pl_module, batch, images)
 
     run = trainer(Seen(ATTACKS), max_epochs=1, precision=precision)
     run.fit(Classifier(), DataLoader(DATA, 10), DataLoader(DATA, 10))
