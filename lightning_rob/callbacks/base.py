@@ -96,7 +96,7 @@ class EvaluationCallback(Callback, ABC):
         return [self]
 
     def peers(self, trainer: Trainer) -> list[Self]:
-        """Return the callbacks of this kind on this data loader; subclasses are of the same kind."""
+        """Return the callbacks of this kind, a subclass included, on this data loader."""
         kinds = (kind for kind in type(self).__mro__ if kind.__bases__[0] is EvaluationCallback)
         kind: Any = next(kinds)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
