@@ -9,7 +9,7 @@ from lightning_rob.audit.auditor import build_report, column_names, measure
 from lightning_rob.audit.report import Report
 from lightning_rob.audit.target import AuditTarget
 from lightning_rob.callbacks.base import EvaluationCallback
-from lightning_rob.callbacks.images import Images, Inputs
+from lightning_rob.callbacks.images import Images
 from lightning_rob.callbacks.loggers import log_text, writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
@@ -35,15 +35,15 @@ class RobustAudit(EvaluationCallback):
 
     Args:
         threat: linf or l2; None is linf 8/255.
-        steps: of the default PGD; longer attacks have a multiple of it.
-        queries: of the Square Attack, for each image.
+        steps: steps of the default PGD; longer attacks have a multiple of it.
+        queries: queries of the Square Attack for each image.
         every_n_epochs: audit in every n-th epoch of `fit`.
-        max_images: audit this many images, a random choice by the seed; None audits all.
-        seed: of the audit's noise.
-        protocol: the rounds in which a defense that adapts is attacked; None is `RoundProtocol()`.
+        max_images: number of audited images, a random choice by the seed; None audits all.
+        seed: seed of the audit's noise.
+        protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()`.
         record: file in the run's folder.
         group_size: images that are attacked together; other sizes may round otherwise.
-        **inputs: `unpack`, `preprocess` and `dataloader_idx` of `Inputs`.
+        **inputs: `unpack`, `preprocess` and `dataloader_idx` of `EvaluationCallback`.
 
     Raises:
         ValueError: a count below 1, or a threat that not all attacks support.
@@ -65,7 +65,7 @@ class RobustAudit(EvaluationCallback):
         settings = EvaluationSettings(
             seed, max_images=max_images, group_size=group_size, protocol=protocol
         )
-        super().__init__(settings, every_n_epochs, Inputs(**inputs))
+        super().__init__(settings, every_n_epochs, None, **inputs)
         at_least(1, steps=steps, queries=queries)
         self.threat = threat or Threat()
         self.steps = steps

@@ -1,7 +1,7 @@
 """Base class of the callbacks that attack the module at validation and test."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count, takewhile
 from typing import Any, Self
@@ -21,7 +21,7 @@ from lightning_rob.defenses import Defense
 from lightning_rob.defenses.transductive import reporting_adaptation
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.evaluator import EvaluationSettings
-from lightning_rob.evaluation.groups import Batch
+from lightning_rob.evaluation.groups import Batch, Unpack
 from lightning_rob.randomness import own_streams
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Norm, pixels
@@ -39,7 +39,12 @@ class EvaluationCallback(Callback, ABC):
     Args:
         settings: seed, number of images, size of groups.
         every_n_epochs: evaluate in every n-th epoch of `fit`.
-        inputs: which data loader is evaluated, and how its batches become images.
+        attacks: name -> attack; the attribute has those that no earlier callback of the run runs.
+        unpack: function of a batch that returns (images, labels) or (images, labels, indices),
+            images in [0, 1]; None takes batches that are so already.
+        preprocess: function that is applied to images before a plain network, such as a
+            normalization; attacks go through its gradient.
+        dataloader_idx: number of the data loader that is evaluated; None refuses several.
 
     Raises:
         ValueError: a count below 1.
@@ -49,13 +54,16 @@ class EvaluationCallback(Callback, ABC):
         self,
         settings: EvaluationSettings,
         every_n_epochs: int = 1,
-        inputs: Inputs | None = None,
+        attacks: Mapping[str, Attack] | None = None,
+        unpack: Unpack | None = None,
+        preprocess: Callable[..., Any] | None = None,
+        dataloader_idx: int | None = None,
     ) -> None:
         at_least(1, every_n_epochs=every_n_epochs)
         self.settings = settings
         self.every_n_epochs = every_n_epochs
-        self.inputs = inputs or Inputs()
-        self.attacks: dict[str, Attack] = {}  # those that no earlier callback of the run runs
+        self.inputs = Inputs(unpack, preprocess, dataloader_idx)
+        self.given, self.attacks = dict(attacks or {}), dict(attacks or {})
         self.images: Sequence[Images] = ()
         self.progress: AttackProgress | None = None
 
@@ -87,6 +95,8 @@ class EvaluationCallback(Callback, ABC):
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this callback evaluates in the current epoch."""
+        if self.given and not self.attacks:
+            return False  # an earlier callback runs them
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return True
         return (trainer.current_epoch + 1) % self.every_n_epochs == 0
@@ -106,36 +116,16 @@ class EvaluationCallback(Callback, ABC):
         """Return the `peers` that stand before this callback."""
         return list(takewhile(lambda one: one is not self, self.peers(trainer)))
 
-    def unique_attacks(self, trainer: Trainer, given: Mapping[str, Attack]) -> dict[str, Attack]:
-        """Return the attacks that no earlier callback runs; number names of different ones.
-
-        Args:
-            trainer: the trainer with the callbacks of the run.
-            given: name -> attack.
-        """
-        earlier = self.earlier(trainer)
-        taken = {n: (one, attack) for one in earlier for n, attack in one.attacks.items()}
-        kept: dict[str, Attack] = {}
-        for name, attack in given.items():
-            similar = [taken[key] for key in taken if key == name or key.startswith(f"{name}_")]
-            if name not in taken:
-                kept[name] = attack
-            elif self._run_of(attack) not in [one._run_of(other) for one, other in similar]:
-                numbered = (f"{name}_{i}" for i in count(2))
-                kept[next(key for key in numbered if key not in {*taken, *given})] = attack
-        return kept
-
     @property
     def conditions(self) -> tuple[Any, ...]:
         """Everything that makes the same attack another measurement."""
         return (self.settings,)
 
-    def _run_of(self, attack: Attack) -> tuple[Any, ...]:
-        # A subclass with attributes of its own may compare equal to another attack.
-        return (attack, type(attack), vars(attack), *self.conditions)
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse trainers in which nothing can be measured; order the callbacks.
+        """Refuse trainers in which nothing can be measured; order and compare the callbacks.
+
+        An attack that an earlier callback of this kind runs is dropped. A name that it uses for
+        another attack is numbered.
 
         Raises:
             MisconfigurationException: FSDP, DeepSpeed or tensor parallelism, under which a process
@@ -169,7 +159,27 @@ class EvaluationCallback(Callback, ABC):
                 f"{name} attacks in every {self.every_n_epochs}th epoch of a fit, so in none of "
                 f"these {trainer.max_epochs}: lower its every_n_epochs, or test afterwards"
             )
-        _move_averaging_behind(trainer)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        averaging = [c for c in callbacks if isinstance(c, WeightAveraging)]
+        if averaging:  # behind all evaluations: it takes its weights back at an epoch's end
+            others = [c for c in callbacks if c not in averaging]
+            places = [i for i, c in enumerate(others) if isinstance(c, EvaluationCallback)]
+            place = 1 + max(places, default=-1)
+            trainer.callbacks = [*others[:place], *averaging, *others[place:]]  # type: ignore[attr-defined]
+        taken = {
+            name: (*one.conditions, attack)
+            for one in self.earlier(trainer)
+            for name, attack in one.attacks.items()
+        }
+        self.attacks = {}
+        for name, attack in self.given.items():
+            similar = [taken[key] for key in taken if key == name or key.startswith(f"{name}_")]
+            if name not in taken:
+                self.attacks[name] = attack
+            elif not any(_equal((*self.conditions, attack), one) for one in similar):
+                numbered = (f"{name}_{i}" for i in count(2))
+                free = next(key for key in numbered if key not in {*taken, *self.given})
+                self.attacks[free] = attack
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin an evaluation."""
@@ -241,7 +251,7 @@ class EvaluationCallback(Callback, ABC):
         if not trainer.sanity_checking:
             totals = [images.total for images in self.images]
             total = None if None in totals else sum(filter(None, totals))
-            self.progress = AttackProgress(trainer, "Attacking", total)
+            self.progress = AttackProgress(trainer, total)
 
     def _finish(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         for images in self.images:
@@ -289,12 +299,6 @@ def with_threat(
     return {name: attack.rescaled(pixels(eps), norm) for name, attack in attacks.items()}
 
 
-def _move_averaging_behind(trainer: Trainer) -> None:
-    """Put weight averaging behind all evaluations: it takes its weights back at an epoch's end."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    averaging = [c for c in callbacks if isinstance(c, WeightAveraging)]
-    if averaging:
-        others = [c for c in callbacks if c not in averaging]
-        places = (i for i, c in enumerate(others) if isinstance(c, EvaluationCallback))
-        place = 1 + max(places, default=-1)
-        trainer.callbacks = [*others[:place], *averaging, *others[place:]]  # type: ignore[attr-defined]
+def _equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether conditions and attack are equal; a subclass may compare equal to another attack."""
+    return one == other and type(one[-1]) is type(other[-1]) and vars(one[-1]) == vars(other[-1])

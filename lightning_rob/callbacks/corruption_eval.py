@@ -38,9 +38,8 @@ class CorruptionEval(RobustEval):
         corruptions: their names in `lightning_rob.transforms.corruptions.Corruption`.
         severities: 1 to 5.
         reference: corruption -> mean error of a reference network over the five severities, for
-            mCE. "alexnet" has those that the paper publishes for ImageNet; on other data give the
-            errors of a network of your own.
-        **options: of `RobustEval`, such as `max_images`.
+            mCE: on other data than ImageNet, of a network of your own. "alexnet" has the paper's.
+        **options: options of `RobustEval`, such as `max_images`.
 
     Raises:
         ValueError: a severity that does not exist, a reference for other corruptions or without

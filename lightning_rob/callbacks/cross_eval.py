@@ -13,7 +13,7 @@ from torchmetrics import SumMetric
 from lightning_rob.attacks import TAA, Attack, evaluating
 from lightning_rob.attacks.transform_ensemble import attackable
 from lightning_rob.callbacks.base import EvaluationCallback, with_threat
-from lightning_rob.callbacks.images import Images, Inputs
+from lightning_rob.callbacks.images import Images
 from lightning_rob.callbacks.loggers import log_picture, writing_folder
 from lightning_rob.defenses import Defense, Single, is_transform_ensemble
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings
@@ -33,27 +33,26 @@ from lightning_rob.threat import Length, Norm
 class TransferMatrixEval(EvaluationCallback):
     """Attack each member of the module's `defense` alone, and let all members predict.
 
-    Sub-models of a `TransformEnsemble` are attacked in their own space, as by `TAA`.
+    Sub-models of a `TransformEnsemble` are attacked in their own space, as by `TAA`. Noise is keyed
+    by image and equals that of `RobustEval`: member 1 has the accuracy of `first_member` there.
 
     Logs `{stage}/member_{i}/acc`, clean, and `{stage}/member_{i}/{attack}`, member i under attack
     itself. Draws the matrix of every attack (ARC paper, Fig. 10a) as `transfer_{attack}.png` in the
-    run's folder, last evaluation only, and for TensorBoard. `transferability_{attack}.png` shows
-    the share of the images that fool one member which fool another (Liao et al. 2020, Table 3).
-    Prints the table of members (ARC paper, Table 4) at the end of a test, and the members ranked by
-    how well attacks on them transfer (Liao et al. 2020, Algorithm 2). Noise is keyed by image and
-    equals that of `RobustEval`: member 1 has the accuracy of `first_member` there. The random
-    streams of training are not touched.
+    run's folder, and as `transferability_{attack}.png` the share of the images that fool one member
+    which fool another (Liao et al. 2020, Table 3). After a test prints the table of members (ARC
+    paper, Table 4), and the members ranked by how well attacks on them transfer (Liao et al. 2020,
+    Algorithm 2).
 
     Args:
         attacks: name -> attack.
         every_n_epochs: evaluate in every n-th epoch of `fit`.
-        max_images: attack this many images, a random choice by the seed; None attacks all.
-        seed: of the evaluation's noise.
+        max_images: number of attacked images, a random choice by the seed; None attacks all.
+        seed: seed of all noise.
         record: file in the run's folder to which each matrix is appended as a line of JSON.
         eps: radius of all attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
         group_size: images that are attacked together; other sizes may round otherwise.
-        **inputs: `unpack`, `preprocess` and `dataloader_idx` of `Inputs`.
+        **inputs: `unpack`, `preprocess` and `dataloader_idx` of `EvaluationCallback`.
 
     Raises:
         ValueError: no attacks, one called "clean" or "acc", or a count below 1.
@@ -78,24 +77,14 @@ class TransferMatrixEval(EvaluationCallback):
                 f"no attack can be called {taken.pop()!r}: that column has another meaning"
             )
         settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
-        super().__init__(settings, every_n_epochs, Inputs(**inputs))
-        self.given = with_threat(attacks, eps, norm)
-        self.attacks = dict(self.given)
+        given = with_threat(attacks, eps, norm)
+        super().__init__(settings, every_n_epochs, given, **inputs)
         self.record = record
         self.matrices: dict[str, TransferMatrix] = {}
         self.transfers: dict[str, Transferability] = {}
         self.count = SumMetric()
         self.seconds = dict.fromkeys(attacks, 0.0)
         self.results: list[dict[str, Any]] = []
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Drop attacks that an earlier callback runs; number names that it uses for another."""
-        super().setup(trainer, pl_module, stage)
-        self.attacks = self.unique_attacks(trainer, self.given)
-
-    def due(self, trainer: Trainer) -> bool:
-        """Whether this callback evaluates in the current epoch."""
-        return bool(self.attacks) and super().due(trainer)
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
         """Empty the matrices, which have a row for each current member."""
@@ -151,7 +140,8 @@ class TransferMatrixEval(EvaluationCallback):
             return
         append_records(folder / self.record, self.results[1:])
         for result in self.results[1:]:
-            for kind, figure in (("transfer", draw(result)), ("transferability", spread(result))):
+            for kind in ("transfer", "transferability"):
+                figure = draw(result, kind)
                 save(figure, folder / f"{kind}_{result['name']}.png")
                 tag = f"{stage}/{kind}/{result['name']}{self.suffix}"
                 log_picture(trainer, tag, pixels(figure))
@@ -160,41 +150,28 @@ class TransferMatrixEval(EvaluationCallback):
         """Return one record per matrix, that of clean images first."""
         shared = self.images[0].metadata | {"probs": defense.weights.tolist()}
         shared |= {"names": defense.names}
-        n, found = int(self.count.compute()), []
-        size = (len(defense.weights), -1)
-        clean = [row[0] for row in self.matrices[CLEAN].compute().reshape(size).tolist()]
+        n, size, found = int(self.count.compute()), (len(defense.weights), -1), []
         for name, entries in self.matrices.items():
-            matrix = entries.compute().reshape(size).tolist()
-            numbers = {
-                "matrix": matrix,
-                "intervals": [[wilson(value, n) for value in row] for row in matrix],
-                "clean": clean,
-                "n": n,
-            }
+            matrix = entries.compute().reshape(size)
+            record: dict[str, Any] = {"kind": "transfer_matrix", "name": name} | shared
             if name != CLEAN:
-                numbers |= self._transfer(name, torch.tensor(matrix))
-            found.append(
-                {"kind": "transfer_matrix", "name": name} | shared | self._details(name) | numbers
-            )
+                attack = self.attacks[name]
+                record |= {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
+                record |= {"seconds": self.seconds[name]}
+            else:
+                clean = matrix[:, 0].tolist()
+            rows = matrix.tolist()
+            intervals = [[wilson(value, n) for value in row] for row in rows]
+            record |= {"matrix": rows, "intervals": intervals, "clean": clean, "n": n}
+            if name != CLEAN:
+                # Which images fool other members too, and the members ranked as sources.
+                shares, successes = self.transfers[name].compute()
+                shares = shares.reshape(matrix.shape).nan_to_num(0.0)  # where nothing succeeded
+                record |= {"transferability": shares.tolist()}
+                record |= {"successes": successes.reshape(-1).tolist()}
+                record |= {"ranking": transfer_ranking(torch.tensor(rows))}
+            found.append(record)
         return found
-
-    def _transfer(self, name: str, matrix: Tensor) -> dict[str, Any]:
-        """Return which images fool other members too, and the members ranked as sources."""
-        shares, counts = self.transfers[name].compute()
-        shares = shares.reshape(matrix.shape).nan_to_num(0.0)  # of nothing, where nothing succeeded
-        return {
-            "transferability": shares.tolist(),
-            "successes": counts.reshape(-1).tolist(),
-            "ranking": transfer_ranking(matrix),
-        }
-
-    def _details(self, name: str) -> dict[str, Any]:
-        if name == CLEAN:
-            return {}
-        attack = self.attacks[name]
-        seconds = self.seconds[name]
-        fields = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
-        return fields | {"seconds": seconds}
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table of members."""
@@ -220,21 +197,21 @@ def _check_attackable(defense: Defense) -> None:
             )
 
 
-def draw(result: dict[str, Any]) -> Figure:
-    """Return the heat map of a record's accuracies."""
-    names, title = result["names"], f"{result['name']} on each member\n{_when(result)}"
-    return heat_map(torch.tensor(result["matrix"]), names, names, title)
+def draw(result: dict[str, Any], kind: str) -> Figure:
+    """Return the heat map of a record.
 
-
-def spread(result: dict[str, Any]) -> Figure:
-    """Return the heat map of the share of images fooling one member that fool another."""
+    Args:
+        result: record of an attack.
+        kind: "transfer" for accuracies, "transferability" for the share of images fooling one
+            member that fool another.
+    """
     names = result["names"]
+    epoch = f", epoch {result['epoch']}" if result["stage"] == "val" else ""
+    when = f"{result['stage']}{epoch}, n = {result['n']}"
+    if kind == "transfer":
+        matrix = torch.tensor(result["matrix"])
+        return heat_map(matrix, names, names, f"{result['name']} on each member\n{when}")
     title = f"{result['name']}: of the images that fool the source, those that fool the target\n"
     labels = {"row_label": "source", "column_label": "target", "unit": "fooled in %"}
     matrix = torch.tensor(result["transferability"])
-    return heat_map(matrix, names, names, title + _when(result), **labels)
-
-
-def _when(result: dict[str, Any]) -> str:
-    epoch = f", epoch {result['epoch']}" if result["stage"] == "val" else ""
-    return f"{result['stage']}{epoch}, n = {result['n']}"
+    return heat_map(matrix, names, names, title + when, **labels)

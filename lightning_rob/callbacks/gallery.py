@@ -1,7 +1,6 @@
 """Pictures of images that survive a weak attack and not a strong one."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,19 +31,18 @@ Found = tuple[float, int, GalleryRow]
 class Gallery(EvaluationCallback):
     """At test, show images of which a weak attack leaves some member right and a strong one none.
 
-    Draws `{name}.png` in the run's folder and for TensorBoard, counts such images, prints the
-    count and appends it to `{name}.jsonl`. Images on which more members survive the weak attack
-    come first, then those of lower index. They are gathered from all processes, whose number
-    changes nothing. Members with probability 0 are ignored.
+    Draws `{name}.png` in the run's folder and for the loggers, counts such images, prints the count
+    and appends it to `{name}.jsonl`. Images on which more members survive the weak attack come
+    first, then those of lower index. Members with probability 0 are ignored.
 
     Args:
-        weak: the attack that leaves some member right.
-        strong: the one that fools every member.
-        names: of the two attacks; None takes their classes' names.
+        weak: attack that leaves some member right.
+        strong: attack that fools every member.
+        names: names of the two attacks; None takes those of their classes.
         count: number of images to show.
-        max_images: attack this many images, a random choice by the seed; None attacks all.
-        seed: of the attacks' noise.
-        name: of the files.
+        max_images: number of attacked images, a random choice by the seed; None attacks all.
+        seed: seed of all noise.
+        name: name of the files.
         eps: radius of both attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
         group_size: images that are attacked together; other sizes may round otherwise.
@@ -110,7 +108,7 @@ class Gallery(EvaluationCallback):
             i = int(left[j])
             case = GalleryRow(int(y[i]), x[i].cpu().clone(), weak[i], strong[j])
             self.kept.append((-float(after[i]), int(index[i]), case))
-        self.kept = first(self.kept, self.count)
+        self.kept = sorted(self.kept, key=lambda item: item[:2])[: self.count]
         self.advance(self.name, 2 * len(x))
 
     def _duel(
@@ -132,35 +130,26 @@ class Gallery(EvaluationCallback):
         """Gather the images of all processes; the first one counts and draws."""
         gathered = gather(trainer, (self.counts, self.kept))
         self.counts = {key: sum(counts[key] for counts, _ in gathered) for key in self.counts}
-        self.kept = first([found for _, kept in gathered for found in kept], self.count)
+        kept = [found for _, kept in gathered for found in kept]
+        self.kept = sorted(kept, key=lambda item: item[:2])[: self.count]
         self.line = (
             f"{self.names[1]} fools every member on {self.counts['fooled']} of the "
             f"{self.counts['left']} images on which {self.names[0]} leaves some member right"
         )
         folder = writing_folder(trainer)
-        if folder is not None:
-            self._publish(trainer, stage, folder)
-
-    def _publish(self, trainer: Trainer, stage: str, folder: Path) -> None:
-        attacks = {"weak": attack_spec(self.weak), "strong": attack_spec(self.strong)}
-        record = (
-            {"kind": "gallery", "name": self.name} | self.images[0].metadata | attacks | self.counts
-        )
-        append_records(folder / f"{self.name}.jsonl", [record])
-        if not self.kept:
+        if folder is None:
             return
-        names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
-        cases = [case for _, _, case in self.kept]
-        figure = gallery(cases, (self.names[0], self.names[1]), names, self.line)
-        save(figure, folder / f"{self.name}.png")
-        log_picture(trainer, f"{stage}/{self.name}", pixels(figure))
+        record = {"kind": "gallery", "name": self.name} | self.images[0].metadata
+        record |= {"weak": attack_spec(self.weak), "strong": attack_spec(self.strong)}
+        append_records(folder / f"{self.name}.jsonl", [record | self.counts])
+        if self.kept:
+            names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
+            cases = [case for _, _, case in self.kept]
+            figure = gallery(cases, (self.names[0], self.names[1]), names, self.line)
+            save(figure, folder / f"{self.name}.png")
+            log_picture(trainer, f"{stage}/{self.name}", pixels(figure))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the counts."""
         if trainer.is_global_zero:
             print(f"{self.line} ({self.counts['n']} attacked)")
-
-
-def first(found: list[Found], count: int) -> list[Found]:
-    """Return `count` images: the most robust to the weak attack, then those of lowest index."""
-    return sorted(found, key=lambda item: item[:2])[:count]

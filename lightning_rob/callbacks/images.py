@@ -38,15 +38,7 @@ from lightning_rob.randomness import Streams
 
 @dataclass(frozen=True)
 class Inputs:
-    """How the batches of a data loader become images.
-
-    Args:
-        unpack: function of a batch that returns (images, labels) or (images, labels, indices),
-            images in [0, 1]; None takes batches that are so already.
-        preprocess: function that is applied to images before a plain network, such as a
-            normalization; attacks go through its gradient.
-        dataloader_idx: number of the data loader that is evaluated; None refuses several.
-    """
+    """Which data loader is evaluated, how batches become images; see `EvaluationCallback`."""
 
     unpack: Unpack | None = None
     preprocess: Callable[..., Any] | None = None
@@ -57,41 +49,26 @@ class Inputs:
         """The end of logged names where there are several data loaders, as Lightning has it."""
         return "" if self.dataloader_idx is None else f"/dataloader_idx_{self.dataloader_idx}"
 
-    def select(self, loaders: Any) -> Any:
-        """Return the data loader to evaluate.
-
-        Raises:
-            ValueError: there are several, or none of this number.
-        """
-        several = CombinedLoader(loaders, "sequential").flattened
-        place = 0 if len(several) == 1 and not self.dataloader_idx else self.dataloader_idx
-        if place is None or not 0 <= place < len(several):
-            raise ValueError(
-                f"this evaluates one of {len(several)} data loaders: say which by "
-                f"dataloader_idx, 0 to {len(several) - 1}, got {place}"
-            )
-        return several[place]
-
 
 class Images:
-    """The images of one evaluation, of which each process yields its share.
+    """The images of one evaluation, each of which one process yields once.
 
     Images with positions come at the end of the epoch in canonical groups, or in the rounds of a
-    protocol: the same images together for any batch size, sampler and order of the loader. Each
-    process takes the next group when it has finished its last. A stream has no positions; its
-    batches are evaluated as Lightning's loop serves them, unless `max_images` of them are drawn.
-    Images are float32, or double under `64-true`.
+    protocol: the same images together for any batch size, sampler and order of the loader. A stream
+    has no positions; its batches are evaluated as Lightning's loop serves them, unless `max_images`
+    of them are drawn. Images are float32, or double under `64-true`.
 
     Args:
         trainer: trainer of the validation or test.
-        loaders: the trainer's data loaders.
+        loaders: data loaders of the trainer.
         inputs: which loader, and how its batches become images.
         settings: seed, number of images, size of groups.
         protocol: rounds of a defense that adapts; None for canonical groups.
         attacks: how often each image is attacked, for the progress bar.
 
     Raises:
-        ValueError: rounds of a stream, or one round for several processes.
+        ValueError: several loaders, or none of this number; rounds of a stream, or one round for
+            several processes.
     """
 
     def __init__(
@@ -105,8 +82,15 @@ class Images:
     ) -> None:
         self.trainer, self.inputs, self.settings = trainer, inputs, settings
         self.protocol, self.attacks = protocol, attacks
-        self.loader = inputs.select(loaders)
-        self.place = inputs.dataloader_idx or 0
+        several, self.place = CombinedLoader(loaders, "sequential").flattened, 0
+        if inputs.dataloader_idx or len(several) > 1:
+            self.place = -1 if inputs.dataloader_idx is None else inputs.dataloader_idx
+        if not 0 <= self.place < len(several):
+            raise ValueError(
+                f"this evaluates one of {len(several)} data loaders: say which by "
+                f"dataloader_idx, 0 to {len(several) - 1}, got {inputs.dataloader_idx}"
+            )
+        self.loader = several[self.place]
         self.positions = self._chosen()
         self.seen = self.taken = 0
         self.held: list[Tensor] = []
@@ -162,11 +146,6 @@ class Images:
 
         They are those of a stream, and before training two of each batch, which suffice to find
         out that an attack runs.
-
-        Args:
-            batch: the batch of Lightning's loop.
-            batch_idx: its number.
-            dataloader_idx: the loader that it is from.
         """
         trainer, sanity = self.trainer, self.trainer.sanity_checking
         if self.grouped and not sanity:
@@ -212,10 +191,18 @@ class Images:
 
     def batches(self) -> Iterator[Batch]:
         """Yield this process's groups or rounds, or its part of the images held of a stream."""
-        trainer, unpack = self.trainer, self.inputs.unpack
+        trainer, unpack, groups = self.trainer, self.inputs.unpack, self.settings.group_size
         if self.positions is None:
-            yield from self._held_groups()
-            if self.settings.max_images is None and trainer.world_size == 1:
+            if self.settings.max_images is not None:
+                keys = self.held[0].tolist() if self.held else []
+                keys = sorted(key for share in gather(trainer, keys) for key in share)
+                self.expected = min(len(keys), self.settings.max_images)
+                if self.held and self.expected:
+                    mine = (self.held[0] <= keys[self.expected - 1]).nonzero()[:, 0]
+                    for rows in torch.split(mine[self.held[3][mine].argsort()], groups):
+                        x, y, index = (part[rows] for part in self.held[1:])
+                        yield x, y, index
+            elif trainer.world_size == 1:
                 self.expected = self.taken  # another process may repeat images of a stream
             return
         self.expected = len(self.positions)
@@ -223,13 +210,24 @@ class Images:
         if self.protocol is not None:
             found = self.protocol.rounds(self.loader, self.positions, *share, unpack)
         else:
-            found = self._groups(canonical_groups(self.positions, self.settings.group_size))
+            found = self._groups(canonical_groups(self.positions, groups))
         for positions, batch in found:
             # With the hooks of module and data that Lightning calls.
             batch = trainer.lightning_module._on_before_batch_transfer(batch, self.place)
             batch = trainer.strategy.batch_to_device(batch, dataloader_idx=self.place)
             x, y, index = with_index(batch, positions, unpack)
             yield x.to(self._dtype), y, index
+
+    def _groups(self, groups: list[Tensor]) -> Iterator[tuple[Tensor, Any]]:
+        """Yield positions and batches; each process takes the next group when it is ready."""
+        trainer = self.trainer
+        if trainer.world_size == 1:
+            yield from zip(groups, group_loader(self.loader, groups), strict=True)
+            return
+        key = trainer.strategy.broadcast(secrets.token_hex(8))
+        queue = GroupQueue(groups, key, trainer.global_rank, trainer.world_size)
+        for number, batch in enumerate(group_loader(self.loader, queue)):
+            yield queue.taken[number], batch
 
     def result(self, evaluator: Evaluator) -> EvaluationResult:
         """Return the scores of these images on all processes; every process has to call it.
@@ -244,40 +242,22 @@ class Images:
 
     def _chosen(self) -> Tensor | None:
         """Return the positions of the images to evaluate, within all limits; None for a stream."""
-        trainer, settings = self.trainer, self.settings
-        shares = gather(trainer, served_positions(self.loader, trainer.world_size))
+        trainer, settings, loader = self.trainer, self.settings, self.loader
+        processes = trainer.world_size
+        shares = gather(trainer, served_positions(loader, processes))
         if None in shares:
             return None
         served = torch.tensor(sorted(set().union(*shares)), dtype=torch.int64)
-        size = settings.protocol.images if settings.protocol else None
-        within = images_within_limits(trainer, self.loader, len(served), size, self.place)
+        testing, within = trainer.state.fn == "test", len(served)
+        limits: Any = trainer.num_test_batches if testing else trainer.num_val_batches
+        batch = loader.batch_size or -(-within // max(len(loader) * processes, 1))
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            # A trial run has one round, or one batch.
+            size = settings.protocol and settings.protocol.images
+            within = min((size or batch) * processes, within)
+        elif len(limits) > self.place and limits[self.place] < len(loader):
+            within = min(int(limits[self.place] * batch * processes), within)
         return served[choose(len(served), settings.max_images, settings.seed, within)]
-
-    def _held_groups(self) -> Iterator[Batch]:
-        """Yield this process's part of the images chosen from a stream, in groups."""
-        if self.settings.max_images is None:
-            return
-        keys = self.held[0].tolist() if self.held else []
-        keys = sorted(key for share in gather(self.trainer, keys) for key in share)
-        self.expected = min(len(keys), self.settings.max_images)
-        if not self.held or not self.expected:
-            return
-        mine = (self.held[0] <= keys[self.expected - 1]).nonzero()[:, 0]
-        mine = mine[self.held[3][mine].argsort()]
-        for group in torch.split(mine, self.settings.group_size):
-            x, y, index = (part[group] for part in self.held[1:])
-            yield x, y, index
-
-    def _groups(self, groups: list[Tensor]) -> Iterator[tuple[Tensor, Any]]:
-        """Yield positions and batches; each process takes the next group when it is ready."""
-        trainer = self.trainer
-        if trainer.world_size == 1:
-            yield from zip(groups, group_loader(self.loader, groups), strict=True)
-            return
-        key = trainer.strategy.broadcast(secrets.token_hex(8))
-        queue = GroupQueue(groups, key, trainer.global_rank, trainer.world_size)
-        for number, batch in enumerate(group_loader(self.loader, queue)):
-            yield queue.taken[number], batch
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -294,29 +274,6 @@ def gather(trainer: Trainer, mine: Any) -> list[Any]:
     gathered = [None] * trainer.world_size
     torch.distributed.all_gather_object(gathered, mine)
     return gathered
-
-
-def images_within_limits(
-    trainer: Trainer, loader: Any, images: int, round_size: int | None = None, place: int = 0
-) -> int:
-    """Return how many images `limit_val_batches` and the like leave; a trial run has one round.
-
-    Args:
-        trainer: its limits hold.
-        loader: serves the images.
-        images: how many it serves on all processes.
-        round_size: images of a round; None is a batch.
-        place: of the loader among several.
-    """
-    processes = trainer.world_size
-    batch = loader.batch_size or -(-images // max(len(loader) * processes, 1))
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        return min((round_size or batch) * processes, images)
-    testing = trainer.state.fn == "test"
-    limits: Any = trainer.num_test_batches if testing else trainer.num_val_batches
-    if len(limits) <= place or limits[place] >= len(loader):
-        return images
-    return min(int(limits[place] * batch * processes), images)
 
 
 def checkpoint_position(trainer: Trainer) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Scores of the module's defense under attacks, without log, table or record."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from lightning.pytorch import Callback, Trainer
 
@@ -35,12 +35,15 @@ class Measurement(EvaluationCallback):
         inputs: Inputs | None = None,
         after_batch: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(settings, inputs=inputs)
-        self.attacks = dict(attacks)
+        super().__init__(settings, 1, attacks, **vars(inputs or Inputs()))
         self.target = target
         self.after_batch = after_batch
         self.evaluator: Evaluator | None = None
         self.result: EvaluationResult | None = None
+
+    def earlier(self, trainer: Trainer) -> list[Self]:
+        """Return no callbacks: measurements share neither names nor a table."""
+        return []
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
         """Start a new evaluation."""

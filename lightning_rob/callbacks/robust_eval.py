@@ -7,14 +7,13 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
 from lightning_rob.callbacks.base import EvaluationCallback, with_threat
 from lightning_rob.callbacks.image_grid import image_grid
-from lightning_rob.callbacks.images import Images, Inputs, checkpoint_position
+from lightning_rob.callbacks.images import Images, checkpoint_position
 from lightning_rob.callbacks.loggers import log_picture, run_folder, writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.data.base import labelled_images
@@ -54,52 +53,44 @@ def full_defense(defense: Defense) -> Defense:
 
 
 class RobustEval(EvaluationCallback):
-    """Attack the module's `defense` and log its accuracy under each attack.
+    """Attack the module's `defense` at validation and test, and log its accuracy under each attack.
 
-    Logs `{stage}/robust/{attack}` and, over all attacks on the full defense in all callbacks of
-    the run, `{stage}/robust/worst`: the accuracy under the strongest attack, chosen for each image;
-    where the defense predicts at random it is chosen on other predictions than those that are
-    scored (`lightning_rob.evaluation.worst_case`). Images are attacked in groups by index and noise
-    is keyed by image, so batch size and number of processes change nothing. The random streams of
-    training are not touched.
-
-    A defense that adapts to the test batch is attacked in rounds; "clean" is its accuracy on
-    unperturbed images, and "worst" that under the strongest attack as a whole.
+    Logs `{stage}/robust/{attack}`; `{stage}/robust/worst`, the accuracy under the strongest of all
+    attacks on the full defense in the run (`lightning_rob.evaluation.worst_case`);
+    `{stage}/robust/findings`, the number of warnings and severe findings of the checks; and
+    `{stage}/robust/blind`, the largest share of images on which an attack had no gradient to follow
+    (`EvaluationResult.blind`). Images are attacked in groups by index and noise is keyed by image,
+    so that batch size and number of processes change nothing. A defense that adapts to the test
+    batch is attacked in rounds; "clean" is its accuracy on unperturbed images.
 
     The first of several such callbacks on a data loader evaluates the attacks of all, each in the
     epochs that its own callback asks for, and those of equal target and settings together. It logs,
     records and prints for all of them; its `results` are the rows of the whole table. An attack
     that an earlier callback runs is left out, and a name that it uses for another is numbered.
 
-    Also logs `{stage}/robust/findings`, the number of warnings and severe findings of the checks
-    (`lightning_rob.evaluation.checks`), and `{stage}/robust/blind`, the largest share of images, of
-    any attack, on which it had no gradient to follow (`EvaluationResult.blind`). Of each finding it
-    warns, and the table and the records have it.
-
     Args:
         attacks: name -> attack.
         target: function of the module's defense that returns the attacked one, e.g.
             `first_member`. Only attacks on the full defense count in `worst`.
-        every_n_epochs: validate robustness in every n-th epoch of `fit`.
-        max_images: attack this many images, a random choice by the seed; None attacks all.
-        repeats: evaluations with fresh noise, averaged per image.
-        inferences: predictions of each image, clean or perturbed once; with more than one the
-            table also has the 95 % t interval over these accuracies, the spread that is due to the
-            defense's own randomness.
-        seed: of the evaluation's noise.
-        panel: images to draw for TensorBoard: clean, perturbation, adversarial.
+        every_n_epochs: evaluate in every n-th epoch of `fit`.
+        max_images: number of attacked images, a random choice by the seed; None attacks all.
+        repeats: attacks of each image with fresh noise; the scores are averaged.
+        inferences: predictions of each image, clean or perturbed once; of more than one the table
+            has the 95 % t interval, the spread by the defense's own randomness.
+        seed: seed of all noise.
+        panel: number of images that are drawn: clean, perturbation, adversarial.
         record: file in the run's folder to which each result is appended as a line of JSON.
         eps: radius of all attacks instead of their own, in pixel units; step sizes keep their
             share of it.
         norm: norm of all attacks instead of their own, with `eps`: "l2" and 128/255.
-        protocol: the rounds in which a defense that adapts is attacked; None is `RoundProtocol()`
-            for such a defense, and canonical groups for any other.
+        protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()` for
+            such a defense, and canonical groups for any other.
         save_images: keep the perturbed images in the run's folder, without loss: PNG of those that
             a `Quantized8Bit` attack makes, else float32 arrays.
         private_draws: fresh defenders, each with private randomness of its own, that adapt to the
-            same perturbed batch; with more than one the intervals hold that randomness too.
+            same perturbed batch; of more than one the intervals hold that randomness too.
         group_size: images that are attacked together; other sizes may round otherwise.
-        **inputs: `unpack`, `preprocess` and `dataloader_idx` of `Inputs`.
+        **inputs: `unpack`, `preprocess` and `dataloader_idx` of `EvaluationCallback`.
 
     Raises:
         ValueError: no attacks, or a count below 1; when run, several private draws of a defense
@@ -128,10 +119,9 @@ class RobustEval(EvaluationCallback):
         settings = EvaluationSettings(
             seed, repeats, inferences, private_draws, max_images, group_size, protocol
         )
-        super().__init__(settings, every_n_epochs, Inputs(**inputs))
-        self.given = with_threat(attacks, eps, norm)
-        check_names(self.given)  # the radius too
-        self.attacks = dict(self.given)
+        given = with_threat(attacks, eps, norm)
+        check_names(given)  # the radius too
+        super().__init__(settings, every_n_epochs, given, **inputs)
         self.target = target
         self.panel = panel
         self.record = record
@@ -146,21 +136,21 @@ class RobustEval(EvaluationCallback):
         return self.target, self.settings, self.every_n_epochs
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Drop attacks that an earlier callback runs; number names that it uses for another.
+        """Compare the callbacks, and print each name that is numbered.
 
         Raises:
             ModuleNotFoundError: an attack needs a package that is not installed.
             ValueError: another callback unpacks or preprocesses the same images otherwise.
         """
+        before = self.attacks
         super().setup(trainer, pl_module, stage)
-        require_packages(self.attacks.values())
+        require_packages(self.given.values())
         earlier = self.earlier(trainer)
         if any(one.inputs != self.inputs for one in earlier):
             raise ValueError(
                 "all callbacks of a run need the same unpack and preprocess: their worst case is "
                 "one number; evaluate another preprocessing in another run"
             )
-        before, self.attacks = self.attacks, self.unique_attacks(trainer, self.given)
         for name, attack in self.attacks.items() if trainer.is_global_zero else ():
             if name in before:
                 continue
@@ -172,10 +162,6 @@ class RobustEval(EvaluationCallback):
                 highlight=False,
                 soft_wrap=True,
             )
-
-    def due(self, trainer: Trainer) -> bool:
-        """Whether the attacks of this callback run in the current epoch."""
-        return bool(self.attacks) and super().due(trainer)
 
     def evaluated_for(self, trainer: Trainer) -> Sequence["RobustEval"]:
         """Return all callbacks of this kind on this data loader if this is the first of them."""
@@ -192,14 +178,12 @@ class RobustEval(EvaluationCallback):
                 together.setdefault(how, []).append(one)
         passes: dict[Hashable, Images] = {}
         for callbacks in together.values():
-            settings = callbacks[0].settings
             defense = callbacks[0].target(self.defense_of(pl_module))
-            protocol = settings.protocol_for(defense)
-            if (settings, protocol) not in passes:
-                passes[settings, protocol] = Images(
-                    trainer, loaders, self.inputs, settings, protocol, attacks=0
-                )
-            images = passes[settings, protocol]
+            protocol = callbacks[0].settings.protocol_for(defense)
+            shared = (self.inputs, callbacks[0].settings, protocol)
+            if shared not in passes:
+                passes[shared] = Images(trainer, loaders, *shared, attacks=0)
+            images = passes[shared]
             if protocol is not None and not trainer.sanity_checking:
                 give_source(defense, lambda: labelled_images(trainer))
             self.evaluations.append(Evaluation(callbacks, images, defense, self.advance))
@@ -228,8 +212,9 @@ class RobustEval(EvaluationCallback):
             found = evaluation.result
             same_target = finished.setdefault(evaluation.target, [])
             evaluation.rows = found.measurements(reference=[*same_target, found][0])
-            if any(_same_clean(other, found) for other in same_target):
-                del evaluation.rows[0]  # clean images have one row
+            clean = [(one.index.tolist(), one.scores[:, 0].tolist()) for one in same_target]
+            if (found.index.tolist(), found.scores[:, 0].tolist()) in clean:
+                del evaluation.rows[0]  # the same clean images have one row
             same_target.append(found)
         values: dict[str, float] = {}
         if full := finished.get(full_defense):
@@ -292,14 +277,10 @@ class Evaluation:
         images: the images that are attacked.
         defense: the target.
         advance: function that is called with each attack's name and number of images.
-
-    Attributes:
-        result: the scores of all processes, once all images are attacked.
-        rows: the rows of the table.
     """
 
-    result: EvaluationResult
-    rows: list[Result]
+    result: EvaluationResult  # of all processes, once all images are attacked
+    rows: list[Result]  # of the table
 
     def __init__(
         self,
@@ -308,12 +289,8 @@ class Evaluation:
         defense: Defense,
         advance: Callable[[str, int], None],
     ) -> None:
-        self.callbacks, self.images, self.defense, self.advance = (
-            callbacks,
-            images,
-            defense,
-            advance,
-        )
+        self.callbacks, self.images = callbacks, images
+        self.defense, self.advance = defense, advance
         self.trainer, self.first, self.settings = images.trainer, callbacks[0], images.settings
         self.attacks = {name: a for one in callbacks for name, a in one.attacks.items()}
         self.target = self.first.target
@@ -413,9 +390,3 @@ class Evaluation:
         joined = "+".join([first, *more])
         joined = joined if len(joined) <= LONGEST_NAME else f"{first}+{len(more)}_more"
         return "-".join(["test" if trainer.testing else "val", *epoch, *loader, *target, joined])
-
-
-def _same_clean(one: EvaluationResult, other: EvaluationResult) -> bool:
-    """Whether both have the same clean images with the same scores."""
-    same = torch.equal(one.index, other.index)
-    return same and torch.equal(one.scores[:, 0], other.scores[:, 0])

@@ -1,6 +1,5 @@
 """Callbacks on modules and batches that are not of this package, and plain loops."""
 
-import json
 import random
 
 import numpy as np
@@ -304,14 +303,6 @@ def test_fabric():
     loader = fabric.setup_dataloaders(DataLoader(DATA, 40))
     found = evaluate(model, ATTACKS, loader, progress=False)
     assert torch.equal(found.scores, expected().scores)
-
-
-def test_records_of_a_foreign_module(tmp_path):
-    run = trainer(RobustEval(ATTACKS), logger=CSVLogger(tmp_path))
-    run.test(Classifier(), DataLoader(DATA, 7), verbose=False)
-    (file,) = tmp_path.rglob("robust.jsonl")
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [record["name"] for record in records] == ["clean", "weak", "pgd", "worst"]
 
 
 def test_another_preprocessing_in_the_same_run_is_refused():

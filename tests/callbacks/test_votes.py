@@ -9,7 +9,6 @@ from rich.console import Console
 
 from lightning_rob.attacks import PGD
 from lightning_rob.callbacks import VotingRuleEval
-from lightning_rob.callbacks import votes as votes_module
 from lightning_rob.callbacks.votes import print_votes
 from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
 from lightning_rob.evaluation.records import with_schema
@@ -149,15 +148,6 @@ def test_what_is_there_twice_runs_once_and_equal_names_are_numbered(ensemble):
     three = [VotingRuleEval({"a": WEAK}), VotingRuleEval({"a": other}), VotingRuleEval({"a": WEAK})]
     _, found = study(ensemble, *three)
     assert [list(votes.attacks) for votes in found] == [["a"], ["a_2"], []]
-
-
-def test_the_interval_over_draws_is_wider_than_that_over_images():
-    low, high = votes_module._accuracy([0.5, 0.5, 0.5, 0.5, 0.55], 20)["interval"]
-    alone = votes_module._accuracy([0.51], 20)["interval"]
-    assert low < alone[0]
-    assert high > alone[1]
-    low, high = votes_module._accuracy([0.95, 1.0], 20)["interval"]
-    assert 0 <= low < high <= 1
 
 
 class Sick(TinyNet):
