@@ -124,9 +124,6 @@ class EvaluationCallback(Callback, ABC):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse trainers in which nothing can be measured; order and compare the callbacks.
 
-        An attack that an earlier callback of this kind runs is dropped. A name that it uses for
-        another attack is numbered.
-
         Raises:
             MisconfigurationException: FSDP, DeepSpeed or tensor parallelism, under which a process
                 has no whole network; a trainer that logs nothing, or one of `pytorch_lightning`.
@@ -166,20 +163,23 @@ class EvaluationCallback(Callback, ABC):
             places = [i for i, c in enumerate(others) if isinstance(c, EvaluationCallback)]
             place = 1 + max(places, default=-1)
             trainer.callbacks = [*others[:place], *averaging, *others[place:]]  # type: ignore[attr-defined]
-        taken = {
-            name: (*one.conditions, attack)
-            for one in self.earlier(trainer)
-            for name, attack in one.attacks.items()
-        }
-        self.attacks = {}
+        self.attacks = self._unique_attacks(trainer)
+
+    def _unique_attacks(self, trainer: Trainer) -> dict[str, Attack]:
+        """Return the attacks that no earlier callback runs, under names that none uses."""
+        taken: dict[str, tuple[Any, ...]] = {}
+        for one in self.earlier(trainer):
+            # A subclass with attributes of its own may compare equal to another attack.
+            taken |= {n: (a, type(a), vars(a), *one.conditions) for n, a in one.attacks.items()}
+        found: dict[str, Attack] = {}
         for name, attack in self.given.items():
             similar = [taken[key] for key in taken if key == name or key.startswith(f"{name}_")]
             if name not in taken:
-                self.attacks[name] = attack
-            elif not any(_equal((*self.conditions, attack), one) for one in similar):
+                found[name] = attack
+            elif (attack, type(attack), vars(attack), *self.conditions) not in similar:
                 numbered = (f"{name}_{i}" for i in count(2))
-                free = next(key for key in numbered if key not in {*taken, *self.given})
-                self.attacks[free] = attack
+                found[next(key for key in numbered if key not in {*taken, *self.given})] = attack
+        return found
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin an evaluation."""
@@ -262,6 +262,7 @@ class EvaluationCallback(Callback, ABC):
         show = self.progress.show if self.progress.rich else None
         defense = self.defense_of(pl_module)
         for images in self.images:
+            # Images of another seed draw from streams of their own.
             with self._apart(pl_module, images), reporting_adaptation(defense, show):
                 for batch in images.batches():
                     self.attack_batch(trainer, pl_module, batch, images)
@@ -297,8 +298,3 @@ def with_threat(
             raise ValueError(f"norm {norm} needs a radius in its units: give eps too")
         return dict(attacks)
     return {name: attack.rescaled(pixels(eps), norm) for name, attack in attacks.items()}
-
-
-def _equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether conditions and attack are equal; a subclass may compare equal to another attack."""
-    return one == other and type(one[-1]) is type(other[-1]) and vars(one[-1]) == vars(other[-1])

@@ -110,6 +110,7 @@ class TransferMatrixEval(EvaluationCallback):
             found, began = [], time.perf_counter()
             for j in range(members):
                 target, alone = _alone(defense, attack, j)
+                # Noise by the same keys as in `RobustEval`.
                 x_adv, _ = evaluate_once(
                     alone, target, x, y, index, self.settings.seed, 0, *name.encode()
                 )

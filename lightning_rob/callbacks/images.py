@@ -157,6 +157,7 @@ class Images:
         if dataloader_idx != self.place or batch is None or is_repeated(self.loader, batch_idx):
             return None
         x, y, index = unpacked(batch, self.inputs.unpack)
+        # Lightning deals images to the processes in turn.
         place = (self.seen + torch.arange(len(x))) * trainer.world_size + trainer.global_rank
         self.seen += len(x)
         # Copied, for a stream may reuse its buffers.
@@ -194,6 +195,7 @@ class Images:
         trainer, unpack, groups = self.trainer, self.inputs.unpack, self.settings.group_size
         if self.positions is None:
             if self.settings.max_images is not None:
+                # The smallest keys of all processes are the choice, for any number of them.
                 keys = self.held[0].tolist() if self.held else []
                 keys = sorted(key for share in gather(trainer, keys) for key in share)
                 self.expected = min(len(keys), self.settings.max_images)
@@ -224,6 +226,7 @@ class Images:
         if trainer.world_size == 1:
             yield from zip(groups, group_loader(self.loader, groups), strict=True)
             return
+        # The store that counts outlives the queue, so that each queue needs a name of its own.
         key = trainer.strategy.broadcast(secrets.token_hex(8))
         queue = GroupQueue(groups, key, trainer.global_rank, trainer.world_size)
         for number, batch in enumerate(group_loader(self.loader, queue)):
@@ -244,6 +247,7 @@ class Images:
         """Return the positions of the images to evaluate, within all limits; None for a stream."""
         trainer, settings, loader = self.trainer, self.settings, self.loader
         processes = trainer.world_size
+        # A sampler of the user's may serve other images to each process.
         shares = gather(trainer, served_positions(loader, processes))
         if None in shares:
             return None

@@ -170,12 +170,14 @@ class RobustEval(EvaluationCallback):
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
         """Plan one evaluation for each target and settings; continue those that were stopped."""
+        # Attacks on one target with equal settings share the clean predictions.
         together: dict[Hashable, list[RobustEval]] = {}
         for one in self.evaluated_for(trainer):
             one.result, one.results, one.evaluations = None, [], []
             if one.due(trainer):
                 how = (one.target, one.settings, one.panel, one.record, one.save_images)
                 together.setdefault(how, []).append(one)
+        # Other targets see the same images if these come in the same groups or rounds.
         passes: dict[Hashable, Images] = {}
         for callbacks in together.values():
             defense = callbacks[0].target(self.defense_of(pl_module))
@@ -309,6 +311,7 @@ class Evaluation:
         """Return where scores are kept, with those of an evaluation that was stopped."""
         trainer, defense = self.trainer, self.defense
         folder, unfinished = run_folder(trainer), None
+        # A fit resumes from its checkpoint; a stateful defense depends on all earlier images.
         testing = trainer.state.fn in ("test", "validate") and not trainer.sanity_checking
         if folder and testing and not (defense.transductive and defense.stateful):
             inputs = [self.first.inputs.unpack, self.first.inputs.preprocess]
@@ -367,6 +370,7 @@ class Evaluation:
     def write(self, folder: Path) -> None:
         """Write the scores image by image, the records and the panels."""
         trainer, stage = self.trainer, self.details["stage"]
+        # Another test of the run must not replace the file of the first.
         path = folder / "images" / f"{self._stem(self.attacks)}.csv"
         numbered = (path.with_stem(f"{path.stem}-{i}") for i in count(2))
         path = next(p for p in chain([path], numbered) if not p.exists())

@@ -150,6 +150,7 @@ class VotingRuleEval(EvaluationCallback):
         """Let the members vote on the batch, untouched and under every attack."""
         defense, (x, y, index) = self.defense_of(pl_module), batch
         known = self._known_part(defense)
+        # Every rule and ensemble is counted from the same votes: each image is predicted once.
         nothing = NoAttack(next(iter(self.attacks.values())).threat)
         for name, attack in {CLEAN: nothing, **self.made}.items():
             began, keys = time.perf_counter(), (self.settings.seed, 0, *name.encode())

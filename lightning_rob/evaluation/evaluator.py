@@ -229,7 +229,9 @@ class Evaluator:
             ValueError: images or labels out of range, or a network that changes its input.
         """
         check_images(x, self.bounds)
+        # A network may write into its input, and then all scores are of other images.
         given, settings = x.clone(), self.settings
+        # A defense may be random on some images only, so that each group is looked at.
         if not self.joint:
             self.random = self.random or is_random(fresh(self.subject), x[:TRIED], index[:TRIED])
         outcomes = self.store.cached(x, y, index)

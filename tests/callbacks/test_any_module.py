@@ -176,8 +176,10 @@ def test_streams_and_stored_batches(loader, images):
     assert run.callback_metrics["test/robust/clean"] == expected().accuracy("clean")
 
 
-@pytest.mark.parametrize("mode", ["sequential", "min_size", "max_size", "max_size_cycle"])
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "stored"),
+    [("sequential", False), ("min_size", True), ("max_size", False), ("max_size_cycle", True)],
+)
 def test_modes_of_combined_loaders(mode, stored):
     second = DataLoader(Stored(), batch_size=None) if stored else DataLoader(DATA, 20)
     loaders = CombinedLoader({"few": DataLoader(DATA, 5), "many": second}, mode)

@@ -60,16 +60,6 @@ def test_counts_and_images_are_those_of_the_attacks_by_hand(ensemble, capsys):
         torch.testing.assert_close(case.strong.confidence, probs.amax(1).detach())
 
 
-def test_batches_change_nothing(ensemble):
-    found = []
-    for size in (80, 7):
-        callback = Gallery(PGD(THREAT, 1, 8 / 255), PGD(THREAT, 9, 8 / 255), count=4)
-        show(ensemble, callback, test_size=80, batch_size=size)
-        found.append((callback.counts, [item[:2] for item in callback.kept]))
-    assert found[0] == found[1]
-    assert found[0][0]["fooled"] > 4
-
-
 def test_members_that_never_answer_are_not_asked(ensemble):
     from lightning_rob.defenses import Ensemble
 
