@@ -88,8 +88,15 @@ class TransferMatrixEval(EvaluationCallback):
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
         """Empty the matrices, which have a row for each current member."""
-        members, device = len(self.defense_of(pl_module).weights), pl_module.device
-        _check_attackable(self.defense_of(pl_module))
+        defense, device = self.defense_of(pl_module), pl_module.device
+        members = len(defense.weights)
+        if is_transform_ensemble(defense):
+            known = {defense.names[i] for i in attackable(defense)}
+            if beyond := [name for name in defense.names if name not in known]:
+                raise TypeError(
+                    f"{', '.join(beyond)} can neither be undone nor have a gradient: "
+                    "TransferMatrixEval attacks sub-models one by one; use VotingRuleEval"
+                )
         names = (CLEAN, *self.attacks)
         self.matrices = {name: TransferMatrix(members).to(device) for name in names}
         self.transfers = {name: Transferability(members).to(device) for name in self.attacks}
@@ -185,17 +192,6 @@ def _alone(defense: Defense, attack: Attack, member: int) -> tuple[Defense, Atta
     if defense.kind == "transform_ensemble":
         return defense, TAA(attack, member)
     return Single(defense.classifiers[member], rejects=defense.rejects), attack
-
-
-def _check_attackable(defense: Defense) -> None:
-    """Raise TypeError, before any attack, where a sub-model cannot be attacked by itself."""
-    if is_transform_ensemble(defense):
-        known = {defense.names[i] for i in attackable(defense)}
-        if beyond := [name for name in defense.names if name not in known]:
-            raise TypeError(
-                f"{', '.join(beyond)} can neither be undone nor have a gradient: "
-                "TransferMatrixEval attacks sub-models one by one; use VotingRuleEval"
-            )
 
 
 def draw(result: dict[str, Any], kind: str) -> Figure:

@@ -249,14 +249,6 @@ def test_a_module_with_an_ensemble_as_its_defense():
     assert {"test/member_2/pgd", "test/audit/worst", "test/audit/flags"} <= set(logged)
 
 
-def test_sharded_weights_are_refused():
-    callback = RobustEval(ATTACKS)
-    run = trainer(callback)
-    run.strategy.__class__ = type("Sharded", (FSDPStrategy,), {})
-    with pytest.raises(MisconfigurationException, match="Sharded shards them: train with"):
-        callback.setup(run, Classifier(), "fit")
-
-
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [("64-true", torch.float64), ("bf16-true", torch.float32), ("16-true", torch.float32)],
@@ -276,17 +268,17 @@ def test_precisions_of_the_trainer(precision, dtype):
     assert "val/robust/worst" in run.callback_metrics
 
 
-def test_a_trainer_that_logs_nothing_is_refused():
-    with pytest.raises(MisconfigurationException, match="barebones=True"):
-        run = Trainer(
-            accelerator="cpu", barebones=True, max_epochs=1, callbacks=RobustEval(ATTACKS)
-        )
-        run.fit(Classifier(), DataLoader(DATA, 10), DataLoader(DATA, 10))
-
-
-def test_a_module_of_another_lightning_is_refused():
+def test_trainers_in_which_nothing_can_be_measured_are_refused():
+    callback = RobustEval(ATTACKS)
+    sharded, loader = trainer(callback), DataLoader(DATA, 10)
+    sharded.strategy.__class__ = type("Sharded", (FSDPStrategy,), {})
+    with pytest.raises(MisconfigurationException, match="Sharded shards them: train with"):
+        callback.setup(sharded, Classifier(), "fit")
     with pytest.raises(MisconfigurationException, match=r"import lightning\.pytorch as pl"):
-        RobustEval(ATTACKS).setup(trainer(), TinyNet(), "fit")
+        callback.setup(trainer(), TinyNet(), "fit")
+    run = Trainer(accelerator="cpu", barebones=True, max_epochs=1, callbacks=callback)
+    with pytest.raises(MisconfigurationException, match="barebones=True"):
+        run.fit(Classifier(), loader, loader)
 
 
 def test_bad_inputs():
@@ -337,19 +329,14 @@ def test_hooks_of_the_data_are_called_before_the_batch_is_unpacked():
     assert torch.allclose(callback.result.scores, found.scores)
 
 
-def test_callbacks_that_have_left_the_trainer_are_forgotten():
+def test_callbacks_that_have_left_the_trainer_are_forgotten(tmp_path):
+    """Each of the two tests leaves a file."""
     first, second = RobustEval(ATTACKS), RobustEval(ATTACKS)
-    run = trainer(first)
+    run = trainer(first, logger=CSVLogger(tmp_path))
     for callback in (first, second):
         run.callbacks = [callback]
         (logged,) = run.test(Classifier(), DataLoader(DATA, 7), verbose=False)
         assert logged["test/robust/clean"] == pytest.approx(expected().accuracy("clean"))
     assert [result.name for result in second.results] == ["clean", "weak", "pgd", "worst"]
-
-
-def test_two_tests_of_a_run_leave_two_files(tmp_path):
-    run = trainer(RobustEval(ATTACKS), logger=CSVLogger(tmp_path))
-    for _ in range(2):
-        run.test(Classifier(), DataLoader(DATA, 7), verbose=False)
     files = sorted(path.name for path in tmp_path.rglob("*.csv") if path.parent.name == "images")
     assert files == ["test-weak+pgd-2.csv", "test-weak+pgd.csv"]
