@@ -182,9 +182,9 @@ class RobustEval(EvaluationCallback):
         for callbacks in together.values():
             defense = callbacks[0].target(self.defense_of(pl_module))
             protocol = callbacks[0].settings.protocol_for(defense)
-            shared = (self.inputs, callbacks[0].settings, protocol)
+            shared = (callbacks[0].settings, protocol)
             if shared not in passes:
-                passes[shared] = Images(trainer, loaders, *shared, attacks=0)
+                passes[shared] = Images(trainer, loaders, self.inputs, *shared, attacks=0)
             images = passes[shared]
             if protocol is not None and not trainer.sanity_checking:
                 give_source(defense, lambda: labelled_images(trainer))
