@@ -216,7 +216,7 @@ def test_bad_arguments(options, message):
 # the heat map
 
 
-def test_transferability_and_ranking_are_those_of_the_answers(ensemble, capsys):
+def test_transferability_and_ranking_are_those_of_the_predictions(ensemble, capsys):
     cross = TransferMatrixEval({"pgd": PLAIN})
     _, data = study(ensemble, cross, test_size=50)
     x, y = images_of(data)

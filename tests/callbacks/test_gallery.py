@@ -60,7 +60,7 @@ def test_counts_and_images_are_those_of_the_attacks_by_hand(ensemble, capsys):
         torch.testing.assert_close(case.strong.confidence, probs.amax(1).detach())
 
 
-def test_members_that_never_answer_are_not_asked(ensemble):
+def test_members_of_probability_0_are_ignored(ensemble):
     from lightning_rob.defenses import Ensemble
 
     first = Ensemble(ensemble.classifiers, [1.0, 0.0, 0.0])

@@ -49,8 +49,8 @@ def test_each_rule_has_the_accuracy_of_the_ensemble_under_that_rule(ensemble):
     x, y = images()
     for name, seen in (("clean", x), ("pgd", WEAK(ensemble, x, y))):
         for rule_name, rule in VOTING_RULES.items():
-            answers = rule(ensemble.logits(seen), ensemble.weights)
-            expected = answers.gather(1, y[:, None]).mean().item()
+            predicted = rule(ensemble.logits(seen), ensemble.weights)
+            expected = predicted.gather(1, y[:, None]).mean().item()
             assert found[name, "all", rule_name] == pytest.approx(expected, abs=1e-6)
             assert logged[f"test/votes/{name}/{rule_name}"] == pytest.approx(expected, abs=1e-6)
 
@@ -148,15 +148,15 @@ def test_what_is_there_twice_runs_once_and_equal_names_are_numbered(ensemble):
     assert [list(votes.attacks) for votes in found] == [["a"], ["a_2"], []]
 
 
-class Sick(TinyNet):
-    """Its answers are no numbers."""
+class NonFinite(TinyNet):
+    """Its logits are not finite."""
 
     def forward(self, x):
         return super().forward(x) * torch.nan
 
 
-def test_answers_that_are_no_numbers_are_no_success_of_an_attack():
-    mixed = TransformEnsemble([*nets(1), Sick().eval()], ["clean", "rotate_90"])
+def test_logits_that_are_not_finite_are_no_success_of_an_attack():
+    mixed = TransformEnsemble([*nets(1), NonFinite().eval()], ["clean", "rotate_90"])
     with pytest.raises(ValueError, match="logits are not numbers on 33 of 33 images"):
         study(mixed, VotingRuleEval({"pgd": WEAK}, attacked=["clean"]))
 

@@ -30,7 +30,7 @@ TWO = ["--trainer.devices=2", "--trainer.strategy=ddp"]
 
 
 class Diary(Defense):
-    """Its state is what it has seen and drawn; it answers at random, for nobody to mind."""
+    """Its state is what it has seen and drawn; its predictions do not matter."""
 
     def __init__(self, pages=(), stateful=True, name="d"):
         super().__init__(torch.ones(1), mean_probs)
@@ -62,10 +62,10 @@ class Reader(Attack):
 
 
 def batches(count=3, size=4):
-    chance = torch.Generator().manual_seed(0)
+    noise = torch.Generator().manual_seed(0)
     for i in range(count):
         index = torch.arange(i * size, (i + 1) * size)
-        yield torch.rand(size, 3, 8, 8, generator=chance), index % 4, index
+        yield torch.rand(size, 3, 8, 8, generator=noise), index % 4, index
 
 
 def match(attack, defense, attacker_sees_state=False):
@@ -97,7 +97,7 @@ def test_an_attacker_sees_the_state_only_if_it_leaks():
     leaked = match(sighted, Diary(), attacker_sees_state=True).defenders[0][0].pages
     assert hidden == leaked
     assert sighted.read == [leaked[:0], leaked[:2], leaked[:4]]
-    # It rehearses what it cannot see: the same images, chance of its own.
+    # It rehearses what it cannot see: the same images, randomness of its own.
     assert [page[:2] for page in blind.read[2][::2]] == [page[:2] for page in leaked[:4:2]]
     assert all(
         one[2] != other[2] for one, other in zip(blind.read[2][::2], leaked[::2], strict=False)
@@ -111,7 +111,7 @@ def test_rehearsals_never_change_what_the_defender_draws(attacker_sees_state):
     assert games[0].defenders[0][0].pages == games[2].defenders[0][0].pages
 
 
-def test_each_round_has_chance_of_its_own():
+def test_each_round_has_randomness_of_its_own():
     pages = match(Reader(), Diary()).defenders[0][0].pages
     drawn = [page[2] for page in pages[::2]] + list(pages[1::2])
     assert len(set(drawn)) == 6
@@ -137,7 +137,7 @@ def evaluate(*callbacks, data=None, **options):
 
 
 def test_the_worst_is_one_attack_for_all_images():
-    """Answers depend on the whole round: images of several attacks were never played together."""
+    """Predictions depend on the whole round: no round has images of several attacks."""
     attacks = {"weak": WEAK, "other": PGD(THREAT, 4, 0.05)}
     logged, _ = evaluate(RobustEval(attacks))
     both = [logged[f"test/robust/{name}"] for name in attacks]
@@ -257,7 +257,7 @@ def test_two_processes_play_the_rounds_of_one(tmp_path):
 class Pupil(Transductive):
     """Adapts by looking at the first labelled image."""
 
-    def fit_to_batch(self, x, chance):
+    def fit_to_batch(self, x, generator):
         image, label = self.source.gather(torch.tensor([0]))
         return self.copy_with(seen=(image, int(label)))
 
@@ -327,7 +327,7 @@ def test_rounds_that_processes_can_share(rounds, processes):
 @pytest.mark.parametrize(("processes", "images"), [(2, 5000), (8, 1250), (3, 3334)])
 def test_one_round_is_for_one_process(processes, images):
     """The advice leaves no process without a round."""
-    told = rf"all 10000 images make one round.* of {processes} processes.*--trainer\.devices=1"
-    with pytest.raises(ValueError, match=rf"{told}.*protocol\.images={images} or fewer"):
+    advice = rf"all 10000 images make one round.* of {processes} processes.*--trainer\.devices=1"
+    with pytest.raises(ValueError, match=rf"{advice}.*protocol\.images={images} or fewer"):
         RoundProtocol(images=10_000).check(None, 10_000, processes)
     RoundProtocol(images=images).check(None, 10_000, processes)
