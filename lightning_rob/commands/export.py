@@ -45,7 +45,7 @@ def run(config: ExportConfig, run: Run) -> None:
         print(f"{type(run.defense).__name__} in {path}: lightning_rob.load({str(path)!r})")
         return
     run.data.setup("test")
-    batches = counted(run.data.test_dataloader(), run.inputs["unpack"])
+    batches = counted(run.data.test_dataloader(), run.inputs.unpack)
     images, _, keys = next(regrouped(batches, config.images))
     seed = int(getattr(run.model, "seed", 0))
     try:

@@ -55,7 +55,7 @@ def write_model_folder(run: Run, folder: Path) -> None:
         ValueError: the folder would not be the whole defense.
         OSError: it cannot be written.
     """
-    if run.inputs["preprocess"] is not None:
+    if run.inputs.preprocess is not None:
         raise ValueError(
             "preprocess is an option of a plug-in, which the folder does not hold: normalize "
             "inside the network, or leave the plug-in out"

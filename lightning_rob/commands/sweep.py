@@ -328,7 +328,7 @@ class Sweep:
             if not attacks:  # only clean images are missing, but an evaluation needs an attack
                 attacks = dict([*target.attacks().items()][:1])
             source = target.source
-            measurements[target] = Measurement(attacks, target, source.settings, **source.inputs)
+            measurements[target] = Measurement(attacks, target, source.settings, source.inputs)
         if not measurements:
             return {}
         run = self.run

@@ -446,12 +446,12 @@ def test_the_worst_of_a_game_is_over_all_callbacks():
     module = AdversarialTraining(lambda: linear(inputs=192), defense=Whim)
     callbacks = [RobustEval({"strong": strong}), RobustEval({"weak": NOTHING}, max_images=20)]
     evaluate(module, *callbacks)
-    worst = callbacks[1].results[-1]
+    worst = callbacks[0].results[-1]
     assert worst.details["over"] == ["strong", "weak"]
     assert (worst.n, worst.details["images"]) == (20, "those that all attacks have")
     caption = " ".join(table_text("", [worst]).split())
     assert "worst: on 20 images, those that all attacks have" in caption
-    assert worst.accuracy < callbacks[1].results[1].accuracy
+    assert worst.accuracy < callbacks[0].results[3].accuracy
 
 
 class Clashing(Blobs):

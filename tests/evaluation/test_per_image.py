@@ -92,7 +92,7 @@ class Slow(Callback):
     def on_test_start(self, trainer, *_) -> None:
         for callback in trainer.callbacks:
             if isinstance(callback, RobustEval):
-                callback.after_batch = lambda: time.sleep(0.05)
+                callback.advance = lambda *_: time.sleep(0.05)
 
 
 def slow_test(folder, checkpoint):

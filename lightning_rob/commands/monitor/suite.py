@@ -47,7 +47,7 @@ class Suite:
                 evaluation.setup(trainer, run.model, "test")  # renames clashing attacks
         trainer.loggers = []
         self.evaluations = [
-            Measurement(e.attacks, e.target, e.settings, **e.inputs) for e in evaluations
+            Measurement(e.attacks, e.target, e.settings, e.inputs) for e in evaluations
         ]
         if not any(evaluation.target is full_defense for evaluation in evaluations):
             raise ValueError(
@@ -58,7 +58,7 @@ class Suite:
             {"attacks": {name: attack_spec(attack) for name, attack in e.attacks.items()}}
             | {"target": attack_spec(e.target)}
             | e.settings.asdict()
-            | ({"inputs": e.inputs} if any(e.inputs.values()) else {})
+            | ({"inputs": vars(e.inputs)} if any(vars(e.inputs).values()) else {})
             for e in evaluations
         ]
         settings = run.settings()
