@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks import InsideBounds, WithBackward
+from lightning_rob.attacks import DoublePrecision, InsideBounds, WithBackward
 from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.evaluation import checks
 from lightning_rob.evaluation.checks import MOST, NO_PATH, hidden_pixels
@@ -20,7 +20,6 @@ from lightning_rob.evaluation.findings import (
     percent,
     significant,
 )
-from lightning_rob.evaluation.suites import DoublePrecision
 
 
 def largest_logit(batch: AuditBatch) -> Tensor:

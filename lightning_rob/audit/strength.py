@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import walk
+from lightning_rob.attacks.nested import walk
 from lightning_rob.audit.target import GRADIENT_FREE, AuditTarget
 from lightning_rob.evaluation.findings import (
     Columns,

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
+from lightning_rob.attacks.auto import suite_kind
 from lightning_rob.callbacks.base import checkpoint_position
 from lightning_rob.callbacks.image_grid import image_grid
 from lightning_rob.callbacks.loggers import log_picture, run_folder, writing_folder
@@ -37,7 +38,7 @@ from lightning_rob.evaluation.records import (
     versions,
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
-from lightning_rob.evaluation.suites import RECIPES, suite_kind
+from lightning_rob.evaluation.suites import RECIPES
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN, print_table
 from lightning_rob.threat import Length, Norm, pixels

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import walk
+from lightning_rob.attacks.nested import walk
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.measurement import Measurement, measure
 from lightning_rob.callbacks.robust_eval import full_defense

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import init_fields, map_attacks
+from lightning_rob.attacks.nested import init_fields, map_attacks
 from lightning_rob.defenses import Defense, Ensemble
 
 

@@ -17,7 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_rob.attacks import attacking, evaluating
+from lightning_rob.attacks.auto import suite_kind, surrogate_for
 from lightning_rob.attacks.backward import entered
+from lightning_rob.attacks.controls import doubled
 from lightning_rob.attacks.folding import FoldingError
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Defense, Mixture, Single, is_transform_ensemble
@@ -37,7 +39,6 @@ from lightning_rob.evaluation.findings import (
     not_checked,
     percent,
 )
-from lightning_rob.evaluation.suites import doubled, suite_kind, surrogate_for
 from lightning_rob.objectives import Objective, expected_ce, expected_margin
 from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng, uniform
 from lightning_rob.runtime.errors import NoGradientError

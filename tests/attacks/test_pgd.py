@@ -516,9 +516,9 @@ def test_images_that_are_wrong_already_stay():
 
 # the way to the network
 
-# _attempt is where an attack is tried again: unfolded, in less memory or just inside the bounds,
+# _attack is where an attack is tried again: unfolded, in less memory or just inside the bounds,
 # and network_logits the one place that knows in which precision and form a network answers
-ATTACKED = ["__call__", "_attempt", "perturb", "__call__", "logits", "network_logits"]
+ATTACKED = ["__call__", "_attack", "perturb", "__call__", "logits", "network_logits"]
 
 
 class FrameRecorder(nn.Module):

@@ -8,14 +8,13 @@ import yaml
 from lightning.pytorch import Trainer
 from torch import nn
 
-from lightning_rob.attacks import GMSA, PGD
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks import GMSA, PGD, Attack, NoAttack
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import DENT, Defense
 from lightning_rob.defenses.transductive import Transductive, give_source
 from lightning_rob.evaluation import RoundProtocol
-from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack, check_rounds
+from lightning_rob.evaluation.protocol import AttackerDefenderSession, check_rounds
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Streams
