@@ -176,7 +176,9 @@ class AutoAttack(Attack):
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if self.reference:
-            return self._by_package(defense, x, y, generator)
+            size = self.batch_size or len(x)
+            found = run_in_chunks(self._by_package, size, defense, x, y, generator)
+            return self.threat.project(found, x)
         target, x_final = MeanPrediction(defense, self.draws, x.device), x.clone()
         left = ActiveBatch(positions(x), x, y.long(), derived(generator, 0))
         clean = self._in_chunks(_logits, target, left, x, left.generator)
@@ -247,20 +249,13 @@ class AutoAttack(Attack):
                 )
 
     def _by_package(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Run the authors' code batch by batch."""
+        """Run the authors' code on one batch, in the single precision that it needs."""
         drawn = uniform(torch.zeros(len(x), device=x.device), generator=generator)
-        size = self.batch_size or len(x)
-        batches = zip(*(torch.split(whole, size) for whole in (x, y, drawn)), strict=True)
-        found = [self._run(defense, x, y, seed_from(drawn)) for x, y, drawn in batches]
-        return self.threat.project(torch.cat(found), x)
-
-    def _run(self, defense: Defense, x: Tensor, y: Tensor, seed: int) -> Tensor:
-        """Run the package on one batch [B, C, H, W], in the single precision that it needs."""
-        generator = torch.Generator(x.device).manual_seed(seed)
-        single = x.float().contiguous()
+        seed, single = seed_from(drawn), x.float().contiguous()
+        noise = torch.Generator(x.device).manual_seed(seed)
 
         def model(images: Tensor) -> Tensor:
-            return scores(defense, images.to(x.dtype), generator, self.draws).float()
+            return scores(defense, images.to(x.dtype), noise, self.draws).float()
 
         # The package seeds torch's global streams, makes tensors of torch's default type, which has
         # to be that of its images, and ends `sys.settrace`.

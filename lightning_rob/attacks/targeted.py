@@ -74,14 +74,7 @@ class Targeted(AttackDecorator):
         away = replace(
             self.attack, objective=lambda logits, weights, y: -objective(logits, weights, y)
         )
-        with torch.no_grad():
-            logits, weights = defense.sample_logits(x, generator, self.attack.draws)
-            check_logits(logits, y)
-            # as logarithms, which still rank probabilities that round to zero
-            scores = log_mean_probs(logits.float() if logits.itemsize < 4 else logits, weights)
-        if (wrong := scores.shape[1] - 1) < max(self.ranks):
-            raise ValueError(f"rank must be 1 … {wrong} of {wrong + 1} classes, got {self.rank}")
-        targets = wrong_classes(scores, y)
+        targets = self._wrong_classes(defense, x, y, generator)
         x_best, best_value = x, x.new_full((len(x),), -torch.inf)
         for rank in self.ranks:
             x_adv = away.perturb(defense, x, targets[:, rank - 1], generator)
@@ -91,6 +84,19 @@ class Targeted(AttackDecorator):
                 value = own.value(defense, x_adv, y, generator, check=True)
             x_best, best_value = better(x_best, best_value, x_adv, value.to(best_value))
         return x_best
+
+    @torch.no_grad()
+    def _wrong_classes(
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator
+    ) -> Tensor:
+        """Return each image's wrong classes [B, K - 1], the most probable first."""
+        logits, weights = defense.sample_logits(x, generator, self.attack.draws)
+        check_logits(logits, y)
+        # as logarithms, which still rank probabilities that round to zero
+        scores = log_mean_probs(logits.float() if logits.itemsize < 4 else logits, weights)
+        if (wrong := scores.shape[1] - 1) < max(self.ranks):
+            raise ValueError(f"rank must be 1 … {wrong} of {wrong + 1} classes, got {self.rank}")
+        return wrong_classes(scores, y)
 
 
 def wrong_classes(scores: Tensor, y: Tensor) -> Tensor:
