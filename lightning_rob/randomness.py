@@ -112,7 +112,7 @@ def uniform(x: Tensor, *shape: int, generator: Generator = None) -> Tensor:
 
     Args:
         x: [B, …] the batch: gives length, device and dtype.
-        *shape: of the numbers for each image.
+        *shape: shape of the numbers for each image.
         generator: a `torch.Generator`, `Streams` of B images, or None for torch's global stream.
 
     Returns:

@@ -214,7 +214,7 @@ class AutoAttack(Attack):
 
         Args:
             classes: their number.
-            early_stop: of APGD.
+            early_stop: the one of APGD.
 
         Raises:
             ValueError: an attack needs more classes.
@@ -311,7 +311,7 @@ class MeanPrediction(Defense):
     Args:
         defense: the defense.
         draws: draws of a random defense for one prediction; None as many as the defense takes.
-        device: of the images.
+        device: device of the images.
     """
 
     kind = "single"

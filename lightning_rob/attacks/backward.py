@@ -308,7 +308,7 @@ class SurrogateTransforms(Backward):
             at every step, each still with its probability and its own parameters: gradients of less
             variance (RT paper, appendix B.2). "batch": all images share them too, as good for each
             image and faster.
-        gradients: of the transforms, see `RandomTransforms`; None leaves the defense's own.
+        gradients: gradients of the transforms, see `RandomTransforms`; None leaves the defense's.
 
     Raises:
         ValueError: another value of shared_order.

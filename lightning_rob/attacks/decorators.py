@@ -54,8 +54,8 @@ class WithBackward(AttackDecorator):
     """Run any attack with the gradients of a `Backward`, as `PGD(backward=…)` does.
 
     Args:
-        attack: such as ARC, CW, DeepFool or AutoAttack.
-        backward: such as InsideBounds, or several, entered in turn with the defense.
+        attack: an attack such as ARC, CW, DeepFool or AutoAttack.
+        backward: one such as InsideBounds, or several, entered in turn with the defense.
 
     Raises:
         TypeError: when called on a defense that the backward does not support.

@@ -51,7 +51,7 @@ class PDGD(Attack):
         steps: number of steps, each of one forward and one backward pass, before eight forward
             passes for the projections; the step sizes fall with the share of the steps that is
             done. Where logits are small the direction converges slowly.
-        step_size: of Adam, in pixel units; the length by which the first step changes each pixel.
+        step_size: step size of Adam, in pixel units: the length of the first step at each pixel.
         objective: the objective that must become positive: `expected_margin`, or `linear` (the
             margin of the mean logits); they are equal on a single network.
 

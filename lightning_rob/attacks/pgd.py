@@ -195,11 +195,11 @@ def check_certain(defense: Defense, objective: Loss) -> None:
     """Raise TypeError if one evaluation does not prove that an image is always misclassified."""
     pooled = reduction_of(objective) is None
     if defense.kind == "mixture" and pooled and defense.rule is random_member:
-        raise TypeError(f"early_stop does not see who of a mixture answers, by {objective}")
+        raise TypeError(f"early_stop does not see which part of a mixture predicts, by {objective}")
     try:
         _ = defense.classifiers
     except TypeError as error:
         raise TypeError(
             f"early_stop is for a fixed set of classifiers: {type(defense).__name__} draws its "
-            "own, and one wrong answer is no proof"
+            "own, and one wrong prediction is no proof"
         ) from error

@@ -18,7 +18,7 @@ class Sight:
 
     Args:
         images: B, the number of images in the batch.
-        device: of the images.
+        device: device of the images.
         within: the sight of an attack that calls this one on its own batch, which it shares.
         watched: whether what is seen here is reported, so that attacks need not warn.
 

@@ -74,7 +74,7 @@ class OnDifferentiable(AttackDecorator):
     """Attack the members that have a gradient, all at once and through their transformations.
 
     Args:
-        attack: such as PGD on `expected_ce` or `ce_of_mean_probs`.
+        attack: an attack such as PGD on `expected_ce` or `ce_of_mean_probs`.
 
     Raises:
         TypeError: when called on a defense that is no `TransformEnsemble`, or on one without such

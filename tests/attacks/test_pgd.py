@@ -496,7 +496,7 @@ def test_the_rule_of_a_mixture_decides_which_images_are_fooled():
 
 def test_dropping_from_a_mixture_needs_to_see_who_answers():
     defense = Mixture([ensemble(), ensemble()])
-    with pytest.raises(TypeError, match="who of a mixture answers"):
+    with pytest.raises(TypeError, match="which part of a mixture predicts"):
         PGD(LINF, 1, 0.1, objective=linear, early_stop=True)(defense, *batch(3))
 
 
