@@ -23,7 +23,7 @@ from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Threat
 
-# What a defense is to an attacker; `Defense.kind` says how it is built.
+# Kinds of defenses as an attacker sees them; `Defense.kind` says how one is built.
 SuiteKind = Literal["single", "ensemble", "randomized", "random", "transformed", "transductive"]
 ROUNDS = 5  # of GMSA, at most
 PER_MODEL = 20  # passes of an image and model in the last round of GMSA
