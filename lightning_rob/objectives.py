@@ -254,11 +254,7 @@ def expected_dlr(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
 def targeted_dlr(target: Tensor) -> Objective:
     """Return the targeted difference-of-logits ratio (Croce and Hein 2020a, eq. 7), over draws.
 
-    Args:
-        target: [B] the class that each image climbs towards.
-
-    Raises:
-        ValueError: when called, fewer than four classes.
+    Images climb towards the classes target [B], of at least four, else it raises ValueError.
     """
 
     def towards_target(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:

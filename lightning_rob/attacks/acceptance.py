@@ -19,16 +19,8 @@ def towards_acceptance(
 ) -> Tensor:
     """Attack the classes that a defense accepts, in which rejection counts as the label.
 
-    Args:
-        work: attack of images [b, …] with labels [b] -> [b, …].
-        separable: whether an image's result is independent of the other images.
-        defense: one that `rejects`.
-        x: [B, …] images.
-        y: [B] their labels.
-        generator: source of randomness; `Streams` give an image the same noise in any part.
-
-    Returns:
-        [B, …].
+    See `run_in_parts` for the arguments; `separable` says whether an image's result is independent
+    of the other images.
 
     Raises:
         ValueError: a label is the class of rejection.

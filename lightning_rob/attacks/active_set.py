@@ -58,13 +58,9 @@ def positions(x: Tensor) -> Tensor:
 
 
 def derived(generator: Generator, key: int) -> Generator:
-    """Return a source of noise of its own for a part of an attack.
+    """Return other streams for a numbered part of an attack; a `torch.Generator` as it is.
 
-    Of streams, the noise of an image then depends on the part alone, and not on how much has been
-    drawn for images that have left.
-
-    Args:
-        generator: a `torch.Generator` is returned as it is.
-        key: the number of the part.
+    The noise of an image then depends on the part alone, and not on how much has been drawn for
+    images that have left.
     """
     return generator.fold_in(key) if isinstance(generator, Streams) else generator

@@ -210,11 +210,7 @@ class AutoAttack(Attack):
             return run_in_chunks(work, size, target, x, left.y, noise)
 
     def stages(self, classes: int, early_stop: bool = True) -> list[Attack]:
-        """Return the attacks of this version.
-
-        Args:
-            classes: their number.
-            early_stop: the one of APGD.
+        """Return the attacks of this version, APGD with early stopping or without.
 
         Raises:
             ValueError: an attack needs more classes.

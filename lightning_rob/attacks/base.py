@@ -166,10 +166,7 @@ class Attack(Counted, ABC):
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
         """Return whether the attack is adaptive on a kind of defense that predicts by this rule.
 
-        Args:
-            suite_kind: as `lightning_rob.attacks.auto.suite_kind` has it: "ensemble", "randomized",
-                "random", "transformed" or "transductive"; not `Defense.kind`.
-            rule: the defense's.
+        The kind is that of `lightning_rob.attacks.auto.suite_kind`, not `Defense.kind`.
         """
         return suite_kind in self.made_for
 

@@ -122,8 +122,8 @@ def scores(defense: Defense, x: Tensor, generator: Generator, draws: int | None)
     Args:
         defense: the defense.
         x: [B, C, H, W] images.
-        generator: source of its draws.
-        draws: draws for one prediction; None as many as the defense takes.
+        generator: the source of its draws.
+        draws: number of draws for one prediction; None for as many as the defense takes.
 
     Raises:
         NoGradientError: the images require a gradient, and nothing leads back to them.
