@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks import InsideBounds, WithBackward
+from lightning_rob.attacks import DoublePrecision, InsideBounds, WithBackward
 from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.evaluation import checks
 from lightning_rob.evaluation.check_batch import nonfinite
@@ -22,7 +22,6 @@ from lightning_rob.evaluation.findings import (
     significant,
 )
 from lightning_rob.evaluation.protocol import predictions
-from lightning_rob.evaluation.suites import DoublePrecision
 
 LARGE_CHANGE = 1e-3  # of a probability: more than rounding
 

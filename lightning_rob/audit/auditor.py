@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rob.attacks.auto import SuiteKind
 from lightning_rob.audit import attacked, strength
 from lightning_rob.audit.report import Check, Report
 from lightning_rob.audit.target import AuditBatch, AuditTarget
@@ -18,7 +19,6 @@ from lightning_rob.evaluation.checks import made
 from lightning_rob.evaluation.columns import LazyColumns, Measure
 from lightning_rob.evaluation.findings import Columns, by_severity, known
 from lightning_rob.evaluation.records import Result, measured
-from lightning_rob.evaluation.suites import SuiteKind
 from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.threat import Threat
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import walk
+from lightning_rob.attacks.nested import walk
 from lightning_rob.audit.target import GRADIENT_FREE, AuditTarget
 from lightning_rob.evaluation.findings import (
     Columns,

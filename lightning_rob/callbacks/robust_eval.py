@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
+from lightning_rob.attacks.auto import suite_kind
 from lightning_rob.callbacks.base import EvaluationCallback, with_threat
 from lightning_rob.callbacks.image_grid import image_grid
 from lightning_rob.callbacks.images import Images, checkpoint_position
@@ -39,7 +40,7 @@ from lightning_rob.evaluation.records import (
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
 from lightning_rob.evaluation.store import PerImageResults
-from lightning_rob.evaluation.suites import RECIPES, suite_kind
+from lightning_rob.evaluation.suites import RECIPES
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN, print_table
 from lightning_rob.threat import Length, Norm

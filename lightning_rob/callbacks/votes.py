@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_rob.attacks import TAA, Attack, evaluating
+from lightning_rob.attacks import TAA, Attack, NoAttack, evaluating
 from lightning_rob.attacks.transform_ensemble import attackable
 from lightning_rob.callbacks.base import EvaluationCallback, with_threat
 from lightning_rob.callbacks.images import Images
@@ -19,7 +19,7 @@ from lightning_rob.callbacks.progress import console_of
 from lightning_rob.defenses import Defense, is_transform_ensemble
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings
 from lightning_rob.evaluation.groups import Batch
-from lightning_rob.evaluation.protocol import NoAttack, check_within
+from lightning_rob.evaluation.protocol import check_within
 from lightning_rob.evaluation.records import append_records
 from lightning_rob.metrics import PerImage, robust_accuracy, wilson_over_draws
 from lightning_rob.objectives import check_logits

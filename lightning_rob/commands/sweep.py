@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import init_fields, map_attacks, walk
+from lightning_rob.attacks.nested import init_fields, map_attacks, walk
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.measurement import Measurement, measure
 from lightning_rob.callbacks.robust_eval import full_defense

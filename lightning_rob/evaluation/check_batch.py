@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import attacking, evaluating
+from lightning_rob.attacks.auto import suite_kind, surrogate_for
 from lightning_rob.attacks.backward import entered
 from lightning_rob.defenses import Defense, is_transform_ensemble
 from lightning_rob.defenses.copies import fresh
-from lightning_rob.evaluation.suites import suite_kind, surrogate_for
 from lightning_rob.objectives import Objective, expected_ce, expected_margin
 from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng
 

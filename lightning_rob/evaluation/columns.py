@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import attacking, evaluating
+from lightning_rob.attacks.auto import surrogate_for
 from lightning_rob.attacks.backward import entered
+from lightning_rob.attacks.controls import doubled
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Defense, Mixture, Single
 from lightning_rob.defenses.copies import changes, fresh, keep_changes, original, working_copy
 from lightning_rob.evaluation.check_batch import CheckBatch
 from lightning_rob.evaluation.findings import many, mean
-from lightning_rob.evaluation.suites import doubled, surrogate_for
 from lightning_rob.objectives import expected_margin
 from lightning_rob.randomness import derive_seed, seeded_global_rng, uniform
 from lightning_rob.runtime.errors import NoGradientError

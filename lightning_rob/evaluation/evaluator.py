@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_rob.attacks import Attack, InsideBounds, WithBackward
+from lightning_rob.attacks import Attack, InsideBounds, NoAttack, WithBackward
 from lightning_rob.attacks.acceptance import check_none_rejected
 from lightning_rob.attacks.backward import Backward
-from lightning_rob.attacks.base import HAIR, check_images, walk
+from lightning_rob.attacks.base import HAIR, check_images
+from lightning_rob.attacks.nested import walk
 from lightning_rob.attacks.sight import watching
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh, working_copy
@@ -25,7 +26,6 @@ from lightning_rob.evaluation.findings import Finding
 from lightning_rob.evaluation.groups import GROUP_SIZE
 from lightning_rob.evaluation.protocol import (
     AttackerDefenderSession,
-    NoAttack,
     RoundProtocol,
     predictions,
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,9 +11,8 @@ from lightning_rob.attacks import Attack, evaluating
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh
 from lightning_rob.evaluation.groups import Unpack, fetch, unpacked
-from lightning_rob.randomness import Generator, Streams, derive_seed, seeded_global_rng
+from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng
 from lightning_rob.runtime.precision import in_float32
-from lightning_rob.threat import Threat
 
 ROUNDING = 1e-5  # of a pixel's range: float32 arithmetic may add this much to a perturbation
 
@@ -131,18 +130,6 @@ def evaluate_once(
 ) -> tuple[Tensor, Tensor]:
     """Return the outcome of the first `step` of an `AttackerDefenderSession`."""
     return AttackerDefenderSession(attack, defense, *keys).step(x, y, index, inferences)
-
-
-@dataclass(frozen=True)
-class NoAttack(Attack):
-    """Return the images unchanged; the bounds of its threat hold for them."""
-
-    ignores_state: ClassVar[bool] = True
-    threat: Threat
-
-    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the same images [B, C, H, W]."""
-        return x
 
 
 def predictions(defense: Defense, x: Tensor, noise: Streams, inferences: int = 1) -> Tensor:

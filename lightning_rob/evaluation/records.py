@@ -17,7 +17,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import inner_attacks, walk
+from lightning_rob.attacks.nested import inner_attacks, walk
 from lightning_rob.metrics import wilson_over_draws
 from lightning_rob.runtime.files import append_lines
 from lightning_rob.runtime.identity import attack_spec

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import walk
+from lightning_rob.attacks.nested import walk
 from lightning_rob.evaluation.findings import (
     Finding,
     by_severity,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import evaluating
+from lightning_rob.attacks.contexts import evaluating
 from lightning_rob.defenses import Defense
 from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng
 

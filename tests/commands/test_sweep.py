@@ -11,7 +11,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from lightning_rob.attacks import ARC, PGD, OnMember, RandomMember, Strongest
-from lightning_rob.attacks.base import walk
+from lightning_rob.attacks.nested import walk
 from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.cli.commands import parse_options
 from lightning_rob.cli.lightning_cli import RobustCLI

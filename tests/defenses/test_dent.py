@@ -173,9 +173,8 @@ CLIMB = PGD(Threat("linf", 0.1), 3, 0.05, random_start=False, keep_best=True)
         replace(CLIMB, objective=worst_ce),
         HighConfidence(CLIMB, untargeted=1, targeted=1),
         Chunked(CLIMB, images=3),
-        Chunked(CLIMB, memory=1e-5),
     ],
-    ids=["avg", "min", "confident", "chunked", "by memory"],
+    ids=["avg", "min", "confident", "chunked"],
 )
 def test_the_models_of_a_round_are_attacked_in_parts(inner, monkeypatch):
     """Each image meets its own scales and shifts, also in halves of halves."""

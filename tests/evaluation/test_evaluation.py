@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_rob.attacks import PGD
+from lightning_rob.attacks import PGD, NoAttack
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single, TransformEnsemble
 from lightning_rob.defenses.transductive import Transductive
@@ -34,7 +34,7 @@ from lightning_rob.evaluation import (
     worst_case,
 )
 from lightning_rob.evaluation.groups import GroupQueue, served_positions
-from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack
+from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.metrics import robust_accuracy, wilson, wilson_over_draws
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.rules import majority, mean_probs

@@ -7,14 +7,13 @@ import torch
 import yaml
 from torch import nn
 
-from lightning_rob.attacks import GMSA, PGD
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks import GMSA, PGD, Attack, NoAttack
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import DENT, Defense
 from lightning_rob.defenses.transductive import Transductive, give_source
 from lightning_rob.evaluation import RoundProtocol
-from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack
+from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Streams

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_rob.attacks import Attack
+from lightning_rob.attacks.auto import suite_kind
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.measurement import Measurement, measure
 from lightning_rob.callbacks.robust_eval import full_defense
@@ -13,7 +14,7 @@ from lightning_rob.commands.scores import Scores, scores_by_name
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.records import Result
 from lightning_rob.evaluation.results import WORST, worst_measurement, worst_over
-from lightning_rob.evaluation.suites import RECIPES, default_attacks, suite_kind
+from lightning_rob.evaluation.suites import RECIPES, default_attacks
 from lightning_rob.runtime.identity import attack_spec, cache_key
 from lightning_rob.tables import CLEAN
 from lightning_rob.threat import Threat
