@@ -29,10 +29,10 @@ from lightning_rob.attacks import (
     Strongest,
     TransferFromStatic,
 )
-from lightning_rob.attacks.base import evaluating
+from lightning_rob.attacks.auto import AGGMO, Auto
+from lightning_rob.attacks.contexts import evaluating
 from lightning_rob.data import Digits5k, Patches10
 from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single, TransformEnsemble
-from lightning_rob.evaluation.suites import AGGMO, Auto
 from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import (
     classification_loss,

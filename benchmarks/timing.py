@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from lightning_rob.attacks.oom import kept_for_gradients
 from lightning_rob.cli.main import tune_process
 from lightning_rob.data import Patches10
 from lightning_rob.nets import ResNet20
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.plain
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.plain and tests.counting
+from tests.counting import kept_for_gradients
+
 tune_process()
 
 

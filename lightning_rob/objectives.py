@@ -7,7 +7,8 @@ where softmax minus one-hot would round to zero on a confident network.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from functools import partial, update_wrapper
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,54 +16,57 @@ from torch.nn.functional import softplus
 
 from lightning_rob.rules import Rule, expectation, mean_logits, mean_probs
 
-Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # an objective, or any such function
 Reduction = Literal["mean", "min"]
-Declared = TypeVar("Declared", bound=Objective)
 DLR_GUARD = 1e-12  # added to divisors, as in the authors' code
 PRECISE = 1e-30  # below it values and gradients lose digits in single precision, and end at zero
 
 
-def reduces(reduction: Reduction) -> Callable[[Declared], Declared]:
-    """Declare, as a decorator, how an objective reduces its values on single draws.
-
-    Attacks then evaluate the parts of a mixture one by one, in the memory of one part.
-    `HighConfidence` accepts no other objectives.
+class Objective:
+    """An objective, with what attacks use to evaluate it in parts and on confident networks.
 
     Args:
-        reduction: "mean" with the draws' weights, or "min" over the draws of positive weight.
+        value: function of logits, weights and labels.
+        reduction: how it reduces its values on single draws, "mean" with the draws' weights or
+            "min" over those of positive weight. Attacks then evaluate the parts of a mixture one
+            by one, in the memory of one part; `HighConfidence` accepts no other objectives.
+        logarithm: its logarithm where it is small, see `climbed`.
     """
 
-    def declare(objective: Declared) -> Declared:
-        objective.reduction = reduction  # type: ignore[attr-defined]
-        return objective
+    __name__: str
+    __qualname__: str
 
-    return declare
+    def __init__(
+        self, value: Loss, reduction: Reduction | None = None, logarithm: Loss | None = None
+    ) -> None:
+        self.value, self.reduction, self.logarithm = value, reduction, logarithm
+        update_wrapper(self, value)  # recipes and records name it as the function
+
+    def __call__(self, logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+        """Compute the objective: [S, B, K], [S], [B] -> [B]."""
+        return self.value(logits, weights, y)
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # copied and pickled by its name, as a function
 
 
-def reduction_of(objective: Objective) -> Reduction | None:
-    """Return the objective's `reduction` over draws; None if it declares none."""
+def reduction_of(objective: Loss) -> Reduction | None:
+    """Return the objective's `reduction` over draws; None if it has none."""
     return getattr(objective, "reduction", None)
 
 
-def continued_by(logarithm: Objective) -> Callable[[Declared], Declared]:
-    """Declare, as a decorator, the logarithm of an objective where it is small; see `climbed`."""
-
-    def declare(objective: Declared) -> Declared:
-        objective.logarithm = logarithm  # type: ignore[attr-defined]
-        return objective
-
-    return declare
-
-
-def climbed(objective: Objective, logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+def climbed(objective: Loss, logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute an objective that keeps its slope on confident networks: [S, B, K] … -> [B].
 
     From c = 1e-30 downwards the value v is continued by c (1 + log(v / c)), if the objective
-    declares its logarithm. Order, slope at c and directions of the gradient stay the same, and
+    has a logarithm. Order, slope at c and directions of the gradient stay the same, and
     values below 1e-38, on which single precision has no slope, are as good as any.
     """
     value = objective(logits, weights, y)
-    logarithm: Objective | None = getattr(objective, "logarithm", None)
+    logarithm: Loss | None = getattr(objective, "logarithm", None)
     if logarithm is None:
         return value
     continued = PRECISE * (1 - math.log(PRECISE) + logarithm(logits, weights, y))
@@ -146,26 +150,53 @@ def boosted_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(logits, y) + softplus(lead, threshold=50)
 
 
+def log_mean_probs(logits: Tensor, weights: Tensor) -> Tensor:
+    """Compute the logarithm of the mean probabilities: [S, B, K], [S] -> [B, K]."""
+    return (logits.log_softmax(-1) + weights.to(logits).log()[:, None, None]).logsumexp(0)
+
+
 def _log_expectation(weights: Tensor, logarithms: Tensor) -> Tensor:
     if len(logarithms) == 1:
         return logarithms[0]
     return (logarithms + weights.to(logarithms).log()[:, None]).logsumexp(0)
 
 
-@continued_by(lambda logits, weights, y: _log_expectation(weights, _odds(logits, y)))
-@reduces("mean")
+def _min_over_draws(weights: Tensor, values: Tensor) -> Tensor:
+    """Return the smallest value over draws of positive weight: [S], [S, B] -> [B]."""
+    never_drawn = (weights == 0).to(values.device)[:, None]
+    return values.masked_fill(never_drawn, torch.inf).amin(0)
+
+
+def _margin(logits: Tensor, y: Tensor) -> Tensor:
+    right, wrong = _split(logits, y)
+    return wrong.amax(-1) - right
+
+
+def _wrong_confidence(logits: Tensor, y: Tensor) -> Tensor:
+    return _split(logits.softmax(-1), y)[1].amax(-1)
+
+
+@partial(
+    Objective,
+    reduction="mean",
+    logarithm=lambda logits, weights, y: _log_expectation(weights, _odds(logits, y)),
+)
 def expected_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the mean cross-entropy over draws: adaptive PGD, EoT, GMSA-AVG."""
     return expectation(weights, cross_entropy(logits, y))
 
 
-@continued_by(lambda logits, weights, y: _min_over_draws(weights, _odds(logits, y)))
-@reduces("min")
+@partial(
+    Objective,
+    reduction="min",
+    logarithm=lambda logits, weights, y: _min_over_draws(weights, _odds(logits, y)),
+)
 def worst_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the smallest cross-entropy of the draws of positive weight: GMSA-MIN."""
     return _min_over_draws(weights, cross_entropy(logits, y))
 
 
+@Objective
 def log_expected_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the logarithm of `expected_ce`, whose gradient has its direction and no underflow."""
     odds = _odds(logits, y)
@@ -174,41 +205,37 @@ def log_expected_ce(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     return (loss + weights.to(logits).log()[:, None]).logsumexp(0)
 
 
-def _log_mean_probs(logits: Tensor, weights: Tensor) -> Tensor:
-    return (logits.log_softmax(-1) + weights.to(logits).log()[:, None, None]).logsumexp(0)
-
-
-@continued_by(lambda logits, weights, y: _odds(_log_mean_probs(logits, weights), y))
+@partial(Objective, logarithm=lambda logits, weights, y: _odds(log_mean_probs(logits, weights), y))
 def ce_of_mean_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the cross-entropy of the mean probabilities."""
-    return cross_entropy(_log_mean_probs(logits, weights), y)
+    return cross_entropy(log_mean_probs(logits, weights), y)
 
 
-@continued_by(lambda logits, weights, y: _odds(expectation(weights, logits), y))
+@partial(Objective, logarithm=lambda logits, weights, y: _odds(expectation(weights, logits), y))
 def ce_of_mean_logits(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the cross-entropy of the mean logits (ARC paper, eq. 64)."""
     return cross_entropy(expectation(weights, logits), y)
 
 
+@Objective
 def linear(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the largest wrong logit minus the label's, on mean logits."""
-    right, wrong = _split(expectation(weights, logits), y)
-    return wrong.amax(-1) - right
+    return _margin(expectation(weights, logits), y)
 
 
-@reduces("mean")
+@partial(Objective, reduction="mean")
 def expected_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the mean over draws of the largest wrong logit minus the label's ("expected h")."""
     return expectation(weights, _margin(logits, y))
 
 
-@reduces("min")
+@partial(Objective, reduction="min")
 def worst_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the smallest margin of the draws of positive weight."""
     return _min_over_draws(weights, _margin(logits, y))
 
 
-@reduces("mean")
+@partial(Objective, reduction="mean")
 def expected_dlr(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the mean over draws of the difference-of-logits ratio (Croce and Hein 2020a, eq. 6).
 
@@ -227,35 +254,55 @@ def expected_dlr(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
 def targeted_dlr(target: Tensor) -> Objective:
     """Return the targeted difference-of-logits ratio (Croce and Hein 2020a, eq. 7), over draws.
 
-    Args:
-        target: [B] the class that each image climbs towards.
-
-    Raises:
-        ValueError: when called, fewer than four classes.
+    Images climb towards the classes target [B], of at least four, else it raises ValueError.
     """
 
-    @reduces("mean")
     def towards_target(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
         if logits.shape[-1] < 4:
             raise ValueError(
                 f"targeted DLR needs four classes or more, the defense has {logits.shape[-1]}"
             )
-        pair = torch.stack((y, target), -1).expand(*logits.shape[:-1], 2)
-        right, wrong = logits.gather(-1, pair).unbind(-1)
+        right, wrong = _pair(logits, y, target)
         top = logits.topk(4).values
         spread = top[..., 0] - (top[..., 2] + top[..., 3]) / 2 + DLR_GUARD
         return expectation(weights, (wrong - right) / spread)
 
-    return towards_target
+    return Objective(towards_target, "mean")
 
 
-@reduces("mean")
+def _pair(logits: Tensor, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits [..., B] of labels and of targets."""
+    both = torch.stack((y, target), -1).expand(*logits.shape[:-1], 2)
+    right, wrong = logits.gather(-1, both).unbind(-1)
+    return right, wrong
+
+
+@dataclass(frozen=True)
+class TargetedMargin:
+    """The logit of one wrong class minus the label's, reduced over draws.
+
+    Args:
+        class_offset: k; the wrong class is y + k modulo K.
+        reduction: "mean" with the draws' weights, or "min" over the draws of positive weight.
+    """
+
+    class_offset: int
+    reduction: Reduction = "mean"
+
+    def __call__(self, logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+        """Compute the margins [B] of logits [S, B, K], weights [S] and labels [B]."""
+        right, wrong = _pair(logits, y, (y + self.class_offset) % logits.shape[-1])
+        reduced = _min_over_draws if self.reduction == "min" else expectation
+        return reduced(weights, wrong - right)
+
+
+@partial(Objective, reduction="mean")
 def confident(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the mean over draws of the largest probability of a wrong class."""
     return expectation(weights, _wrong_confidence(logits, y))
 
 
-@reduces("min")
+@partial(Objective, reduction="min")
 def min_confidence(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute the largest probability of a wrong class, smallest over draws of positive weight."""
     return _min_over_draws(weights, _wrong_confidence(logits, y))
@@ -268,71 +315,25 @@ def _log_probability_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tenso
     return _log_expectation(weights, rival)
 
 
-@continued_by(_log_probability_margin)
-@reduces("mean")
+@partial(Objective, reduction="mean", logarithm=_log_probability_margin)
 def expected_probability_margin(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Compute 1 + the mean over draws of the largest wrong probability minus the label's.
 
     The Probability Margin Attack is PGD on it (Xie et al., CVPR 2025). The 1 keeps the value and
     the gradient precise where the label's probability rounds to 1.
     """
-    return expectation(weights, _probability_margin(logits, y))
+    right, wrong = _split(logits, y)
+    margin = _wrong_confidence(logits, y) + (wrong.logsumexp(-1) - right).sigmoid()
+    return expectation(weights, margin)
 
 
 def ce_of_rule(rule: Rule) -> Objective:
     """Return the cross-entropy that decides a rule's prediction; of votes the expected one."""
-    of_means: dict[Rule, Objective] = {
-        mean_logits: ce_of_mean_logits,
-        mean_probs: ce_of_mean_probs,
-    }
-    return of_means.get(rule, expected_ce)
+    if rule is mean_logits:
+        return ce_of_mean_logits
+    return ce_of_mean_probs if rule is mean_probs else expected_ce
 
 
 def margin_of_rule(rule: Rule) -> Objective:
     """Return the margin that decides a rule's prediction; of votes the expected one."""
     return linear if rule in (mean_logits, mean_probs) else expected_margin
-
-
-@dataclass(frozen=True)
-class TargetedMargin:
-    """The logit of one wrong class minus the label's, reduced over draws.
-
-    Args:
-        class_offset: k; the wrong class is y + k modulo K.
-        reduce: "mean" with the draws' weights, or "min" over the draws of positive weight.
-    """
-
-    class_offset: int
-    reduce: Reduction = "mean"
-
-    @property
-    def reduction(self) -> Reduction:
-        """The reduction over draws, as other objectives declare theirs."""
-        return self.reduce
-
-    def __call__(self, logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
-        """Compute the margins [B] of logits [S, B, K], weights [S] and labels [B]."""
-        pair = torch.stack((y, (y + self.class_offset) % logits.shape[-1]), -1)
-        right, wrong = logits.gather(-1, pair.expand(*logits.shape[:-1], 2)).unbind(-1)
-        reduction_of = _min_over_draws if self.reduce == "min" else expectation
-        return reduction_of(weights, wrong - right)
-
-
-def _margin(logits: Tensor, y: Tensor) -> Tensor:
-    right, wrong = _split(logits, y)
-    return wrong.amax(-1) - right
-
-
-def _wrong_confidence(logits: Tensor, y: Tensor) -> Tensor:
-    return _split(logits.softmax(-1), y)[1].amax(-1)
-
-
-def _probability_margin(logits: Tensor, y: Tensor) -> Tensor:
-    right, wrong = _split(logits, y)
-    return _wrong_confidence(logits, y) + (wrong.logsumexp(-1) - right).sigmoid()
-
-
-def _min_over_draws(weights: Tensor, values: Tensor) -> Tensor:
-    """Return the smallest value over draws of positive weight: [S], [S, B] -> [B]."""
-    never_drawn = (weights == 0).to(values.device)[:, None]
-    return values.masked_fill(never_drawn, torch.inf).amin(0)

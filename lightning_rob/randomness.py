@@ -56,11 +56,9 @@ class Streams:
 
     @classmethod
     def from_index(cls, index: Tensor, *keys: int) -> "Streams":
-        """Return the streams of images, derived from their indices and further keys.
+        """Return the streams of images by their indices [B] in their data set.
 
-        Args:
-            index: [B] the images' indices in their data set.
-            *keys: identify this noise among others: a seed, an epoch, a repeat.
+        Further keys (a seed, an epoch, a repeat) identify this noise among others.
         """
         batch_key = derive_seed(*keys)
         return cls(_mix(_mix(index.to(torch.int64)) ^ batch_key), batch_key)
@@ -69,11 +67,7 @@ class Streams:
         return len(self.keys)
 
     def __getitem__(self, chosen: Tensor) -> "Streams":
-        """Return the streams of some of the images, at their current position.
-
-        Args:
-            chosen: [B] mask, or indices into the batch.
-        """
+        """Return the streams of some images, a mask [B] or indices, at their current position."""
         rows = self.rows
         if rows is None:
             rows = torch.arange(len(self.keys), device=self.keys.device)
@@ -118,7 +112,7 @@ def uniform(x: Tensor, *shape: int, generator: Generator = None) -> Tensor:
 
     Args:
         x: [B, …] the batch: gives length, device and dtype.
-        *shape: of the numbers for each image.
+        *shape: shape of the numbers for each image.
         generator: a `torch.Generator`, `Streams` of B images, or None for torch's global stream.
 
     Returns:
@@ -144,11 +138,9 @@ def normal(x: Tensor, *shape: int, generator: Generator = None) -> Tensor:
 
 
 def generator_from(x: Tensor, generator: Generator = None) -> torch.Generator:
-    """Return a generator for the draws that a batch shares, seeded by a draw for each image.
+    """Return a generator for the draws that a batch x shares, seeded by a draw for each image.
 
-    Args:
-        x: [B, …] the batch.
-        generator: source of the seed; `Streams` give another one at the next call.
+    `Streams` give another one at the next call.
     """
     drawn = uniform(torch.zeros(len(x), device=x.device), generator=generator)
     return torch.Generator().manual_seed(seed_from(drawn))
@@ -164,8 +156,8 @@ def seeded_global_rng(generator: torch.Generator, device: torch.device) -> Itera
     """Seed the global streams of torch, numpy and Python by a generator; then restore them.
 
     Args:
-        generator: on the CPU; one number is drawn.
-        device: its stream is seeded in addition to the CPU's.
+        generator: a generator on the CPU; one number is drawn.
+        device: the device whose stream is seeded in addition to the CPU's.
     """
     seed = int(torch.randint(2**62, (), generator=generator))
     on_gpu = device.type == "cuda"
@@ -185,12 +177,7 @@ def seeded_global_rng(generator: torch.Generator, device: torch.device) -> Itera
 
 
 def own_streams(seed: int, device: torch.device | None = None) -> AbstractContextManager[None]:
-    """Seed the global streams as `seeded_global_rng`, by a number.
-
-    Args:
-        seed: seed of all of them.
-        device: its stream is seeded in addition to the CPU's.
-    """
+    """Seed the global streams as `seeded_global_rng`, by a number."""
     return seeded_global_rng(torch.Generator().manual_seed(seed), device or torch.device("cpu"))
 
 

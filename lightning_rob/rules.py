@@ -35,8 +35,8 @@ def rejected_share(predictions: Tensor, rejects: int | None, abstained: bool) ->
     Args:
         predictions: probability of each class.
         rejects: class that stands for rejection, if there is one.
-        abstained: whether what a row lacks to one is rejected; else it counts as wrong, as where
-            logits are not finite.
+        abstained: whether a row's difference from one is rejected; else it counts as wrong, as
+            where logits are not finite.
     """
     known = predictions.nan_to_num(0.0, 0.0, 0.0)
     share = torch.zeros_like(known[..., 0]) if rejects is None else known[..., rejects]

@@ -47,9 +47,19 @@ def norm_order(norm: Norm) -> float:
     return p
 
 
-def scale(flat: Tensor, factor: Tensor) -> Tensor:
+def per_image(values: Tensor, x: Tensor) -> Tensor:
+    """Return numbers [B] of images x [B, …] in the shape [B, 1, …] that broadcasts with them."""
+    return values.reshape(-1, *[1] * (x.dim() - 1))
+
+
+def scale(x: Tensor, factor: Tensor) -> Tensor:
     """Multiply each image of a batch by its own number: [B, …] by [B]."""
-    return flat * factor.reshape(-1, *[1] * (flat.dim() - 1))
+    return x * per_image(factor, x)
+
+
+def choose(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return each image of a [B, …] where the condition [B] holds, else that of b [B, …]."""
+    return torch.where(per_image(condition, a), a, b)
 
 
 def _norms(batch: Tensor, order: float) -> Tensor:
@@ -137,11 +147,7 @@ class Threat:
     def steepest(self, g: Tensor) -> Tensor:
         """Compute the direction of unit p-norm with the largest inner product with g; 0 if g is 0.
 
-        Args:
-            g: [B, …] gradients.
-
-        Returns:
-            [B, …]: sgn(g) |g|^(q-1) / ||g||_q^(q-1); for p = 1 all on the largest entry.
+        [B, …] -> [B, …]: sgn(g) |g|^(q-1) / ||g||_q^(q-1); for p = 1 all on the largest entry.
         """
         if self.p == math.inf:
             return g.sign()
@@ -183,14 +189,9 @@ class Threat:
         return self.apply(self.clip(x_adv - x, x), x)
 
     def start(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Draw a random point of the ball: uniform for linf, else a random direction and radius.
+        """Draw images [B, …] at random points of the ball around x [B, …], within the bounds.
 
-        Args:
-            x: [B, …] images.
-            generator: see `lightning_rob.randomness.uniform`.
-
-        Returns:
-            [B, …] images within ball and bounds.
+        For linf they are uniform, else of a random direction and radius.
         """
         radius = self.eps * self.unit(x)
         if self.p == math.inf:
@@ -207,8 +208,8 @@ class Threat:
 class ThreatPerImage(Threat):
     """A ball of its own radius around each image of one batch: eps * radii.
 
-    An attack that reads every length in units of `unit`, and takes the part `of` the images it
-    still works on, is an attack within these balls; see `Attack.takes_radii`.
+    Attacks that read every length in units of `unit`, and take the part `of` the images they still
+    work on, attack within these balls; see `Attack.takes_radii`.
 
     Args:
         radii: [B] factors of eps.

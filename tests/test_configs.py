@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_rob import RobustEval, evaluate
-from lightning_rob.attacks.base import walk
+from lightning_rob.attacks.nested import walk
 from lightning_rob.callbacks.base import EvaluationCallback
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.data import ImageData

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Sampler
 from lightning_rob import PGD, RobustEval, Threat
 from tests.callbacks.test_any_module import DATA, Classifier, Repeated, Stored, trainer
 from tests.forked import forked, two_processes, two_ranks
-from tests.tiny import arc, pgd, recipe, records, robust_eval, run, same_weights, weights
+from tests.tiny import arc, pgd, recipe, records, robust_eval, run, weights
 
 TWO = ["--trainer.strategy=ddp_find_unused_parameters_true", "--trainer.devices=2"]
 CHECKPOINT = "run/version_0/checkpoints/epoch=3-step=16.ckpt"
@@ -129,19 +129,6 @@ def test_two_processes_predict_into_one_file(trained, tmp_path):
         files.append(pandas.read_csv(folder / "run/version_0/predictions.csv"))
     assert files[0]["index"].tolist() == list(range(33))
     pandas.testing.assert_frame_equal(*files, atol=1e-5)
-
-
-def test_training_is_the_same_with_and_without_callbacks(tmp_path):
-    (tmp_path / "with").mkdir()
-    (tmp_path / "without").mkdir()
-    unmonitored = {"model__init_args__monitor": None}
-    random = robust_eval({"apgd": pgd(), "arc": arc(random_start=True)}, repeats=2)
-    for name, callbacks in {"with": [random], "without": []}.items():
-        file = recipe(tmp_path / name, **unmonitored, **{"trainer__callbacks+": callbacks})
-        run("fit", "--config", file)
-    one, other = (weights(tmp_path / name / CHECKPOINT) for name in ("with", "without"))
-    assert same_weights(one, other)
-    assert (tmp_path / "with/run/version_0/robust.jsonl").exists()
 
 
 class Odd(Sampler):

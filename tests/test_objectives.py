@@ -1,4 +1,6 @@
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -20,7 +22,6 @@ from lightning_rob.objectives import (
     expected_probability_margin,
     linear,
     min_confidence,
-    reduces,
     reduction_of,
     worst_ce,
     worst_margin,
@@ -309,13 +310,10 @@ def test_an_objective_reduces_single_draws_as_it_declares(objective):
     assert same == ([reduction_of(objective)] if reduction_of(objective) else [])
 
 
-def test_another_objective_may_declare_it_too():
-    def twice(logits, weights, y):
-        return 2 * worst_ce(logits, weights, y)
-
-    assert reduction_of(twice) is None
-    assert reduces("min")(twice) is twice
-    assert reduction_of(twice) == "min"
+def test_an_objective_is_named_as_its_function_and_copied_by_this_name():
+    assert repr(worst_ce) == "worst_ce"
+    assert copy.deepcopy(worst_ce) is worst_ce
+    assert pickle.loads(pickle.dumps(worst_ce)) is worst_ce
 
 
 def test_check_logits_accepts_a_class_that_is_ruled_out():

@@ -27,8 +27,7 @@ from lightning_rob.attacks import (
     Strongest,
     SurrogateTransforms,
 )
-from lightning_rob.attacks.oom import kept_for_gradients
-from lightning_rob.attacks.passes import PassCount
+from lightning_rob.attacks.budget import PassCount
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single, TransformEnsemble
 from lightning_rob.modules import BAT, DVERGE, IAT, AdversarialTraining
 from lightning_rob.objectives import worst_ce
@@ -36,7 +35,7 @@ from lightning_rob.randomness import Streams
 from lightning_rob.rules import mean_logits
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, HorizontalFlip
-from tests.counting import Counting
+from tests.counting import Counting, kept_for_gradients
 
 LINF, L2 = Threat("linf", 0.1), Threat("l2", 100.0)
 B = 7

@@ -2,16 +2,24 @@
 
 from lightning_rob.attacks.apgd import APGD
 from lightning_rob.attacks.arc import ARC, arc_linear, arc_suite
+from lightning_rob.attacks.auto import Auto
 from lightning_rob.attacks.autoattack import AutoAttack
 from lightning_rob.attacks.backward import SGM, InsideBounds, LinBP, SurrogateTransforms
-from lightning_rob.attacks.base import Attack, attacking, evaluating
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.contexts import attacking, evaluating
+from lightning_rob.attacks.controls import (
+    CommonCorruption,
+    DoublePrecision,
+    NoAttack,
+    RandomCorners,
+    RandomStart,
+)
 from lightning_rob.attacks.cw import CW
 from lightning_rob.attacks.ddn import DDN
 from lightning_rob.attacks.decorators import (
     Accelerated,
     Budgeted,
     Chunked,
-    CommonCorruption,
     Quantized8Bit,
     WithBackward,
 )
@@ -52,11 +60,13 @@ __all__ = [
     "AggMo",
     "Attack",
     "AttackOptimizer",
+    "Auto",
     "AutoAttack",
     "Budgeted",
     "Chunked",
     "CommonCorruption",
     "DeepFool",
+    "DoublePrecision",
     "Foreign",
     "HighConfidence",
     "InsideBounds",
@@ -64,11 +74,14 @@ __all__ = [
     "LinBP",
     "MinimalNorm",
     "Nesterov",
+    "NoAttack",
     "OnDifferentiable",
     "OnMember",
     "PartialBatchAttack",
     "Quantized8Bit",
+    "RandomCorners",
     "RandomMember",
+    "RandomStart",
     "Square",
     "Strongest",
     "SurrogateTransforms",

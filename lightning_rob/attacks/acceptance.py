@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from lightning_rob.attacks.oom import Work
+from lightning_rob.attacks.execution import Work, run_in_parts
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.per_image import PerImageValues, restricted_to
+from lightning_rob.defenses.per_image import PerImageValues
 from lightning_rob.defenses.rejection import AcceptedClasses, behind_labels
-from lightning_rob.randomness import Generator, Streams
+from lightning_rob.randomness import Generator
 
 
 def rejects(defense: Defense) -> bool:
@@ -19,20 +19,8 @@ def towards_acceptance(
 ) -> Tensor:
     """Attack the classes that a defense accepts, in which rejection counts as the label.
 
-    Attacks drop images that they have fooled, and a classifier whose logits depend on the label
-    would have to know which ones are left. So the images of each label are attacked apart, unless
-    their results depend on each other.
-
-    Args:
-        work: attack of images [b, …] with labels [b] -> [b, …].
-        separable: whether an image's result is independent of the other images.
-        defense: one that `rejects`.
-        x: [B, …] images.
-        y: [B] their labels.
-        generator: source of randomness; `Streams` give an image the same noise in any part.
-
-    Returns:
-        [B, …].
+    See `run_in_parts` for the arguments; `separable` says whether an image's result is independent
+    of the other images.
 
     Raises:
         ValueError: a label is the class of rejection.
@@ -45,16 +33,14 @@ def towards_acceptance(
         y = y - (y > defense.rejects).to(y)  # among the accepted classes
     if not separable:
         return work(AcceptedClasses(defense, PerImageValues(y)), x, y, generator)
-    x_adv, counter = x.clone(), 0
-    for label in sorted(set(y.tolist())):
-        rows = (y == label).nonzero()[:, 0]
-        noise = generator[rows] if isinstance(generator, Streams) else generator
-        with restricted_to(defense, rows):
-            x_adv[rows] = work(AcceptedClasses(defense, label), x[rows], y[rows], noise)
-        counter = max(counter, noise.counter) if isinstance(noise, Streams) else 0
-    if isinstance(generator, Streams):
-        generator.counter = counter  # as far as an attack on the whole batch would have drawn
-    return x_adv
+
+    def attack_label(defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        return work(AcceptedClasses(defense, int(y[0])), x, y, generator)
+
+    # Attacks drop images that they have fooled, and a classifier whose logits depend on the label
+    # would have to know which ones are left: the images of each label are attacked apart.
+    parts = [(y == label).nonzero()[:, 0] for label in sorted(set(y.tolist()))]
+    return run_in_parts(attack_label, parts, defense, x, y, generator)
 
 
 def check_none_rejected(y: Tensor, rejects: int) -> None:

@@ -14,18 +14,12 @@ class ActiveBatch:
     """The images still attacked, with one row per image in every tensor.
 
     Subclasses add the state of their search: tensors with one row per image.
-
-    Args:
-        index: [b] the images' positions in the whole batch.
-        x: [b, C, H, W] the clean images.
-        y: [b] their labels.
-        generator: the source of their randomness; of `Streams` each image keeps its own.
     """
 
-    index: Tensor
-    x: Tensor
-    y: Tensor
-    generator: Generator
+    index: Tensor  # [b] the images' positions in the whole batch
+    x: Tensor  # [b, C, H, W] the clean images
+    y: Tensor  # [b] their labels
+    generator: Generator  # the source of their randomness; of `Streams` each image keeps its own
 
     def __post_init__(self) -> None:
         if isinstance(self.generator, Streams) and len(self.generator) != len(self):
@@ -64,13 +58,9 @@ def positions(x: Tensor) -> Tensor:
 
 
 def derived(generator: Generator, key: int) -> Generator:
-    """Return a source of noise of its own for a part of an attack.
+    """Return other streams for a numbered part of an attack; a `torch.Generator` as it is.
 
-    Of streams, the noise of an image then depends on the part alone, and not on how much has been
-    drawn for images that have left.
-
-    Args:
-        generator: a `torch.Generator` is returned as it is.
-        key: the number of the part.
+    The noise of an image then depends on the part alone, and not on how much has been drawn for
+    images that have left.
     """
     return generator.fold_in(key) if isinstance(generator, Streams) else generator

@@ -1,6 +1,6 @@
 """Auto-PGD: projected gradient ascent that chooses its own step sizes."""
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.base import Attack, check_norm
+from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.foreign import scores_of
 from lightning_rob.attacks.gradient import ObjectiveAt, ObjectiveGradient
-from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pgd import better, is_certain
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import PerImageLayer
 from lightning_rob.objectives import (
-    Objective,
+    Loss,
     ce_of_rule,
     expected_ce,
     margin_of_rule,
@@ -26,7 +26,7 @@ from lightning_rob.objectives import (
 from lightning_rob.randomness import Generator, normal, uniform
 from lightning_rob.rules import Rule
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import Threat, scale
+from lightning_rob.threat import Threat, choose, scale
 
 ALPHA = 0.75  # share of the gradient step in a move; the rest is the previous move
 RHO = 0.75  # a step size stays if at least this share of the last moves raised the objective
@@ -67,9 +67,10 @@ class APGD(Attack):
     """
 
     takes_radii: ClassVar[bool] = True
+    stops_on_gradient_logits: ClassVar[bool] = True  # they decide which iterate is returned
     threat: Threat
     steps: int = 100
-    objective: Objective = expected_ce
+    objective: Loss = expected_ce
     targets: int = 0
     restarts: int = 1
     draws: int | None = None
@@ -79,13 +80,7 @@ class APGD(Attack):
         at_least(1, steps=self.steps, restarts=self.restarts, draws=self.draws)
         if self.targets < 0:
             raise ValueError(f"targets must not be negative, got {self.targets}")
-        if self.threat.p not in (2, float("inf")):
-            raise ValueError(f"APGD is for linf and l2, not for norm {self.threat.norm}")
-
-    @property
-    def stops_on_gradient_logits(self) -> bool:
-        """Whether logits computed for a gradient decide which images are already fooled."""
-        return True  # without early_stop too: they decide which iterate is returned
+        check_norm(self, math.inf, 2)
 
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
         """Return whether it follows the loss of an ensemble's rule."""
@@ -108,24 +103,22 @@ class APGD(Attack):
         best, best_value = x.clone(), _finite(clean.value, x)
         if certain:
             best_value = best_value.masked_fill(clean.fooled(y), torch.inf)
-        for number, rank in enumerate(self._runs(order.shape[1])):
-            left = everyone.select(_rows_left(best_value, defense))
-            if not len(left) or not (best_value < torch.inf).any():
+        wrong, leaves = order.shape[1], may_leave(defense)
+        ranks = range(min(self.targets, wrong)) if self.targets else [None]
+        runs = [rank for rank in ranks for _ in range(self.restarts)]
+        for number, rank in enumerate(runs, 1):
+            unfooled = best_value < torch.inf
+            if not unfooled.any():
                 break
-            noise, rows = derived(left.generator, number + 1), left.index
+            left = everyone.select(unfooled if leaves else torch.ones_like(unfooled))
+            noise, rows = derived(left.generator, number), left.index
             threat = self.threat.of(rows)
             start = surface_point(threat, left.x, noise)
             target = None if rank is None else order[rows, rank]
-            run = Ascent.begin(left.x, left.y, noise, start, 2 * threat.eps, target)
+            run = Ascent.begin(left, noise, start, 2 * threat.eps, target)
             found = self._ascend(defense, run, certain, threat)
             best[rows], best_value[rows] = better(best[rows], best_value[rows], *found)
         return best
-
-    def _runs(self, wrong: int) -> Iterator[int | None]:
-        """Yield the rank of the target of each run; None without targets."""
-        for rank in range(min(self.targets, wrong)) if self.targets else [None]:
-            for _ in range(self.restarts):
-                yield rank
 
     def _ascend(
         self, defense: Defense, run: "Ascent", certain: bool, threat: Threat
@@ -133,15 +126,18 @@ class APGD(Attack):
         """Return the last images [b, …] of a run and their values [b], infinite if they fool."""
         x_adv, value = run.x.clone(), torch.full_like(run.value, torch.inf)
         checks = checkpoints(self.steps)
-        leaves = self.early_stop and certain and _may_leave(defense)
+        leaves = self.early_stop and certain and may_leave(defense)
         objective = ObjectiveGradient(self.objective, self.draws)
         for step in range(self.steps + 1):
-            climbed = ObjectiveGradient(run.objective(self.objective), self.draws)
+            loss = self.objective if run.target is None else targeted_dlr(run.target)
+            climbed = ObjectiveGradient(loss, self.draws)
             check = step == 0 and run.target is not None
             at = climbed(defense, run.x_adv, run.y, run.generator, check)
             run.observe(at, first=step == 0)
             if certain:
-                run.keep_fooling(at.fooled(run.y))
+                fooled = at.fooled(run.y)
+                run.fooling = choose(fooled, run.x_adv, run.fooling)
+                run.fools = run.fools | fooled
             if leaves:
                 x_adv[run.index] = run.fooling  # final for the images that leave now
                 run = run.select(~run.fools)
@@ -156,69 +152,43 @@ class APGD(Attack):
         if run.target is not None:  # values of the loss towards other targets do not compare
             with torch.no_grad():
                 run.best_value = objective.value(defense, run.best, run.y, run.generator)
-        x_adv[run.index] = _where(run.fools, run.fooling, run.best)
+        x_adv[run.index] = choose(run.fools, run.fooling, run.best)
         value[run.index] = _finite(run.best_value, run.x).masked_fill(run.fools, torch.inf)
         return x_adv, value
 
 
 @dataclass
 class Ascent(ActiveBatch):
-    """The state of a run, of the images that it still attacks.
+    """The state of a run, of the images that it still attacks."""
 
-    Args:
-        x_adv: [b, C, H, W] the current iterates, x_k.
-        previous: [b, C, H, W] the iterates before, x_k-1.
-        gradient: [b, C, H, W] at the current iterates.
-        best: [b, C, H, W] the best iterates.
-        best_gradient: [b, C, H, W] at the best iterates.
-        best_value: [b] the objective there.
-        step_size: [b] eta, in units of the threat's radius.
-        value: [b] the objective after the last move.
-        rises: [b] moves since the last checkpoint that raised the objective.
-        best_before: [b] the best value at the last checkpoint.
-        halved: [b] whether the last checkpoint halved the step size.
-        fooling: [b, C, H, W] the last iterates that fooled.
-        fools: [b] whether there is one.
-        target: [b] the classes climbed towards, if any.
-    """
-
-    x_adv: Tensor
-    previous: Tensor
-    gradient: Tensor
-    best: Tensor
-    best_gradient: Tensor
-    best_value: Tensor
-    step_size: Tensor
-    value: Tensor
-    rises: Tensor
-    best_before: Tensor
-    halved: Tensor
-    fooling: Tensor
-    fools: Tensor
-    target: Tensor | None
+    x_adv: Tensor  # [b, C, H, W] the current iterates, x_k
+    previous: Tensor  # [b, C, H, W] the iterates before, x_k-1
+    gradient: Tensor  # [b, C, H, W] at the current iterates
+    best: Tensor  # [b, C, H, W] the best iterates
+    best_gradient: Tensor  # [b, C, H, W] at the best iterates
+    best_value: Tensor  # [b] the objective there
+    step_size: Tensor  # [b] eta, in units of the threat's radius
+    value: Tensor  # [b] the objective after the last move
+    rises: Tensor  # [b] moves since the last checkpoint that raised the objective
+    best_before: Tensor  # [b] the best value at the last checkpoint
+    halved: Tensor  # [b] whether the last checkpoint halved the step size
+    fooling: Tensor  # [b, C, H, W] the last iterates that fooled
+    fools: Tensor  # [b] whether there is one
+    target: Tensor | None  # [b] the classes climbed towards, if any
 
     @classmethod
     def begin(
-        cls,
-        x: Tensor,
-        y: Tensor,
-        generator: Generator,
-        start: Tensor,
-        step_size: float,
-        target: Tensor | None,
+        cls, left: ActiveBatch, noise: Generator, start: Tensor, step_size: float, to: Tensor | None
     ) -> "Ascent":
-        """Begin a run on all images of a batch from their starts [B, C, H, W]."""
+        """Begin a run on the images that are left, from their starts, towards classes or none."""
+        x = left.x
         zero, zeros = torch.zeros_like(x), x.new_zeros(len(x))
         never = zeros - torch.inf
         images = (start, start, zero, start, zero)
         # the authors' code compares the value after the first move with 0, and so does this
         numbers = (never, zeros + step_size, zeros, zeros, never, zeros == 0)
-        fooling = (x, zeros > 0)
-        return cls(positions(x), x, y, generator, *images, *numbers, *fooling, target)
-
-    def objective(self, untargeted: Objective) -> Objective:
-        """Return the objective that the images climb."""
-        return untargeted if self.target is None else targeted_dlr(self.target)
+        state = (*images, *numbers, x, zeros > 0, to)
+        return cls(positions(x), x, left.y, noise, *state)
 
     def observe(self, at: ObjectiveAt, first: bool) -> None:
         """Take in the gradients and values of the current iterates."""
@@ -231,19 +201,14 @@ class Ascent(ActiveBatch):
             self.rises = self.rises + (at.value > self.value)
             self.value = at.value
 
-    def keep_fooling(self, fooled: Tensor) -> None:
-        """Keep the current iterates that fool, given as a mask [b]."""
-        self.fooling = _where(fooled, self.x_adv, self.fooling)
-        self.fools = self.fools | fooled
-
     def reconsider_step_size(self, moves: int) -> None:
         """Halve the step sizes that no longer help, after this number of moves."""
         stuck = ~self.halved & (self.best_before >= self.best_value)
         self.halved = (self.rises <= RHO * moves) | stuck
         self.best_before, self.rises = self.best_value, torch.zeros_like(self.rises)
         self.step_size = torch.where(self.halved, self.step_size / 2, self.step_size)
-        self.x_adv = _where(self.halved, self.best, self.x_adv)
-        self.gradient = _where(self.halved, self.best_gradient, self.gradient)
+        self.x_adv = choose(self.halved, self.best, self.x_adv)
+        self.gradient = choose(self.halved, self.best_gradient, self.gradient)
 
     def move(self, threat: Threat, alpha: float) -> None:
         """Move to the next iterates."""
@@ -270,18 +235,11 @@ def checkpoints(steps: int) -> dict[int, int]:
 def surface_point(
     threat: Threat, x: Tensor, generator: Generator = None, share: float = 1.0
 ) -> Tensor:
-    """Draw a point of the ball's surface, within the bounds.
+    """Draw images [B, …] on the surface of the ball, or at a share of its radius.
 
-    Args:
-        threat: the ball; for linf a uniform direction of the cube, else of the sphere.
-        x: [B, …] images.
-        generator: see `lightning_rob.randomness.uniform`.
-        share: of the radius.
-
-    Returns:
-        [B, …] images.
+    The direction is uniform over the cube for linf, else over the sphere.
     """
-    if threat.p == float("inf"):
+    if threat.p == math.inf:
         direction = 2 * uniform(x, *x.shape[1:], generator=generator) - 1
     else:
         direction = normal(x, *x.shape[1:], generator=generator)
@@ -290,26 +248,12 @@ def surface_point(
     return threat.apply(threat.confine(delta, x), x)
 
 
-def _where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return per image a where the condition [B] holds, else b [B, …]."""
-    return torch.where(condition.view(-1, *[1] * (a.dim() - 1)), a, b)
-
-
 def _finite(value: Tensor, x: Tensor) -> Tensor:
-    """Return the objective [B] without infinities, which stand for images that fool.
-
-    It is of the precision of the images x, also where the network's logits are of another one.
-    """
+    """Return the objective [B] without infinities, which stand for images x that fool."""
     return value.to(x).clamp_max(torch.finfo(x.dtype).max)
 
 
-def _may_leave(defense: Defense) -> bool:
+def may_leave(defense: Defense) -> bool:
     """Return whether predictions stay the same when other images leave the batch."""
     per_image = any(isinstance(layer, PerImageLayer) for layer in defense.modules())
     return not defense.transductive and not per_image
-
-
-def _rows_left(value: Tensor, defense: Defense) -> Tensor:
-    """Return the mask [B] of the images that a further run attacks."""
-    left = value < torch.inf
-    return left if _may_leave(defense) else torch.ones_like(left)

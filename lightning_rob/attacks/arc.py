@@ -1,5 +1,6 @@
 """ARC, an attack on randomized ensembles member by member (Dbouk and Shanbhag, ICML 2022)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -8,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rob.attacks.active_set import ActiveBatch, positions
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.base import Attack, check_norm
+from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.members import Strongest
-from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.ensemble import sampling_probabilities
@@ -19,7 +20,7 @@ from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import Length, Threat, pixels, scale
+from lightning_rob.threat import Length, Threat, choose, pixels, scale
 
 GUARD = 1e-10  # added to divisors, as in the authors' code
 RHO = 0.05  # distance to aim beyond a decision boundary, as a share of eps
@@ -31,33 +32,17 @@ def member_order(probs: Tensor) -> list[int]:
     The authors sort this way. Members of probability 0 are left out: moving towards their
     boundaries would cost success on other members.
     """
-    order: list[int] = probs.argsort(stable=True).flip(0).tolist()
-    positive = (probs > 0).tolist()
+    order, positive = probs.argsort(stable=True).flip(0).tolist(), (probs > 0).tolist()
     return [member for member in order if positive[member]]
-
-
-def _where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return per image a where the condition [B] holds, else b [B, …]."""
-    return torch.where(condition.view(-1, *[1] * (a.dim() - 1)), a, b)
-
-
-def _inner(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).flatten(1).sum(1)
 
 
 @dataclass
 class Search(ActiveBatch):
-    """The perturbations of the images that are still attacked.
+    """The perturbations of the images that are still attacked."""
 
-    Args:
-        delta: [b, C, H, W] the current perturbations.
-        acc_best: [b] the expected accuracy to beat, the lowest one so far.
-        acc_current: [b] the expected accuracy at x + delta.
-    """
-
-    delta: Tensor
-    acc_best: Tensor
-    acc_current: Tensor
+    delta: Tensor  # [b, C, H, W] the current perturbations
+    acc_best: Tensor  # [b] the expected accuracy to beat, the lowest one so far
+    acc_current: Tensor  # [b] the expected accuracy at x + delta
 
     def differs(self, other: "Search") -> Tensor:
         """Return the images [b] whose state is not the same in another search."""
@@ -106,13 +91,12 @@ class ARC(Attack):
     early_stop: bool = False
 
     def __post_init__(self) -> None:
+        at_least(1, steps=self.steps, neighbours=self.neighbours)
         if self.step_size is not None:
             object.__setattr__(self, "step_size", pixels(self.step_size))
-        at_least(1, steps=self.steps, neighbours=self.neighbours)
-        if self.step_size is not None and not self.step_size > 0:
-            raise ValueError(f"step_size must be positive, got {self.step_size}")
-        if self.threat.p not in (2, float("inf")):
-            raise ValueError(f"ARC is for linf and l2, not for norm {self.threat.norm}")
+            if not self.step_size > 0:
+                raise ValueError(f"step_size must be positive, got {self.step_size}")
+        check_norm(self, math.inf, 2)
         if self.threat.relative:
             raise ValueError(f"ARC is for a radius in pixel units, got {self.threat}")
         if self.start and (self.random_start or self.start.threat != self.threat):
@@ -139,8 +123,7 @@ class ARC(Attack):
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         members, weights = defense.classifiers, defense.weights
-        order = member_order(weights)
-        search = self._begin(defense, x, y, generator)
+        order, search = member_order(weights), self._begin(defense, x, y, generator)
         delta = search.delta.clone()
         if self.early_stop:
             search = search.select(search.acc_current > 0)
@@ -166,45 +149,41 @@ class ARC(Attack):
         elif self.start:
             x_start = self.start.perturb(defense, x, y, generator)
             acc_start = expected_accuracy(members, weights, x_start, y)
-            delta = _where(acc_start <= acc_best, x_start - x, delta)
+            delta = choose(acc_start <= acc_best, x_start - x, delta)
             acc_best = acc_current = torch.minimum(acc_start, acc_best)
         return Search(positions(x), x, y, generator, delta, acc_best, acc_current)
 
     def _iterate(
         self, members: Sequence[nn.Module], weights: Tensor, order: list[int], at: Search
     ) -> Search:
-        """Return the search after one pass over the members, in which each takes a local step.
-
-        The expected accuracies of the current and of the accepted perturbations are carried along,
-        so that no perturbation is evaluated twice.
-        """
+        """Return the search after one pass over the members, in which each takes a local step."""
         x, delta_local = at.x, torch.zeros_like(at.x)
+        # Carried along, so that no perturbation is evaluated twice.
         acc_local, acc_reached = at.acc_best, at.acc_current
         for rank, member in enumerate(order):
-            w, distance = self._nearest(members[member], x + at.delta + delta_local, at.generator)
+            z = (x + at.delta + delta_local).detach().requires_grad_()
+            logits = network_logits(members[member], z)
+            count = min((self.neighbours or logits.shape[-1]), logits.shape[-1] - 1)
+            top = logits.topk(count + 1).values  # the predicted class and its competitors
+            w, distance = nearest_boundary(top[:, :1] - top[:, 1:], z, self.threat, at.generator)
             length = self._length(w, distance, delta_local, first=rank == 0)
-            step = self._on_sphere(delta_local + scale(self.threat.steepest(-w), length))
+            step = delta_local + scale(self.threat.steepest(-w), length)
+            # All members share one radius: a step for a later one takes length from the others.
+            step = scale(step, self.local_radius / (self.threat.size(step) + GUARD))
             candidate = x + self.threat.clip(at.delta + step, x)
             acc_candidate = expected_accuracy(members, weights, candidate, at.y)
+            # On ties the step is kept: a later member may need it to be fooled as well.
             accept = acc_candidate <= acc_local
-            delta_local = _where(accept, step, delta_local)
+            delta_local = choose(accept, step, delta_local)
             acc_reached = torch.where(accept, acc_candidate, acc_reached)
             acc_local = torch.where(accept, acc_candidate, acc_local)
         accept = acc_reached <= at.acc_best
         return replace(
             at,
-            delta=_where(accept, self.threat.clip(at.delta + delta_local, x), at.delta),
+            delta=choose(accept, self.threat.clip(at.delta + delta_local, x), at.delta),
             acc_best=torch.where(accept, acc_reached, at.acc_best),
             acc_current=torch.where(accept, acc_reached, at.acc_current),
         )
-
-    def _nearest(self, member: nn.Module, z: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
-        """Return normal and distance of the predicted class's linearised boundary nearest to z."""
-        z = z.detach().requires_grad_()
-        logits = network_logits(member, z)
-        count = min((self.neighbours or logits.shape[-1]), logits.shape[-1] - 1)
-        top = logits.topk(count + 1).values
-        return nearest_boundary(top[:, :1] - top[:, 1:], z, self.threat, generator)
 
     def _length(self, w: Tensor, distance: Tensor, delta_local: Tensor, first: bool) -> Tensor:
         """Return the length [B] of the step along the direction, beta in the paper."""
@@ -212,12 +191,9 @@ class ARC(Attack):
         if first:
             return eta
         # projected back onto the sphere of radius eta, the step still ends beyond the boundary
-        gap = (_inner(w, delta_local) / (self.threat.dual(w) + GUARD) + distance).abs()
+        gap = ((w * delta_local).flatten(1).sum(1) / (self.threat.dual(w) + GUARD) + distance).abs()
         beyond = eta / (eta - distance + GUARD) * gap + RHO * self.threat.eps
         return torch.where(distance < eta, beyond, eta)
-
-    def _on_sphere(self, step: Tensor) -> Tensor:
-        return scale(step, self.local_radius / (self.threat.size(step) + GUARD))
 
 
 def arc_suite(threat: Threat, steps: int) -> dict[str, Attack]:
@@ -232,7 +208,7 @@ def arc_suite(threat: Threat, steps: int) -> dict[str, Attack]:
     """
     radii = (threat.eps, threat.eps / 4)
     large, small = (ARC(threat, steps, radius, early_stop=True) for radius in radii)
-    paper, other = (large, small) if threat.p == float("inf") else (small, large)
+    paper, other = (large, small) if threat.p == math.inf else (small, large)
     return {"arc": paper, "arc_two_radii": Strongest((paper, other))}
 
 
@@ -251,7 +227,7 @@ def nearest_boundary(
     for rank, gap in enumerate(gaps.to(z).unbind(1), 1):
         w = image_gradient(gap, z, generator, keep=rank < gaps.shape[1])
         zeta = gap.detach().abs() / (threat.dual(w) + GUARD)
-        normal, distance = _where(zeta < distance, w, normal), torch.minimum(zeta, distance)
+        normal, distance = choose(zeta < distance, w, normal), torch.minimum(zeta, distance)
     return normal, distance
 
 
@@ -274,7 +250,7 @@ def arc_linear(
     y: Tensor,
     threat: Threat,
 ) -> Tensor:
-    """ARC on binary linear classifiers sgn(w.x + b) (ARC paper, Algorithm 1), for any p >= 1.
+    """Perturb points by ARC on binary linear classifiers sgn(w.x + b) (Algorithm 1), any p >= 1.
 
     The attack is consistent (Theorem 5.1): if every member is correct and one can be fooled, it
     fools one.
@@ -286,9 +262,6 @@ def arc_linear(
         x: [B, …] points, of the shape of a w.
         y: [B] labels in {-1, +1}.
         threat: norm and radius; its bounds are not used, as in the paper.
-
-    Returns:
-        [B, …] perturbed points.
 
     Raises:
         ValueError: labels other than -1 and +1, or probs that are not M probabilities.
@@ -314,6 +287,6 @@ def arc_linear(
         step = delta + scale(direction, length)
         step = scale(step, threat.eps / threat.size(step).clamp_min(GUARD))
         acc_candidate = accuracy(flat + step)
-        delta = _where(acc_candidate <= acc_best, step, delta)
+        delta = choose(acc_candidate <= acc_best, step, delta)
         acc_best = torch.minimum(acc_candidate, acc_best)
     return (flat + delta).view_as(x)

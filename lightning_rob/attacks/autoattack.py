@@ -2,8 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
@@ -13,11 +12,11 @@ from torch import Tensor, nn
 
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
 from lightning_rob.attacks.apgd import APGD
-from lightning_rob.attacks.base import Attack, affordable, shared
+from lightning_rob.attacks.base import Attack, check_norm
+from lightning_rob.attacks.budget import PassCount, shared
+from lightning_rob.attacks.execution import Work, run_in_chunks
 from lightning_rob.attacks.fab import FAB
 from lightning_rob.attacks.foreign import ScoreNetwork, isolated_streams, scores
-from lightning_rob.attacks.oom import Work, run_in_chunks
-from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.attacks.square import Square
 from lightning_rob.defenses import Defense
@@ -98,7 +97,11 @@ class AutoAttack(Attack):
     def __post_init__(self) -> None:
         attacks = None if self.attacks is None else tuple(self.attacks)
         object.__setattr__(self, "attacks", attacks)
-        self._check_threat()
+        check_norm(self, *NORMS)
+        if self.reference and self.threat.relative:
+            raise ValueError(f"pyautoattack is for a radius in pixel units, got {self.threat}")
+        if self.reference and self.threat.bounds != (0, 1):
+            raise ValueError(f"pyautoattack needs images in [0, 1], not in {self.threat.bounds}")
         if self.version not in ("standard", "plus", "rand", "custom"):
             raise ValueError(
                 f"version must be 'standard', 'plus', 'rand' or 'custom', got {self.version!r}"
@@ -115,21 +118,13 @@ class AutoAttack(Attack):
         if self.reference and self.passes is not None:
             raise ValueError(f"the steps of pyautoattack are fixed, got passes={self.passes}")
 
-    def _check_threat(self) -> None:
-        if self.threat.p not in NORMS:
-            raise ValueError(f"AutoAttack is for linf and l2, not for norm {self.threat.norm}")
-        if self.reference and self.threat.relative:
-            raise ValueError(f"pyautoattack is for a radius in pixel units, got {self.threat}")
-        if self.reference and self.threat.bounds != (0, 1):
-            raise ValueError(f"pyautoattack needs images in [0, 1], not in {self.threat.bounds}")
-
     @property
     def batch_dependent(self) -> bool:  # type: ignore[override]
         """Whether the authors' code, which draws noise for a batch, is run."""
         return self.reference
 
     @property
-    def stops_on_gradient_logits(self) -> bool:
+    def stops_on_gradient_logits(self) -> bool:  # type: ignore[override]
         """Whether logits computed for a gradient decide which images are already fooled."""
         return not self.reference
 
@@ -149,8 +144,7 @@ class AutoAttack(Attack):
         """Return the largest number of passes that an image costs."""
         function = self._function(count)
         stages = self._stages_within(function)
-        cost = 1 + sum(stage.cost(function) + 1 for stage in stages)
-        return cost * count.drawn(self.draws)
+        return (1 + sum(s.cost(function) + 1 for s in stages)) * count.drawn(self.draws)
 
     def least(self, count: PassCount) -> int:
         """Return the passes that an image costs with the fewest steps of each stage."""
@@ -158,7 +152,7 @@ class AutoAttack(Attack):
 
     def within(self, passes: int, count: PassCount) -> "AutoAttack":
         """Return AutoAttack within these passes; see `passes` of the class."""
-        return replace(self, passes=affordable(self, passes, count) // count.drawn(self.draws))
+        return replace(self, passes=self.affordable(passes, count) // count.drawn(self.draws))
 
     def _function(self, count: PassCount) -> PassCount:
         """Return the count of the function that the stages attack."""
@@ -168,40 +162,40 @@ class AutoAttack(Attack):
         return PassCount(target, count.x, count.classes)
 
     def _least(self, function: PassCount) -> int:
-        stages = self.stages(function.classes)
-        return 1 + sum(stage.least(function) + 1 for stage in stages)
+        return 1 + sum(s.least(function) + 1 for s in self.stages(function.classes))
 
     def _stages_within(self, function: PassCount, early_stop: bool = True) -> list[Attack]:
         """Return the stages, of as many steps as the passes allow."""
         stages = self.stages(function.classes, early_stop)
         if self.passes is None:
             return stages
-        least = self._least(function)
-        if self.passes < least:
+        if self.passes < (least := self._least(function)):
             raise ValueError(f"AutoAttack needs {least} passes or more here, got {self.passes}")
         return shared(stages, self.passes - 1 - len(stages), function)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if self.reference:
-            return self._by_package(defense, x, y, generator)
-        return self._by_stages(defense, x, y, generator)
-
-    def _by_stages(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Run the stages one after the other, each on the images that are still right."""
+            size = self.batch_size or len(x)
+            found = run_in_chunks(self._by_package, size, defense, x, y, generator)
+            return self.threat.project(found, x)
         target, x_final = MeanPrediction(defense, self.draws, x.device), x.clone()
         left = ActiveBatch(positions(x), x, y.long(), derived(generator, 0))
         clean = self._in_chunks(_logits, target, left, x, left.generator)
         check_logits(clean[None], y)
         left = left.select(clean.argmax(-1) == y)
         count = PassCount(target, x, clean.shape[-1])
-        stages = self._stages_within(count, self.early_stop and _is_prediction(defense))
+        # Images may leave early where the defense itself predicts by this function.
+        pooled = defense.rule in (mean_logits, mean_probs) or len(defense.weights) == 1
+        leaves = self.early_stop and pooled and is_certain(defense, expected_ce)
+        stages = self._stages_within(count, leaves)
         for number, stage in enumerate(stages, 1):
             if not len(left):
                 break
             noise = derived(left.generator, number)
             x_adv = self._in_chunks(stage.perturb, target, left, left.x, noise)
             logits = self._in_chunks(_logits, target, left, x_adv, noise)
+            # An image that is fooled once leaves: no later stage can lower its accuracy further.
             fooled = logits.argmax(-1) != left.y
             x_final[left.index[fooled]] = x_adv[fooled]
             left = left.select(~fooled)
@@ -216,11 +210,7 @@ class AutoAttack(Attack):
             return run_in_chunks(work, size, target, x, left.y, noise)
 
     def stages(self, classes: int, early_stop: bool = True) -> list[Attack]:
-        """Return the attacks of this version.
-
-        Args:
-            classes: their number.
-            early_stop: of APGD.
+        """Return the attacks of this version, APGD with early stopping or without.
 
         Raises:
             ValueError: an attack needs more classes.
@@ -243,7 +233,8 @@ class AutoAttack(Attack):
         }
         return [stages[name] for name in names]
 
-    def _check_classes(self, names: Sequence[str], classes: int) -> None:
+    @staticmethod
+    def _check_classes(names: Sequence[str], classes: int) -> None:
         for name in names:
             if classes < CLASSES[name]:
                 wanted = {*names, "apgd-dlr"}
@@ -254,27 +245,28 @@ class AutoAttack(Attack):
                 )
 
     def _by_package(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Run the authors' code batch by batch."""
+        """Run the authors' code on one batch, in the single precision that it needs."""
         drawn = uniform(torch.zeros(len(x), device=x.device), generator=generator)
-        size = self.batch_size or len(x)
-        batches = zip(*(torch.split(whole, size) for whole in (x, y, drawn)), strict=True)
-        found = [self._run(defense, x, y, seed_from(drawn)) for x, y, drawn in batches]
-        return self.threat.project(torch.cat(found), x)
-
-    def _run(self, defense: Defense, x: Tensor, y: Tensor, seed: int) -> Tensor:
-        """Run the package on one batch [B, C, H, W], in the single precision that it needs."""
-        generator = torch.Generator(x.device).manual_seed(seed)
-        single = x.float().contiguous()
+        seed, single = seed_from(drawn), x.float().contiguous()
+        noise = torch.Generator(x.device).manual_seed(seed)
 
         def model(images: Tensor) -> Tensor:
-            return scores(defense, images.to(x.dtype), generator, self.draws).float()
+            return scores(defense, images.to(x.dtype), noise, self.draws).float()
 
-        with _isolated():
-            with torch.no_grad():
-                logits = model(single)
-            check_logits(logits[None], y)
-            suite = self._suite(model, logits.shape[-1], x.device, seed)
-            found, _ = suite.run_standard_evaluation(single, y.long(), batch_size=len(x))
+        # The package seeds torch's global streams, makes tensors of torch's default type, which has
+        # to be that of its images, and ends `sys.settrace`.
+        trace, dtype = sys.gettrace(), torch.get_default_dtype()
+        with isolated_streams():
+            try:
+                torch.set_default_dtype(torch.float32)
+                with torch.no_grad():
+                    logits = model(single)
+                check_logits(logits[None], y)
+                suite = self._suite(model, logits.shape[-1], x.device, seed)
+                found, _ = suite.run_standard_evaluation(single, y.long(), batch_size=len(x))
+            finally:
+                torch.set_default_dtype(dtype)
+                sys.settrace(trace)
         # Images that the package left alone must not lose digits to single precision.
         return torch.where(found == single, x, found.to(x.dtype))
 
@@ -303,12 +295,6 @@ class AutoAttack(Attack):
         return suite
 
 
-def _is_prediction(defense: Defense) -> bool:
-    """Return whether the defense predicts, without randomness, by the function attacked."""
-    pooled = defense.rule in (mean_logits, mean_probs) or len(defense.weights) == 1
-    return pooled and is_certain(defense, expected_ce)
-
-
 @torch.no_grad()
 def _logits(target: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
     """Return the logits [b, K] of images [b, C, H, W]."""
@@ -321,7 +307,7 @@ class MeanPrediction(Defense):
     Args:
         defense: the defense.
         draws: draws of a random defense for one prediction; None as many as the defense takes.
-        device: of the images.
+        device: device of the images.
     """
 
     kind = "single"
@@ -344,19 +330,3 @@ class MeanPrediction(Defense):
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
         """Compute the scores of [B, C, H, W] -> [1, B, K]."""
         return scores(self.defense, x, generator, self.draws)[None]
-
-
-@contextmanager
-def _isolated() -> Iterator[None]:
-    """Undo two side effects: the package seeds torch's global streams, and ends `sys.settrace`.
-
-    It makes tensors of torch's default type, which has to be that of its images.
-    """
-    trace, dtype = sys.gettrace(), torch.get_default_dtype()
-    with isolated_streams():
-        try:
-            torch.set_default_dtype(torch.float32)
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-            sys.settrace(trace)

@@ -31,9 +31,9 @@ Backwards = Backward | Sequence[Backward] | None
 @contextmanager
 def entered(backward: Backwards, defense: Defense) -> Iterator[None]:
     """Enter one backward or several in turn; none for None."""
-    chosen = backward or ()
+    chosen = backward if isinstance(backward, Sequence) else [backward]
     with ExitStack() as stack:
-        for each in chosen if isinstance(chosen, Sequence) else (chosen,):
+        for each in filter(None, chosen):
             stack.enter_context(each(defense))
         yield
 
@@ -89,33 +89,30 @@ class SGM(Backward):
 
     def __call__(self, defense: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the defense has these gradients."""
-        return _shrunk_branches(defense, self.gamma, self.first_blocks)
 
+        def shrink(x: Tensor) -> Tensor:
+            if x.requires_grad:
+                x.register_hook(lambda gradient: self.gamma * gradient)  # type: ignore[no-untyped-call]
+            return x
 
-@contextmanager
-def _shrunk_branches(defense: nn.Module, gamma: float, first_blocks: bool) -> Iterator[None]:
-    def shrink(x: Tensor) -> Tensor:
-        if x.requires_grad:
-            x.register_hook(lambda gradient: gamma * gradient)  # type: ignore[no-untyped-call]
-        return x
-
-    blocks = dict.fromkeys(block for net in residual_blocks(defense) for block in net)
-    branches = [each for block in blocks for each in block.branches if each.unchanged]
-    if not branches:
-        raise TypeError("SGM needs skip connections that pass their input on as it is, found none")
-    chosen = [branch for branch in branches if first_blocks or not branch.block.first_of_stage]
-    if not chosen:
-        raise TypeError(
-            "SGM leaves the first block of each stage as it is, and there are no others here: "
-            "SGM(first_blocks=True) shrinks those too"
-        )
-    for branch in chosen:
-        graph = branch.block.graph
-        with graph.inserting_before(branch.addition):
-            call = graph.call_function(shrink, (branch.end,))
-        branch.addition.replace_input_with(branch.end, call)
-    with running(blocks):
-        yield
+        blocks = dict.fromkeys(block for net in residual_blocks(defense) for block in net)
+        branches = [each for block in blocks for each in block.branches if each.unchanged]
+        if not branches:
+            raise TypeError(
+                "SGM needs skip connections that pass their input on as it is, found none"
+            )
+        chosen = [each for each in branches if self.first_blocks or not each.block.first_of_stage]
+        if not chosen:
+            raise TypeError(
+                "SGM leaves the first block of each stage as it is, and there are no others here: "
+                "SGM(first_blocks=True) shrinks those too"
+            )
+        for branch in chosen:
+            graph = branch.block.graph
+            with graph.inserting_before(branch.addition):
+                call = graph.call_function(shrink, (branch.end,))
+            branch.addition.replace_input_with(branch.end, call)
+        return running(blocks)
 
 
 @dataclass(frozen=True)
@@ -143,27 +140,33 @@ class LinBP(Backward):
 
     def __call__(self, defense: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the defense has these gradients."""
-        return _linear_branches(defense, self.start)
+        chosen: dict[fx.Node, Block] = {}
+        for net in residual_blocks(defense):
+            branches = [branch for block in net for branch in block.branches]
+            kept = int(self.start * len(branches))
+            chosen |= {each.addition: each.block for each in branches[kept:]}
+        # A nested branch comes before the one around it, whose body changes when it is replaced:
+        # branches are looked up again one by one.
+        current = (branch for node, block in chosen.items() for branch in block.ending_at(node))
+        with_relu = (each for each in current if any(map(each.block.is_relu, each.body)))
+        if not [_linearize(branch) for branch in with_relu]:
+            raise TypeError(f"LinBP needs ReLUs in residual branches, {len(chosen)} have none")
+        return running(dict.fromkeys(chosen.values()))
 
 
-@contextmanager
-def _linear_branches(defense: nn.Module, start: float) -> Iterator[None]:
-    chosen: dict[fx.Node, Block] = {}
-    for net in residual_blocks(defense):
-        branches = [branch for block in net for branch in block.branches]
-        chosen |= {each.addition: each.block for each in branches[int(start * len(branches)) :]}
-    # A nested branch comes before the one around it, whose body changes when it is replaced:
-    # branches are looked up again one by one.
-    current = (branch for node, block in chosen.items() for branch in block.ending_at(node))
-    if not [_replace(branch) for branch in current if any(map(branch.block.is_relu, branch.body))]:
-        raise TypeError(f"LinBP needs ReLUs in residual branches, {len(chosen)} have none")
-    with running(dict.fromkeys(chosen.values())):
-        yield
-
-
-def _replace(branch: Branch) -> fx.Node:
+def _linearize(branch: Branch) -> fx.Node:
     """Replace a branch in its block's graph by a call of `_LinearBranch`, and return the call."""
-    block, graph, inner = branch.block, branch.block.graph, _switchable_graph(branch)
+    block, graph = branch.block, branch.block.graph
+    # The branch's own graph, with ReLUs whose gradient can be switched.
+    inner = fx.Graph()
+    copies, switch = {branch.entry: inner.placeholder("x")}, inner.placeholder("switch")
+    for node in branch.body:
+        if block.is_relu(node):
+            x = copies[node.all_input_nodes[0]]
+            copies[node] = inner.call_function(_SwitchedReLU.apply, (x, switch))
+        else:
+            copies[node] = inner.node_copy(node, copies.__getitem__)
+    inner.output(copies[branch.end])
 
     def run(x: Tensor, switch: _Switch) -> Tensor:
         return block.run(inner, x, switch)
@@ -180,21 +183,6 @@ def _replace(branch: Branch) -> fx.Node:
     for node in reversed(branch.body):
         graph.erase_node(node)
     return call
-
-
-def _switchable_graph(branch: Branch) -> fx.Graph:
-    """Return the branch's own graph, with ReLUs whose gradient can be switched."""
-    graph = fx.Graph()
-    copies = {branch.entry: graph.placeholder("x")}
-    switch = graph.placeholder("switch")
-    for node in branch.body:
-        if branch.block.is_relu(node):
-            x = copies[node.all_input_nodes[0]]
-            copies[node] = graph.call_function(_switched_relu, (x, switch))
-        else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[branch.end])
-    return graph
 
 
 class _Switch:
@@ -217,11 +205,6 @@ class _SwitchedReLU(torch.autograd.Function):
         if ctx.switch.linear:
             return gradient, None
         return torch.ops.aten.threshold_backward(gradient, out, 0), None
-
-
-def _switched_relu(x: Tensor, switch: _Switch) -> Tensor:
-    out: Tensor = _SwitchedReLU.apply(x, switch)
-    return out
 
 
 class _LinearBranch(torch.autograd.Function):
@@ -284,22 +267,22 @@ class InsideBounds(Backward):
 
     def __call__(self, defense: Defense) -> AbstractContextManager[None]:
         """Return a context in which the defense's networks have these gradients."""
-        return other_forward(defense.foldable_networks, self._differentiate_inside)
-
-    def _differentiate_inside(self, plain: Forward) -> Forward:
         low, high = self.bounds
 
-        def forward(x: Tensor) -> Tensor:
-            if not (torch.is_grad_enabled() and x.requires_grad):
-                return plain(x)
-            with torch.no_grad():
-                logits = logits_in(plain(x))
-            hair = max(self.hair, torch.finfo(x.dtype).eps)
-            inside = logits_in(plain(pinned(x, low + hair, high - hair)))
-            out: Tensor = _ValueWithGradientOf.apply(logits, inside)
-            return out
+        def differentiate_inside(plain: Forward) -> Forward:
+            def forward(x: Tensor) -> Tensor:
+                if not (torch.is_grad_enabled() and x.requires_grad):
+                    return plain(x)
+                with torch.no_grad():
+                    logits = logits_in(plain(x))
+                hair = max(self.hair, torch.finfo(x.dtype).eps)
+                inside = logits_in(plain(pinned(x, low + hair, high - hair)))
+                out: Tensor = _ValueWithGradientOf.apply(logits, inside)
+                return out
 
-        return forward
+            return forward
+
+        return other_forward(defense.foldable_networks, differentiate_inside)
 
 
 class _ValueWithGradientOf(torch.autograd.Function):
@@ -325,7 +308,7 @@ class SurrogateTransforms(Backward):
             at every step, each still with its probability and its own parameters: gradients of less
             variance (RT paper, appendix B.2). "batch": all images share them too, as good for each
             image and faster.
-        gradients: of the transforms, see `RandomTransforms`; None leaves the defense's own.
+        gradients: gradients of the transforms, see `RandomTransforms`; None leaves the defense's.
 
     Raises:
         ValueError: another value of shared_order.
@@ -341,22 +324,18 @@ class SurrogateTransforms(Backward):
                 f"shared_order must be True, False or 'batch', got {self.shared_order!r}"
             )
 
-    def __call__(self, defense: Defense) -> AbstractContextManager[None]:
-        """Return a context in which every `RandomTransforms` in the defense has these options."""
-        return _with_surrogates(defense, self)
-
-
-@contextmanager
-def _with_surrogates(defense: Defense, surrogate: SurrogateTransforms) -> Iterator[None]:
-    found = random_transforms_in(defense)
-    if not found:
-        raise TypeError(f"{surrogate} is for RandomTransforms, got {type(defense).__name__}")
-    before = [(part.shared_order, part.gradients) for part in found]
-    try:
-        for part in found:
-            part.shared_order = surrogate.shared_order
-            part.gradients = surrogate.gradients or part.gradients
-        yield
-    finally:
-        for part, (shared_order, gradients) in zip(found, before, strict=True):
-            part.shared_order, part.gradients = shared_order, gradients
+    @contextmanager
+    def __call__(self, defense: Defense) -> Iterator[None]:
+        """Enter a context in which every `RandomTransforms` in the defense has these options."""
+        found = random_transforms_in(defense)
+        if not found:
+            raise TypeError(f"{self} is for RandomTransforms, got {type(defense).__name__}")
+        before = [(part.shared_order, part.gradients) for part in found]
+        try:
+            for part in found:
+                part.shared_order = self.shared_order
+                part.gradients = self.gradients or part.gradients
+            yield
+        finally:
+            for part, (shared_order, gradients) in zip(found, before, strict=True):
+                part.shared_order, part.gradients = shared_order, gradients

@@ -7,16 +7,16 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.active_set import ActiveBatch
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.active_set import ActiveBatch, rows_of
+from lightning_rob.attacks.base import Attack, check_norm
+from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.gradient import ObjectiveGradient
-from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.sight import hooked
 from lightning_rob.defenses import Defense
-from lightning_rob.objectives import Objective, expected_margin
-from lightning_rob.randomness import Generator, Streams
+from lightning_rob.objectives import Loss, expected_margin
+from lightning_rob.randomness import Generator
 from lightning_rob.runtime.errors import NoGradientError, at_least
-from lightning_rob.threat import Threat
+from lightning_rob.threat import Threat, choose
 
 # The range of tanh is twice the bounds, and w is kept where the image is within them. If the range
 # were the bounds, black and white pixels would hardly have a gradient: 100 steps of 0.01 would
@@ -28,19 +28,29 @@ PROGRESS = 0.9999  # ratio of costs, a tenth of the steps apart, that still coun
 
 @dataclass
 class BestSoFar:
-    """Per image the smallest perturbation that succeeds or, without one, the nearest to success.
+    """Per image the smallest perturbation that succeeds or, without one, the nearest to success."""
 
-    Args:
-        x_adv: [B, …] the perturbed images.
-        distance: [B] their distances; infinite without a success.
-        value: [B] their objectives.
-        succeeded: [B] the images with a success since this was last reset.
-    """
+    x_adv: Tensor  # [B, …] the perturbed images
+    distance: Tensor  # [B] their distances; infinite without a success
+    value: Tensor  # [B] their objectives
+    succeeded: Tensor  # [B] the images with a success since this was last reset
 
-    x_adv: Tensor
-    distance: Tensor
-    value: Tensor
-    succeeded: Tensor
+    @classmethod
+    def begin(
+        cls,
+        evaluate: ObjectiveGradient,
+        defense: Defense,
+        x: Tensor,
+        y: Tensor,
+        generator: Generator,
+        threshold: float = 0,
+    ) -> Self:
+        """Start at the clean images [B, …], of which those above the threshold have succeeded."""
+        with torch.no_grad():
+            value = evaluate.value(defense, x, y, generator, check=True).to(x)
+        fooled = value > threshold
+        distance = torch.full_like(value, torch.inf).masked_fill(fooled, 0)
+        return cls(x.clone(), distance, value, fooled)
 
     def update(
         self, index: Tensor, x_adv: Tensor, distance: Tensor, value: Tensor, threshold: float
@@ -51,8 +61,7 @@ class BestSoFar:
         nearer = ~success & self.distance[index].isinf() & (value > self.value[index])
         wins, distance = smaller | nearer, distance.masked_fill(~success, torch.inf)
         # Selected without a list of the rows, whose length a GPU would have to report.
-        image = wins.view(-1, *[1] * (x_adv.dim() - 1))
-        self.x_adv[index] = torch.where(image, x_adv, self.x_adv[index])
+        self.x_adv[index] = choose(wins, x_adv, self.x_adv[index])
         self.value[index] = torch.where(wins, value, self.value[index])
         self.distance[index] = torch.where(wins, distance, self.distance[index])
         self.succeeded[index] |= success
@@ -60,25 +69,15 @@ class BestSoFar:
 
 @dataclass
 class BatchedAdam(ActiveBatch):
-    """Adam (Kingma and Ba 2015) on the images whose cost still falls.
+    """Adam (Kingma and Ba 2015) on the images whose cost still falls."""
 
-    Args:
-        const: [b] the weights c of the objective.
-        origin: [b, …] the images as the tanh of their w, with its rounding errors.
-        w: [b, …] the variables of the search.
-        mean: [b, …] running mean of the gradients.
-        square: [b, …] running mean of the gradients' squares.
-        cost: [b] the sum of costs since the last check.
-        previous_cost: [b] the sum of costs before the last check.
-    """
-
-    const: Tensor
-    origin: Tensor
-    w: Tensor
-    mean: Tensor
-    square: Tensor
-    cost: Tensor
-    previous_cost: Tensor
+    const: Tensor  # [b] the weights c of the objective
+    origin: Tensor  # [b, …] the images as the tanh of their w, with its rounding errors
+    w: Tensor  # [b, …] the variables of the search
+    mean: Tensor  # [b, …] running mean of the gradients
+    square: Tensor  # [b, …] running mean of the gradients' squares
+    cost: Tensor  # [b] the sum of costs since the last check
+    previous_cost: Tensor  # [b] the sum of costs before the last check
 
     def step(self, gradient: Tensor, step_size: float, count: int) -> None:
         """Take step number `count` against the gradient, and keep w within its limits."""
@@ -88,17 +87,11 @@ class BatchedAdam(ActiveBatch):
         step = (self.mean / root).mul_(step_size / (1 - 0.9**count))
         self.w = (self.w.detach() - step).clamp_(-LIMIT, LIMIT)
 
-    def drop_converged(self) -> Self:
-        """Return the descent of the images whose cost has fallen since the last check."""
-        falling = self.cost < PROGRESS * self.previous_cost
-        self.previous_cost, self.cost = self.cost, torch.zeros_like(self.cost)
-        return self.select(falling.nonzero()[:, 0])
-
 
 def brought_inside(x_adv: Tensor, x: Tensor, threat: Threat) -> Tensor:
     """Project images outside the ball onto it; return the others bit by bit as they are: [B, …]."""
-    inside = (threat.distance(x_adv, x) <= threat.eps).view(-1, *[1] * (x.dim() - 1))
-    return torch.where(inside, x_adv.clamp(*threat.bounds), threat.project(x_adv, x))
+    inside = threat.distance(x_adv, x) <= threat.eps
+    return choose(inside, x_adv.clamp(*threat.bounds), threat.project(x_adv, x))
 
 
 @dataclass(frozen=True)
@@ -136,7 +129,7 @@ class CW(Attack):
     binary_steps: int = 9
     initial_const: float = 0.01
     confidence: float = 0.0
-    objective: Objective = expected_margin
+    objective: Loss = expected_margin
     draws: int | None = None
 
     def __post_init__(self) -> None:
@@ -146,8 +139,7 @@ class CW(Attack):
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if not self.confidence >= 0:
             raise ValueError(f"confidence must not be negative, got {self.confidence}")
-        if self.threat.p != 2:
-            raise ValueError(f"CW is for l2, not for norm {self.threat.norm}")
+        check_norm(self, 2)
 
     def cost(self, count: PassCount) -> int:
         """Return the largest number of passes that an image costs."""
@@ -156,15 +148,15 @@ class CW(Attack):
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         evaluate = ObjectiveGradient(self.objective, self.draws)
-        with torch.no_grad():
-            value = evaluate.value(defense, x, y, generator, check=True).to(x)
-        fooled = value > self.confidence
-        const, low = torch.full_like(value, self.initial_const), torch.zeros_like(value)
-        high = torch.full_like(value, torch.inf)
-        best = BestSoFar(x.clone(), high.masked_fill(fooled, 0), value, fooled)
-        index = (~fooled).nonzero()[:, 0]
+        best = BestSoFar.begin(evaluate, defense, x, y, generator, self.confidence)
+        const, low = (
+            best.value.new_full((len(x),), self.initial_const),
+            best.value.new_zeros(len(x)),
+        )
+        high = torch.full_like(low, torch.inf)
+        index = (~best.succeeded).nonzero()[:, 0]
         for _ in range(self.binary_steps if len(index) else 0):
-            best.succeeded = torch.zeros_like(fooled)
+            best.succeeded = torch.zeros_like(best.succeeded)
             self._descend(defense, self._begin(x, y, const, index, generator), best)
             low = torch.where(best.succeeded, low, const)
             high = torch.where(best.succeeded, const, high)
@@ -175,21 +167,14 @@ class CW(Attack):
         self, x: Tensor, y: Tensor, const: Tensor, index: Tensor, generator: Generator
     ) -> BatchedAdam:
         """Return the start of the descent of the images `index` with their c, `const` [B]."""
-        # Every c sees the same noise: the number of steps of the last one depends on the batch.
-        noise = generator[index] if isinstance(generator, Streams) else generator
-        middle, half = self._range()
+        low, high = self.threat.bounds
+        middle, half = (low + high) / 2, (high - low) / 2
         w = ((x[index] - middle) / (STRETCH * half)).clamp(-1 / STRETCH, 1 / STRETCH).atanh()
-        cost = torch.zeros_like(const[index])
-        return BatchedAdam(
-            *(index, x[index], y[index], noise),
-            const=const[index],
-            origin=self._images(w),
-            w=w,
-            mean=torch.zeros_like(w),
-            square=torch.zeros_like(w),
-            cost=cost,
-            previous_cost=torch.full_like(cost, torch.inf),
-        )
+        # Every c sees the same noise: the number of steps of the last one depends on the batch.
+        images = (index, x[index], y[index], rows_of(generator, index), const[index])
+        zero, cost = torch.zeros_like(w), torch.zeros_like(const[index])
+        infinite = torch.full_like(cost, torch.inf)
+        return BatchedAdam(*images, self._images(w), w, zero, zero.clone(), cost, infinite)
 
     def _descend(self, defense: Defense, run: BatchedAdam, best: BestSoFar) -> None:
         """Take the Adam steps for one c, and record the images found in `best`."""
@@ -212,15 +197,14 @@ class CW(Attack):
             run.cost += cost.detach()
             run.step(gradient, self.step_size, count)
             if count % math.ceil(self.steps / 10) == 0:
-                run = run.drop_converged()
+                falling = run.cost < PROGRESS * run.previous_cost
+                run.previous_cost, run.cost = run.cost, torch.zeros_like(run.cost)
+                run = run.select(falling.nonzero()[:, 0])  # those whose cost still falls
                 if not len(run):
                     break
 
-    def _range(self) -> tuple[float, float]:
-        low, high = self.threat.bounds
-        return (low + high) / 2, (high - low) / 2
-
     def _images(self, w: Tensor) -> Tensor:
         """Return the images [b, …] of variables w; within the bounds up to rounding."""
-        middle, half = self._range()
+        low, high = self.threat.bounds
+        middle, half = (low + high) / 2, (high - low) / 2
         return middle + STRETCH * half * w.tanh()

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.base import Attack, check_norm
+from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.cw import BestSoFar, brought_inside
 from lightning_rob.attacks.gradient import ObjectiveGradient
-from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pdgd import HALVINGS, shorten
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.defenses import Defense
@@ -52,6 +52,7 @@ class DDN(Attack):
     """
 
     smallest_norm: ClassVar[bool] = True
+    stops_on_gradient_logits: ClassVar[bool] = True  # they decide which iterates count
     threat: Threat
     steps: int = 500
     gamma: float = 0.05
@@ -63,13 +64,7 @@ class DDN(Attack):
             raise ValueError(f"gamma must be in (0, 1), got {self.gamma}")
         if not self.first_norm > 0:
             raise ValueError(f"first_norm must be positive, got {self.first_norm}")
-        if self.threat.p != 2:
-            raise ValueError(f"DDN is for l2, not for norm {self.threat.norm}")
-
-    @property
-    def stops_on_gradient_logits(self) -> bool:
-        """Whether logits computed for a gradient decide which images are already fooled."""
-        return True  # they decide which iterates count
+        check_norm(self, 2)
 
     def cost(self, count: PassCount) -> int:
         """Return the largest number of passes that an image costs."""
@@ -80,19 +75,16 @@ class DDN(Attack):
         if not is_certain(defense, expected_margin):
             raise TypeError(f"DDN is for fixed classifiers, not for {type(defense).__name__}")
         climbed, margin = ObjectiveGradient(log_expected_ce), ObjectiveGradient(expected_margin)
-        with torch.no_grad():
-            value = margin.value(defense, x, y, generator, check=True).to(x)
-        fooled = value > 0
-        distance = torch.full_like(value, torch.inf).masked_fill(fooled, 0)
-        best = BestSoFar(x.clone(), distance, value, fooled)
+        best = BestSoFar.begin(margin, defense, x, y, generator)
         norm, (low, high) = x.new_full((len(x),), self.first_norm), self.threat.bounds
-        run = Walk(positions(x), x, y, derived(generator, 0), x, norm).select(~fooled)
+        run = Walk(positions(x), x, y, derived(generator, 0), x, norm).select(~best.succeeded)
         for step in range(self.steps if len(run) else 0):
             at = climbed(defense, run.x_adv, run.y, run.generator, check=step == 0)
             value = expected_margin(at.logits, at.weights, run.y).to(x)
             best.update(run.index, run.x_adv, self.threat.size(run.x_adv - run.x), value, 0)
             share = (1 + math.cos(math.pi * step / self.steps)) / 2
             length = (LAST_STEP + (FIRST_STEP - LAST_STEP) * share) * (high - low)
+            # Success shortens the next perturbation, failure lets it grow; the direction is free.
             factor = torch.where(value > 0, 1 - self.gamma, 1 + self.gamma)
             run.norm = run.norm * factor.to(run.norm)
             run.move(self.threat, at.gradient, length)
@@ -102,15 +94,10 @@ class DDN(Attack):
 
 @dataclass
 class Walk(ActiveBatch):
-    """The iterates and their norms.
+    """The iterates and their norms."""
 
-    Args:
-        x_adv: [b, C, H, W] the iterates.
-        norm: [b] the norms of the next perturbations, before they are cut off at the bounds.
-    """
-
-    x_adv: Tensor
-    norm: Tensor
+    x_adv: Tensor  # [b, C, H, W] the iterates
+    norm: Tensor  # [b] the norms of the next perturbations, before they are cut off at the bounds
 
     def move(self, threat: Threat, gradient: Tensor, length: float) -> None:
         """Follow the gradient [b, C, H, W] by a length, and rescale the perturbation."""

@@ -3,28 +3,24 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
+from lightning_rob.attacks.active_set import positions, rows_of
 from lightning_rob.attacks.backward import Backward, Forward, entered, other_forward
-from lightning_rob.attacks.base import Attack, is_batch_separable, walk
-from lightning_rob.attacks.oom import kept_for_gradients, run_in_chunks
-from lightning_rob.attacks.passes import PassCount
+from lightning_rob.attacks.base import Attack, is_batch_separable
+from lightning_rob.attacks.budget import PassCount
+from lightning_rob.attacks.execution import run_in_chunks
+from lightning_rob.attacks.nested import walk
 from lightning_rob.defenses import Defense
-from lightning_rob.defenses.per_image import restricted_to
-from lightning_rob.randomness import Generator, Streams
+from lightning_rob.randomness import Generator
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.runtime.memory import free_memory
 from lightning_rob.runtime.precision import in_float32
-from lightning_rob.threat import Threat, scale
-from lightning_rob.transforms import Transform
+from lightning_rob.threat import Threat, choose, scale
 
-GRADIENT_OVERHEAD = 2.0  # autograd's memory, and as much for gradients and kernels' workspaces
-SHARE_OF_FREE = 0.8  # of a device's free memory, for an attack
 HALVINGS = 12
 AWAY_FROM_IMAGE = 0.499 / 255  # turns rounding to the nearest into rounding away from the image
 
@@ -35,8 +31,7 @@ Precision = Literal["bfloat16", "float16"]
 class AttackDecorator(Attack):
     """Base class of attacks that wrap another attack and inherit its threat model.
 
-    The strategies are those of the wrapped attack, each wrapped in the same way. A subclass that
-    shows the wrapped attack another defense overrides `strategies`.
+    A subclass that shows the wrapped attack another defense overrides `strategies`.
 
     Args:
         attack: the wrapped attack.
@@ -59,8 +54,8 @@ class WithBackward(AttackDecorator):
     """Run any attack with the gradients of a `Backward`, as `PGD(backward=…)` does.
 
     Args:
-        attack: such as ARC, CW, DeepFool or AutoAttack.
-        backward: such as InsideBounds, or several, entered in turn with the defense.
+        attack: an attack such as ARC, CW, DeepFool or AutoAttack.
+        backward: one such as InsideBounds, or several, entered in turn with the defense.
 
     Raises:
         TypeError: when called on a defense that the backward does not support.
@@ -120,30 +115,19 @@ class Chunked(AttackDecorator):
     Args:
         attack: an attack on each image by itself.
         images: number of images attacked at a time.
-        memory: in GiB, instead of `images`: attack as many images at a time as fit into about this
-            much memory, at least one. To find out, each batch costs an attack on its first image
-            and one on its first two. "auto" is four fifths of the memory that is free when a batch
-            begins, so that rounding depends on what else runs.
 
     Raises:
-        ValueError: neither or both of images and memory, one that is not a positive number, or an
-            attack whose results depend on the whole batch; when called, "auto" on a device that
-            does not say how much memory is free.
+        ValueError: a number that is not positive, or an attack whose results depend on the whole
+            batch.
         TypeError: when called on a defense whose predictions depend on the whole batch.
     """
 
     splits_batches: ClassVar[bool] = True
-    images: int | None = None
-    memory: float | Literal["auto"] | None = None
+    images: int
 
     def __post_init__(self) -> None:
-        if (self.images is None) == (self.memory is None):
-            raise ValueError(
-                f"give images or memory, got images={self.images} and memory={self.memory}"
-            )
-        _check_positive("images", self.images, (int,), "a positive whole number")
-        gib = None if self.memory == "auto" else self.memory
-        _check_positive("memory", gib, (int, float), 'a positive number of GiB or "auto"')
+        if type(self.images) is not int or self.images < 1:
+            raise ValueError(f"images must be a positive whole number, got {self.images!r}")
         if whole := [type(part).__name__ for part in walk(self.attack) if part.batch_dependent]:
             raise ValueError(
                 f"{whole[0]} attacks whole batches and cannot be chunked: put Chunked around an "
@@ -155,39 +139,7 @@ class Chunked(AttackDecorator):
         if not is_batch_separable(self.attack, defense):
             kind = type(defense).__name__
             raise TypeError(f"{kind} adapts to whole batches: an attack on it cannot be chunked")
-        size = self.images or self._size_for_memory(self._budget(x.device), defense, x)
-        return run_in_chunks(self.attack, size, defense, x, y, generator)
-
-    def _budget(self, device: torch.device) -> float:
-        """Return the memory in bytes."""
-        if self.memory != "auto":
-            return (self.memory or 0) * 2**30
-        if (free := free_memory(device)) is None:
-            raise ValueError(f'memory is "auto", but {device.type} has no such number: give GiB')
-        return SHARE_OF_FREE * free
-
-    def _size_for_memory(self, budget: float, defense: Defense, x: Tensor) -> int:
-        """Return the number of images that fit into `budget` bytes, at least one."""
-        generator = torch.Generator().manual_seed(0)
-        probe = torch.arange(min(2, len(x)), device=x.device)
-        with torch.no_grad(), restricted_to(defense, probe):
-            # Predictions serve as labels: an attack takes no gradient of an image already wrong.
-            y = defense(x[probe], generator).argmax(1)
-        kept = []
-        for rows in (probe[:1], probe):
-            with restricted_to(defense, rows):
-                attack = partial(self.attack.perturb, defense, x[rows], y[rows], generator)
-                kept.append(kept_for_gradients(attack))
-        # The difference is one image's share: the weights are kept in both attacks.
-        bytes_per_image = GRADIENT_OVERHEAD * max(kept[1] - kept[0], 1)
-        return min(max(int(budget / bytes_per_image), 1), len(x))
-
-
-def _check_positive(name: str, value: object, types: tuple[type, ...], words: str) -> None:
-    if value is None:
-        return
-    if not isinstance(value, types) or isinstance(value, bool) or not value > 0:  # type: ignore[operator]
-        raise ValueError(f"{name} must be {words}, got {value!r}")
+        return run_in_chunks(self.attack, self.images, defense, x, y, generator)
 
 
 @dataclass(frozen=True)
@@ -251,24 +203,18 @@ class Accelerated(AttackDecorator):
             return self.attack.perturb(defense, x, y, generator)
 
     def _accelerate(self, forward: Forward) -> Forward:
-        fast = self._compiled(forward)
+        mode = self.compile if isinstance(self.compile, str) else None
+        fast: Forward = torch.compile(forward, mode=mode) if self.compile else forward
+        dtype = getattr(torch, self.autocast) if self.autocast else None
 
         def accelerated(x: Tensor) -> Tensor:
-            if self.autocast is None or not (torch.is_grad_enabled() and x.requires_grad):
-                return fast(x)
-            with torch.autocast(x.device.type, getattr(torch, self.autocast)):
-                return fast(x)
+            rounded = dtype and torch.is_grad_enabled() and x.requires_grad
+            with torch.autocast(x.device.type, dtype) if rounded else nullcontext():
+                logits = fast(x)
+            # The next call of a CUDA graph writes into the logits of the last one.
+            return logits.clone() if mode else logits
 
         return accelerated
-
-    def _compiled(self, forward: Forward) -> Forward:
-        """Return the compiled forward, with CUDA graphs if they are wanted."""
-        if self.compile == "reduce-overhead":
-            # The next call of a graph writes into the logits of the last one.
-            graph: Forward = torch.compile(forward, mode=self.compile)
-            return lambda x: graph(x).clone()
-        compiled: Forward = torch.compile(forward) if self.compile else forward
-        return compiled
 
 
 @dataclass(frozen=True)
@@ -299,16 +245,12 @@ class Quantized8Bit(AttackDecorator):
         # Rounding to the nearest may undo an attack that goes no further than it must.
         outward = x_adv + (x_adv - x).sign() * AWAY_FROM_IMAGE
         farther = quantize(outward, x, self.threat)
-        # Copies of the streams: both predictions draw the same noise.
-        rows = torch.arange(len(x), device=x.device)
-        with torch.no_grad():
+        with torch.no_grad():  # with copies of the streams: both predictions draw the same noise
             right_nearest, right_farther = (
-                defense(
-                    images, generator[rows] if isinstance(generator, Streams) else generator
-                ).gather(1, y[:, None])[:, 0]
+                defense(images, rows_of(generator, positions(x))).gather(1, y[:, None])[:, 0]
                 for images in (nearest, farther)
             )
-        return torch.where(_per_image(right_farther < right_nearest, x), farther, nearest)
+        return choose(right_farther < right_nearest, farther, nearest)
 
 
 def quantize(x_adv: Tensor, x: Tensor, threat: Threat) -> Tensor:
@@ -327,35 +269,10 @@ def quantize(x_adv: Tensor, x: Tensor, threat: Threat) -> Tensor:
         share = (low + high) / 2
         candidate = _round_to_8_bits(x + scale(x_adv - x, share))
         inside = threat.distance(candidate, x) <= allowed
-        best = torch.where(_per_image(inside, x), candidate, best)
+        best = choose(inside, candidate, best)
         low, high = torch.where(inside, share, low), torch.where(inside, high, share)
-    return torch.where(_per_image(outside, x), best, nearest)
+    return choose(outside, best, nearest)
 
 
 def _round_to_8_bits(x: Tensor) -> Tensor:
     return (x * 255).round().clamp(0, 255) / 255
-
-
-def _per_image(mask: Tensor, x: Tensor) -> Tensor:
-    return mask.view(-1, *[1] * (x.dim() - 1))
-
-
-@dataclass(frozen=True)
-class CommonCorruption(Attack):
-    """Corrupt images by a random transform that does not depend on the defense.
-
-    Args:
-        transform: `lightning_rob.transforms.corruptions.Brightness` or any other transform.
-    """
-
-    knowledge: ClassVar[str] = "nothing: images are corrupted whatever the defense"
-    transform: Transform
-
-    @property
-    def threat(self) -> Threat:  # type: ignore[override]
-        """All images."""
-        return Threat("linf", 1.0)
-
-    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
-        return self.transform(x, *self.transform.sample(x, generator))

@@ -1,5 +1,6 @@
 """DeepFool: steps to the nearest decision boundary of the linearised network."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,9 +9,9 @@ from torch import Tensor
 
 from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.arc import nearest_boundary
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.base import Attack, check_norm
+from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.cw import brought_inside
-from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
@@ -53,8 +54,7 @@ class DeepFool(Attack):
         at_least(1, steps=self.steps, candidates=self.candidates, draws=self.draws)
         if not self.overshoot >= 0:
             raise ValueError(f"overshoot must not be negative, got {self.overshoot}")
-        if self.threat.p not in (2, float("inf")):
-            raise ValueError(f"DeepFool is for linf and l2, not for norm {self.threat.norm}")
+        check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:
         """Return the largest number of passes that an image costs."""
@@ -70,20 +70,17 @@ class DeepFool(Attack):
             active = active.select((logits.argmax(-1) == active.y).nonzero()[:, 0])
             if not len(active):
                 break
-            x_adv[active.index] = self._step(defense, x_adv[active.index], active)
+            z = x_adv[active.index].requires_grad_()
+            logits = self._logits(defense, z, active)
+            label = active.y[:, None].long()
+            wrong = logits.scatter(-1, label, -torch.inf)
+            count = min(self.candidates or logits.shape[-1], logits.shape[-1] - 1)
+            gaps = logits.gather(-1, label) - wrong.topk(count).values
+            w, distance = nearest_boundary(gaps, z, self.threat, active.generator)
+            length = (1 + self.overshoot) * (distance + CRAWL)  # a little beyond the boundary
+            moved = z.detach() + scale(self.threat.steepest(-w), length)
+            x_adv[active.index] = moved.clamp(*self.threat.bounds)
         return brought_inside(x_adv, x, self.threat)
-
-    def _step(self, defense: Defense, x_adv: Tensor, active: ActiveBatch) -> Tensor:
-        """Return iterates [b, …] moved to the nearest boundary, and a little beyond."""
-        z = x_adv.requires_grad_()
-        logits = self._logits(defense, z, active)
-        label = active.y[:, None].long()
-        wrong = logits.scatter(-1, label, -torch.inf)
-        count = min(self.candidates or logits.shape[-1], logits.shape[-1] - 1)
-        gaps = logits.gather(-1, label) - wrong.topk(count).values
-        w, distance = nearest_boundary(gaps, z, self.threat, active.generator)
-        length = (1 + self.overshoot) * (distance + CRAWL)
-        return (z.detach() + scale(self.threat.steepest(-w), length)).clamp(*self.threat.bounds)
 
     def _logits(
         self, defense: Defense, x: Tensor, active: ActiveBatch, check: bool = False

@@ -1,7 +1,6 @@
 """Fast Adaptive Boundary attack: the smallest perturbation, by steps to linearised boundaries."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,16 +8,16 @@ from torch import Tensor
 
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
 from lightning_rob.attacks.apgd import surface_point
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.base import Attack, check_norm
+from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.foreign import scores
-from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.attacks.targeted import wrong_classes
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import check_logits
 from lightning_rob.randomness import Generator
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import TINY, Threat, scale
+from lightning_rob.threat import TINY, Threat, choose, scale
 
 ALPHA = 0.1  # largest share of the projection of the image itself in a step
 BETA = 0.9  # share of the distance that remains in the step back towards the image
@@ -65,8 +64,7 @@ class FAB(Attack):
         at_least(1, steps=self.steps, restarts=self.restarts, draws=self.draws)
         if self.targets < 0:
             raise ValueError(f"targets must not be negative, got {self.targets}")
-        if self.threat.p not in (2, math.inf):
-            raise ValueError(f"FAB is for linf and l2, not for norm {self.threat.norm}")
+        check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:
         """Return the largest number of passes that an image costs."""
@@ -84,10 +82,13 @@ class FAB(Attack):
         order = wrong_classes(clean, y)
         left = Search(positions(x), x, y, noise, x, order).select(clean.argmax(-1) == y)
         x_final = x.clone()
-        for number, (columns, at_random) in enumerate(self._runs(order.shape[1])):
+        # Each target has runs of its own, of which all but the first start at random points.
+        targets = [slice(rank, rank + 1) for rank in range(min(self.targets, order.shape[1]))]
+        runs = [(each, n > 0) for each in targets or [slice(None)] for n in range(self.restarts)]
+        for number, (columns, at_random) in enumerate(runs, 1):
             if not len(left):
                 break
-            noise, start = derived(left.generator, number + 1), left.x
+            noise, start = derived(left.generator, number), left.x
             if at_random:
                 start = surface_point(self.threat, left.x, noise, share=0.5)
             classes = left.classes[:, columns]
@@ -97,22 +98,15 @@ class FAB(Attack):
             left = left.select(~found)
         return x_final
 
-    def _runs(self, wrong: int) -> Iterator[tuple[slice, bool]]:
-        """Yield the classes of each run, as columns of all wrong ones, and if its start is random.
-
-        Args:
-            wrong: the number of wrong classes.
-        """
-        single = [slice(rank, rank + 1) for rank in range(min(self.targets, wrong))]
-        for columns in single or [slice(None)]:
-            for restart in range(self.restarts):
-                yield columns, restart > 0
-
     def _search(self, defense: Defense, run: "Search") -> tuple[Tensor, Tensor]:
         """Return images [b, …], and which of them are misclassified within the ball [b]."""
         x_adv, found = run.x.clone(), torch.zeros_like(run.y, dtype=torch.bool)
         for _ in range(self.steps):
-            run.x_adv = self._step(defense, run)
+            z = run.x_adv.detach().requires_grad_()
+            values = scores(defense, z, run.generator, self.draws)
+            gaps = values.gather(1, run.y[:, None]) - values.gather(1, run.classes)
+            normal, gap = nearest_hyperplane(gaps.to(z), z, self.threat, run.generator)
+            run.x_adv = self._beyond(z.detach(), run.x, normal, gap)
             with torch.no_grad():
                 wrong = scores(defense, run.x_adv, run.generator, self.draws).argmax(-1) != run.y
             inside = wrong & (self.threat.distance(run.x_adv, run.x) <= self.threat.eps)
@@ -122,17 +116,12 @@ class FAB(Attack):
             run, wrong = run.select(rows), wrong[rows]
             if not len(run):
                 break
-            back = run.x + BETA * (run.x_adv - run.x)
-            run.x_adv = torch.where(wrong.view(-1, *[1] * (back.dim() - 1)), back, run.x_adv)
+            run.x_adv = choose(wrong, run.x + BETA * (run.x_adv - run.x), run.x_adv)
         return x_adv, found
 
-    def _step(self, defense: Defense, run: "Search") -> Tensor:
-        """Return the next iterates [b, …]."""
-        z = run.x_adv.detach().requires_grad_()
-        values = scores(defense, z, run.generator, self.draws)
-        gaps = values.gather(1, run.y[:, None]) - values.gather(1, run.classes)
-        normal, gap = nearest_hyperplane(gaps.to(z), z, self.threat, run.generator)
-        z, x = z.detach(), run.x
+    def _beyond(self, z: Tensor, x: Tensor, normal: Tensor, gap: Tensor) -> Tensor:
+        """Return images [b, …] beyond a hyperplane that has the gap [b] at z, from z and x."""
+        # The image's own projection pulls the next iterate towards it: small perturbations win.
         gap_of_x = gap + (normal * (x - z)).flatten(1).sum(1)
         points, normals = torch.cat([z, x]), torch.cat([normal, normal])
         delta = to_hyperplane(points, normals, torch.cat([gap, gap_of_x]), self.threat)
@@ -145,15 +134,10 @@ class FAB(Attack):
 
 @dataclass
 class Search(ActiveBatch):
-    """The searches of the images that are not found yet.
+    """The searches of the images that are not found yet."""
 
-    Args:
-        x_adv: [b, C, H, W] the iterates.
-        classes: [b, G] the wrong classes whose boundaries are searched.
-    """
-
-    x_adv: Tensor
-    classes: Tensor
+    x_adv: Tensor  # [b, C, H, W] the iterates
+    classes: Tensor  # [b, G] the wrong classes whose boundaries are searched
 
 
 def nearest_hyperplane(
@@ -161,11 +145,7 @@ def nearest_hyperplane(
 ) -> tuple[Tensor, Tensor]:
     """Return the normal [B, …] of the nearest linearised boundary, and the gap [B] to it at z.
 
-    Args:
-        gaps: [B, G] values that are zero on one boundary each, computed from z.
-        z: [B, …] images that require gradients.
-        threat: its norm measures the distance.
-        generator: the source of the images' noise.
+    See `lightning_rob.attacks.arc.nearest_boundary` for the arguments.
     """
     normal, nearest_gap = torch.zeros_like(z), gaps[:, 0].detach()
     nearest = torch.full_like(nearest_gap, torch.inf)
@@ -173,7 +153,7 @@ def nearest_hyperplane(
         w = image_gradient(gap, z, generator, keep=rank < gaps.shape[1])
         distance = gap.detach().abs() / threat.dual(w).clamp_min(TINY)
         nearer = distance < nearest
-        normal = torch.where(nearer.view(-1, *[1] * (z.dim() - 1)), w, normal)
+        normal = choose(nearer, w, normal)
         nearest_gap = torch.where(nearer, gap.detach(), nearest_gap)
         nearest = torch.minimum(distance, nearest)
     return normal, nearest_gap

@@ -17,10 +17,7 @@ from lightning_rob.defenses.copies import original
 Plan = tuple[list[tuple[str, str]], torch.memory_format]
 # Tracing costs as much as several steps: each network's plan is kept with the settings it is for.
 _plans: WeakKeyDictionary[nn.Module, tuple[list[Any], Plan]] = WeakKeyDictionary()
-
-
-# Networks whose forward was not the traced one.
-_unfoldable: WeakSet[nn.Module] = WeakSet()
+_unfoldable: WeakSet[nn.Module] = WeakSet()  # networks whose forward was not the traced one
 
 
 class FoldingError(RuntimeError):
@@ -98,9 +95,8 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
         owners = Counter(module for net in nets for module in set(net.modules()))
         for net in nets:
             modules = list(net.modules())
-            if original(net) in _unfoldable or not any(map(_is_fixed, modules)):
-                continue
-            if any(map(_is_customized, modules)):
+            fixed, customized = any(map(_is_fixed, modules)), any(map(_is_customized, modules))
+            if original(net) in _unfoldable or customized or not fixed:
                 continue
             pairs, layout = _plan(net)
             for conv_name, norm_name in pairs:
@@ -168,15 +164,13 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return settings  # training changes its statistics at every step, and no branch reads them
     known = original(module)._buffers
-    names = [name for name, value in module._buffers.items() if value is not None]
-    return settings + [
-        (k, (_version(known.get(k)), _version(module._buffers[k])[1])) for k in names
-    ]
-
-
-def _version(buffer: Tensor | None) -> tuple[int, int]:
-    """Return the tensor's identity and its number of changes, where torch counts them."""
-    return id(buffer), 0 if buffer is None or buffer.is_inference() else buffer._version
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            # by its identity and number of changes, where torch counts them
+            both = known.get(name), buffer
+            changes = [b is None or b.is_inference() or b._version for b in both]
+            settings.append((name, (id(both[0]), *changes)))
+    return settings
 
 
 def _trace(net: nn.Module) -> Plan:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.sight import hooked
 from lightning_rob.defenses import Defense
+from lightning_rob.objectives import log_mean_probs
 from lightning_rob.randomness import Generator, seed_from, uniform
 from lightning_rob.rules import Rule, expectation, mean_logits
 from lightning_rob.runtime.errors import NoGradientError
-from lightning_rob.threat import Norm, Threat
+from lightning_rob.threat import Norm, Threat, choose
 
 TOLERANCE = 1e-4  # relative: rounding of a package that projects by another order of operations
 
@@ -80,7 +81,7 @@ class Foreign(Attack):
                 f"the attack left {self.threat}: largest perturbation {float(size.max()):.6g}; "
                 "give it the same radius, or minimal=True if it searches the smallest one"
             )
-        kept = torch.where(beyond.view(-1, *[1] * (x.dim() - 1)), x, found)
+        kept = choose(beyond, x, found)
         # Rounding errors; of other norms, within the tolerance, there is no projection.
         if self.threat.p not in (2, math.inf):
             return self.threat.apply(kept - x, x)
@@ -116,16 +117,13 @@ class ScoreNetwork(nn.Module):
 
 
 def scores(defense: Defense, x: Tensor, generator: Generator, draws: int | None) -> Tensor:
-    """Return a score for each class, the largest for the predicted one.
+    """Return a score [B, K] for each class, the largest for the predicted one; see `scores_of`.
 
     Args:
         defense: the defense.
         x: [B, C, H, W] images.
-        generator: source of its draws.
-        draws: draws for one prediction; None as many as the defense takes.
-
-    Returns:
-        [B, K], of at least single precision; see `scores_of`.
+        generator: the source of its draws.
+        draws: number of draws for one prediction; None for as many as the defense takes.
 
     Raises:
         NoGradientError: the images require a gradient, and nothing leads back to them.
@@ -139,14 +137,8 @@ def scores(defense: Defense, x: Tensor, generator: Generator, draws: int | None)
 def scores_of(logits: Tensor, weights: Tensor, rule: Rule) -> Tensor:
     """Return a score for each class, the largest for the class that the mean predicts.
 
-    Args:
-        logits: [S, B, K] of the draws.
-        weights: [S] of the draws.
-        rule: that predicts from them.
-
-    Returns:
-        [B, K]: the logits of a single draw, the mean logits under the rule `mean_logits`, else the
-        log of the mean probabilities.
+    It is the logit of a single draw, the mean logit under the rule `mean_logits`, else the log of
+    the mean probability: [S, B, K], [S] -> [B, K], of at least single precision.
     """
     logits = logits.float() if logits.itemsize < 4 else logits
     weights = weights.to(logits)
@@ -154,7 +146,7 @@ def scores_of(logits: Tensor, weights: Tensor, rule: Rule) -> Tensor:
         return logits[0]
     if rule is mean_logits:
         return expectation(weights, logits)
-    return (logits.log_softmax(-1) + weights.log()[:, None, None]).logsumexp(0)
+    return log_mean_probs(logits, weights)
 
 
 @contextmanager

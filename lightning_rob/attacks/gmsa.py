@@ -6,12 +6,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack, evaluating, map_attacks
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.contexts import evaluating
 from lightning_rob.attacks.gradient import ObjectiveGradient
+from lightning_rob.attacks.nested import map_attacks
 from lightning_rob.attacks.pgd import is_pgd
 from lightning_rob.defenses import Defense, Mixture
 from lightning_rob.objectives import expected_ce, reduction_of
 from lightning_rob.randomness import Generator, generator_from
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Threat
 
 
@@ -57,8 +60,7 @@ class GMSA(Attack):
     from_clean: bool = True
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise ValueError(f"rounds must be at least 1, got {self.rounds}")
+        at_least(1, rounds=self.rounds)
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]

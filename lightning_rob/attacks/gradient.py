@@ -7,33 +7,26 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.backward import Backward
-from lightning_rob.attacks.base import attacking
+from lightning_rob.attacks.contexts import attacking
 from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.defenses import Defense
-from lightning_rob.objectives import Objective, check_logits, climbed, expected_ce, reduction_of
+from lightning_rob.objectives import Loss, check_logits, climbed, expected_ce, reduction_of
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, random_member
+from lightning_rob.threat import choose
 
 Draws = tuple[Rule, Tensor, Tensor]  # a rule, the logits [S, B, K] it decides on, their weights [S]
 
 
 @dataclass(frozen=True)
 class ObjectiveAt:
-    """Value and gradient of an objective at a batch of images.
+    """Value and gradient of an objective at a batch of images."""
 
-    Args:
-        value: [B] the objective.
-        gradient: [B, C, H, W] its gradient with respect to the images.
-        logits: [S, B, K] of all draws, detached.
-        weights: [S] of the draws.
-        deciders: the draws of each part of the defense that predicts by a rule of its own.
-    """
-
-    value: Tensor
-    gradient: Tensor
-    logits: Tensor
-    weights: Tensor
-    deciders: tuple[Draws, ...]
+    value: Tensor  # [B] the objective
+    gradient: Tensor  # [B, C, H, W] its gradient with respect to the images
+    logits: Tensor  # [S, B, K] of all draws, detached
+    weights: Tensor  # [S] of the draws
+    deciders: tuple[Draws, ...]  # the draws of each part with a rule of its own
 
     def fooled(self, y: Tensor) -> Tensor:
         """Return the images [B] that the defense predicts correctly with probability 0."""
@@ -56,7 +49,7 @@ class ObjectiveGradient:
         draws: how often a random defense is drawn; None for as often as for a prediction.
     """
 
-    objective: Objective
+    objective: Loss
     draws: int | None = None
 
     def value(
@@ -67,28 +60,20 @@ class ObjectiveGradient:
         return self._of(logits, weights, y, check)
 
     def __call__(
-        self,
-        defense: Defense,
-        x: Tensor,
-        y: Tensor,
-        generator: Generator,
-        check: bool = False,
+        self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool = False
     ) -> ObjectiveAt:
         """Return the objective and its gradient at images [B, C, H, W] with labels [B]."""
         if defense.kind == "mixture" and reduction_of(self.objective):
-            at = self._of_mixture(defense, x, y, generator, check)
+            return self._of_mixture(defense, x, y, generator, check)
+        x = x.detach().requires_grad_()
+        if self.draws is None:
+            logits, weights = defense.logits(x, generator), defense.weights
         else:
-            x = x.detach().requires_grad_()
-            if self.draws is None:
-                logits, weights = defense.logits(x, generator), defense.weights
-            else:
-                logits, weights = defense.sample_logits(x, generator, self.draws)
-            value = self._of(logits, weights, y, check)
-            gradient = image_gradient(value, x, generator)
-            logits = logits.detach()
-            deciders = ((defense.rule, logits, weights),)
-            at = ObjectiveAt(value.detach(), gradient, logits, weights, deciders)
-        return at
+            logits, weights = defense.sample_logits(x, generator, self.draws)
+        value = self._of(logits, weights, y, check)
+        gradient = image_gradient(value, x, generator)
+        draws = (defense.rule, logits.detach(), weights)
+        return ObjectiveAt(value.detach(), gradient, logits.detach(), weights, (draws,))
 
     def _of(self, logits: Tensor, weights: Tensor, y: Tensor, check: bool) -> Tensor:
         if check:
@@ -111,12 +96,11 @@ class ObjectiveGradient:
         for share, member in defense.components():
             if share == 0:
                 continue
+            # The graph of this part is free before the next one is evaluated.
             part = self(member, x, y, generator, check)
             if smallest:
-                wins = part.value < value
-                value = torch.where(wins, part.value, value)
-                wins = wins.view(-1, *[1] * (x.dim() - 1))
-                gradient = torch.where(wins, part.gradient, gradient)
+                gradient = choose(part.value < value, part.gradient, gradient)
+                value = torch.where(part.value < value, part.value, value)
             else:
                 gradient = gradient + share * part.gradient
             draws.append((part.logits, share * part.weights))
@@ -135,7 +119,7 @@ def draw_gradients(
     y: Tensor,
     draws: int,
     generator: Generator = None,
-    objective: Objective = expected_ce,
+    objective: Loss = expected_ce,
     backward: Backward | None = None,
 ) -> Tensor:
     """Return the gradients of single draws of a random defense, drawn as in a step of PGD.

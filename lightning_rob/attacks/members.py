@@ -1,15 +1,17 @@
 """Attacks on one member of a randomized ensemble, and the strongest of several attacks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.base import Attack, affordable, shared
+from lightning_rob.attacks.active_set import rows_of
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.budget import PassCount, shared
 from lightning_rob.attacks.decorators import AttackDecorator
-from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense, Single
 from lightning_rob.randomness import Generator, Streams, uniform
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.threat import Threat
 
 
@@ -29,8 +31,7 @@ class OnMember(AttackDecorator):
     strategies = Attack.strategies  # the attack sees one member, and that has no members to mix
 
     def __post_init__(self) -> None:
-        if self.member < 0:
-            raise ValueError(f"member must be 0 or more, got {self.member}")
+        at_least(0, member=self.member)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
@@ -65,7 +66,7 @@ class RandomMember(AttackDecorator):
         for i, attack in enumerate(attacks):
             rows = (drawn == i).nonzero()[:, 0]
             if len(rows):
-                noise = generator[rows] if isinstance(generator, Streams) else generator
+                noise = rows_of(generator, rows)
                 x_adv[rows] = attack.perturb(defense, x[rows], y[rows], noise)
         return x_adv
 
@@ -108,8 +109,8 @@ class Strongest(Attack):
 
     def within(self, passes: int, count: PassCount) -> "Strongest":
         """Return the strongest of the attacks with fewer or more steps, in the same proportions."""
-        left = affordable(self, passes, count) - len(self.attacks) * count.networks
-        return Strongest(tuple(shared(self.attacks, left, count)))
+        left = self.affordable(passes, count) - len(self.attacks) * count.networks
+        return replace(self, attacks=tuple(shared(self.attacks, left, count)))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
@@ -120,7 +121,7 @@ class Strongest(Attack):
             )
         x_best, lowest = x.clone(), x.new_full((len(x),), torch.inf)
         for turn, attack in enumerate(self.attacks):
-            active = (lowest > 0).nonzero()[:, 0]
+            active = (lowest > 0).nonzero()[:, 0]  # no attack can do better than 0
             if not len(active):
                 break
             noise = generator

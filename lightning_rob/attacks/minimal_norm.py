@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
-from lightning_rob.attacks.base import Attack, affordable
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.decorators import AttackDecorator
-from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import check_labels, expected_ce
@@ -41,6 +41,7 @@ class MinimalNorm(AttackDecorator):
     """
 
     smallest_norm: ClassVar[bool] = True
+    stops_on_gradient_logits: ClassVar[bool] = True  # rounded, they would end a search too early
     radii: int = 12
 
     def __post_init__(self) -> None:
@@ -48,11 +49,6 @@ class MinimalNorm(AttackDecorator):
         if not self.attack.takes_radii:
             kind = type(self.attack).__name__
             raise TypeError(f"MinimalNorm searches the radius of PGD or APGD, not of {kind}")
-
-    @property
-    def stops_on_gradient_logits(self) -> bool:
-        """Whether logits computed for a gradient decide which images are already fooled."""
-        return True  # a rounded prediction would end the search of an image too early
 
     def cost(self, count: PassCount) -> int:
         """Return the largest number of passes that an image costs."""
@@ -67,7 +63,7 @@ class MinimalNorm(AttackDecorator):
 
         The rest goes to further radii.
         """
-        left = affordable(self, passes, count) - count.networks
+        left = self.affordable(passes, count) - count.networks
         share = left // self.radii - count.networks
         attack = self.attack.within(share + count.asked, count)
         radii = left // (attack.cost(count) + count.networks)
@@ -93,6 +89,7 @@ class MinimalNorm(AttackDecorator):
             kept = distance < run.high if number else torch.ones_like(fooled)
             x_adv[run.index[kept]] = found[kept]
             run.narrow(radius, distance)
+            # Images that survive the full radius have no smaller one: they keep their result.
             run = run if number else run.select(fooled)
         return x_adv
 
@@ -106,15 +103,10 @@ class MinimalNorm(AttackDecorator):
 
 @dataclass
 class Search(ActiveBatch):
-    """The images whose radius is searched.
+    """The images whose radius is searched."""
 
-    Args:
-        low: [b] the largest radii without success; 0 before the first.
-        high: [b] the distances of the best images.
-    """
-
-    low: Tensor
-    high: Tensor
+    low: Tensor  # [b] the largest radii without success; 0 before the first
+    high: Tensor  # [b] the distances of the best images
 
     def narrow(self, radius: Tensor, distance: Tensor) -> None:
         """Take in the distances [b] of the images found within radii [b]; infinite without one."""

@@ -47,11 +47,7 @@ class AttackOptimizer(ABC):
 
     @abstractmethod
     def init(self, threat: Threat) -> StepRule:
-        """Return the step rule of a new run.
-
-        Args:
-            threat: its norm defines the length of a step.
-        """
+        """Return the step rule of a new run; the threat's norm defines the length of a step."""
 
 
 def aggmo(count: int) -> tuple[float, ...]:
@@ -104,9 +100,8 @@ class AggMo(AttackOptimizer):
 
     def init(self, threat: Threat) -> StepRule:
         """Return the step rule of a new run."""
-        accumulated = {"gradients": _clamped, "normalized": _unit}.get(
-            self.variant, threat.steepest
-        )
+        own = {"gradients": _clamped, "normalized": _unit}
+        accumulated = own.get(self.variant, threat.steepest)
         direction = torch.clone if self.variant == "paper" else threat.steepest
         if not any(self.momentum) and self.variant != "gradients":
             # Every velocity is the current gradient, scaled: no state, and half of the work.

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.base import Attack, check_norm
+from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.cw import BestSoFar, brought_inside
 from lightning_rob.attacks.gradient import ObjectiveAt, ObjectiveGradient
-from lightning_rob.attacks.passes import PassCount
 from lightning_rob.attacks.pgd import is_certain
 from lightning_rob.defenses import Defense
-from lightning_rob.objectives import Objective, expected_margin
+from lightning_rob.objectives import Loss, expected_margin
 from lightning_rob.randomness import Generator
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import TINY, Threat, ThreatPerImage, scale
+from lightning_rob.threat import TINY, Threat, ThreatPerImage, choose, per_image, scale
 
 LAST_STEP = 0.01  # the last step size, as a share of the first
 DUAL_STEP, LAST_DUAL_STEP = 0.1, 0.01  # of the logarithm of the ratio of weights
@@ -51,7 +51,7 @@ class PDGD(Attack):
         steps: number of steps, each of one forward and one backward pass, before eight forward
             passes for the projections; the step sizes fall with the share of the steps that is
             done. Where logits are small the direction converges slowly.
-        step_size: of Adam, in pixel units; the length by which the first step changes each pixel.
+        step_size: step size of Adam, in pixel units: the length of the first step at each pixel.
         objective: the objective that must become positive: `expected_margin`, or `linear` (the
             margin of the mean logits); they are equal on a single network.
 
@@ -61,22 +61,17 @@ class PDGD(Attack):
     """
 
     smallest_norm: ClassVar[bool] = True
+    stops_on_gradient_logits: ClassVar[bool] = True  # they decide which iterates count
     threat: Threat
     steps: int = 500
     step_size: float = 0.1
-    objective: Objective = expected_margin
+    objective: Loss = expected_margin
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps)
         if not self.step_size > 0:
             raise ValueError(f"step_size must be positive, got {self.step_size}")
-        if self.threat.p not in (2, math.inf):
-            raise ValueError(f"PDGD is for linf and l2, not for norm {self.threat.norm}")
-
-    @property
-    def stops_on_gradient_logits(self) -> bool:
-        """Whether logits computed for a gradient decide which images are already fooled."""
-        return True  # they decide which iterates count
+        check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:
         """Return the largest number of passes that an image costs."""
@@ -87,17 +82,17 @@ class PDGD(Attack):
         if not is_certain(defense, self.objective):
             raise TypeError(f"PDGD is for fixed classifiers, not for {type(defense).__name__}")
         evaluate = ObjectiveGradient(self.objective)
-        with torch.no_grad():
-            value = evaluate.value(defense, x, y, generator, check=True).to(x)
-        fooled = value > 0
-        distance = torch.full_like(value, torch.inf).masked_fill(fooled, 0)
-        best = BestSoFar(x.clone(), distance, value, fooled)
-        run = Descent.begin(x, y, derived(generator, 0)).select((~fooled).nonzero()[:, 0])
+        best = BestSoFar.begin(evaluate, defense, x, y, generator)
+        ratio, zero = x.new_full((len(x),), FIRST_RATIO), torch.zeros_like(x)
+        players = (x, zero, zero, ratio, (-ratio).sigmoid())
+        run = Descent(positions(x), x, y, derived(generator, 0), *players)
+        run = run.select((~best.succeeded).nonzero()[:, 0])
         for step in range(self.steps if len(run) else 0):
             at = evaluate(defense, run.x_adv, run.y, run.generator, check=step == 0)
             value = at.value.to(x)
             best.update(run.index, run.x_adv, self.threat.size(run.x_adv - run.x), value, 0)
             run.descend(at, self.threat, self.step_size * LAST_STEP ** (step / self.steps))
+            # The dual player starts with long steps, which find the right order of magnitude.
             left = 1 - step / max(self.steps - 1, 1)
             run.weigh(value, LAST_DUAL_STEP + (DUAL_STEP - LAST_DUAL_STEP) * left)
         shorten(defense, run, best, self.threat, self.objective)
@@ -106,7 +101,7 @@ class PDGD(Attack):
 
 @torch.no_grad()
 def shorten(
-    defense: Defense, run: ActiveBatch, best: BestSoFar, threat: Threat, objective: Objective
+    defense: Defense, run: ActiveBatch, best: BestSoFar, threat: Threat, objective: Loss
 ) -> None:
     """Move the best images back towards the boundary, which the last iterates jump over.
 
@@ -115,7 +110,7 @@ def shorten(
         run: the images that were not fooled from the start.
         best: the best images, changed in place.
         threat: its norm and bounds.
-        objective: what is positive for an image that is fooled.
+        objective: positive for an image that is fooled.
     """
     run = run.select(best.distance[run.index].isfinite())
     high, farthest = best.distance[run.index], best.x_adv[run.index]
@@ -131,30 +126,14 @@ def shorten(
 
 @dataclass
 class Descent(ActiveBatch):
-    """The state of the two players.
+    """The state of the two players."""
 
-    Args:
-        x_adv: [b, C, H, W] the iterates.
-        mean: [b, C, H, W] Adam's running mean of the gradients.
-        square: [b, C, H, W] Adam's running mean of the gradients' squares.
-        log_ratio: [b] log(w1 / w0) as last chosen.
-        w0: [b] the running mean of the weight of the distance.
-        count: number of steps taken.
-    """
-
-    x_adv: Tensor
-    mean: Tensor
-    square: Tensor
-    log_ratio: Tensor
-    w0: Tensor
-    count: int = 0
-
-    @classmethod
-    def begin(cls, x: Tensor, y: Tensor, generator: Generator) -> "Descent":
-        """Start with all images of a batch."""
-        log_ratio, zero = x.new_full((len(x),), FIRST_RATIO), torch.zeros_like(x)
-        weights = log_ratio, (-log_ratio).sigmoid()
-        return cls(positions(x), x, y, generator, x, zero, zero.clone(), *weights)
+    x_adv: Tensor  # [b, C, H, W] the iterates
+    mean: Tensor  # [b, C, H, W] Adam's running mean of the gradients
+    square: Tensor  # [b, C, H, W] Adam's running mean of the gradients' squares
+    log_ratio: Tensor  # [b] log(w1 / w0) as last chosen
+    w0: Tensor  # [b] the running mean of the weight of the distance
+    count: int = 0  # number of steps taken
 
     def descend(self, at: ObjectiveAt, threat: Threat, step_size: float) -> None:
         """Move the images by one step of Adam and, for linf, by the proximal operator."""
@@ -173,17 +152,15 @@ class Descent(ActiveBatch):
             self.x_adv = self._shrunk(root, threat, step_size)
 
     def _shrunk(self, root: Tensor, threat: Threat, step_size: float) -> Tensor:
-        """Return the images after the proximal operator in the metric of Adam's root [b, …].
-
-        It minimises w0 / w1 ||delta||_inf + |delta - target|^2 / 2, weighted by root / step size,
-        by proximal gradient steps (Melchior et al. 2019).
-        """
+        """Return the images after the proximal operator in the metric of Adam's root [b, …]."""
+        # It minimises w0 / w1 ||delta||_inf + |delta - target|^2 / 2, weighted by root / step size,
+        # by proximal gradient steps (Melchior et al. 2019).
         largest, target = root.flatten(1).amax(1), self.x_adv - self.x
         weight, metric = self.w0 / (1 - self.w0) * step_size / largest, scale(root, 1 / largest)
         delta, moving = target, torch.ones_like(weight, dtype=torch.bool)
         for _ in range(PROXIMAL_STEPS):
             shrunk = shrink_largest(delta - metric * (delta - target), weight)
-            shrunk = torch.where(per_image(moving, delta), threat.confine(shrunk, self.x), delta)
+            shrunk = choose(moving, threat.confine(shrunk, self.x), delta)
             change = (shrunk - delta).flatten(1).norm(dim=1)
             delta, moving = shrunk, change > PROXIMAL_CHANGE * shrunk.flatten(1).norm(dim=1)
         return threat.apply(delta, self.x)
@@ -204,10 +181,5 @@ def shrink_largest(delta: Tensor, weight: Tensor) -> Tensor:
     falling = delta.flatten(1).abs().sort(dim=1, descending=True).values
     counts = torch.arange(1, falling.shape[1] + 1, device=delta.device)
     level = ((falling.cumsum(1) - weight[:, None]) / counts).amax(1).clamp_min(0)
-    reach = level.view(-1, *[1] * (delta.dim() - 1))
+    reach = per_image(level, delta)
     return torch.maximum(torch.minimum(delta, reach), -reach)
-
-
-def per_image(mask: Tensor, x: Tensor) -> Tensor:
-    """Return the mask [B] in the shape [B, 1, …] that broadcasts with x [B, …]."""
-    return mask.view(-1, *[1] * (x.dim() - 1))

@@ -10,12 +10,12 @@ from torch import Tensor
 from lightning_rob.attacks.active_set import ActiveBatch, positions
 from lightning_rob.attacks.backward import Backward, entered
 from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.optimizers import AggMo, AttackOptimizer
-from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import (
-    Objective,
+    Loss,
     ce_of_rule,
     expected_ce,
     linear,
@@ -25,7 +25,7 @@ from lightning_rob.objectives import (
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, random_member
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import Length, Threat, pixels, scale
+from lightning_rob.threat import Length, Threat, choose, pixels, scale
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PGD(Attack):
     threat: Threat
     steps: int
     step_size: Length
-    objective: Objective = expected_ce
+    objective: Loss = expected_ce
     draws: int | None = None
     restarts: int = 1
     random_start: bool = True
@@ -95,7 +95,7 @@ class PGD(Attack):
             raise ValueError(f"{self.restarts} restarts without random_start are one and the same")
 
     @property
-    def stops_on_gradient_logits(self) -> bool:
+    def stops_on_gradient_logits(self) -> bool:  # type: ignore[override]
         """Whether logits computed for a gradient decide which images are already fooled."""
         return self.early_stop
 
@@ -114,14 +114,16 @@ class PGD(Attack):
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if self.early_stop:
-            _check_predictions_are_certain(defense, self.objective)
+            check_certain(defense, self.objective)
         objective = ObjectiveGradient(self.objective, self.draws)
-        x_final, run = torch.empty_like(x), Iterates.begin(x, y, generator)
+        none = x.new_full((len(x),), -torch.inf)
+        x_final, run = torch.empty_like(x), Iterates(positions(x), x, y, generator, x, x, none)
         with entered(self.backward, defense):
             for _ in range(self.restarts):
                 start = self.threat.start(x, generator) if self.random_start else x
                 run.x_adv = run.rows_of(start)
                 if self.keep_best and self.random_start:
+                    # The run never visits the image itself, which counts as an iterate too.
                     run.keep_better(run.x, run.value(objective, defense, run.x, check=True))
                 step_rule = (self.ascent or AggMo(self.momentum)).init(self.threat)
                 for step in range(self.steps):
@@ -136,6 +138,7 @@ class PGD(Attack):
                         gradient = gradient[rows]
                         if not len(run):
                             return x_final
+                    # Lengths are shares of each image's unit: its norm, or its own radius.
                     threat = self.threat.of(run.index)
                     length = self.step_size * threat.unit(run.x)
                     step_taken = scale(step_rule(gradient), length)
@@ -150,22 +153,11 @@ class PGD(Attack):
 
 @dataclass
 class Iterates(ActiveBatch):
-    """The iterates of the images that are still attacked.
+    """The iterates of the images that are still attacked."""
 
-    Args:
-        x_adv: [b, C, H, W] the current iterates.
-        best: [b, C, H, W] the best iterates so far.
-        best_value: [b] the objective of the best iterates; minus infinity before the first one.
-    """
-
-    x_adv: Tensor
-    best: Tensor
-    best_value: Tensor
-
-    @classmethod
-    def begin(cls, x: Tensor, y: Tensor, generator: Generator) -> "Iterates":
-        """Start with all images of a batch."""
-        return cls(positions(x), x, y, generator, x, x, x.new_full((len(x),), -torch.inf))
+    x_adv: Tensor  # [b, C, H, W] the current iterates
+    best: Tensor  # [b, C, H, W] the best iterates so far
+    best_value: Tensor  # [b] their objective; minus infinity at first
 
     @torch.no_grad()
     def value(
@@ -187,29 +179,27 @@ def is_pgd(attack: Attack | None) -> TypeGuard[PGD]:
 def better(a: Tensor, value_a: Tensor, b: Tensor, value_b: Tensor) -> tuple[Tensor, Tensor]:
     """Return per image the candidate with the larger objective, and its value; a on ties."""
     wins = value_b > value_a
-    return torch.where(wins.view(-1, *[1] * (a.dim() - 1)), b, a), torch.where(
-        wins, value_b, value_a
-    )
+    return choose(wins, b, a), torch.where(wins, value_b, value_a)
 
 
-def is_certain(defense: Defense, objective: Objective) -> bool:
+def is_certain(defense: Defense, objective: Loss) -> bool:
     """Return whether one evaluation proves that an image is always misclassified."""
     try:
-        _check_predictions_are_certain(defense, objective)
+        check_certain(defense, objective)
     except TypeError:
         return False
     return True
 
 
-def _check_predictions_are_certain(defense: Defense, objective: Objective) -> None:
+def check_certain(defense: Defense, objective: Loss) -> None:
     """Raise TypeError if one evaluation does not prove that an image is always misclassified."""
     pooled = reduction_of(objective) is None
     if defense.kind == "mixture" and pooled and defense.rule is random_member:
-        raise TypeError(f"early_stop does not see who of a mixture answers, by {objective}")
+        raise TypeError(f"early_stop does not see which part of a mixture predicts, by {objective}")
     try:
         _ = defense.classifiers
     except TypeError as error:
         raise TypeError(
             f"early_stop is for a fixed set of classifiers: {type(defense).__name__} draws its "
-            "own, and one wrong answer is no proof"
+            "own, and one wrong prediction is no proof"
         ) from error

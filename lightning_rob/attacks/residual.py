@@ -12,31 +12,25 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from lightning_rob.attacks.contexts import foldable_networks
 from lightning_rob.defenses import Defense
 
 ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 RELUS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LAYER_FUNCTIONS = (F.linear, F.conv1d, F.conv2d, F.conv3d)
 SHAPE_QUERIES = (getattr, operator.getitem, operator.eq)
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A path of layers and the addition of its input to its output.
+    """A path of layers and the addition of its input to its output."""
 
-    Args:
-        block: the block whose graph contains the branch.
-        entry: the node where branch and skip connection separate.
-        body: the branch's nodes, in order.
-        addition: the node where they meet again.
-        unchanged: whether the skip connection is the identity.
-    """
-
-    block: "Block"
-    entry: fx.Node
-    body: list[fx.Node]
-    addition: fx.Node
-    unchanged: bool
+    block: "Block"  # the block whose graph contains the branch
+    entry: fx.Node  # the node where branch and skip connection separate
+    body: list[fx.Node]  # the branch's nodes, in order
+    addition: fx.Node  # the node where they meet again
+    unchanged: bool  # whether the skip connection is the identity
 
     @property
     def end(self) -> fx.Node:
@@ -84,17 +78,18 @@ class Block:
             return isinstance(self.parts[str(node.target)], nn.ReLU)
         return node.target in RELUS
 
-    def _is_identity(self, node: fx.Node) -> bool:
-        return node.op == "call_module" and isinstance(self.parts[str(node.target)], nn.Identity)
-
     def layers(self, nodes: Iterable[fx.Node]) -> int:
         """Count the convolutions and linear layers in these nodes."""
-        return sum(node.meta.get("layers") or self._layers(node) for node in nodes)
-
-    def _layers(self, node: fx.Node) -> int:
-        if node.op == "call_module":
-            return sum(isinstance(part, LAYERS) for part in self.parts[str(node.target)].modules())
-        return int(node.target in (F.linear, F.conv1d, F.conv2d, F.conv3d))
+        count = 0
+        for node in nodes:
+            if "layers" in node.meta:
+                count += node.meta["layers"]
+            elif node.op == "call_module":
+                parts = self.parts[str(node.target)].modules()
+                count += sum(isinstance(part, LAYERS) for part in parts)
+            else:
+                count += node.target in LAYER_FUNCTIONS
+        return count
 
     def _branches(self, addition: fx.Node, end: fx.Node, skip: fx.Node) -> Iterator[Branch]:
         """Yield the branch that ends in `end` if `skip` ends a skip connection around it."""
@@ -110,7 +105,10 @@ class Block:
         connection = skipped - _ancestors(entry)
         plain = not any(map(self.is_relu, connection))
         if entry in skipped and plain and self.layers(body) > self.layers(connection):
-            unchanged = all(map(self._is_identity, connection))
+            unchanged = all(
+                node.op == "call_module" and isinstance(self.parts[str(node.target)], nn.Identity)
+                for node in connection
+            )
             yield Branch(self, entry, body, addition, unchanged)
 
 
@@ -134,9 +132,10 @@ def residual_blocks(defense: nn.Module) -> list[list[Block]]:
         TypeError: the networks have no residual blocks.
     """
     known: dict[nn.Module, Block] = {}
-    found = [_blocks(net, known) for net in _networks(defense)]
+    networks = list(dict.fromkeys(foldable_networks(defense))) or [defense]
+    found = [_blocks(net, known) for net in networks]
     if not known:
-        names = ", ".join(sorted({type(net).__name__ for net in _networks(defense)}))
+        names = ", ".join(sorted({type(net).__name__ for net in networks}))
         raise TypeError(
             f"SGM and LinBP need residual networks, and there are no skip connections in {names}: "
             "leave them out"
@@ -144,34 +143,22 @@ def residual_blocks(defense: nn.Module) -> list[list[Block]]:
     return found
 
 
-def _networks(defense: nn.Module) -> list[nn.Module]:
-    try:
-        return (
-            list(dict.fromkeys(defense.foldable_networks))
-            if isinstance(defense, Defense)
-            else [defense]
-        )
-    except TypeError:
-        return [defense]
-
-
 def _blocks(net: nn.Module, known: dict[nn.Module, Block]) -> list[Block]:
     modules = list(net.modules())
     stages = [part for part in modules if isinstance(part, nn.Sequential | nn.ModuleList)]
     first = {next(iter(stage)) for stage in stages if len(stage)}
     for module in reversed(modules):  # inner modules first: the smallest one is the block
-        if module not in known and _may_be_block(module) and (graph := _graph(module, known)):
+        library = type(module).__module__.startswith(("torch.nn", "torch.jit"))
+        if module in known or library or isinstance(module, Defense):
+            continue
+        unary = len(inspect.signature(type(module).forward).parameters) == 2  # self and x
+        if not unary or not any(isinstance(part, LAYERS) for part in module.modules()):
+            continue
+        if graph := _graph(module, known):
             block = Block(module, graph, module in first)
             if block.branches:
                 known[module] = block
     return [known[module] for module in modules if module in known]
-
-
-def _may_be_block(module: nn.Module) -> bool:
-    if isinstance(module, Defense) or type(module).__module__.startswith(("torch.nn", "torch.jit")):
-        return False
-    unary = len(inspect.signature(type(module).forward).parameters) == 2  # self and x
-    return unary and any(isinstance(part, LAYERS) for part in module.modules())
 
 
 def _graph(module: nn.Module, known: dict[nn.Module, Block]) -> fx.Graph | None:
@@ -186,13 +173,10 @@ def _graph(module: nn.Module, known: dict[nn.Module, Block]) -> fx.Graph | None:
     memo = {id(part): part for part in (*kept, *module.parameters(), *module.buffers())}
     try:
         with torch.random.fork_rng(devices=[]):
-            return _unasserted(tracer.trace(copy.deepcopy(module, memo).eval()))
+            graph = tracer.trace(copy.deepcopy(module, memo).eval())
     except Exception:  # a user's forward may raise anything when its input is a tracer's proxy
         return None
-
-
-def _unasserted(graph: fx.Graph) -> fx.Graph:
-    """Remove assertions on shapes: they use nodes inside of a branch, which must be replaceable."""
+    # Assertions on shapes use nodes inside of a branch, which must be replaceable.
     for node in reversed(graph.nodes):
         unused = node.target in SHAPE_QUERIES and not node.users
         if node.op == "call_function" and (node.target is torch._assert or unused):

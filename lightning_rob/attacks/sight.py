@@ -18,7 +18,7 @@ class Sight:
 
     Args:
         images: B, the number of images in the batch.
-        device: of the images.
+        device: device of the images.
         within: the sight of an attack that calls this one on its own batch, which it shares.
         watched: whether what is seen here is reported, so that attacks need not warn.
 
@@ -75,23 +75,19 @@ def watching(images: int, device: torch.device) -> Iterator[Sight]:
 def own_sight(images: int, device: torch.device, generator: Generator) -> Iterator[Sight]:
     """Yield the sight of one attack, which counts for that of an attack around it as well."""
     outer = _current.get()
-    with _entered(Sight(images, device, outer)) as sight, _own_rows(generator, outer):
-        yield sight
+    # The streams of an outermost attack have the rows of its own batch, be it part of a larger one.
+    streams = generator if outer is None and isinstance(generator, Streams) else None
+    rows = None if streams is None else streams.rows
+    try:
+        if streams is not None:
+            streams.rows = None
+        with _entered(Sight(images, device, outer)) as sight:
+            yield sight
+    finally:
+        if streams is not None:
+            streams.rows = rows
     if outer is not None:
         outer.recovered |= sight.recovered
-
-
-@contextmanager
-def _own_rows(generator: Generator, outer: Sight | None) -> Iterator[None]:
-    """Number the streams of an outermost attack by its own batch, be it part of a larger one."""
-    if outer is not None or not isinstance(generator, Streams):
-        yield
-        return
-    before, generator.rows = generator.rows, None
-    try:
-        yield
-    finally:
-        generator.rows = before
 
 
 @contextmanager

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from lightning_rob.attacks.active_set import ActiveBatch, derived, positions, rows_of
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.base import Attack, check_norm
+from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.foreign import scores
-from lightning_rob.attacks.passes import PassCount
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import check_logits, linear
 from lightning_rob.randomness import Generator, uniform
 from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import Threat, scale
+from lightning_rob.threat import Threat, choose, scale
 
 SCHEDULE = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # queries after which p is halved
 AHEAD = 50  # queries whose random numbers are drawn at once
@@ -53,7 +53,7 @@ class Square(Attack):
     """
 
     knowledge: ClassVar[str] = "the predictions"
-    length: ClassVar[str] = "queries"
+    effort: ClassVar[str] = "queries"
     threat: Threat
     queries: int = 5000
     p: float = 0.8
@@ -63,8 +63,7 @@ class Square(Attack):
         at_least(1, queries=self.queries, draws=self.draws)
         if not 0 < self.p <= 1:
             raise ValueError(f"p must be a share of the image in (0, 1], got {self.p}")
-        if self.threat.p not in (2, math.inf):
-            raise ValueError(f"Square is for linf and l2, not for norm {self.threat.norm}")
+        check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:
         """Return the largest number of passes that an image costs."""
@@ -95,7 +94,7 @@ class Square(Attack):
                 noise, before = derived(rows_of(walk.generator, rows), query), walk.margin[rows]
                 margin = self._margin(defense, candidate, walk.y[rows], noise)
                 keep = margin < before
-                best = torch.where(keep[:, None, None, None], candidate, walk.best[rows])
+                best = choose(keep, candidate, walk.best[rows])
                 walk.best[rows], walk.margin[rows] = best, torch.where(keep, margin, before)
         x_final[walk.index] = walk.best
         return x_final
@@ -119,7 +118,7 @@ class Square(Attack):
         side = max(min(height, width) // 5, 1)
         down, across = height // side, width // side
         numbers = uniform(x, 1 + channels, down, across, 1, 1, generator=walk.generator)
-        tiles = _signs(numbers[:, 1:]) * _turned(_pyramids_like(x, side), numbers[:, :1])
+        tiles = _signs(numbers[:, 1:]) * _turned_pyramids(side, numbers[:, :1])
         tiles = tiles.transpose(3, 4).reshape(len(x), channels, down * side, across * side)
         top, left = (height - down * side) // 2, (width - across * side) // 2
         delta = torch.zeros_like(x)
@@ -131,16 +130,12 @@ class Square(Attack):
         numbers, (height, width) = walk.numbers[:, query % AHEAD], walk.x.shape[2:]
         share = self.p / 2 ** sum(query > last for last in SCHEDULE)
         side = max(round(math.sqrt(share * height * width)), 1)
-        if self.threat.p == math.inf:
-            return self._window_of_signs(walk, numbers, min(side, height, width))
-        side = max(side, 3)
-        return self._window_of_pyramids(walk, numbers, min(side + 1 - side % 2, height, width))
-
-    def _window_of_signs(self, walk: "Walk", numbers: Tensor, side: int) -> Proposal:
-        """Move each channel of a window to +eps or -eps; images that this changes."""
-        window = _window(numbers[:, :2], side, walk.x)
-        signs = _signs(numbers[:, 5:, None])
-        before = walk.x.flatten(2).gather(2, window)
+        if self.threat.p == 2:
+            side = max(side, 3)
+            return self._window_of_pyramids(walk, numbers, min(side + 1 - side % 2, height, width))
+        # Each channel of a window moves to +eps or -eps; in some images this changes nothing.
+        window = _window(numbers[:, :2], min(side, height, width), walk.x)
+        before, signs = walk.x.flatten(2).gather(2, window), _signs(numbers[:, 5:, None])
         new = (before + scale(signs, self._radius(walk.x))).clamp(*self.threat.bounds)
         current = walk.best.flatten(2)
         rows = (new != current.gather(2, window)).flatten(1).any(1).nonzero()[:, 0]
@@ -149,11 +144,12 @@ class Square(Attack):
     def _window_of_pyramids(self, walk: "Walk", numbers: Tensor, side: int) -> Proposal:
         """Move the norm in a second window, and what is left of eps, into pyramids in a first."""
         x, delta = walk.x, (walk.best - walk.x).flatten(2)
+        # The norm that leaves the second window is spent in the first, so that eps is used up.
         first, second = (_window(numbers[:, at : at + 2], side, x) for at in (0, 2))
         both = torch.zeros_like(delta).scatter(2, first, 1.0).scatter(2, second, 1.0)
         in_windows = (delta * both).square().sum(2, keepdim=True)
         unused = (self._radius(x) ** 2 - self.threat.size(delta) ** 2).clamp_min(0) / x.shape[1]
-        new = _turned(_pyramids_like(x, side), numbers[:, 4, None, None]).flatten(1)[:, None]
+        new = _turned_pyramids(side, numbers[:, 4, None, None]).flatten(1)[:, None]
         new = new * _signs(numbers[:, 5:, None]) + _normalized(delta.gather(2, first))
         new = _normalized(new) * (unused[:, None, None] + in_windows).sqrt()
         delta = delta.scatter(2, second, 0.0).scatter(2, first, new)
@@ -170,17 +166,11 @@ class Square(Attack):
 
 @dataclass
 class Walk(ActiveBatch):
-    """The searches of the images that are not fooled yet.
+    """The searches of the images that are not fooled yet."""
 
-    Args:
-        best: [b, C, H, W] the images of smallest margin.
-        margin: [b] their margins; minus infinity for images that fool.
-        numbers: [b, AHEAD, n] random numbers of the next queries.
-    """
-
-    best: Tensor
-    margin: Tensor
-    numbers: Tensor
+    best: Tensor  # [b, C, H, W] the images of smallest margin
+    margin: Tensor  # [b] their margins; minus infinity for images that fool
+    numbers: Tensor  # [b, AHEAD, n] random numbers of the next queries
 
 
 def _window(numbers: Tensor, side: int, x: Tensor) -> Tensor:
@@ -199,8 +189,9 @@ def _signs(numbers: Tensor) -> Tensor:
     return torch.where(numbers < 0.5, -1.0, 1.0).to(numbers)
 
 
-def _turned(pattern: Tensor, numbers: Tensor) -> Tensor:
-    """Return the pattern [side, side], turned where numbers [..., 1, 1] are below one half."""
+def _turned_pyramids(side: int, numbers: Tensor) -> Tensor:
+    """Return `pyramids`, turned where numbers [..., 1, 1] are below one half."""
+    pattern = pyramids(side).to(numbers, non_blocking=True)
     return torch.where(numbers < 0.5, pattern.T, pattern)
 
 
@@ -210,19 +201,11 @@ def _normalized(window: Tensor) -> Tensor:
     return window / (norm + GUARD)
 
 
-def _pyramids_like(x: Tensor, side: int) -> Tensor:
-    return pyramids(side).to(x, non_blocking=True)
-
-
 @cache
 def pyramids(side: int) -> Tensor:
     """Return the change of an l2 window: a pyramid above an inverted one (eqs. 2 and 3).
 
-    Args:
-        side: of the window.
-
-    Returns:
-        [side, side] of norm 1.
+    It is of shape [side, side] and norm 1.
     """
     upper, lower = (_pyramid(height, side) for height in (side // 2, side - side // 2))
     pattern: Tensor = torch.cat([upper, -lower]) / (2.0 if side > 1 else 1.0) ** 0.5
@@ -230,16 +213,11 @@ def pyramids(side: int) -> Tensor:
 
 
 def _pyramid(height: int, width: int) -> Tensor:
-    """Return values [height, width] of norm 1 that fall from ring to ring around the middle.
-
-    They are sums of 1 / k^2, from the pixel's ring k to the outermost one.
-    """
-    middle = height // 2, width // 2
-    rows, columns = (
-        (torch.arange(n) - m).abs() for n, m in zip((height, width), middle, strict=True)
-    )
+    """Return values [height, width] of norm 1 that fall from ring to ring around the middle."""
+    rows, columns = ((torch.arange(n) - n // 2).abs() for n in (height, width))
     rings = torch.maximum(rows[:, None], columns[None, :])
-    steps = 1 / torch.arange(1.0, max(middle) + 2) ** 2
+    # A pixel of ring k has the sum of 1 / j^2 from j = k to the outermost ring.
+    steps = 1 / torch.arange(1.0, max(height, width) // 2 + 2) ** 2
     values = steps.flip(0).cumsum(0).flip(0)[rings]
     norm: Tensor = torch.linalg.vector_norm(values)
     return values / norm.clamp_min(GUARD)

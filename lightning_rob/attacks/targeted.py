@@ -11,11 +11,11 @@ from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.attacks.pgd import PGD, better, is_pgd
 from lightning_rob.defenses import Defense
 from lightning_rob.objectives import (
-    Objective,
-    Reduction,
     TargetedMargin,
+    check_logits,
     confident,
     expected_margin,
+    log_mean_probs,
     min_confidence,
     reduction_of,
     worst_margin,
@@ -69,15 +69,19 @@ class Targeted(AttackDecorator):
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
-        climb = replace(self.attack, objective=_negated(self.attack.objective))
+        objective = self.attack.objective
+        own = ObjectiveGradient(objective, self.attack.draws)
+        away = replace(
+            self.attack, objective=lambda logits, weights, y: -objective(logits, weights, y)
+        )
         targets = self._wrong_classes(defense, x, y, generator)
         x_best, best_value = x, x.new_full((len(x),), -torch.inf)
         for rank in self.ranks:
-            x_adv = climb.perturb(defense, x, targets[:, rank - 1], generator)
+            x_adv = away.perturb(defense, x, targets[:, rank - 1], generator)
             if len(self.ranks) == 1:
                 return x_adv
             with torch.no_grad():
-                value = self._evaluate(self.attack.objective, defense, x_adv, y, generator)
+                value = own.value(defense, x_adv, y, generator, check=True)
             x_best, best_value = better(x_best, best_value, x_adv, value.to(best_value))
         return x_best
 
@@ -86,35 +90,19 @@ class Targeted(AttackDecorator):
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator
     ) -> Tensor:
         """Return each image's wrong classes [B, K - 1], the most probable first."""
-        scores = self._evaluate(_log_mean_probs, defense, x, y, generator)
+        logits, weights = defense.sample_logits(x, generator, self.attack.draws)
+        check_logits(logits, y)
+        # as logarithms, which still rank probabilities that round to zero
+        scores = log_mean_probs(logits.float() if logits.itemsize < 4 else logits, weights)
         if (wrong := scores.shape[1] - 1) < max(self.ranks):
             raise ValueError(f"rank must be 1 … {wrong} of {wrong + 1} classes, got {self.rank}")
         return wrong_classes(scores, y)
-
-    def _evaluate(
-        self, objective: Objective, defense: Defense, x: Tensor, y: Tensor, generator: Generator
-    ) -> Tensor:
-        evaluate = ObjectiveGradient(objective, self.attack.draws)
-        return evaluate.value(defense, x, y, generator, check=True)
 
 
 def wrong_classes(scores: Tensor, y: Tensor) -> Tensor:
     """Return the classes [B, K - 1] other than y [B] by falling score [B, K]."""
     order = scores.argsort(1, descending=True)
     return order[order != y[:, None]].reshape(len(y), scores.shape[1] - 1)
-
-
-def _log_mean_probs(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
-    """Return scores [B, K] as logarithms, which still rank probabilities that round to zero."""
-    log_weights = weights.to(logits).log()[:, None, None]
-    return (logits.log_softmax(-1) + log_weights).logsumexp(0)
-
-
-def _negated(objective: Objective) -> Objective:
-    def negated(logits: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-        return -objective(logits, weights, target)
-
-    return negated
 
 
 @dataclass(frozen=True)
@@ -157,31 +145,25 @@ class HighConfidence(AttackDecorator):
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         x_best, best_confidence = x, self._confidence(defense, x, y, generator)
-        for run in self._runs(self._class_count(defense, x, generator)):
+        with torch.no_grad():
+            logits, _ = defense.sample_logits(x, generator, self.attack.draws)
+        for run in self._runs(logits.shape[-1]):
             x_adv = run.perturb(defense, x, y, generator)
             confidence = self._confidence(defense, x_adv, y, generator)
             x_best, best_confidence = better(x_best, best_confidence, x_adv, confidence)
         return x_best
 
-    @property
-    def _takes_minimum(self) -> bool:
-        return reduction_of(self.attack.objective) == "min"
-
     def _runs(self, classes: int) -> Iterator[PGD]:
-        margin = worst_margin if self._takes_minimum else expected_margin
+        reduction = reduction_of(self.attack.objective)
+        margin = worst_margin if reduction == "min" else expected_margin
         for _ in range(self.untargeted):
             yield replace(self.attack, objective=margin)
         count = classes - 1 if self.targeted is None else min(self.targeted, classes - 1)
         for offset in range(1, count + 1):
-            reduce: Reduction = "min" if self._takes_minimum else "mean"
-            yield replace(self.attack, objective=TargetedMargin(offset, reduce))
+            yield replace(self.attack, objective=TargetedMargin(offset, reduction or "mean"))
 
     @torch.no_grad()
     def _confidence(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        score = min_confidence if self._takes_minimum else confident
+        score = min_confidence if reduction_of(self.attack.objective) == "min" else confident
         evaluate = ObjectiveGradient(score, self.attack.draws)
         return evaluate.value(defense, x, y, generator, check=True)
-
-    @torch.no_grad()
-    def _class_count(self, defense: Defense, x: Tensor, generator: Generator) -> int:
-        return int(defense.sample_logits(x, generator, self.attack.draws)[0].shape[-1])

@@ -6,11 +6,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_rob.attacks.base import Attack, walk
+from lightning_rob.attacks.active_set import rows_of
+from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.decorators import AttackDecorator
+from lightning_rob.attacks.nested import walk
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.per_image import restricted_to
-from lightning_rob.randomness import Generator, Streams
+from lightning_rob.randomness import Generator
 from lightning_rob.threat import Threat
 
 
@@ -121,7 +123,7 @@ class PartialBatchAttack(AttackDecorator):
         x_adv, z = x.clone(), self.is_clean(y)
         for rows, attack in ((z, self.natural), (~z, self.attack)):
             if attack and rows.any():
-                noise = generator[rows] if isinstance(generator, Streams) else generator
+                noise = rows_of(generator, rows)
                 with restricted_to(defense, rows.nonzero()[:, 0]):
                     x_adv[rows] = attack.perturb(defense, x[rows], y[rows], noise)
         return x_adv

@@ -1,6 +1,6 @@
 """Attacks on transformation ensembles: on one sub-model (TAA), or on all of them (PAA)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import ClassVar, Literal
@@ -8,14 +8,16 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_rob.attacks.active_set import ActiveBatch, positions
+from lightning_rob.attacks.active_set import ActiveBatch, derived, positions
 from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.decorators import AttackDecorator
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.defenses import Defense, Single, TransformEnsemble, is_transform_ensemble
 from lightning_rob.defenses.network import Preprocessed
-from lightning_rob.randomness import Generator, Streams
+from lightning_rob.randomness import Generator
 from lightning_rob.rules import random_member
-from lightning_rob.threat import Norm, Threat, norm_order
+from lightning_rob.runtime.errors import at_least
+from lightning_rob.threat import Norm, Threat, choose, norm_order
 
 CLOSE = 1e-6  # difference of perturbations, in pixel units, that is rounding only
 PATIENCE = 10  # rounds in a row without progress after which an image stops
@@ -61,18 +63,18 @@ class TAA(Attack):
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         ensemble = transformation_ensemble(defense, self)
         if self.target is not None:
-            target = ensemble.place(self.target)
-            return attack_member(self.inner, ensemble, target, x, y, generator)
+            place = ensemble.place(self.target)
+            return attack_member(self.inner, ensemble, place, x, y, generator)
         each = Strongest(tuple(TAA(self.inner, i) for i in attackable(ensemble)))
         return each.perturb(with_vote_counts(ensemble), x, y, generator)
 
 
 @dataclass(frozen=True)
-class OnDifferentiable(Attack):
+class OnDifferentiable(AttackDecorator):
     """Attack the members that have a gradient, all at once and through their transformations.
 
     Args:
-        attack: such as PGD on `expected_ce` or `ce_of_mean_probs`.
+        attack: an attack such as PGD on `expected_ce` or `ce_of_mean_probs`.
 
     Raises:
         TypeError: when called on a defense that is no `TransformEnsemble`, or on one without such
@@ -81,17 +83,10 @@ class OnDifferentiable(Attack):
 
     made_for: ClassVar[tuple[str, ...]] = ("transformed",)
     knowledge: ClassVar[str] = "the sub-models that have a gradient"
-    attack: Attack
-
-    @property
-    def threat(self) -> Threat:  # type: ignore[override]
-        """The inner attack's threat."""
-        return self.attack.threat
 
     def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
         """Return the inner attack's strategies against the members with a gradient."""
-        inner = self.attack.strategies(self._part(defense))
-        return [(probability, OnDifferentiable(attack)) for probability, attack in inner]
+        return super().strategies(self._part(defense))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
@@ -161,8 +156,7 @@ class PAA(Attack):
     def __post_init__(self) -> None:
         if self.aggregate not in AGGREGATES:
             raise ValueError(f"aggregate must be of {list(AGGREGATES)}, got {self.aggregate!r}")
-        if self.rounds is not None and self.rounds < 1:
-            raise ValueError(f"rounds must be at least 1, got {self.rounds}")
+        at_least(1, rounds=self.rounds)
         if self.ranking is not None:
             ranking = [self.ranking] if isinstance(self.ranking, str) else self.ranking
             object.__setattr__(self, "ranking", tuple(ranking))
@@ -170,14 +164,12 @@ class PAA(Attack):
             raise ValueError(
                 f"max_dissimilarity must not be negative, got {self.max_dissimilarity}"
             )
-        if self.mean_bound is None:
-            return
-        if not 0 <= self.mean_bound < self.max_dissimilarity:
+        if self.mean_bound is not None and not 0 <= self.mean_bound < self.max_dissimilarity:
             raise ValueError(
                 "mean_bound must be at least 0 and below max_dissimilarity, which bounds each "
                 f"image: got {self.mean_bound} and {self.max_dissimilarity}"
             )
-        if self.project_last:
+        if self.mean_bound is not None and self.project_last:
             raise ValueError("project_last is for a bound on each image: leave out mean_bound")
 
     @property
@@ -209,7 +201,10 @@ class PAA(Attack):
         """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         ensemble = transformation_ensemble(defense, self)
         members = self._candidates(ensemble)
-        x_adv, active = x.clone(), Iterates.begin(x, y, len(members), generator)
+        x_adv, index = x.clone(), positions(x)
+        remaining = torch.ones(len(x), len(members), dtype=torch.bool, device=x.device)
+        start = (x, remaining, x.new_zeros(len(x)), torch.zeros_like(index))
+        active = Iterates(index, x, y, generator, *start)
         for turn in count() if self.rounds is None else range(self.rounds):
             correct = active.still_correct(ensemble, members, turn)
             active, correct = active.select(correct.any(1)), correct[correct.any(1)]
@@ -246,79 +241,57 @@ class PAA(Attack):
     def _perturbations(
         self, ensemble: TransformEnsemble, members: list[int], active: "Iterates", turn: int
     ) -> Tensor:
-        """Return the perturbations found on each candidate, [N, b, C, H, W].
-
-        They are zero for images that have already fooled the candidate.
-        """
+        """Return the perturbations [N, b, C, H, W] of each candidate, zero where it is fooled."""
         added = active.x.new_zeros(len(members), *active.x.shape)
-        for rank, member in enumerate(members):
-            rows = active.remaining[:, rank].nonzero()[:, 0]
-            if len(rows):
-                part = active.select(rows)
-                noise = part.noise(2 * turn, member)
-                x_adv = attack_member(self.inner, ensemble, member, part.x_adv, part.y, noise)
-                added[rank, rows] = x_adv - part.x_adv
+        for rank, member, rows, part in active.against(members):
+            noise = part.noise(2 * turn, member)
+            x_adv = attack_member(self.inner, ensemble, member, part.x_adv, part.y, noise)
+            added[rank, rows] = x_adv - part.x_adv
         return added
 
     @torch.no_grad()
     def _projected(
         self, ensemble: TransformEnsemble, active: "Iterates", moved: Tensor, turn: int
     ) -> Tensor:
-        """Return the moved images projected onto the bound where that fools more members.
-
-        The iterates are returned for the other images.
-        """
+        """Return the moved images on the bound where they fool more members, else the iterates."""
         projected, votes = self.threat.project(moved, active.x), with_vote_counts(ensemble)
         before, after = (
             votes(images, active.noise(2 * turn + 1, -1)).gather(1, active.y[:, None])[:, 0]
             for images in (active.x_adv, projected)
         )
-        return torch.where((after < before).view(-1, 1, 1, 1), projected, active.x_adv)
+        return choose(after < before, projected, active.x_adv)
 
 
 @dataclass
 class Iterates(ActiveBatch):
-    """The iterates of the images that are still attacked.
+    """The iterates of the images that are still attacked."""
 
-    Args:
-        x_adv: [b, C, H, W] the current iterates.
-        remaining: [b, N] the candidates that are not fooled yet.
-        max_distance: [b] the largest distance of an iterate so far.
-        stalled: [b] rounds in a row without progress.
-    """
+    x_adv: Tensor  # [b, C, H, W] the current iterates
+    remaining: Tensor  # [b, N] the candidates that are not fooled yet
+    max_distance: Tensor  # [b] the largest distance of an iterate so far
+    stalled: Tensor  # [b] rounds in a row without progress
 
-    x_adv: Tensor
-    remaining: Tensor
-    max_distance: Tensor
-    stalled: Tensor
-
-    @classmethod
-    def begin(cls, x: Tensor, y: Tensor, candidates: int, generator: Generator) -> "Iterates":
-        """Start with all images, each against all candidates."""
-        index = positions(x)
-        remaining = torch.ones(len(x), candidates, dtype=torch.bool, device=x.device)
-        max_distance, stalled = x.new_zeros(len(x)), torch.zeros_like(index)
-        return cls(index, x, y, generator, x, remaining, max_distance, stalled)
+    def against(self, members: list[int]) -> "Iterator[tuple[int, int, Tensor, Iterates]]":
+        """Yield the rank of each candidate, the member, and the rows and images left for it."""
+        for rank, member in enumerate(members):
+            rows = self.remaining[:, rank].nonzero()[:, 0]
+            if len(rows):
+                yield rank, member, rows, self.select(rows)
 
     @torch.no_grad()
     def still_correct(self, ensemble: TransformEnsemble, members: list[int], turn: int) -> Tensor:
         """Return the remaining candidates that predict the iterates correctly: [b, N]."""
         correct = torch.zeros_like(self.remaining)
-        for rank, member in enumerate(members):
-            rows = self.remaining[:, rank].nonzero()[:, 0]
-            if len(rows):
-                part = self.select(rows)
-                predictions = ensemble.one(member)(part.x_adv, part.noise(2 * turn + 1, member))
-                correct[rows, rank] = predictions.gather(1, part.y[:, None])[:, 0] > 0.5
+        for rank, member, rows, part in self.against(members):
+            predictions = ensemble.one(member)(part.x_adv, part.noise(2 * turn + 1, member))
+            correct[rows, rank] = predictions.gather(1, part.y[:, None])[:, 0] > 0.5
         return correct
 
     def move(self, x_adv: Tensor, remaining: Tensor, threat: Threat, min_progress: float) -> None:
-        """Continue from these iterates, against these candidates [b, N].
-
-        Progress is a new largest distance, by more than min_progress, or another fooled candidate.
-        """
+        """Continue from these iterates, against these candidates [b, N]."""
         distance = threat.distance(x_adv, self.x)
         fooled_more = (remaining != self.remaining).any(1)
+        # an attack that takes turns at undoing another one does neither
         progress = (distance > self.max_distance + min_progress) | fooled_more
         self.max_distance = torch.maximum(self.max_distance, distance)
         self.stalled = torch.where(progress, 0, self.stalled + 1)
@@ -326,17 +299,11 @@ class Iterates(ActiveBatch):
 
     def noise(self, turn: int, member: int) -> Generator:
         """Return a generator for a member in a turn, which does not depend on the batch."""
-        if not isinstance(self.generator, Streams):
-            return self.generator
-        return self.generator.fold_in(turn).fold_in(member)
+        return derived(derived(self.generator, turn), member)
 
 
 def transformation_ensemble(defense: Defense, attack: Attack) -> TransformEnsemble:
-    """Return the defense.
-
-    Raises:
-        TypeError: it is no `TransformEnsemble`, for which the attack is made.
-    """
+    """Return the defense; TypeError if it is no `TransformEnsemble`, for which the attack is."""
     if not is_transform_ensemble(defense):
         name, kind = type(attack).__name__, type(defense).__name__
         raise TypeError(f"{name} is an attack on a TransformEnsemble, got {kind}: use PGD")
@@ -369,15 +336,12 @@ def attack_member(
 ) -> Tensor:
     """Attack a member in its own space, inside `attacking`, and carry the perturbation back.
 
-    Returns:
-        [B, C, H, W] perturbed images.
-
     Raises:
         TypeError: the member's transformation can neither be undone nor has a gradient.
     """
-    transform = ensemble.transform(member)
-    if member not in attackable(ensemble):
-        names = ", ".join(ensemble.names[i] for i in attackable(ensemble))
+    transform, possible = ensemble.transform(member), attackable(ensemble)
+    if member not in possible:
+        names = ", ".join(ensemble.names[i] for i in possible)
         raise TypeError(
             f"{ensemble.names[member]} can neither be undone nor has a gradient: attack another "
             f"member, of {names}"
@@ -387,12 +351,12 @@ def attack_member(
     with torch.no_grad():
         transformed = transform(x)
 
-    def seen(z: Tensor) -> Tensor:
-        """Return transformed images without what cannot be carried back."""
+    def seen(z: Tensor) -> Tensor:  # without what cannot be carried back
         return transform(transform.undo(z)) if transform.differentiable else z
 
     target = Single(Preprocessed(seen, ensemble.members[member]))
     x_adv = inner.perturb(target, transformed.clone(), y, generator)
+    # The difference is undone, not the image: pixels that a shift has lost keep their value.
     return inner.threat.apply(transform.undo(x_adv.detach() - transformed), x)
 
 
@@ -408,14 +372,10 @@ def _count_votes(logits: Tensor, weights: Tensor) -> Tensor:
 
 
 def ranking_weights(candidates: int) -> Tensor:
-    """Compute the weights of WSumP (Liao et al. 2020, eqs. 2-3).
+    """Compute the weights [N] of WSumP for N candidates, in float64 (Liao et al. 2020, eqs. 2-3).
 
-    Args:
-        candidates: N.
-
-    Returns:
-        [N] float64: softmax of clip(N - i, 0.8 N, N - 2) for the ranks i = 1 … N. The best two
-        have the same weight, the others less; for N <= 10 all have the same.
+    They are the softmax of clip(N - i, 0.8 N, N - 2) for the ranks i = 1 … N: the best two have the
+    same weight, the others less; for N <= 10 all have the same.
     """
     ranks = torch.arange(1, candidates + 1, dtype=torch.float64)
     return (candidates - ranks).clamp(0.8 * candidates, candidates - 2).softmax(0)
@@ -425,14 +385,6 @@ def _weighted(added: Tensor, remaining: Tensor, weights: Tensor) -> Tensor:
     shares = weights.to(added) * remaining
     shares = (shares / shares.sum(1, keepdim=True)).T
     return (added * shares.reshape(*shares.shape, 1, 1, 1)).sum(0)
-
-
-def _mean(added: Tensor, remaining: Tensor) -> Tensor:
-    return _weighted(added, remaining, torch.ones(len(added)))
-
-
-def _weighted_sum(added: Tensor, remaining: Tensor) -> Tensor:
-    return _weighted(added, remaining, ranking_weights(len(added)))
 
 
 def _largest(added: Tensor, remaining: Tensor) -> Tensor:
@@ -455,7 +407,7 @@ def _best_ranked(added: Tensor, wins: Tensor) -> Tensor:
 # Each maps perturbations [N, b, C, H, W] and the remaining candidates [b, N] to [b, C, H, W].
 AGGREGATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "MaxP": _largest,
-    "AvgP": _mean,
+    "AvgP": lambda added, remaining: _weighted(added, remaining, torch.ones(len(added))),
     "MVoteP": _most_frequent,
-    "WSumP": _weighted_sum,
+    "WSumP": lambda added, remaining: _weighted(added, remaining, ranking_weights(len(added))),
 }

@@ -16,7 +16,6 @@ __all__ = [
     "RobustCheckpoint",
     "RobustEarlyStopping",
     "RobustEval",
-    "RoundProtocol",
     "TerminateOnNonFinite",
     "TransferMatrixEval",
     "VotingRuleEval",

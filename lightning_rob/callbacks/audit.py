@@ -1,23 +1,22 @@
 """Audit of a defense at validation and test, beside or instead of other attacks."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rob.attacks import Attack
 from lightning_rob.audit.auditor import build_report, column_names, measure
 from lightning_rob.audit.report import Report
 from lightning_rob.audit.target import AuditTarget
 from lightning_rob.callbacks.base import EvaluationCallback
-from lightning_rob.callbacks.collector import collector_of
+from lightning_rob.callbacks.images import Images
 from lightning_rob.callbacks.loggers import log_text, writing_folder
 from lightning_rob.callbacks.progress import console_of
 from lightning_rob.callbacks.robust_eval import RobustEval, full_defense
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
-from lightning_rob.evaluation.groups import Batch, Unpack
+from lightning_rob.evaluation.groups import Batch
 from lightning_rob.metrics import PerImage
 from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.files import atomic_write_text
@@ -36,19 +35,15 @@ class RobustAudit(EvaluationCallback):
 
     Args:
         threat: linf or l2; None is linf 8/255.
-        steps: of the default PGD; longer attacks have a multiple of it.
-        queries: of the Square Attack, for each image.
+        steps: steps of the default PGD; longer attacks have a multiple of it.
+        queries: queries of the Square Attack for each image.
         every_n_epochs: audit in every n-th epoch of `fit`.
-        max_images: audit this many images, a random choice by the seed; None audits all.
-        seed: of the audit's noise.
-        protocol: the rounds in which a defense that adapts is attacked; None is `RoundProtocol()`.
+        max_images: number of audited images, a random choice by the seed; None audits all.
+        seed: seed of the audit's noise.
+        protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()`.
         record: file in the run's folder.
         group_size: images that are attacked together; other sizes may round otherwise.
-        unpack: function of a batch that returns (images, labels) or (images, labels, indices),
-            images in [0, 1]; None takes batches that are so already.
-        preprocess: what is applied to images before a plain network, such as a normalization;
-            attacks go through its gradient.
-        dataloader_idx: which of several data loaders is evaluated; None refuses several.
+        **inputs: `unpack`, `preprocess` and `dataloader_idx` of `EvaluationCallback`.
 
     Raises:
         ValueError: a count below 1, or a threat that not all attacks support.
@@ -65,14 +60,12 @@ class RobustAudit(EvaluationCallback):
         protocol: RoundProtocol | None = None,
         record: str = "audit.json",
         group_size: int = GROUP_SIZE,
-        unpack: Unpack | None = None,
-        preprocess: Callable[..., Any] | None = None,
-        dataloader_idx: int | None = None,
+        **inputs: Any,
     ) -> None:
         settings = EvaluationSettings(
             seed, max_images=max_images, group_size=group_size, protocol=protocol
         )
-        super().__init__(settings, every_n_epochs, unpack, preprocess, dataloader_idx)
+        super().__init__(settings, every_n_epochs, None, **inputs)
         at_least(1, steps=steps, queries=queries)
         self.threat = threat or Threat()
         self.steps = steps
@@ -83,23 +76,24 @@ class RobustAudit(EvaluationCallback):
         self.tried = False
         self.found: Report | None = None
 
-    def attack_count(self, pl_module: Any) -> int:
-        """Return the number of attacks."""
-        return len(self._target(pl_module).suite.attacks)
-
-    def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
+    def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
         """Forget the last audit."""
-        self.target = target = self._target(pl_module)
-        target.other_attacks = _other_attacks(trainer, self.dataloader_idx)
+        self.target = target = AuditTarget(
+            self.defense_of(pl_module), self.threat, self.steps, self.queries, self.settings.seed
+        )
+        target.other_attacks = {}
+        for one in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(one, RobustEval) and one.suffix == self.suffix:
+                target.other_attacks |= one.attacks if one.target is full_defense else {}
+        target.progress = self.advance
         if target.transductive and not trainer.sanity_checking:
             give_source(target.defense, lambda: labelled_images(trainer))
         self.table = PerImage(len(column_names(target))).to(pl_module.device)
-        if self.progress:
-            target.progress = self.progress.advance
         self.tried, self.found = False, None
-        return self.settings.protocol_for(target.defense)
+        protocol, attacks = self.settings.protocol_for(target.defense), len(target.suite.attacks)
+        return [Images(trainer, loaders, self.inputs, self.settings, protocol, attacks)]
 
-    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
+    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         """Audit a group of images; before training only try that everything runs."""
         target, (x, y, index) = self.target, batch
         assert target is not None
@@ -123,23 +117,10 @@ class RobustAudit(EvaluationCallback):
         folder = writing_folder(trainer)
         if folder is None:
             return
-        atomic_write_text(folder / self.record, found.json(self.run_metadata(trainer, stage)))
+        atomic_write_text(folder / self.record, found.json(self.images[0].metadata))
         log_text(trainer, f"{stage}/audit{self.suffix}", found.markdown())
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the accuracies and the findings."""
         if self.found and trainer.is_global_zero:
             self.found.show(console_of(trainer))
-
-    def _target(self, pl_module: Any) -> AuditTarget:
-        settings = self.settings
-        return AuditTarget(
-            self.defense_of(pl_module), self.threat, self.steps, self.queries, settings.seed
-        )
-
-
-def _other_attacks(trainer: Trainer, loader: int | None) -> dict[str, Attack]:
-    """Return the attacks of the run on the full defense, by name."""
-    registered = collector_of(trainer, RobustEval, loader).registered.values()
-    attacks = [item for of_callback in registered for item in of_callback.items()]
-    return {name: attack for name, (attack, target, *_) in attacks if target is full_defense}

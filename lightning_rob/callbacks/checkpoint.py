@@ -16,7 +16,10 @@ PREFIX = "val/robust/"
 
 
 def measurers(trainer: Trainer, monitor: str) -> list[RobustEval]:
-    """Return the callbacks that log a robust accuracy in some epoch."""
+    """Return the callbacks that log a robust accuracy in some epoch.
+
+    `worst` counts where all attacks on the whole defense run: that of a part of them is higher.
+    """
     evaluations = [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
     name = monitor.removeprefix(PREFIX)
     whole = [e for e in evaluations if e.target is full_defense and name == f"worst{e.suffix}"]
@@ -26,10 +29,7 @@ def measurers(trainer: Trainer, monitor: str) -> list[RobustEval]:
 
 
 def measured(trainer: Trainer, monitor: str) -> bool:
-    """Whether this epoch's validation logs the value; values that are not robust always are.
-
-    `worst` counts where all attacks on the whole defense run: that of a part of them is higher.
-    """
+    """Whether this epoch's validation logs the value; values that are not robust always are."""
     if not monitor.startswith(PREFIX):
         return True
     found = measurers(trainer, monitor)
@@ -46,11 +46,15 @@ def check_measured(trainer: Trainer, monitor: str) -> None:
         return
     found = measurers(trainer, monitor)
     if not found:
+        evaluations = [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
+        known = [f"{PREFIX}{name}{e.suffix}" for e in evaluations for name in e.attacks]
+        whole = [e.suffix for e in evaluations if e.target is full_defense]
+        known += [f"{PREFIX}worst{suffix}" for suffix in dict.fromkeys(whole)]
         name = monitor.removeprefix(PREFIX).partition("/")[0]
         of = "on the whole defense" if name == "worst" else f"with an attack named {name!r}"
         raise MisconfigurationException(
             f"no RobustEval measures {monitor!r}: add one {of}, such as callbacks/pgd.yaml, or "
-            f"monitor one of {_known(trainer)}"
+            f"monitor one of {known}"
         )
     every = math.lcm(*(e.every_n_epochs for e in found), trainer.check_val_every_n_epoch or 1)
     epochs, module = trainer.max_epochs, trainer.lightning_module
@@ -66,13 +70,6 @@ def check_measured(trainer: Trainer, monitor: str) -> None:
         )
 
 
-def _known(trainer: Trainer) -> list[str]:
-    evaluations = [c for c in trainer.callbacks if isinstance(c, RobustEval)]  # type: ignore[attr-defined]
-    names = [f"{PREFIX}{name}{e.suffix}" for e in evaluations for name in e.attacks]
-    worst = [f"{PREFIX}worst{e.suffix}" for e in evaluations if e.target is full_defense]
-    return [*names, *dict.fromkeys(worst)]
-
-
 class RobustCheckpoint(ModelCheckpoint):
     """Keep the checkpoints with the best robust accuracy, each of the epoch that was measured.
 
@@ -82,11 +79,11 @@ class RobustCheckpoint(ModelCheckpoint):
     after every epoch.
 
     Args:
-        monitor: the logged value.
+        monitor: logged value.
         mode: "max" if larger is better.
         filename: as of ModelCheckpoint; a "/" in the result becomes "-". None is the epoch and
             the value.
-        options: the others of ModelCheckpoint.
+        **options: other options of ModelCheckpoint.
 
     Raises:
         ValueError: checkpoints by steps or by time, between evaluations.
@@ -141,9 +138,9 @@ class RobustEarlyStopping(EarlyStopping):
     """Stop when robust accuracy has not improved for `patience` epochs in which it was measured.
 
     Args:
-        monitor: the logged value.
+        monitor: logged value.
         mode: "max" if larger is better.
-        options: the others of EarlyStopping.
+        **options: other options of EarlyStopping.
     """
 
     def __init__(

@@ -38,13 +38,12 @@ class CorruptionEval(RobustEval):
         corruptions: their names in `lightning_rob.transforms.corruptions.Corruption`.
         severities: 1 to 5.
         reference: corruption -> mean error of a reference network over the five severities, for
-            mCE. "alexnet" has those that the paper publishes for ImageNet; on other data give the
-            errors of a network of your own.
-        **options: of `RobustEval`, such as `max_images`.
+            mCE: on other data than ImageNet, of a network of your own. "alexnet" has the paper's.
+        **options: options of `RobustEval`, such as `max_images`.
 
     Raises:
         ValueError: a severity that does not exist, a reference for other corruptions or without
-            all severities; when run, two callbacks of this kind.
+            all severities; when run, two callbacks of this kind on a data loader.
     """
 
     def __init__(
@@ -67,15 +66,16 @@ class CorruptionEval(RobustEval):
         """Refuse a second callback of this kind, whose figures would be those of a part.
 
         Raises:
-            ValueError: there are two.
+            ValueError: there are two on a data loader, or another attack has a corruption's name.
         """
         super().setup(trainer, pl_module, stage)
-        if list(self.attacks) != list(self.given):
-            raise ValueError("two CorruptionEval have corruptions in common: give one all of them")
+        if any(isinstance(one, CorruptionEval) for one in self.earlier(trainer)):
+            raise ValueError("two CorruptionEval are on one loader: give one all corruptions")
+        if renamed := [name for name in self.given if name not in self.attacks]:
+            raise ValueError(f"rename the attack {renamed[0]!r}: a corruption is called so")
 
-    def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Log the accuracies, and the mean error."""
-        super().report(trainer, pl_module, stage)
+    def log_more(self, pl_module: Any, stage: str) -> None:
+        """Log the mean error."""
         assert self.result is not None
         errors = corruption_errors(self.result, self.corruptions, self.severities)
         self.figures = {"error": corruption_error(errors)}
@@ -85,7 +85,7 @@ class CorruptionEval(RobustEval):
             self.log_value(pl_module, f"{stage}/corruption/{name}", value)
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Print the table, and the mean error below it."""
+        """Print the mean error below the table."""
         super().on_test_end(trainer, pl_module)
         if trainer.is_global_zero:
             mce = f", mCE {self.figures['mce']:.1%}" if "mce" in self.figures else ""

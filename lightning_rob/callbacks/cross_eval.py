@@ -1,7 +1,7 @@
 """Transfer matrix of an ensemble: each member is attacked alone, and all members predict."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ from torchmetrics import SumMetric
 
 from lightning_rob.attacks import TAA, Attack, evaluating
 from lightning_rob.attacks.transform_ensemble import attackable
-from lightning_rob.callbacks.base import EvaluationCallback
+from lightning_rob.callbacks.base import EvaluationCallback, with_threat
+from lightning_rob.callbacks.images import Images
 from lightning_rob.callbacks.loggers import log_picture, writing_folder
-from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense, Single, is_transform_ensemble
-from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
-from lightning_rob.evaluation.groups import Batch, Unpack
+from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings
+from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.evaluation.records import append_records
 from lightning_rob.metrics import Transferability, TransferMatrix, transfer_ranking, wilson
@@ -33,31 +33,26 @@ from lightning_rob.threat import Length, Norm
 class TransferMatrixEval(EvaluationCallback):
     """Attack each member of the module's `defense` alone, and let all members predict.
 
-    Sub-models of a `TransformEnsemble` are attacked in their own space, as by `TAA`.
+    Sub-models of a `TransformEnsemble` are attacked in their own space, as by `TAA`. Noise is keyed
+    by image and equals that of `RobustEval`: member 1 has the accuracy of `first_member` there.
 
     Logs `{stage}/member_{i}/acc`, clean, and `{stage}/member_{i}/{attack}`, member i under attack
     itself. Draws the matrix of every attack (ARC paper, Fig. 10a) as `transfer_{attack}.png` in the
-    run's folder, last evaluation only, and for TensorBoard. `transferability_{attack}.png` shows
-    the share of the images that fool one member which fool another (Liao et al. 2020, Table 3).
-    Prints the table of members (ARC paper, Table 4) at the end of a test, and the members ranked by
-    how well attacks on them transfer (Liao et al. 2020, Algorithm 2). Noise is keyed by image and
-    equals that of `RobustEval`: member 1 has the accuracy of `first_member` there. The random
-    streams of training are not touched.
+    run's folder, and as `transferability_{attack}.png` the share of the images that fool one member
+    which fool another (Liao et al. 2020, Table 3). After a test prints the table of members (ARC
+    paper, Table 4), and the members ranked by how well attacks on them transfer (Liao et al. 2020,
+    Algorithm 2).
 
     Args:
         attacks: name -> attack.
         every_n_epochs: evaluate in every n-th epoch of `fit`.
-        max_images: attack this many images, a random choice by the seed; None attacks all.
-        seed: of the evaluation's noise.
+        max_images: number of attacked images, a random choice by the seed; None attacks all.
+        seed: seed of all noise.
         record: file in the run's folder to which each matrix is appended as a line of JSON.
         eps: radius of all attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
         group_size: images that are attacked together; other sizes may round otherwise.
-        unpack: function of a batch that returns (images, labels) or (images, labels, indices),
-            images in [0, 1]; None takes batches that are so already.
-        preprocess: what is applied to images before a plain network, such as a normalization;
-            attacks go through its gradient.
-        dataloader_idx: which of several data loaders is evaluated; None refuses several.
+        **inputs: `unpack`, `preprocess` and `dataloader_idx` of `EvaluationCallback`.
 
     Raises:
         ValueError: no attacks, one called "clean" or "acc", or a count below 1.
@@ -73,9 +68,7 @@ class TransferMatrixEval(EvaluationCallback):
         eps: Length | None = None,
         norm: Norm | None = None,
         group_size: int = GROUP_SIZE,
-        unpack: Unpack | None = None,
-        preprocess: Callable[..., Any] | None = None,
-        dataloader_idx: int | None = None,
+        **inputs: Any,
     ) -> None:
         if not attacks:
             raise ValueError("attacks must name at least one attack, got an empty dict")
@@ -84,58 +77,52 @@ class TransferMatrixEval(EvaluationCallback):
                 f"no attack can be called {taken.pop()!r}: that column has another meaning"
             )
         settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
-        super().__init__(settings, every_n_epochs, unpack, preprocess, dataloader_idx)
-        self.given = with_threat(attacks, eps, norm)
-        self.attacks = dict(self.given)  # those that no earlier callback of the run runs
+        given = with_threat(attacks, eps, norm)
+        super().__init__(settings, every_n_epochs, given, **inputs)
         self.record = record
         self.matrices: dict[str, TransferMatrix] = {}
         self.transfers: dict[str, Transferability] = {}
-        self.images = SumMetric()
+        self.count = SumMetric()
         self.seconds = dict.fromkeys(attacks, 0.0)
         self.results: list[dict[str, Any]] = []
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Drop attacks that an earlier callback runs; number names that it uses for another."""
-        super().setup(trainer, pl_module, stage)
-        self.attacks = self.collector(trainer).register(self, self.given, self.settings)
-
-    def due(self, trainer: Trainer) -> bool:
-        """Whether this callback evaluates in the current epoch."""
-        return bool(self.attacks) and super().due(trainer)
-
-    def attack_count(self, pl_module: Any) -> int:
-        """Return the number of attacks on all members."""
-        return len(self.attacks) * len(self.defense_of(pl_module).weights)
-
-    def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
+    def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
         """Empty the matrices, which have a row for each current member."""
-        members = len(self.defense_of(pl_module).weights)
-        _check_attackable(self.defense_of(pl_module))
+        defense, device = self.defense_of(pl_module), pl_module.device
+        members = len(defense.weights)
+        if is_transform_ensemble(defense):
+            known = {defense.names[i] for i in attackable(defense)}
+            if beyond := [name for name in defense.names if name not in known]:
+                raise TypeError(
+                    f"{', '.join(beyond)} can neither be undone nor have a gradient: "
+                    "TransferMatrixEval attacks sub-models one by one; use VotingRuleEval"
+                )
         names = (CLEAN, *self.attacks)
-        device = pl_module.device
         self.matrices = {name: TransferMatrix(members).to(device) for name in names}
         self.transfers = {name: Transferability(members).to(device) for name in self.attacks}
-        self.images = SumMetric().to(pl_module.device)
+        self.count = SumMetric().to(device)
         self.seconds = dict.fromkeys(self.attacks, 0.0)
-        return None
+        self.results = []
+        attacks = len(self.attacks) * members
+        return [Images(trainer, loaders, self.inputs, self.settings, attacks=attacks)]
 
-    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
+    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         """Attack the batch once for every member and attack."""
         x, y, index = batch
         defense, members = self.defense_of(pl_module), len(self.defense_of(pl_module).weights)
-        self.images.update(len(x))
+        self.count.update(len(x))
         clean = self._predict(defense, x, y, index)
         self.matrices[CLEAN].update(torch.stack([clean] * members, 1), y)
         for name, attack in self.attacks.items():
             found, began = [], time.perf_counter()
             for j in range(members):
                 target, alone = _alone(defense, attack, j)
+                # Noise by the same keys as in `RobustEval`.
                 x_adv, _ = evaluate_once(
                     alone, target, x, y, index, self.settings.seed, 0, *name.encode()
                 )
                 found.append(self._predict(defense, x_adv, y, index))
-                if self.progress:
-                    self.progress.advance(f"{name} on member {j + 1}", len(x))
+                self.advance(f"{name} on member {j + 1}", len(x))
             probabilities = torch.stack(found, 1)
             self.matrices[name].update(probabilities, y)
             self.transfers[name].update(probabilities, y)
@@ -151,67 +138,53 @@ class TransferMatrixEval(EvaluationCallback):
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log the members' accuracies, record and draw the matrices."""
-        self.results = self._results(trainer, self.defense_of(pl_module), stage)
+        self.results = self._results(self.defense_of(pl_module))
         for result in self.results:
             name = "acc" if result["name"] == CLEAN else result["name"]
             for i, row in enumerate(result["matrix"]):
                 self.log_value(pl_module, f"{stage}/member_{i + 1}/{name}", row[i])
-        if stage == "test":
-            self.collector(trainer).rows.append(self.results)
         folder = writing_folder(trainer)
         if folder is None:
             return
         append_records(folder / self.record, self.results[1:])
         for result in self.results[1:]:
-            for kind, figure in (("transfer", draw(result)), ("transferability", spread(result))):
+            for kind in ("transfer", "transferability"):
+                figure = draw(result, kind)
                 save(figure, folder / f"{kind}_{result['name']}.png")
                 tag = f"{stage}/{kind}/{result['name']}{self.suffix}"
                 log_picture(trainer, tag, pixels(figure))
 
-    def _results(self, trainer: Trainer, defense: Defense, stage: str) -> list[dict[str, Any]]:
+    def _results(self, defense: Defense) -> list[dict[str, Any]]:
         """Return one record per matrix, that of clean images first."""
-        shared = self.run_metadata(trainer, stage) | {"probs": defense.weights.tolist()}
+        shared = self.images[0].metadata | {"probs": defense.weights.tolist()}
         shared |= {"names": defense.names}
-        n, found = int(self.images.compute()), []
-        size = (len(defense.weights), -1)
-        clean = [row[0] for row in self.matrices[CLEAN].compute().reshape(size).tolist()]
+        n, size, found = int(self.count.compute()), (len(defense.weights), -1), []
         for name, entries in self.matrices.items():
-            matrix = entries.compute().reshape(size).tolist()
-            numbers = {
-                "matrix": matrix,
-                "intervals": [[wilson(value, n) for value in row] for row in matrix],
-                "clean": clean,
-                "n": n,
-            }
+            matrix = entries.compute().reshape(size)
+            record: dict[str, Any] = {"kind": "transfer_matrix", "name": name} | shared
             if name != CLEAN:
-                numbers |= self._transfer(name, torch.tensor(matrix))
-            found.append(
-                {"kind": "transfer_matrix", "name": name} | shared | self._details(name) | numbers
-            )
+                attack = self.attacks[name]
+                record |= {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
+                record |= {"seconds": self.seconds[name]}
+            else:
+                clean = matrix[:, 0].tolist()
+            rows = matrix.tolist()
+            intervals = [[wilson(value, n) for value in row] for row in rows]
+            record |= {"matrix": rows, "intervals": intervals, "clean": clean, "n": n}
+            if name != CLEAN:
+                # Which images fool other members too, and the members ranked as sources.
+                shares, successes = self.transfers[name].compute()
+                shares = shares.reshape(matrix.shape).nan_to_num(0.0)  # where nothing succeeded
+                record |= {"transferability": shares.tolist()}
+                record |= {"successes": successes.reshape(-1).tolist()}
+                record |= {"ranking": transfer_ranking(torch.tensor(rows))}
+            found.append(record)
         return found
 
-    def _transfer(self, name: str, matrix: Tensor) -> dict[str, Any]:
-        """Return which images fool other members too, and the members ranked as sources."""
-        shares, counts = self.transfers[name].compute()
-        shares = shares.reshape(matrix.shape).nan_to_num(0.0)  # of nothing, where nothing succeeded
-        return {
-            "transferability": shares.tolist(),
-            "successes": counts.reshape(-1).tolist(),
-            "ranking": transfer_ranking(matrix),
-        }
-
-    def _details(self, name: str) -> dict[str, Any]:
-        if name == CLEAN:
-            return {}
-        attack = self.attacks[name]
-        seconds = self.seconds[name]
-        fields = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
-        return fields | {"seconds": seconds}
-
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the tables of all callbacks of the run, once."""
-        for results in self.collector(trainer).take_rows() if trainer.is_global_zero else ():
-            print_members(type(pl_module).__name__, results)
+        """Print the table of members."""
+        if self.results and trainer.is_global_zero:
+            print_members(type(pl_module).__name__, self.results)
 
 
 def _alone(defense: Defense, attack: Attack, member: int) -> tuple[Defense, Attack]:
@@ -221,32 +194,21 @@ def _alone(defense: Defense, attack: Attack, member: int) -> tuple[Defense, Atta
     return Single(defense.classifiers[member], rejects=defense.rejects), attack
 
 
-def _check_attackable(defense: Defense) -> None:
-    """Raise TypeError, before any attack, where a sub-model cannot be attacked by itself."""
-    if is_transform_ensemble(defense):
-        known = {defense.names[i] for i in attackable(defense)}
-        if beyond := [name for name in defense.names if name not in known]:
-            raise TypeError(
-                f"{', '.join(beyond)} can neither be undone nor have a gradient: "
-                "TransferMatrixEval attacks sub-models one by one; use VotingRuleEval"
-            )
+def draw(result: dict[str, Any], kind: str) -> Figure:
+    """Return the heat map of a record.
 
-
-def draw(result: dict[str, Any]) -> Figure:
-    """Return the heat map of a record's accuracies."""
-    names, title = result["names"], f"{result['name']} on each member\n{_when(result)}"
-    return heat_map(torch.tensor(result["matrix"]), names, names, title)
-
-
-def spread(result: dict[str, Any]) -> Figure:
-    """Return the heat map of the share of images fooling one member that fool another."""
+    Args:
+        result: record of an attack.
+        kind: "transfer" for accuracies, "transferability" for the share of images fooling one
+            member that fool another.
+    """
     names = result["names"]
+    epoch = f", epoch {result['epoch']}" if result["stage"] == "val" else ""
+    when = f"{result['stage']}{epoch}, n = {result['n']}"
+    if kind == "transfer":
+        matrix = torch.tensor(result["matrix"])
+        return heat_map(matrix, names, names, f"{result['name']} on each member\n{when}")
     title = f"{result['name']}: of the images that fool the source, those that fool the target\n"
     labels = {"row_label": "source", "column_label": "target", "unit": "fooled in %"}
     matrix = torch.tensor(result["transferability"])
-    return heat_map(matrix, names, names, title + _when(result), **labels)
-
-
-def _when(result: dict[str, Any]) -> str:
-    epoch = f", epoch {result['epoch']}" if result["stage"] == "val" else ""
-    return f"{result['stage']}{epoch}, n = {result['n']}"
+    return heat_map(matrix, names, names, title + when, **labels)

@@ -1,6 +1,6 @@
 """Pictures of images that survive a weak attack and not a strong one."""
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,11 +8,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_rob.attacks import Attack, evaluating
-from lightning_rob.callbacks.base import EvaluationCallback, gather
+from lightning_rob.callbacks.base import EvaluationCallback, with_threat
+from lightning_rob.callbacks.images import Images, gather
 from lightning_rob.callbacks.loggers import log_picture, writing_folder
-from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense
-from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
+from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings
 from lightning_rob.evaluation.groups import Batch
 from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.evaluation.records import append_records
@@ -31,19 +31,18 @@ Found = tuple[float, int, GalleryRow]
 class Gallery(EvaluationCallback):
     """At test, show images of which a weak attack leaves some member right and a strong one none.
 
-    Draws `{name}.png` in the run's folder and for TensorBoard, counts such images, prints the
-    count and appends it to `{name}.jsonl`. Images on which more members survive the weak attack
-    come first, then those of lower index. They are gathered from all processes, whose number
-    changes nothing. Members with probability 0 are ignored.
+    Draws `{name}.png` in the run's folder and for the loggers, counts such images, prints the count
+    and appends it to `{name}.jsonl`. Images on which more members survive the weak attack come
+    first, then those of lower index. Members with probability 0 are ignored.
 
     Args:
-        weak: the attack that leaves some member right.
-        strong: the one that fools every member.
-        names: of the two attacks; None takes their classes' names.
+        weak: attack that leaves some member right.
+        strong: attack that fools every member.
+        names: names of the two attacks; None takes those of their classes.
         count: number of images to show.
-        max_images: attack this many images, a random choice by the seed; None attacks all.
-        seed: of the attacks' noise.
-        name: of the files.
+        max_images: number of attacked images, a random choice by the seed; None attacks all.
+        seed: seed of all noise.
+        name: name of the files.
         eps: radius of both attacks instead of their own, see `RobustEval`.
         norm: norm of the attacks instead of their own, with `eps`.
         group_size: images that are attacked together; other sizes may round otherwise.
@@ -80,23 +79,19 @@ class Gallery(EvaluationCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse to write to another gallery's files."""
         super().setup(trainer, pl_module, stage)
-        if self.name not in self.collector(trainer).register(self, {self.name: self}):
+        if any(other.name == self.name for other in self.earlier(trainer)):
             raise ValueError(f"two galleries are called {self.name!r}: rename one of them")
 
     def due(self, trainer: Trainer) -> bool:
         """Whether the run is a test."""
         return trainer.state.fn == "test"
 
-    def attack_count(self, pl_module: Any) -> int:
-        """Return the number of attacks."""
-        return 2
-
-    def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
+    def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
         """Forget the last test."""
         self.kept, self.counts, self.line = [], dict.fromkeys(self.counts, 0), ""
-        return None
+        return [Images(trainer, loaders, self.inputs, self.settings, attacks=2)]
 
-    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
+    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         """Attack the batch, and what is left of it by the weak attack again by the strong one."""
         defense, (x, y, index) = self.defense_of(pl_module), batch
         for attack in (self.weak, self.strong):
@@ -113,9 +108,8 @@ class Gallery(EvaluationCallback):
             i = int(left[j])
             case = GalleryRow(int(y[i]), x[i].cpu().clone(), weak[i], strong[j])
             self.kept.append((-float(after[i]), int(index[i]), case))
-        self.kept = first(self.kept, self.count)
-        if self.progress:
-            self.progress.advance(self.name, 2 * len(x))
+        self.kept = sorted(self.kept, key=lambda item: item[:2])[: self.count]
+        self.advance(self.name, 2 * len(x))
 
     def _duel(
         self, side: int, attack: Attack, defense: Defense, x: Tensor, y: Tensor, index: Tensor
@@ -136,38 +130,26 @@ class Gallery(EvaluationCallback):
         """Gather the images of all processes; the first one counts and draws."""
         gathered = gather(trainer, (self.counts, self.kept))
         self.counts = {key: sum(counts[key] for counts, _ in gathered) for key in self.counts}
-        self.kept = first([found for _, kept in gathered for found in kept], self.count)
+        kept = [found for _, kept in gathered for found in kept]
+        self.kept = sorted(kept, key=lambda item: item[:2])[: self.count]
         self.line = (
             f"{self.names[1]} fools every member on {self.counts['fooled']} of the "
             f"{self.counts['left']} images on which {self.names[0]} leaves some member right"
         )
         folder = writing_folder(trainer)
-        if folder is not None:
-            self._publish(trainer, stage, folder)
-
-    def _publish(self, trainer: Trainer, stage: str, folder: Path) -> None:
-        attacks = {"weak": attack_spec(self.weak), "strong": attack_spec(self.strong)}
-        record = (
-            {"kind": "gallery", "name": self.name}
-            | self.run_metadata(trainer, stage)
-            | attacks
-            | self.counts
-        )
-        append_records(folder / f"{self.name}.jsonl", [record])
-        if not self.kept:
+        if folder is None:
             return
-        names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
-        cases = [case for _, _, case in self.kept]
-        figure = gallery(cases, (self.names[0], self.names[1]), names, self.line)
-        save(figure, folder / f"{self.name}.png")
-        log_picture(trainer, f"{stage}/{self.name}", pixels(figure))
+        record = {"kind": "gallery", "name": self.name} | self.images[0].metadata
+        record |= {"weak": attack_spec(self.weak), "strong": attack_spec(self.strong)}
+        append_records(folder / f"{self.name}.jsonl", [record | self.counts])
+        if self.kept:
+            names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
+            cases = [case for _, _, case in self.kept]
+            figure = gallery(cases, (self.names[0], self.names[1]), names, self.line)
+            save(figure, folder / f"{self.name}.png")
+            log_picture(trainer, f"{stage}/{self.name}", pixels(figure))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the counts."""
         if trainer.is_global_zero:
             print(f"{self.line} ({self.counts['n']} attacked)")
-
-
-def first(found: list[Found], count: int) -> list[Found]:
-    """Return `count` images: the most robust to the weak attack, then those of lowest index."""
-    return sorted(found, key=lambda item: item[:2])[:count]

@@ -40,14 +40,20 @@ class TerminateOnNonFinite(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Handle signals."""
         self.loss, self.signal = None, 0
-        self._handle_signals(trainer)
+        self.on_predict_start(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Handle signals."""
+        stop.defer = lambda: bool(trainer.training)
+        stop.install()  # from Lightning, which makes a collective of it, and then exits with code 0
+
+    on_sanity_check_start = on_predict_start
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
         """Add up the loss over all batches that a step accumulates."""
-        loss = loss.detach()
-        self.loss = loss if self.loss is None else self.loss + loss
+        self.loss = loss.detach() + (0 if self.loss is None else self.loss)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -67,8 +73,22 @@ class TerminateOnNonFinite(Callback):
         self.loss = None
         found, signals = notes.T.tolist()
         self.signal = int(max(signals))
-        if any(found):
-            self._raise(trainer, pl_module, found)
+        if not any(found):
+            return
+        if max(found) == LOSS:  # which makes every gradient non-finite
+            what = "the loss"
+        else:
+            named = ((name, weight.grad) for name, weight in pl_module.named_parameters())
+            bad = (name for name, grad in named if grad is not None and not grad.isfinite().all())
+            what = f"the gradient of {next(bad, 'a weight')}"
+        ranks = [str(rank) for rank, one in enumerate(found) if one == max(found)]
+        where = f" on process {', '.join(ranks)}" if len(found) > 1 else ""
+        batch = trainer.fit_loop.epoch_loop.batch_idx
+        self.fault = Fault(
+            f"{what} is not finite in epoch {trainer.current_epoch}, batch {batch}{where}: the "
+            "optimizer has not stepped; lower the learning rate or clip gradients"
+        )
+        raise self.fault
 
     def _nonfinite_part(self, trainer: Trainer, optimizer: torch.optim.Optimizer) -> Tensor | float:
         """Return LOSS or GRADIENT if that is non-finite, else 0, on the device without a sync."""
@@ -82,19 +102,6 @@ class TerminateOnNonFinite(Callback):
         if self.loss is not None:
             found = torch.where(self.loss.isfinite(), found, LOSS)
         return found
-
-    def _raise(self, trainer: Trainer, pl_module: LightningModule, found: list[float]) -> None:
-        """Raise a Fault that names the loss first: it makes every gradient non-finite."""
-        worst = max(found)
-        ranks = [str(rank) for rank, found in enumerate(found) if found == worst]
-        what = "the loss" if worst == LOSS else f"the gradient of {_nonfinite_gradient(pl_module)}"
-        where = f" on process {', '.join(ranks)}" if len(found) > 1 else ""
-        batch = trainer.fit_loop.epoch_loop.batch_idx
-        self.fault = Fault(
-            f"{what} is not finite in epoch {trainer.current_epoch}, batch {batch}{where}: the "
-            "optimizer has not stepped; lower the learning rate or clip gradients"
-        )
-        raise self.fault
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Exit if all processes know of a signal."""
@@ -120,39 +127,22 @@ class TerminateOnNonFinite(Callback):
         if name := _nonfinite_name(pl_module):
             raise self.fault or Fault(f"{name} is not finite: no checkpoint is written of it")
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Handle signals."""
-        self._handle_signals(trainer)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Handle signals."""
-        self._handle_signals(trainer)
-
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the weights."""
-        self._check_weights(trainer, pl_module)
+        """Handle signals, and refuse to evaluate non-finite weights.
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the weights."""
-        self._check_weights(trainer, pl_module)
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the weights again, before any result is reported."""
-        self._check_weights(trainer, pl_module)
-
-    def _check_weights(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Handle signals, and refuse to evaluate non-finite weights."""
-        self._handle_signals(trainer)
+        Raises:
+            Fault: a weight is non-finite.
+        """
+        self.on_predict_start(trainer, pl_module)
         name = _nonfinite_name(pl_module)
         if not trainer.strategy.reduce_boolean_decision(not name):
             raise Fault(
-                f"{name or 'a weight of another process'} is not finite: what it answers "
-                "says nothing"
+                f"{name or 'a weight of another process'} is not finite: its predictions say "
+                "nothing"
             )
 
-    def _handle_signals(self, trainer: Trainer) -> None:
-        stop.defer = lambda: bool(trainer.training)
-        stop.install()  # from Lightning, which makes a collective of it, and then exits with code 0
+    on_test_start = on_validation_start
+    on_test_epoch_end = on_validation_start  # before any result is reported
 
 
 def _nonfinite_name(module: torch.nn.Module) -> str | None:
@@ -164,10 +154,3 @@ def _nonfinite_name(module: torch.nn.Module) -> str | None:
         if buffer.is_floating_point() and buffer.isnan().any():
             return name
     return None
-
-
-def _nonfinite_gradient(module: torch.nn.Module) -> str:
-    """Return the first weight whose gradient is non-finite."""
-    named = ((name, weight.grad) for name, weight in module.named_parameters())
-    bad = (name for name, grad in named if grad is not None and not grad.isfinite().all())
-    return next(bad, "a weight")

@@ -14,18 +14,17 @@ class AttackProgress:
 
     Args:
         trainer: the line stands beside its progress bar.
-        name: of the task.
-        total: images to attack, if known.
+        total: number of images to attack, if known.
     """
 
-    def __init__(self, trainer: Trainer, name: str, total: int | None) -> None:
+    def __init__(self, trainer: Trainer, total: int | None) -> None:
         bar = trainer.progress_bar_callback
         rich = getattr(bar, "progress", None) if isinstance(bar, RichProgressBar) else None
         self.rich: Any = rich
-        self.task = rich.add_task(name, total=total) if rich is not None else None
+        self.task = rich.add_task("Attacking", total=total) if rich is not None else None
         self.shown_at = 0.0
         shown = bar is not None and rich is None and trainer.is_global_zero
-        self.bar = tqdm(total=total, desc=name, leave=False, position=2, disable=not shown)
+        self.bar = tqdm(total=total, desc="Attacking", leave=False, position=2, disable=not shown)
 
     def show(self, text: str) -> None:
         """Show a text in the same line, at most twice a second."""
@@ -52,11 +51,7 @@ class AttackProgress:
 
 
 def console_of(trainer: Trainer) -> Console:
-    """Return the console to print to while a progress bar is live: it would erase other output.
-
-    Args:
-        trainer: its progress bar may be one of Rich.
-    """
+    """Return the console to print to while a bar of Rich is live: it would erase other output."""
     live = getattr(trainer.progress_bar_callback, "progress", None)
     console = getattr(live, "console", None)
     return console if isinstance(console, Console) else Console()

@@ -1,33 +1,35 @@
 """Robust accuracy at every validation and test, beside the clean one."""
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import cached_property
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_rob.attacks import Attack
-from lightning_rob.callbacks.base import checkpoint_position
+from lightning_rob.attacks.auto import suite_kind
+from lightning_rob.callbacks.base import EvaluationCallback, with_threat
 from lightning_rob.callbacks.image_grid import image_grid
+from lightning_rob.callbacks.images import Images, checkpoint_position
 from lightning_rob.callbacks.loggers import log_picture, run_folder, writing_folder
-from lightning_rob.callbacks.measurement import Measurement
 from lightning_rob.callbacks.progress import console_of
+from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import Defense
+from lightning_rob.defenses.transductive import give_source
 from lightning_rob.evaluation.evaluator import (
     AttackedBatch,
     EvaluationSettings,
+    Evaluator,
     check_names,
     require_packages,
 )
 from lightning_rob.evaluation.findings import warn_of
-from lightning_rob.evaluation.groups import GROUP_SIZE, Unpack
+from lightning_rob.evaluation.groups import GROUP_SIZE, Batch
 from lightning_rob.evaluation.images import save_images
-from lightning_rob.evaluation.per_image import PerImageResults
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import (
     SESSION,
@@ -37,10 +39,11 @@ from lightning_rob.evaluation.records import (
     versions,
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
-from lightning_rob.evaluation.suites import RECIPES, suite_kind
+from lightning_rob.evaluation.store import PerImageResults
+from lightning_rob.evaluation.suites import RECIPES
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN, print_table
-from lightning_rob.threat import Length, Norm, pixels
+from lightning_rob.threat import Length, Norm
 
 LONGEST_NAME = 80  # of a file, in letters, before it says how many more attacks there are
 
@@ -50,52 +53,45 @@ def full_defense(defense: Defense) -> Defense:
     return defense
 
 
-class RobustEval(Measurement):
-    """Attack the module's `defense` and log its accuracy under each attack.
+class RobustEval(EvaluationCallback):
+    """Attack the module's `defense` at validation and test, and log its accuracy under each attack.
 
-    Logs `{stage}/robust/{attack}` and, over all attacks on the full defense in all callbacks of
-    the run, `{stage}/robust/worst`: the accuracy under the strongest attack, chosen for each image;
-    where the defense predicts at random it is chosen on other predictions than those that are
-    scored (`lightning_rob.evaluation.worst_case`). Images are attacked in groups by index and noise
-    is keyed by image, so batch size and number of processes change nothing. The random streams of
-    training are not touched.
+    Logs `{stage}/robust/{attack}`; `{stage}/robust/worst`, the accuracy under the strongest of all
+    attacks on the full defense in the run (`lightning_rob.evaluation.worst_case`);
+    `{stage}/robust/findings`, the number of warnings and severe findings of the checks; and
+    `{stage}/robust/blind`, the largest share of images on which an attack had no gradient to follow
+    (`EvaluationResult.blind`). Images are attacked in groups by index and noise is keyed by image,
+    so that batch size and number of processes change nothing. A defense that adapts to the test
+    batch is attacked in rounds; "clean" is its accuracy on unperturbed images.
 
-    A defense that adapts to the test batch is attacked in rounds; "clean" is its accuracy on
-    unperturbed images, and "worst" that under the strongest attack as a whole.
-
-    Also logs `{stage}/robust/findings`, the number of warnings and severe findings of the checks
-    (`lightning_rob.evaluation.checks`), and `{stage}/robust/blind`, the largest share of images, of
-    any attack, on which it had no gradient to follow (`EvaluationResult.blind`). Of each finding it
-    warns, and the table and the records have it.
+    The first of several such callbacks on a data loader evaluates the attacks of all, each in the
+    epochs that its own callback asks for, and those of equal target and settings together. It logs,
+    records and prints for all of them; its `results` are the rows of the whole table. An attack
+    that an earlier callback runs is left out, and a name that it uses for another is numbered.
 
     Args:
         attacks: name -> attack.
         target: function of the module's defense that returns the attacked one, e.g.
             `first_member`. Only attacks on the full defense count in `worst`.
-        every_n_epochs: validate robustness in every n-th epoch of `fit`.
-        max_images: attack this many images, a random choice by the seed; None attacks all.
-        repeats: evaluations with fresh noise, averaged per image.
-        inferences: predictions of each image, clean or perturbed once; with more than one the
-            table also has the 95 % t interval over these accuracies, the spread that is due to the
-            defense's own randomness.
-        seed: of the evaluation's noise.
-        panel: images to draw for TensorBoard: clean, perturbation, adversarial.
+        every_n_epochs: evaluate in every n-th epoch of `fit`.
+        max_images: number of attacked images, a random choice by the seed; None attacks all.
+        repeats: attacks of each image with fresh noise; the scores are averaged.
+        inferences: predictions of each image, clean or perturbed once; of more than one the table
+            has the 95 % t interval, the spread by the defense's own randomness.
+        seed: seed of all noise.
+        panel: number of images that are drawn: clean, perturbation, adversarial.
         record: file in the run's folder to which each result is appended as a line of JSON.
         eps: radius of all attacks instead of their own, in pixel units; step sizes keep their
             share of it.
         norm: norm of all attacks instead of their own, with `eps`: "l2" and 128/255.
-        protocol: the rounds in which a defense that adapts is attacked; None is `RoundProtocol()`
-            for such a defense, and canonical groups for any other.
+        protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()` for
+            such a defense, and canonical groups for any other.
         save_images: keep the perturbed images in the run's folder, without loss: PNG of those that
             a `Quantized8Bit` attack makes, else float32 arrays.
         private_draws: fresh defenders, each with private randomness of its own, that adapt to the
-            same perturbed batch; with more than one the intervals hold that randomness too.
+            same perturbed batch; of more than one the intervals hold that randomness too.
         group_size: images that are attacked together; other sizes may round otherwise.
-        unpack: function of a batch that returns (images, labels) or (images, labels, indices),
-            images in [0, 1]; None takes batches that are so already.
-        preprocess: what is applied to images before a plain network, such as a normalization;
-            attacks go through its gradient.
-        dataloader_idx: which of several data loaders is evaluated; None refuses several.
+        **inputs: `unpack`, `preprocess` and `dataloader_idx` of `EvaluationCallback`.
 
     Raises:
         ValueError: no attacks, or a count below 1; when run, several private draws of a defense
@@ -119,124 +115,239 @@ class RobustEval(Measurement):
         save_images: bool = False,
         private_draws: int = 1,
         group_size: int = GROUP_SIZE,
-        unpack: Unpack | None = None,
-        preprocess: Callable[..., Any] | None = None,
-        dataloader_idx: int | None = None,
+        **inputs: Any,
     ) -> None:
         settings = EvaluationSettings(
             seed, repeats, inferences, private_draws, max_images, group_size, protocol
         )
-        self.given = with_threat(attacks, eps, norm)
-        check_names(self.given)  # the radius too
-        # Of these `attacks` keeps those that no earlier callback of the run runs.
-        super().__init__(
-            self.given,
-            target,
-            settings,
-            every_n_epochs,
-            unpack=unpack,
-            preprocess=preprocess,
-            dataloader_idx=dataloader_idx,
-        )
+        given = with_threat(attacks, eps, norm)
+        check_names(given)  # the radius too
+        super().__init__(settings, every_n_epochs, given, **inputs)
+        self.target = target
         self.panel = panel
         self.record = record
         self.save_images = save_images
-        self.image_folder: Path | None = None
-        self.panels: dict[str, Tensor] = {}
+        self.evaluations: list[Evaluation] = []
+        self.result: EvaluationResult | None = None
         self.results: list[Result] = []
 
+    @property
+    def conditions(self) -> tuple[Any, ...]:
+        """Everything that makes the same attack another measurement."""
+        return self.target, self.settings, self.every_n_epochs
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Drop attacks that an earlier callback runs; number names that it uses for another.
+        """Compare the callbacks, and print each name that is numbered.
 
         Raises:
             ModuleNotFoundError: an attack needs a package that is not installed.
             ValueError: another callback unpacks or preprocesses the same images otherwise.
         """
-        super().setup(trainer, pl_module, stage)
-        require_packages(self.attacks.values())
-        self.collector(trainer).agree((self.unpack, self.preprocess))
-        how = (self.target, self.settings, self.every_n_epochs)
         before = self.attacks
-        self.attacks = self.collector(trainer).register(self, self.given, *how)
-        for name in self.attacks if trainer.is_global_zero else ():
-            if name not in before:
-                self._announce_new_name(trainer, name, before)
+        super().setup(trainer, pl_module, stage)
+        require_packages(self.given.values())
+        earlier = self.earlier(trainer)
+        if any(one.inputs != self.inputs for one in earlier):
+            raise ValueError(
+                "all callbacks of a run need the same unpack and preprocess: their worst case is "
+                "one number; evaluate another preprocessing in another run"
+            )
+        for name, attack in self.attacks.items() if trainer.is_global_zero else ():
+            if name in before:
+                continue
+            taken = next(old for old, other in before.items() if other is attack)
+            other = next(one.attacks[taken].threat for one in earlier if taken in one.attacks)
+            radius = "" if attack.threat == other else f", at {attack.threat} instead of {other}"
+            console_of(trainer).print(
+                f"The name {taken} is taken by an earlier callback: this attack is {name}{radius}.",
+                highlight=False,
+                soft_wrap=True,
+            )
 
-    def _announce_new_name(self, trainer: Trainer, name: str, before: dict[str, Attack]) -> None:
-        """Print the name under which an attack is logged whose own name was taken."""
-        threat = self.attacks[name].threat
-        taken = next(old for old, attack in before.items() if attack is self.attacks[name])
-        other = self.collector(trainer).holder(taken).threat
-        radius = "" if threat == other else f", at {threat} instead of {other}"
-        console_of(trainer).print(
-            f"The name {taken} is taken by an earlier callback: this attack is {name}{radius}.",
-            highlight=False,
-            soft_wrap=True,
+    def evaluated_for(self, trainer: Trainer) -> Sequence["RobustEval"]:
+        """Return all callbacks of this kind on this data loader if this is the first of them."""
+        peers = self.peers(trainer)
+        return peers if peers[0] is self else []
+
+    def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
+        """Plan one evaluation for each target and settings; continue those that were stopped."""
+        # Attacks on one target with equal settings share the clean predictions.
+        together: dict[Hashable, list[RobustEval]] = {}
+        for one in self.evaluated_for(trainer):
+            one.result, one.results, one.evaluations = None, [], []
+            if one.due(trainer):
+                how = (one.target, one.settings, one.panel, one.record, one.save_images)
+                together.setdefault(how, []).append(one)
+        # Other targets see the same images if these come in the same groups or rounds.
+        passes: dict[Hashable, Images] = {}
+        for callbacks in together.values():
+            defense = callbacks[0].target(self.defense_of(pl_module))
+            protocol = callbacks[0].settings.protocol_for(defense)
+            shared = (callbacks[0].settings, protocol)
+            if shared not in passes:
+                passes[shared] = Images(trainer, loaders, self.inputs, *shared, attacks=0)
+            images = passes[shared]
+            if protocol is not None and not trainer.sanity_checking:
+                give_source(defense, lambda: labelled_images(trainer))
+            self.evaluations.append(Evaluation(callbacks, images, defense, self.advance))
+            images.attacks += len(self.evaluations[-1].attacks)
+        return list(passes.values())
+
+    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
+        """Score the batch under every attack; a sanity check tries no rounds."""
+        for evaluation in self.evaluations:
+            evaluator = evaluation.evaluator
+            if evaluation.images is images and not (trainer.sanity_checking and evaluator.joint):
+                evaluator.score(*batch, keep=not trainer.sanity_checking)
+
+    def finish_images(self, images: Images) -> None:
+        """Gather the scores of all processes, and give them to the callbacks."""
+        for evaluation in self.evaluations:
+            if evaluation.images is images:
+                evaluation.result = images.result(evaluation.evaluator)
+                for callback in evaluation.callbacks:
+                    callback.result = evaluation.result
+
+    def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Log the results, and record them."""
+        finished: dict[Hashable, list[EvaluationResult]] = {}
+        for evaluation in self.evaluations:
+            found = evaluation.result
+            same_target = finished.setdefault(evaluation.target, [])
+            evaluation.rows = found.measurements(reference=[*same_target, found][0])
+            clean = [(one.index.tolist(), one.scores[:, 0].tolist()) for one in same_target]
+            if (found.index.tolist(), found.scores[:, 0].tolist()) in clean:
+                del evaluation.rows[0]  # the same clean images have one row
+            same_target.append(found)
+        values: dict[str, float] = {}
+        if full := finished.get(full_defense):
+            # The worst case of several games is that of the last.
+            last, game = full[-1], full[-1].details.get("protocol")
+            worst = worst_measurement([r for r in full if r.details.get("protocol") == game])
+            next(e for e in self.evaluations if e.result is last).rows.append(worst)
+            # Modules of this package log the clean accuracy of a defense that does not adapt.
+            if full[0].joint or not hasattr(pl_module, "defense"):
+                values[CLEAN] = full[0].accuracy(CLEAN)
+        self.results = [row for evaluation in self.evaluations for row in evaluation.rows]
+        values |= {row.name: row.accuracy for row in self.results if row.name != CLEAN}
+        logged = {f"{stage}/robust/{name}": value for name, value in values.items()}
+        for key, value in logged.items():
+            self.log_value(pl_module, key, value, prog_bar=key.endswith("/worst"))
+        self._log_findings(pl_module, stage)
+        for callback in chain(*(evaluation.callbacks for evaluation in self.evaluations)):
+            callback.log_more(pl_module, stage)
+        if hook := getattr(pl_module, "on_robust_evaluation", None):
+            hook(logged)
+        if (folder := writing_folder(trainer)) is not None:
+            for evaluation in self.evaluations:
+                evaluation.write(folder)
+        trainer.strategy.barrier("the records are written")
+
+    def log_more(self, pl_module: Any, stage: str) -> None:
+        """Log figures that are computed from `result`; called on every process."""
+
+    def _log_findings(self, pl_module: Any, stage: str) -> None:
+        """Log what makes the accuracies suspicious, and warn of it."""
+        results = [evaluation.result for evaluation in self.evaluations]
+        flagged = {one.text: one for found in results for one in found.findings if one.flagged}
+        blind = [found.blind(name) for found in results for name in found.attacks]
+        self.log_value(pl_module, f"{stage}/robust/findings", float(len(flagged)))
+        known = [share for share in blind if not math.isnan(share)]
+        self.log_value(pl_module, f"{stage}/robust/blind", max(known, default=0.0))
+        warn_of(flagged.values())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Delete the logs: all results are written."""
+        for evaluation in self.evaluations:
+            evaluation.evaluator.store.delete()
+
+    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Delete the logs, and print the table of all callbacks of the run."""
+        self.on_validation_end(trainer, pl_module)
+        if self.results and trainer.is_global_zero:
+            defense = self.defense_of(pl_module)
+            title = [getattr(pl_module, "method", type(pl_module).__name__)]
+            title += [type(defense).__name__] if defense.transductive else []
+            title += [f"data loader {self.inputs.dataloader_idx}"] if self.suffix else []
+            print_table(" · ".join(title), self.results, console_of(trainer))
+
+
+class Evaluation:
+    """The scores of one target under the attacks of callbacks with equal settings.
+
+    Args:
+        callbacks: the callbacks.
+        images: the images that are attacked.
+        defense: the target.
+        advance: function that is called with each attack's name and number of images.
+    """
+
+    result: EvaluationResult  # of all processes, once all images are attacked
+    rows: list[Result]  # of the table
+
+    def __init__(
+        self,
+        callbacks: Sequence[RobustEval],
+        images: Images,
+        defense: Defense,
+        advance: Callable[[str, int], None],
+    ) -> None:
+        self.callbacks, self.images = callbacks, images
+        self.defense, self.advance = defense, advance
+        self.trainer, self.first, self.settings = images.trainer, callbacks[0], images.settings
+        self.attacks = {name: a for one in callbacks for name, a in one.attacks.items()}
+        self.target = self.first.target
+        self.target_name = getattr(self.target, "__name__", repr(self.target))
+        whole = self.first.defense_of(self.trainer.lightning_module)
+        self.details = images.metadata_on(defense)
+        self.details |= {"target": self.target_name, "plug_in": RECIPES[suite_kind(whole)]}
+        self.panels: dict[str, Tensor] = {}
+        self.image_folder: Path | None = None
+        store = self._store()
+        self.evaluator = Evaluator(
+            defense, self.attacks, self.settings, store, self.attacked, self.details
         )
 
-    def due(self, trainer: Trainer) -> bool:
-        """Whether this callback evaluates in the current epoch."""
-        return bool(self.attacks) and super().due(trainer)
-
-    def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
-        """Forget the last evaluation; continue one that was stopped."""
-        when = (str(trainer.state.stage), trainer.current_epoch, trainer.global_step)
-        self.collector(trainer).announce(self, self.target, when)
-        self.panels, self.image_folder = {}, None
-        return super().begin(trainer, pl_module)
-
-    def details(
-        self, trainer: Trainer, defense: Defense, protocol: RoundProtocol | None
-    ) -> dict[str, Any]:
-        """Return the fields that every record of this evaluation has."""
-        whole = self.defense_of(trainer.lightning_module)
-        own = {"target": self._target_name, "plug_in": RECIPES[suite_kind(whole)]}
-        return super().details(trainer, defense, protocol) | own
-
-    def store(
-        self, trainer: Trainer, pl_module: Any, defense: Defense, details: dict[str, Any]
-    ) -> PerImageResults:
-        """Return the scores, with those of an evaluation that was stopped."""
-        folder = run_folder(trainer)
-        place = self._unfinished(trainer, pl_module, defense, details) if folder else None
+    def _store(self) -> PerImageResults:
+        """Return where scores are kept, with those of an evaluation that was stopped."""
+        trainer, defense = self.trainer, self.defense
+        folder, unfinished = run_folder(trainer), None
+        # A fit resumes from its checkpoint; a stateful defense depends on all earlier images.
+        testing = trainer.state.fn in ("test", "validate") and not trainer.sanity_checking
+        if folder and testing and not (defense.transductive and defense.stateful):
+            inputs = [self.first.inputs.unpack, self.first.inputs.preprocess]
+            card = self.card | {"stage": trainer.state.fn}
+            key = cache_key(attack_code=self.attacks, inputs=inputs, **card)
+            logs: Any = trainer.logger and trainer.logger.save_dir
+            unfinished = Path(logs or trainer.default_root_dir) / "unfinished" / key
+        joint, device = self.images.protocol is not None, trainer.lightning_module.device
         names = (CLEAN, *self.attacks)
-        joint = self.settings.protocol_for(defense) is not None
-        store = PerImageResults(names, self.settings.columns, pl_module.device, place, joint)
+        store = PerImageResults(names, self.settings.columns, device, unfinished, joint)
         if (counts := store.counts()) and trainer.is_global_zero:
-            known = ", ".join(f"{name} {count}" for name, count in counts.items())
+            known = ", ".join(f"{name} {number}" for name, number in counts.items())
             console_of(trainer).print(f"Continuing. Images scored already: {known}.")
-        if self.save_images and folder and not trainer.sanity_checking:
-            self.image_folder = place or folder / "images"
+        if self.first.save_images and folder and not trainer.sanity_checking:
+            self.image_folder = unfinished or folder / "images"
         return store
 
-    def _unfinished(
-        self, trainer: Trainer, pl_module: Any, defense: Defense, details: dict[str, Any]
-    ) -> Path | None:
-        """The folder in which an evaluation that is killed leaves its scores, to continue."""
-        testing = trainer.state.fn in ("test", "validate") and not trainer.sanity_checking
-        if not testing or (defense.transductive and defense.stateful):
-            return None
-        card = self._card(trainer, pl_module, defense, details) | {"stage": trainer.state.fn}
-        key = cache_key(attack_code=self.attacks, inputs=[self.unpack, self.preprocess], **card)
-        logs: Any = trainer.logger and trainer.logger.save_dir
-        return Path(logs or trainer.default_root_dir) / "unfinished" / key
-
-    def _card(
-        self, trainer: Trainer, pl_module: Any, defense: Defense, details: dict[str, Any]
-    ) -> dict[str, Any]:
-        """All that the scores depend on."""
-        module: Any = trainer.datamodule  # type: ignore[attr-defined]
-        batches = f"{getattr(self.loader, 'batch_size', None)} loaded"
+    @cached_property
+    def card(self) -> dict[str, Any]:
+        """Everything that the scores depend on."""
+        module, loader = self.trainer.lightning_module, self.images.loader
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        dataset: Any = getattr(loader, "dataset", None)
+        number = len(dataset) if hasattr(dataset, "__len__") else "unnumbered"
+        batches = f"{getattr(loader, 'batch_size', None)} loaded"
         return {
-            "weights": self.collector(trainer).once(self.target, partial(fingerprint, defense)),
-            "defense": type(defense).__name__,
-            "module": type(pl_module).__name__,
-            "rule": attack_spec(defense.rule),
-            "target": self._target_name,
-            "data": f"{type(module).__name__}, {_count(self.loader)} images",
-            "group_size": self.settings.group_size if self.grouped else batches,
-            "protocol": details.get("protocol"),
-            "save_images": self.save_images,
+            "weights": fingerprint(self.defense),
+            "defense": type(self.defense).__name__,
+            "module": type(module).__name__,
+            "rule": attack_spec(self.defense.rule),
+            "target": self.target_name,
+            "data": f"{type(data).__name__}, {number} images",
+            "group_size": self.settings.group_size if self.images.grouped else batches,
+            "protocol": self.details.get("protocol"),
+            "save_images": self.first.save_images,
             "names": list(self.attacks),  # the order of the columns
             "attacks": {name: threat_model_card(attack) for name, attack in self.attacks.items()},
             "versions": versions(),
@@ -245,140 +356,42 @@ class RobustEval(Measurement):
             **self.settings.repetitions,
         }
 
-    @property
-    def _target_name(self) -> str:
-        return getattr(self.target, "__name__", repr(self.target))
-
-    def attacked(self, trainer: Trainer, batch: AttackedBatch) -> None:
-        """Draw the panel, save the images and advance the progress bar."""
-        super().attacked(trainer, batch)
+    def attacked(self, batch: AttackedBatch) -> None:
+        """Advance the progress bar, draw the panel and save the images."""
+        self.advance(batch.name, len(batch.index))
         if batch.x_adv is None or batch.before is None or batch.after is None:
             return  # of an earlier run
-        if self.panel and batch.name not in self.panels:
+        size = self.first.panel
+        if size and batch.name not in self.panels:
             pictures = (batch.x, batch.x_adv, batch.y, batch.before, batch.after)
-            self.panels[batch.name] = image_grid(*(part[: self.panel] for part in pictures))
+            self.panels[batch.name] = image_grid(*(part[:size] for part in pictures))
         if self.image_folder:
-            folder = self.image_folder / self._stem(trainer, [batch.name])
-            save_images(folder, batch.index, batch.x_adv)
+            save_images(self.image_folder / self._stem([batch.name]), batch.index, batch.x_adv)
 
-    def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Log the results, and record them."""
-        super().report(trainer, pl_module, stage)
-        found = self.result
-        assert found is not None
-        done, complete = self.collector(trainer).deliver(self.target, found)
-        self.results = found.measurements(done[0])
-        if any(_same_clean(one, found) for one in done[:-1]):
-            del self.results[0]  # the row of an earlier callback
-        if complete and self.target is full_defense:
-            same = [
-                one for one in done if one.details.get("protocol") == found.details.get("protocol")
-            ]
-            self.results.append(worst_measurement(same))
-        # Modules of this package log the clean accuracy of a defense that does not adapt.
-        logged = self.target is full_defense and (found.joint or not hasattr(pl_module, "defense"))
-        hidden = set() if logged and len(done) == 1 else {CLEAN}  # once, by the first callback
-        values = {
-            f"{stage}/robust/{r.name}": r.accuracy for r in self.results if r.name not in hidden
-        }
-        for key, value in values.items():
-            self.log_value(pl_module, key, value, prog_bar=key.endswith("/worst"))
-        self._log_findings(pl_module, stage, done)
-        if hook := getattr(pl_module, "on_robust_evaluation", None):
-            hook(values)
-        self._save(trainer, pl_module, stage, found)
-        self._publish(trainer, stage)
-
-    def _log_findings(self, pl_module: Any, stage: str, done: Sequence[EvaluationResult]) -> None:
-        """Log what makes the accuracies of all callbacks so far suspicious, and warn of it."""
-        flagged = {one.text: one for found in done for one in found.findings if one.flagged}
-        blind = [found.blind(name) for found in done for name in found.attacks]
-        self.log_value(pl_module, f"{stage}/robust/findings", float(len(flagged)))
-        known = [share for share in blind if not math.isnan(share)]
-        self.log_value(pl_module, f"{stage}/robust/blind", max(known, default=0.0))
-        assert self.result is not None
-        warn_of(self.result.findings)
-
-    def _save(self, trainer: Trainer, pl_module: Any, stage: str, found: EvaluationResult) -> None:
-        """Write the scores image by image."""
-        assert self.evaluator is not None
-        folder = writing_folder(trainer)
-        if folder is not None:
-            path = _unused(folder / "images" / f"{self._stem(trainer)}.csv")
-            defense = self.evaluator.defense
-            card = self._card(trainer, pl_module, defense, dict(found.details))
-            card |= {"stage": stage, "session": SESSION, **checkpoint_position(trainer)}
-            found.save(path, card)
-            self.evaluator.store.copy_images(path.parent)
-        trainer.strategy.barrier("the record is written")
-
-    def _publish(self, trainer: Trainer, stage: str) -> None:
-        if stage == "test":
-            self.collector(trainer).rows += self.results
-        folder = writing_folder(trainer)
-        if folder is None:
-            return
-        append_records(folder / self.record, (result.record() for result in self.results))
+    def write(self, folder: Path) -> None:
+        """Write the scores image by image, the records and the panels."""
+        trainer, stage = self.trainer, self.details["stage"]
+        # Another test of the run must not replace the file of the first.
+        path = folder / "images" / f"{self._stem(self.attacks)}.csv"
+        numbered = (path.with_stem(f"{path.stem}-{i}") for i in count(2))
+        path = next(p for p in chain([path], numbered) if not p.exists())
+        position = checkpoint_position(trainer)
+        self.result.save(path, self.card | {"stage": stage, "session": SESSION, **position})
+        self.evaluator.store.copy_images(path.parent)
+        append_records(folder / self.first.record, (row.record() for row in self.rows))
         for name, picture in self.panels.items():
-            log_picture(trainer, f"{stage}/adversarial/{name}{self.suffix}", picture)
+            tag = f"{stage}/adversarial/{name}{self.first.suffix}"
+            log_picture(trainer, tag, picture)
 
-    def _stem(self, trainer: Trainer, names: Sequence[str] = ()) -> str:
-        """The name of a file of this evaluation, without suffix."""
-        names = list(names or self.attacks)
+    def _stem(self, names: Iterable[str]) -> str:
+        """Return the name of a file of this evaluation, without suffix."""
+        trainer, (first, *more) = self.trainer, names
         epoch = [f"epoch{trainer.current_epoch:04d}"] if trainer.state.fn == "fit" else []
         often = trainer.val_check_interval
         if epoch and not (isinstance(often, float) and often == 1):  # several in an epoch
             epoch.append(f"step{trainer.global_step:06d}")
-        loader = [self.suffix.strip("/")] if self.suffix else []
-        target = [self._target_name] if self.target is not full_defense else []
-        joined = "+".join(names)
-        joined = joined if len(joined) <= LONGEST_NAME else f"{names[0]}+{len(names) - 1}_more"
+        loader = [self.first.suffix.strip("/")] if self.first.suffix else []
+        target = [self.target_name] if self.target is not full_defense else []
+        joined = "+".join([first, *more])
+        joined = joined if len(joined) <= LONGEST_NAME else f"{first}+{len(more)}_more"
         return "-".join(["test" if trainer.testing else "val", *epoch, *loader, *target, joined])
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Delete the log: all callbacks of the run have finished."""
-        if self.evaluator is not None:
-            self.evaluator.store.delete()
-
-    def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Delete the log, and print the table of all callbacks of the run, once."""
-        self.on_validation_end(trainer, pl_module)
-        rows = self.collector(trainer).take_rows()
-        if rows and trainer.is_global_zero:
-            defense = self.defense_of(pl_module)
-            title = [getattr(pl_module, "method", type(pl_module).__name__)]
-            title += [type(defense).__name__] if defense.transductive else []
-            title += [f"data loader {self.dataloader_idx}"] if self.suffix else []
-            print_table(" · ".join(title), rows, console_of(trainer))
-
-
-def _same_clean(one: EvaluationResult, other: EvaluationResult) -> bool:
-    """Whether both have the same clean images with the same scores."""
-    same = torch.equal(one.index, other.index)
-    return same and torch.equal(one.scores[:, 0], other.scores[:, 0])
-
-
-def _unused(path: Path) -> Path:
-    """Return the path, numbered if an earlier evaluation of the run has written it."""
-    numbered = (path.with_stem(f"{path.stem}-{i}") for i in count(2))
-    return next(p for p in chain([path], numbered) if not p.exists())
-
-
-def with_threat(
-    attacks: dict[str, Attack], eps: float | None, norm: Norm | None
-) -> dict[str, Attack]:
-    """Return the attacks in balls of this radius and norm; None keeps that of each attack.
-
-    Raises:
-        ValueError: a norm without a radius.
-    """
-    if eps is None:
-        if norm is not None:
-            raise ValueError(f"norm {norm} needs a radius in its units: give eps too")
-        return dict(attacks)
-    return {name: attack.rescaled(pixels(eps), norm) for name, attack in attacks.items()}
-
-
-def _count(loader: Any) -> int | str:
-    dataset: Any = getattr(loader, "dataset", None)
-    return len(dataset) if hasattr(dataset, "__len__") else "unnumbered"

@@ -10,16 +10,16 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_rob.attacks import TAA, Attack, evaluating
+from lightning_rob.attacks import TAA, Attack, NoAttack, evaluating
 from lightning_rob.attacks.transform_ensemble import attackable
-from lightning_rob.callbacks.base import EvaluationCallback
+from lightning_rob.callbacks.base import EvaluationCallback, with_threat
+from lightning_rob.callbacks.images import Images
 from lightning_rob.callbacks.loggers import writing_folder
 from lightning_rob.callbacks.progress import console_of
-from lightning_rob.callbacks.robust_eval import with_threat
 from lightning_rob.defenses import Defense, is_transform_ensemble
-from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings, RoundProtocol
+from lightning_rob.evaluation import GROUP_SIZE, EvaluationSettings
 from lightning_rob.evaluation.groups import Batch
-from lightning_rob.evaluation.protocol import NoAttack, check_within
+from lightning_rob.evaluation.protocol import check_within
 from lightning_rob.evaluation.records import append_records
 from lightning_rob.metrics import PerImage, robust_accuracy, wilson_over_draws
 from lightning_rob.objectives import check_logits
@@ -41,7 +41,7 @@ class VotingRuleEval(EvaluationCallback):
 
     Prints a table with the accuracy under each rule, as Tables 4 to 7 of Liao et al. (2020), at the
     end of a test, and logs `{stage}/votes/{attack}/{rule}`, or `…/{ensemble}/{rule}` of the parts
-    asked for. Noise is keyed by image; the random streams of training are not touched.
+    asked for. Noise is keyed by image.
 
     Args:
         attacks: name -> attack.
@@ -51,12 +51,12 @@ class VotingRuleEval(EvaluationCallback):
             those that there are; None is one of all members.
         draws: how often an ensemble such as "14r+28i" is drawn; the accuracy is the mean over
             draws.
-        attacked: the members that the attacker knows, in the same words; None is all.
+        attacked: members that the attacker knows, in the same words; None is all.
         each_target: of each attack make a `TAA` on every member that can be attacked, in turn, and
             call it `{attack}_on_{transformation}` (Table 4).
         every_n_epochs: evaluate in every n-th epoch of `fit`.
-        max_images: attack this many images, a random choice by the seed; None attacks all.
-        seed: of the evaluation's noise and of the draws.
+        max_images: number of attacked images, a random choice by the seed; None attacks all.
+        seed: seed of all noise and of the draws.
         record: file in the run's folder to which each accuracy is appended as a line of JSON.
         only: patterns of the names of the attacks to run, such as "cw*"; None runs all.
         eps: radius of all attacks instead of their own, see `RobustEval`.
@@ -88,11 +88,13 @@ class VotingRuleEval(EvaluationCallback):
             raise ValueError("attacks must name at least one attack, got an empty dict")
         if CLEAN in attacks:
             raise ValueError("no attack can be called 'clean': that row has another meaning")
-        settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
-        super().__init__(settings, every_n_epochs)
         at_least(1, draws=draws)
-        self.given = with_threat(_matching(attacks, only), eps, norm)
-        self.attacks = dict(self.given)  # those that no earlier callback of the run runs
+        patterns = ["*"] if only is None else only
+        kept = {n: a for n, a in attacks.items() if any(fnmatchcase(n, p) for p in patterns)}
+        if not kept:
+            raise ValueError(f"no attack is called {', '.join(patterns)}: {', '.join(attacks)}")
+        settings = EvaluationSettings(seed, max_images=max_images, group_size=group_size)
+        super().__init__(settings, every_n_epochs, attacks=with_threat(kept, eps, norm))
         self.rules = rules or dict(VOTING_RULES)
         self.ensembles = ensembles
         self.draws = draws
@@ -105,71 +107,54 @@ class VotingRuleEval(EvaluationCallback):
         self.seconds: dict[str, float] = {}
         self.results: list[dict[str, Any]] = []
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Drop attacks that an earlier callback runs; number names that it uses for another."""
-        super().setup(trainer, pl_module, stage)
-        how = (self.rules, self.ensembles, self.draws, self.attacked, self.each_target)
-        self.attacks = self.collector(trainer).register(self, self.given, *how)
+    @property
+    def conditions(self) -> tuple[Any, ...]:
+        """Everything that makes the same attack another measurement."""
+        return self.rules, self.ensembles, self.draws, self.attacked, self.each_target
 
     def due(self, trainer: Trainer) -> bool:
         """Whether this callback evaluates in the current epoch: once all members are trained."""
         complete = getattr(trainer.lightning_module, "complete", True)
-        growing = trainer.state.fn == "fit" and not complete
-        return bool(self.attacks) and not growing and super().due(trainer)
+        return (complete or trainer.state.fn != "fit") and super().due(trainer)
 
-    def attack_count(self, pl_module: Any) -> int:
-        """Return the number of attacks."""
-        return len(self._made(self.defense_of(pl_module)))
-
-    def begin(self, trainer: Trainer, pl_module: Any) -> RoundProtocol | None:
+    def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
         """Forget the last evaluation, and draw the ensembles from the current members."""
-        if self.defense_of(pl_module).transductive:
-            kind = type(self.defense_of(pl_module)).__name__
+        defense, seed = self.defense_of(pl_module), self.settings.seed
+        if defense.transductive:
+            kind = type(defense).__name__
             raise TypeError(f"{kind} adapts to the test batch: play games against it by RobustEval")
-        self.parts = self._parts(self.defense_of(pl_module))
+        self.parts = {ALL: [list(range(len(defense.weights)))]} if self.ensembles is None else {}
+        for name, members in (self.ensembles or {}).items():
+            drawn = [tuple(_places(defense, members, seed + draw)) for draw in range(self.draws)]
+            self.parts[name] = [list(part) for part in dict.fromkeys(drawn)]
+        self.made, known = self.attacks, self._known_part(defense)
+        if self.each_target and is_transform_ensemble(known):
+            self.made = {
+                f"{name}_on_{known.names[i]}": TAA(attack, known.names[i])
+                for name, attack in self.attacks.items()
+                for i in attackable(known)
+            }
         votes = sum(map(len, self.parts.values())) * len(self.rules)
-        self.made = self._made(self.defense_of(pl_module))
         names = (CLEAN, *self.made)
         self.tables = {name: PerImage(1 + votes).to(pl_module.device) for name in names}
-        self.seconds = dict.fromkeys(self.made, 0.0)
-        return None
+        self.seconds, self.results = dict.fromkeys(self.made, 0.0), []
+        return [Images(trainer, loaders, self.inputs, self.settings, attacks=len(self.made))]
 
-    def _target(self, defense: Any) -> Any:
+    def _known_part(self, defense: Any) -> Any:
         """Return the part of the defense that the attacker knows."""
         if self.attacked is None:
             return defense
         return defense.part(_places(defense, self.attacked, self.settings.seed))
 
-    def _made(self, defense: Defense) -> dict[str, Attack]:
-        """Return the attacks that run: those given, or one on each member."""
-        known = self._target(defense)
-        if not self.each_target or not is_transform_ensemble(known):
-            return self.attacks
-        return {
-            f"{name}_on_{known.names[i]}": TAA(attack, known.names[i])
-            for name, attack in self.attacks.items()
-            for i in attackable(known)
-        }
-
-    def _parts(self, defense: Defense) -> dict[str, list[list[int]]]:
-        """The members of each draw of each ensemble."""
-        if self.ensembles is None:
-            return {ALL: [list(range(len(defense.weights)))]}
-        found = {}
-        for name, members in self.ensembles.items():
-            seeds = range(self.settings.seed, self.settings.seed + self.draws)
-            drawn = [tuple(_places(defense, members, seed)) for seed in seeds]
-            found[name] = [list(part) for part in dict.fromkeys(drawn)]
-        return found
-
-    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch) -> None:
+    def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
         """Let the members vote on the batch, untouched and under every attack."""
         defense, (x, y, index) = self.defense_of(pl_module), batch
-        target = self._target(defense)
+        known = self._known_part(defense)
+        # Every rule and ensemble is counted from the same votes: each image is predicted once.
         nothing = NoAttack(next(iter(self.attacks.values())).threat)
         for name, attack in {CLEAN: nothing, **self.made}.items():
             began, keys = time.perf_counter(), (self.settings.seed, 0, *name.encode())
-            x_adv = attack(target, x, y, Streams.from_index(index, *keys, 0))
+            x_adv = attack(known, x, y, Streams.from_index(index, *keys, 0))
             check_within(attack, x_adv, x)
             scores = self._scores(defense, x_adv, y, Streams.from_index(index, *keys, 2))
             dissimilarity = DISSIMILARITY.distance(x_adv, x)
@@ -177,8 +162,7 @@ class VotingRuleEval(EvaluationCallback):
                 self.tables[name].update(index, torch.stack([dissimilarity, *scores], 1))
             if name != CLEAN:
                 self.seconds[name] += time.perf_counter() - began
-                if self.progress:
-                    self.progress.advance(name, len(x))
+                self.advance(name, len(x))
 
     @torch.no_grad()
     def _scores(self, defense: Defense, x: Tensor, y: Tensor, noise: Streams) -> list[Tensor]:
@@ -196,64 +180,41 @@ class VotingRuleEval(EvaluationCallback):
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log the accuracies, and record them."""
-        self.results = self._results(self.run_metadata(trainer, stage))
-        for result in self.results:
-            middle = "" if self.ensembles is None else f"{result['ensemble']}/"
-            key = f"{stage}/votes/{result['name']}/{middle}{result['rule']}"
-            self.log_value(pl_module, key, result["accuracy"])
-        if stage == "test":
-            self.collector(trainer).rows.append(self.results)
-        folder = writing_folder(trainer)
-        if folder is not None:
-            append_records(folder / self.record, self.results)
-
-    def _results(self, shared: dict[str, Any]) -> list[dict[str, Any]]:
-        """A record for each attack, ensemble and rule."""
-        found: list[dict[str, Any]] = []
         for name, table in self.tables.items():
             _, scores = table.rows()
-            details = shared | self._details(name) | {"n": len(scores)}
+            details: dict[str, Any] = {"kind": "voting_rule", "name": name}
+            details |= self.images[0].metadata
+            if name != CLEAN:
+                attack = self.made[name]
+                details |= {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
+                details |= {"attacked": self.attacked, "seconds": self.seconds[name]}
             known = scores[:, 0][scores[:, 0].isfinite()]  # a black image has none
+            details["n"] = n = len(scores)
             details["dissimilarity"] = float(known.mean()) if len(known) else None
             columns = iter(scores[:, 1:].unbind(1))
             for ensemble, draws in self.parts.items():
                 rows = [[float(next(columns).mean()) for _ in self.rules] for _ in draws]
                 for rule, values in zip(self.rules, zip(*rows, strict=True), strict=True):
-                    places = {"ensemble": ensemble, "rule": rule, "members": len(draws[0])}
-                    found.append(
-                        {"kind": "voting_rule", "name": name}
-                        | details
-                        | places
-                        | _accuracy(values, len(scores))
-                    )
-        return found
-
-    def _details(self, name: str) -> dict[str, Any]:
-        if name == CLEAN:
-            return {}
-        attack = self.made[name]
-        fields = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
-        return fields | {"attacked": self.attacked, "seconds": self.seconds[name]}
+                    place = {"ensemble": ensemble, "rule": rule, "members": len(draws[0])}
+                    # The 95 % interval is over the images and, if several, the draws.
+                    accuracy = {"accuracy": fmean(values), "interval": wilson_over_draws(values, n)}
+                    self.results.append(details | place | accuracy | {"draws": list(values)})
+        for result in self.results:
+            middle = "" if self.ensembles is None else f"{result['ensemble']}/"
+            key = f"{stage}/votes/{result['name']}/{middle}{result['rule']}"
+            self.log_value(pl_module, key, result["accuracy"])
+        folder = writing_folder(trainer)
+        if folder is not None:
+            append_records(folder / self.record, self.results)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the tables of all callbacks of the run, once."""
-        for results in self.collector(trainer).take_rows() if trainer.is_global_zero else ():
-            print_votes(type(pl_module).__name__, results, console_of(trainer))
-
-
-def _accuracy(values: Sequence[float], n: int) -> dict[str, Any]:
-    """The mean over draws with its 95 % interval, over the images and, if several, the draws."""
-    interval = wilson_over_draws(values, n)
-    return {"accuracy": fmean(values), "interval": interval, "draws": list(values)}
+        """Print the table."""
+        if self.results and trainer.is_global_zero:
+            print_votes(type(pl_module).__name__, self.results, console_of(trainer))
 
 
 def _places(defense: Defense, names: Names, seed: int) -> list[int]:
-    """The members behind these transformations.
-
-    Raises:
-        TypeError: the defense is not a `TransformEnsemble`.
-        ValueError: a transformation is missing.
-    """
+    """Return the members behind these transformations."""
     if not is_transform_ensemble(defense):
         raise TypeError(f"ensembles are parts of a TransformEnsemble, got {type(defense).__name__}")
     wanted: list[str] = []
@@ -263,13 +224,3 @@ def _places(defense: Defense, names: Names, seed: int) -> list[int]:
     if not wanted:
         raise ValueError(f"no member is behind {names}, there are {', '.join(defense.names)}")
     return [defense.place(name) for name in dict.fromkeys(wanted)]
-
-
-def _matching(attacks: dict[str, Attack], only: list[str] | None) -> dict[str, Attack]:
-    """Return the attacks whose names match one of the patterns; all without patterns."""
-    if only is None:
-        return attacks
-    found = {k: v for k, v in attacks.items() if any(fnmatchcase(k, part) for part in only)}
-    if not found:
-        raise ValueError(f"no attack is called {', '.join(only)}: {', '.join(attacks)}")
-    return found

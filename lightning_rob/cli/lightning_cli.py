@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.multiprocessing.spawn import ProcessException
 
+from lightning_rob.attacks.auto import suite_kind
 from lightning_rob.callbacks.guard import TerminateOnNonFinite
 from lightning_rob.callbacks.loggers import run_folder, writing_folder
 from lightning_rob.cli.checkpoints import SafeCheckpointIO, inject_checkpoint_config
@@ -29,7 +30,7 @@ from lightning_rob.commands.base import trained_threat
 from lightning_rob.commands.checkpoints import RECIPE
 from lightning_rob.commands.thresholds import parse_thresholds, violations
 from lightning_rob.evaluation.evaluate import as_defense
-from lightning_rob.evaluation.suites import RECIPES, suite_kind
+from lightning_rob.evaluation.suites import RECIPES
 from lightning_rob.modules import RobustModule
 from lightning_rob.recipes.plugins import expand_recipe, resolve_names
 from lightning_rob.recipes.safe_yaml import parse_fraction_arg, plain_yaml
@@ -197,7 +198,9 @@ class RobustCLI(LightningCLI):
         merged = dict(sorted(row for share in shares for row in share))  # no image twice
         path = folder / "predictions.csv"
         print(f"Writing {path}")
-        lines = [["index", "answer", *(f"p{k}" for k in range(len(next(iter(merged.values())))))]]
+        lines = [
+            ["index", "prediction", *(f"p{k}" for k in range(len(next(iter(merged.values())))))]
+        ]
         for i, p in merged.items():
             lines.append([str(i), str(p.index(max(p))), *(f"{value:.6g}" for value in p)])
         atomic_write_text(path, "".join(",".join(cells) + "\n" for cells in lines))

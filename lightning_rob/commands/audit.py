@@ -27,7 +27,7 @@ def run(config: AuditConfig, run: Run) -> bool:
         config.queries,
         max_images=config.images,
         seed=config.seed,
-        **run.inputs,
+        **vars(run.inputs),
     )
     run.trainer.callbacks.append(audit)  # type: ignore[attr-defined]
     run.trainer.test(

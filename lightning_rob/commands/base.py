@@ -16,6 +16,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning_rob.attacks import Attack
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.base import EvaluationCallback
+from lightning_rob.callbacks.images import Inputs
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.records import versions
@@ -50,16 +51,15 @@ class Run:
     overrides: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> Inputs:
         """How batches become images: what a plugged-in `RobustEval` says."""
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        found = (c.inputs for c in callbacks if isinstance(c, RobustEval))
-        return next(found, {"unpack": None, "preprocess": None, "dataloader_idx": None})
+        return next((c.inputs for c in callbacks if isinstance(c, RobustEval)), Inputs())
 
     @property
     def defense(self) -> Defense:
         """The module's `defense`, or the module itself as a network."""
-        return as_defense(self.model, self.inputs["preprocess"])
+        return as_defense(self.model, self.inputs.preprocess)
 
     def settings(self) -> dict[str, Any]:
         """Return what scores depend on beside weights and attacks."""

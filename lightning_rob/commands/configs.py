@@ -62,7 +62,6 @@ class TuneConfig(CommandConfig):
         min_trials: never stop before N trials (80)
         patience: stop after N trials without improvement (40)
         random: random trials before the optimizer proposes (12)
-        diagonal: trials before these, all variables at i/N, i = 0 … N-1 (0)
         seed: of the search and, with the trial's number, of its training
         warm_start: trials.jsonl of an earlier study of all or some variables; may be repeated
         out: for trials.jsonl, best.yaml, convergence.png; else tuning/RECIPE
@@ -82,7 +81,6 @@ class TuneConfig(CommandConfig):
     min_trials: int | None = None
     patience: int | None = None
     random: int | None = None
-    diagonal: int | None = None
     seed: int = 2020  # of the authors' search
     warm_start: list[Path] | None = None
     out: Path | None = None
@@ -125,7 +123,6 @@ class ExportConfig(CommandConfig):
 
     Args:
         out: FILE.pt2 or FILE.onnx, the program; or the folder
-        batch: N images at a time, or dynamic; of a program
         images: N test images on which predictions are compared; of a program
         format: pt2, onnx or safetensors; default: that of the file's name
 
@@ -138,7 +135,6 @@ class ExportConfig(CommandConfig):
     usage: ClassVar[str] = "CHECKPOINT --out FILE [options of test]"
 
     out: Path | None = None
-    batch: int | str = "dynamic"
     images: int = 64
     format: Literal["pt2", "onnx", "safetensors"] | None = None
 
@@ -155,14 +151,7 @@ class ExportConfig(CommandConfig):
             raise ValueError(f"--out must name a {wanted}, got {str(self.out)!r}")
         if self.out.suffix == ".onnx" and not all(map(find_spec, ONNX)):
             raise ModuleNotFoundError("ONNX files need pip install 'lightning-rob[onnx]'")
-        if self.batch != "dynamic" and not str(self.batch).isdigit():
-            raise ValueError(f"--batch must be a number or dynamic, got {str(self.batch)!r}")
-        at_least(1, batch=self.batch_size, images=self.images)
-
-    @property
-    def batch_size(self) -> int | None:
-        """Images at a time; None for any number."""
-        return None if self.batch == "dynamic" else int(self.batch)
+        at_least(1, images=self.images)
 
 
 def find_transforms(content: Any) -> dict[str, Any] | None:
@@ -190,7 +179,7 @@ class BpdaConfig(CommandConfig):
     Args:
         out: folder for the networks
         transforms: names such as Affine,Swirl; all; nondifferentiable; or with arguments, as
-            YAML or a file of it, '{Affine: {alpha: 0.2}}'; else the recipe's, or all
+            YAML, '{Affine: {alpha: 0.2}}'; else the recipe's, or all
         epochs: passes over the images
         max_images: the first N training images; else all
         device: cpu, cuda; else cuda where there is one
@@ -345,17 +334,14 @@ class MonitorConfig(CommandConfig):
         alarm: alarm below robust/worst=0.40,acc=0.80, or above blind=0.02
         drop: alarm if worst fell since last or best, p < N; significant: 0.05
         notify: POST alarms and recoveries to this URL; slack://… by apprise
-        serve: show a page on localhost at this port, such as 9108
+        serve: page, /metrics for Prometheus and /healthz at this port of localhost, such as 9108
         serve_host: address of that port
         template: Jinja template of the page, else the shipped one
-        metrics_port: serve metrics for Prometheus, and /healthz
-        metrics_host: address of that port
-        metrics_file: the same as FILE.prom, for node exporter
+        metrics_file: write the metrics to FILE.prom, for node exporter
         reevaluate: evaluate the newest checkpoint again after N hours
         stop_at_alarm: end with the first alarm, of any model
         every: seconds between two looks into the folder
         once: evaluate the checkpoints that are there, and end
-        minutes: end after N minutes
         until: end when this file exists and no checkpoint is left
         models: YAML file of several models, each with its run and other options
         label: name in notifications and metrics; else the whole path or the URL
@@ -377,14 +363,11 @@ class MonitorConfig(CommandConfig):
     serve: int | None = None
     serve_host: str = LOCAL
     template: Path | None = None
-    metrics_port: int | None = None
-    metrics_host: str = LOCAL
     metrics_file: Path | None = None
     reevaluate: float | None = None
     stop_at_alarm: bool = False
     every: float = 30.0
     once: bool = False
-    minutes: float | None = None
     until: Path | None = None
     models: Path | None = None
     label: str | None = None
@@ -392,34 +375,25 @@ class MonitorConfig(CommandConfig):
 
     def __post_init__(self) -> None:
         self._check_run()
-        for name in ("every", "minutes", "reevaluate"):
+        for name in ("every", "reevaluate"):
             time = getattr(self, name)
             if time is not None and not 0 < time < float("inf"):
                 raise ValueError(f"--{name} must be above 0, got {time:g}")
         _ = self.level, self.minima  # raise errors before anything is built
         check_destinations(self.notify or ())
-        self._check_metrics()
-        self._check_page()
+        self._check_server()
 
-    def _check_page(self) -> None:
-        """Refuse options of a page that cannot be served."""
-        if self.serve is None:
-            for name, given in (
-                ("serve_host", self.serve_host != LOCAL),
-                ("template", self.template),
-            ):
-                if given:
-                    raise ValueError(f"--{name} is for --serve, which is not given")
-            return
-        if not 0 <= self.serve < 65536:
+    def _check_server(self) -> None:
+        """Refuse a page that cannot be served, and metrics that cannot be written."""
+        for name in ("serve_host", "template"):
+            if self.serve is None and getattr(self, name) not in (LOCAL, None):
+                raise ValueError(f"--{name} is for --serve, which is not given")
+        if self.serve is not None and not 0 <= self.serve < 65536:
             raise ValueError(f"--serve must be in 0 … 65535, got {self.serve}")
-        shared = self.serve > 0 and self.serve == self.metrics_port  # 0 takes any
-        if shared and self.serve_host != self.metrics_host:
-            raise ValueError(
-                f"--serve shares port {self.serve} with --metrics_port, but --serve_host is "
-                f"{self.serve_host} and --metrics_host is {self.metrics_host}: give both the same "
-                "address, or --serve another port"
-            )
+        if self.metrics_file and self.metrics_file.suffix != ".prom":
+            raise ValueError(f"--metrics_file must name a FILE.prom, got {self.metrics_file}")
+        if self.metrics_file and find_spec("prometheus_client") is None:
+            raise ValueError("metrics need a package: pip install 'lightning-rob[prometheus]'")
 
     def _check_run(self) -> None:
         """Refuse a run that cannot be watched.
@@ -439,19 +413,6 @@ class MonitorConfig(CommandConfig):
                 raise ValueError(f"{self.url} needs --out FOLDER: the history is a local file")
         elif not Path(self.run).exists():
             raise MissingRun(f"there is no folder or checkpoint {self.run}")
-
-    def _check_metrics(self) -> None:
-        """Refuse options of metrics that cannot be served or written."""
-        if self.metrics_port is None and self.metrics_file is None:
-            if self.metrics_host != LOCAL:
-                raise ValueError("--metrics_host is for --metrics_port, which is not given")
-            return
-        if self.metrics_port is not None and not 0 <= self.metrics_port < 65536:
-            raise ValueError(f"--metrics_port must be in 0 … 65535, got {self.metrics_port}")
-        if self.metrics_file and self.metrics_file.suffix != ".prom":
-            raise ValueError(f"--metrics_file must name a FILE.prom, got {self.metrics_file}")
-        if find_spec("prometheus_client") is None:
-            raise ValueError("metrics need a package: pip install 'lightning-rob[prometheus]'")
 
     @property
     def is_over(self) -> bool:
@@ -515,8 +476,8 @@ class CompareConfig(CommandConfig):
     r"""Compare results on the same images, image by image.
 
     A record is a CSV file in the folder images/ of a run. Of two records: two checkpoints
-    under the same attacks, or an ensemble and its first member. Of one record: attacks on
-    the same checkpoint. The test is McNemar's where each prediction is right or wrong, and
+    under the same attacks, or an ensemble and its first member. Of one record: each attack
+    with the first. The test is McNemar's where each prediction is right or wrong, and
     Gaffke's for expected accuracies of randomized ensembles; with several rows p is
     adjusted by Holm, so that all can be read at once. The interval is of the same test.
 
@@ -526,12 +487,10 @@ class CompareConfig(CommandConfig):
 
     Args:
         records: one or two CSV files
-        reference: of one record: compare each attack with this one; else the first
-        against_worst: of two records: compare the worst of all attacks only
-        pairs: of two records: attacks of the first with those of the second, A=B,C=D
+        pairs: of two records: attacks of the first with those of the second, A=B,C=D; worst=worst
+            compares the worst of all attacks only
         fail_if_worse: exit code 1 if a row fell by this share or more, with p < 0.05
         markdown: write the table to FILE.md
-        junit: write a test case for each row to FILE.xml
 
     Raises:
         ValueError: options that exclude each other, or another number of records.
@@ -541,20 +500,15 @@ class CompareConfig(CommandConfig):
     usage: ClassVar[str] = "RECORD [RECORD] [options]"
 
     records: tuple[Path, ...] = ()
-    reference: str | None = None
-    against_worst: bool = False
     pairs: str | None = None
     fail_if_worse: float | None = None
     markdown: Path | None = None
-    junit: Path | None = None
 
     def __post_init__(self) -> None:
         if len(self.records) not in (1, 2):
             raise ValueError(f"compare takes one or two records, got {len(self.records)}")
-        if self.reference and len(self.records) == 2:
-            raise ValueError("--reference is for the attacks of one record, got two records")
-        if self.pairs and (len(self.records) == 1 or self.against_worst):
-            raise ValueError("--pairs is for two records, without --against_worst")
+        if self.pairs and len(self.records) == 1:
+            raise ValueError("--pairs is for two records, got one")
         if any(len(pair) != 2 or not all(pair) for pair in self.named_pairs):
             raise ValueError(
                 f"--pairs is NAME=NAME, several separated by commas, got {self.pairs!r}"
@@ -564,8 +518,6 @@ class CompareConfig(CommandConfig):
             raise ValueError(f"--fail_if_worse is a share in (0, 1), such as 0.02, got {limit:g}")
         if limit is not None and len(self.records) == 1:
             raise ValueError("--fail_if_worse is for two records, OLD and NEW, got one")
-        if limit is None and self.junit:
-            raise ValueError("--junit says which rows fail, and needs --fail_if_worse")
 
     @property
     def named_pairs(self) -> list[tuple[str, ...]]:
@@ -589,6 +541,7 @@ class ReportConfig(CommandConfig):
     Args:
         runs: folders of runs, or folders above runs
         out: the page, .html; else report.html in RUN, or here if there are several
+        template: Jinja template of the page, which may extend "page.html"
 
     Raises:
         ValueError: no run.
@@ -599,6 +552,7 @@ class ReportConfig(CommandConfig):
 
     runs: tuple[Path, ...] = ()
     out: Path | None = None
+    template: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.runs:

@@ -64,11 +64,7 @@ class Defense(nn.Module, ABC):
 
     @property
     def classifiers(self) -> list[nn.Module]:
-        """The S networks [B, C, H, W] -> [B, K] that the weights belong to, if they are fixed.
-
-        Raises:
-            TypeError: the defense draws its classifiers anew.
-        """
+        """The S networks [B, C, H, W] -> [B, K] of the weights; TypeError if drawn anew."""
         raise TypeError(
             f"{type(self).__name__} is not a fixed set of classifiers: "
             "attack its expected loss (PGD) instead"
@@ -78,8 +74,7 @@ class Defense(nn.Module, ABC):
     def foldable_networks(self) -> list[nn.Module]:
         """Networks that are only ever called as a whole, so an attack may fold their BatchNorm.
 
-        Raises:
-            TypeError: there are none, or the defense adapts and may copy them.
+        TypeError if there are none, or the defense adapts and may copy them.
         """
         if self.transductive:
             raise TypeError(f"{type(self).__name__} adapts: its network has to stay as it is")
@@ -101,25 +96,18 @@ class Defense(nn.Module, ABC):
         return self.rejects is not None or self.abstains
 
     def components(self) -> list[tuple[float, "Defense"]]:
-        """Return the defenses that this one mixes, with their probabilities.
-
-        Returns:
-            (probability, defense) of each part of a mixture; of other defenses itself alone.
-        """
+        """Return (probability, defense) of each part of a mixture, or of this defense alone."""
         return [(1.0, self)]
 
     def sample_logits(
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute the logits of repeated draws, and their weights.
+        """Compute the logits [S, B, K] of repeated draws, and their weights [S].
 
         Args:
             x: [B, C, H, W] images in [0, 1].
             generator: source of the draws.
             draws: how often a random defense is sampled; None samples it as for a prediction.
-
-        Returns:
-            [S, B, K] and [S].
         """
         logits = torch.cat([self.logits(x, generator) for _ in range(draws or 1)])
         return logits, self.weights.repeat(draws or 1) / (draws or 1)
@@ -186,17 +174,14 @@ class Single(Defense):
 
     @property
     def classifiers(self) -> list[nn.Module]:
-        """The network."""
         return [self.net]
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
         """The network, without what preprocesses its images."""
-        nets = super().foldable_networks
-        return [net.net if isinstance(net, Preprocessed) else net for net in nets]
+        return [self.net.net if isinstance(self.net, Preprocessed) else self.net]
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Compute [B, C, H, W] -> [1, B, K]."""
         return network_logits(self.net, x).unsqueeze(0)
 
 

@@ -1,8 +1,8 @@
 """Working copies of modules, which attacks and evaluations change in place of the originals.
 
-A signal handler, another thread, an asynchronous checkpoint or a callback that averages weights may
-read a module at any moment. Eval mode, frozen and folded weights, and all that a network writes
-into itself when it predicts are therefore those of a copy.
+A signal handler, another thread or an asynchronous checkpoint may read a module at any moment.
+Eval mode, frozen and folded weights, and all that a network writes into itself when it predicts
+therefore belong to a copy.
 """
 
 import copy
@@ -47,11 +47,10 @@ def working_copy(module: M) -> M:
     """Return a copy of a module with weights, buffers and attributes of its own.
 
     Weights are constants without gradients, and no tensor is one of inference mode. Containers,
-    arrays, generators of random numbers, functions and objects of the user's classes are copied
-    too, so that what they refer to inside is the copy. Shared with the original are parts that
-    refer to themselves in compiled code (TorchScript, `torch.compile`), lazy modules without
-    weights, plain tensors and arrays above 64 MiB, the entries of containers of over 1,000, and
-    whatever `copy.copy` does not copy.
+    arrays, generators, functions and objects of the user's classes are copied too, so that they
+    refer to the copy. Shared with the original are compiled parts (TorchScript, `torch.compile`),
+    lazy modules without weights, plain tensors and arrays above 64 MiB, the entries of containers
+    of over 1,000, and all that `copy.copy` does not copy.
     """
     with torch.inference_mode(False):
         copied: M = _copied(module, {})
@@ -131,23 +130,20 @@ def _mark(value: Any, seen: set[int], depth: int = DEEPEST) -> Any:
 
 
 def _parts(value: Any) -> Any:
-    """Return the entries of a container, or the attributes of an object; None for all else."""
+    """Return the entries of a container, or the attributes of an object that may hold state.
+
+    That is an object of a user's class; objects of packages (trainers, loggers, locks, files) are
+    shared, and None is returned for them.
+    """
     if isinstance(value, list | tuple | set | deque | dict):
         return value
-    return vars(value) if _is_plain(value) else None
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether an object may hold state of a network: it is of a user's class, and no resource.
-
-    Objects of packages (trainers, loggers, locks, files) are shared.
-    """
     kind = type(value)
     if isinstance(value, NAMESPACES):
-        return True
+        return vars(value)
     if is_library(kind.__module__) or isinstance(value, type | nn.Module | Enum | BaseException):
-        return False
-    return hasattr(value, "__dict__") and not hasattr(kind, "__del__")
+        return None
+    plain = hasattr(value, "__dict__") and not hasattr(kind, "__del__")
+    return vars(value) if plain else None
 
 
 def _is_bound(module: nn.Module) -> bool:
@@ -171,26 +167,21 @@ def _copied_module(module: nn.Module, memo: Memo) -> nn.Module:
     tree = [part for part in module.modules() if id(part) not in memo]
     memo.update((id(part), object.__new__(type(part))) for part in tree)
     for part in tree:
-        _fill(memo[id(part)], part, memo)
-    copied: nn.Module = memo[id(module)]
-    return copied
-
-
-def _fill(copied: nn.Module, module: nn.Module, memo: Memo) -> None:
-    values = module.__dict__
-    simple = type(module).__module__.startswith("torch.nn.modules.")
-    numbers_only = simple and not isinstance(module, nn.RNNBase) and not _has_hooks(module)
-    for field in OWN_FIELDS:  # first: these tensors are copied whatever their size
-        parts = {name: _copied(part, memo, registered=True) for name, part in values[field].items()}
-        copied.__dict__[field] = type(values[field])(parts)
-    for name in (name for name in values if name not in OWN_FIELDS):
-        copied.__dict__[name] = values[name] if numbers_only else _copied(values[name], memo)
-    copied.__dict__[ORIGIN] = ref(original(module))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    hooks = (value for name, value in module.__dict__.items() if name.endswith("_hooks"))
-    return "forward" in module.__dict__ or any(hooks)
+        copied, values = memo[id(part)], part.__dict__
+        hooks = (value for name, value in values.items() if name.endswith("_hooks"))
+        hooked = "forward" in values or any(hooks)
+        simple = type(part).__module__.startswith("torch.nn.modules.")
+        numbers_only = simple and not isinstance(part, nn.RNNBase) and not hooked
+        for field in OWN_FIELDS:  # first: these tensors are copied whatever their size
+            own = {
+                name: _copied(each, memo, registered=True) for name, each in values[field].items()
+            }
+            copied.__dict__[field] = type(values[field])(own)
+        for name in (name for name in values if name not in OWN_FIELDS):
+            copied.__dict__[name] = values[name] if numbers_only else _copied(values[name], memo)
+        copied.__dict__[ORIGIN] = ref(original(part))
+    made: nn.Module = memo[id(module)]
+    return made
 
 
 def _copied(value: Any, memo: Memo, depth: int = DEEPEST, registered: bool = False) -> Any:
@@ -200,7 +191,13 @@ def _copied(value: Any, memo: Memo, depth: int = DEEPEST, registered: bool = Fal
     if isinstance(value, nn.Module):
         return _copied_module(value, memo)
     if isinstance(value, Tensor | np.ndarray):
-        return memo.setdefault(id(value), _copied_numbers(value, registered))
+        if isinstance(value, nn.Parameter):
+            memo[id(value)] = nn.Parameter(value.detach().clone(), requires_grad=False)
+        elif value.nbytes > SHARED_FROM and not registered:
+            memo[id(value)] = value
+        else:
+            memo[id(value)] = value.detach().clone() if isinstance(value, Tensor) else value.copy()
+        return memo[id(value)]
     if isinstance(value, GENERATORS):
         return memo.setdefault(id(value), copy.deepcopy(value))
     if depth == 0:
@@ -213,12 +210,8 @@ def _copied(value: Any, memo: Memo, depth: int = DEEPEST, registered: bool = Fal
         return partial(inside(value.func), *map(inside, value.args), **named)
     if isinstance(value, FunctionType):
         return _copied_function(value, inside)
-    parts = _parts(value)
-    return value if parts is None else _copied_parts(value, parts, memo, inside)
-
-
-def _copied_parts(value: Any, parts: Any, memo: Memo, inside: Callable[[Any], Any]) -> Any:
-    """Return a copy of a container or object, with copies of what is inside."""
+    if (parts := _parts(value)) is None:
+        return value
     if type(value) is tuple:  # by value: whatever holds itself does so by something else
         return tuple(map(inside, value))
     try:
@@ -240,14 +233,6 @@ def _copied_parts(value: Any, parts: Any, memo: Memo, inside: Callable[[Any], An
         for key, part in parts.items():
             held[key] = inside(part)
     return copied
-
-
-def _copied_numbers(value: Any, registered: bool) -> Any:
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(value.detach().clone(), requires_grad=False)
-    if value.nbytes > SHARED_FROM and not registered:
-        return value
-    return value.copy() if isinstance(value, np.ndarray) else value.detach().clone()
 
 
 def _copied_function(value: FunctionType, inside: Callable[[Any], Any]) -> FunctionType:

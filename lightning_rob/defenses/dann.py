@@ -2,33 +2,24 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_rob.defenses.transductive import (
-    Augment,
-    Source,
-    SourceData,
-    Transductive,
-    reinitialized,
-    shuffled,
-)
+from lightning_rob.defenses.transductive import Augment, Retraining, Source, SourceData, shuffled
 from lightning_rob.nets.dann import reversed_gradient
 from lightning_rob.objectives import classification_loss
 from lightning_rob.rules import Rule, mean_probs
-from lightning_rob.runtime.errors import at_least
-
-PARTS = ("features", "classify", "domain")
 
 
 def check_parts(net: nn.Module) -> None:
     """Raise TypeError for a network without the parts that DANN trains."""
-    if missing := [name for name in PARTS if not callable(getattr(net, name, None))]:
+    parts = ("features", "classify", "domain")
+    if missing := [name for name in parts if not callable(getattr(net, name, None))]:
         raise TypeError(
-            f"DANN needs a network with {', '.join(PARTS)}, such as DANNNet: "
+            f"DANN needs a network with {', '.join(parts)}, such as DANNNet: "
             f"{type(net).__name__} has no {', '.join(missing)}"
         )
 
@@ -48,33 +39,28 @@ def domain_adversarial_loss(
 ) -> Tensor:
     """Compute the cross-entropy of the source's classes, and of both domains by the discriminator.
 
-    The encoder is trained against the discriminator by a reversed gradient. Source and target are
-    passed through the network one after the other, so that BatchNorm sees each by itself.
+    The sum of three means. The encoder is trained against the discriminator by a reversed gradient.
 
     Args:
-        net: with `features`, `classify` and `domain`.
+        net: network with `features`, `classify` and `domain`.
         x: [B, C, H, W] source images.
         y: [B] their labels.
         target: [T, C, H, W] images without labels.
-        weight: alpha, of the reversed gradient.
-
-    Returns:
-        The sum of three means, a scalar.
+        weight: alpha of the reversed gradient.
     """
     parts: Any = net
+
+    def domain_loss(features: Tensor, domain: int) -> Tensor:
+        labels = torch.full((len(features),), domain, device=features.device)
+        return classification_loss(parts.domain(reversed_gradient(features, weight)), labels)
+
+    # One after the other, so that BatchNorm sees each domain by itself.
     features = parts.features(x)
-    loss = classification_loss(parts.classify(features), y)
-    loss = loss + _domain_loss(parts, features, 0, weight)
-    return loss + _domain_loss(parts, parts.features(target), 1, weight)
+    loss = classification_loss(parts.classify(features), y) + domain_loss(features, 0)
+    return loss + domain_loss(parts.features(target), 1)
 
 
-def _domain_loss(parts: Any, features: Tensor, domain: int, weight: float) -> Tensor:
-    logits = parts.domain(reversed_gradient(features, weight))
-    labels = torch.full((len(features),), domain, device=features.device)
-    return classification_loss(logits, labels)
-
-
-class DANN(Transductive):
+class DANN(Retraining):
     """Domain-adversarial training against the test batch (Ganin et al. 2016; Chen et al. 2022).
 
     `adapt` trains a new network on labelled source images and the unlabelled test images, so that
@@ -84,7 +70,6 @@ class DANN(Transductive):
 
     Args:
         net: [B, C, H, W] -> [B, K] with `features`, `classify` and `domain`, such as `DANNNet`.
-        source: labelled images, see `Transductive`.
         epochs: number of epochs; the authors train 100.
         batch_size: images of each domain per step; the authors use 128, for CIFAR-10 64.
         scale: of the reversed gradient, see `reversal_weight`.
@@ -94,7 +79,6 @@ class DANN(Transductive):
             divide it by 10 at epochs 50, 75 and 90 for CIFAR-10.
         augment: applied to an image [C, H, W] of either domain in training, drawing from torch's
             global stream; predictions are of the unchanged images.
-        rule: any; there is one draw.
 
     Raises:
         TypeError: the network has no such parts.
@@ -114,52 +98,24 @@ class DANN(Transductive):
         rule: Rule = mean_probs,
     ) -> None:
         check_parts(net)
-        super().__init__(net, rule, source)
-        at_least(1, epochs=epochs, batch_size=batch_size)
+        super().__init__(net, source, epochs, batch_size, optimizer, lr_scheduler, augment, rule)
         if scale < 0:
             raise ValueError(f"scale must not be negative, got {scale}")
-        self.epochs = epochs
-        self.batch_size = batch_size
         self.scale = scale
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.augment = augment
 
-    def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        """Return the defense with a new network, trained on the source and on x.
-
-        Args:
-            x: [B, C, H, W] images in [0, 1].
-            generator: source of the weights, the orders of source and x, and dropout.
-
-        Raises:
-            TypeError: the network has weights that cannot be drawn anew, see `reinitialized`.
-        """
-        net = reinitialized(self.net, generator).train()
-        optimizer = self.optimizer(net.parameters())
-        schedule = self.lr_scheduler and self.lr_scheduler(optimizer)
+    def losses(
+        self, net: nn.Module, x: Tensor, generator: torch.Generator
+    ) -> Iterator[tuple[Tensor, bool]]:
         target = Source((x, x.new_full((len(x),), -1, dtype=torch.long)))
-        for progress, rows, target_rows, last in self._steps(len(x), generator):
-            images, labels = self.source.gather(rows, self.augment)
-            unlabelled, _ = target.gather(target_rows, self.augment)
-            labelled = images.to(x), labels.to(x.device)
-            weight = reversal_weight(progress, self.scale)
-            loss = domain_adversarial_loss(net, *labelled, unlabelled, weight)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            if schedule and last:
-                schedule.step()
-        optimizer.zero_grad()
-        return self.copy_with(adapted=net.eval().requires_grad_(False))
-
-    def _steps(
-        self, count: int, generator: torch.Generator
-    ) -> Iterator[tuple[float, Tensor, Tensor, bool]]:
-        """Yield by step: the fraction of training done, source rows, target rows, end of epoch."""
         for epoch in self.progress(range(self.epochs), "DANN", None):
-            source = shuffled(len(self.source), self.batch_size, generator)
-            target = shuffled(count, self.batch_size, generator)
-            steps = min(len(source), len(target))
-            for i, (rows, target_rows) in enumerate(zip(source, target, strict=False)):
-                yield (epoch + i / steps) / self.epochs, rows, target_rows, i == steps - 1
+            source_batches = shuffled(len(self.source), self.batch_size, generator)
+            target_batches = shuffled(len(x), self.batch_size, generator)
+            steps = min(len(source_batches), len(target_batches))
+            pairs = zip(source_batches, target_batches, strict=False)
+            for step, (rows, target_rows) in enumerate(pairs):
+                images, labels = self.source.gather(rows, self.augment)
+                unlabelled, _ = target.gather(target_rows, self.augment)
+                weight = reversal_weight((epoch + step / steps) / self.epochs, self.scale)
+                labelled = images.to(x), labels.to(x.device)
+                loss = domain_adversarial_loss(net, *labelled, unlabelled, weight)
+                yield loss, step == steps - 1

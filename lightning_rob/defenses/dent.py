@@ -10,12 +10,7 @@ from torch.nn.functional import batch_norm
 
 from lightning_rob.defenses.network import network_logits
 from lightning_rob.defenses.per_image import PerImageLayer
-from lightning_rob.defenses.transductive import (
-    LocalBatchNorm,
-    Optimizer,
-    Transductive,
-    trainable,
-)
+from lightning_rob.defenses.transductive import LocalBatchNorm, Optimizer, Transductive, trainable
 from lightning_rob.rules import Rule, mean_probs
 from lightning_rob.runtime.errors import at_least
 
@@ -35,13 +30,11 @@ class DENT(Transductive):
 
     Args:
         net: [B, C, H, W] -> [B, K] logits, with BatchNorm2d anywhere in it.
-        steps: number of steps.
         optimizer: parameters -> optimizer; None is the paper's AdaMod.
         statistics: means and variances of BatchNorm: "static", those of training, or "batch",
             those of the test batch.
         diversity: weight of the term that keeps the mean prediction diverse; 0 is entropy alone,
             the objective of Tent (Wang et al. 2021).
-        rule: any; there is one draw.
 
     Raises:
         ValueError: no steps, unknown statistics, or a network without BatchNorm2d.
@@ -73,8 +66,13 @@ class DENT(Transductive):
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
         """Return the defense with scales and shifts for each of the images [B, C, H, W]."""
         net = trainable(self.net).requires_grad_(False)
-        layers = _with_per_image_norms(net, len(x), self.statistics)
-        weights = [weight for layer in layers for weight in layer.parameters()]
+        device = next(net.parameters()).device
+        norms = {name: m for name, m in net.named_modules() if isinstance(m, ADAPTED)}
+        weights: list[nn.Parameter] = []
+        for name, norm in norms.items():
+            layer = PerImageNorm(norm, len(x), self.statistics).to(device)
+            net.set_submodule(name, layer)
+            weights += layer.parameters()
         optimizer = self.optimizer(weights)
         net.train()  # as released: dropout is active while adapting
         for module in net.modules():
@@ -95,12 +93,12 @@ class DENT(Transductive):
 def information(logits: Tensor, diversity: float = 1.0) -> Tensor:
     """Compute the mean entropy of predictions minus the entropy of their mean: [B, K] -> scalar.
 
-    Chen et al. 2022, eq. 8, divided by B, up to the constant log B (Liang et al. 2020, SHOT). As in
-    the released code its logarithms are of p + 1e-5; entropy alone, as in Tent, adds nothing to p.
+    Chen et al. 2022, eq. 8, divided by B, up to the constant log B (Liang et al. 2020, SHOT).
     """
     probs = logits.softmax(-1)
-    if not diversity:
+    if not diversity:  # Tent, exactly
         return -(probs * logits.log_softmax(-1)).sum(-1).mean()
+    # As in the released code the logarithms are of p + 1e-5.
     mean = probs.mean(0)
     entropy = -(probs * (probs + EPS).log()).sum(-1).mean()
     return entropy + diversity * (mean * (mean + EPS).log()).sum()
@@ -149,17 +147,6 @@ class PerImageNorm(PerImageLayer):
         return torch.addcmul(shift[..., None, None], x, scale[..., None, None])
 
 
-def _with_per_image_norms(net: nn.Module, count: int, statistics: Statistics) -> list[PerImageNorm]:
-    """Replace each BatchNorm2d of a network by a `PerImageNorm`; return the new layers."""
-    norms = {name: m for name, m in net.named_modules() if isinstance(m, ADAPTED)}
-    device = next(net.parameters()).device
-    layers = {}
-    for name, norm in norms.items():
-        layers[name] = PerImageNorm(norm, count, statistics).to(device)
-        net.set_submodule(name, layers[name])
-    return list(layers.values())
-
-
 class AdaMod(torch.optim.Optimizer):
     """Adam whose step sizes, parameter by parameter, are bounded by their own moving average.
 
@@ -168,10 +155,10 @@ class AdaMod(torch.optim.Optimizer):
     Args:
         params: parameters to optimize.
         lr: learning rate.
-        betas: of the moving averages of the gradient and of its square.
-        beta3: of the moving average of the step size.
-        eps: added to the root of the second average.
-        weight_decay: decoupled from the gradient, times the learning rate.
+        betas: weights of the past in the moving averages of the gradient and of its square.
+        beta3: likewise, of the step size.
+        eps: number added to the root of the second average.
+        weight_decay: decay that is decoupled from the gradient, times the learning rate.
 
     Raises:
         ValueError: a rate that is not positive, or a beta outside [0, 1).
@@ -195,30 +182,27 @@ class AdaMod(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; parameters without a gradient are not changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            beta1, beta2 = group["betas"]
             for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(weight, weight.grad, group)
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["step"] = 0
+                    for name in ("mean", "square", "size"):
+                        state[name] = torch.zeros_like(weight)
+                state["step"] += 1
+                state["mean"].lerp_(weight.grad, 1 - beta1)
+                state["square"].lerp_(weight.grad.square(), 1 - beta2)
+                unbiased = (1 - beta2 ** state["step"]) ** 0.5 / (1 - beta1 ** state["step"])
+                size = group["lr"] * unbiased / (state["square"].sqrt() + group["eps"])
+                state["size"].lerp_(size, 1 - group["beta3"])
+                if group["weight_decay"]:
+                    weight.mul_(1 - group["weight_decay"] * group["lr"])
+                weight.sub_(torch.minimum(state["size"], size) * state["mean"])
         return loss
-
-    def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[weight]
-        if not state:
-            state["step"] = 0
-            for name in ("mean", "square", "size"):
-                state[name] = torch.zeros_like(weight)
-        state["step"] += 1
-        beta1, beta2 = group["betas"]
-        state["mean"].lerp_(gradient, 1 - beta1)
-        state["square"].lerp_(gradient.square(), 1 - beta2)
-        unbiased = (1 - beta2 ** state["step"]) ** 0.5 / (1 - beta1 ** state["step"])
-        size = group["lr"] * unbiased / (state["square"].sqrt() + group["eps"])
-        state["size"].lerp_(size, 1 - group["beta3"])
-        if group["weight_decay"]:
-            weight.mul_(1 - group["weight_decay"] * group["lr"])
-        weight.sub_(torch.minimum(state["size"], size) * state["mean"])

@@ -59,11 +59,9 @@ class Ensemble(Defense):
 
     @property
     def classifiers(self) -> list[nn.Module]:
-        """The members."""
         return list(self.members)
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Compute [B, C, H, W] -> [M, B, K]."""
         return torch.stack([network_logits(member, x) for member in self.members])
 
 
@@ -100,58 +98,47 @@ class Mixture(Defense):
 
     @property
     def defenses(self) -> list[Defense]:
-        """The parts."""
         return [part for part in self.parts if isinstance(part, Defense)]
 
     @property
     def abstains(self) -> bool:
-        """Whether its own rule, or that of a part, rejects by rows of zeros."""
         return super().abstains or any(part.abstains for part in self.defenses)
 
     def components(self) -> list[tuple[float, Defense]]:
-        """Return the parts with their probabilities."""
         return list(zip(self.shares, self.defenses, strict=True))
 
     @property
     def classifiers(self) -> list[nn.Module]:
-        """The classifiers of all the parts."""
         return [net for part in self.defenses for net in part.classifiers]
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        """The foldable networks of all the parts."""
         return [net for part in self.defenses for net in part.foldable_networks]
 
     @property
     def transductive(self) -> bool:
-        """Whether a part adapts."""
         return any(part.transductive for part in self.defenses)
 
     @property
     def base_model(self) -> "Mixture":
-        """The mixture of the parts before any adaptation."""
         return self._with_parts([part.base_model for part in self.defenses])
 
     @property
     def adapted_model(self) -> "Mixture":
-        """The mixture of the parts' current classifiers."""
         return self._with_parts([part.adapted_model for part in self.defenses])
 
     def adapt(self, x: Tensor, generator: Generator = None) -> "Mixture":
-        """Return the mixture of the parts, each adapted to the unlabelled test batch."""
         if not self.transductive:
             return self
         return self._with_parts([part.adapt(x, generator) for part in self.defenses])
 
     def after_batch(self, generator: Generator = None) -> "Mixture":
-        """Return the mixture of the parts that start the next batch."""
         return self._with_parts([part.after_batch(generator) for part in self.defenses])
 
     def _with_parts(self, parts: list[Defense]) -> "Mixture":
         return Mixture(parts, self.shares, self.rule)
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Compute [B, C, H, W] -> [S_1 + … + S_n, B, K]."""
         return torch.cat([part.logits(x, generator) for part in self.defenses])
 
     def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
@@ -163,7 +150,6 @@ class Mixture(Defense):
     def sample_logits(
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute the logits of the given number of draws of each part, and their weights."""
         samples = [part.sample_logits(x, generator, draws) for part in self.defenses]
         weights = [share * part for share, (_, part) in zip(self.shares, samples, strict=True)]
         return torch.cat([logits for logits, _ in samples]), torch.cat(weights)

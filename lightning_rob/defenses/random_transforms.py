@@ -12,6 +12,7 @@ from lightning_rob.defenses.base import Defense, check_network
 from lightning_rob.defenses.network import network_logits
 from lightning_rob.randomness import Generator, Streams, uniform
 from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.runtime.errors import at_least
 from lightning_rob.runtime.memory import images_at_once
 from lightning_rob.transforms import Transform, named
 from lightning_rob.transforms.bpda import approximated, load_approximations
@@ -67,8 +68,7 @@ class RandomTransforms(Defense):
         rejects: int | None = None,
     ) -> None:
         check_network(net)
-        if draws < 1:
-            raise ValueError(f"draws must be at least 1, got {draws}")
+        at_least(1, draws=draws)
         super().__init__(torch.full((draws,), 1 / draws), rule, rejects)
         self.net = net
         self.transforms = named(transforms)
@@ -85,9 +85,17 @@ class RandomTransforms(Defense):
         self.shared_order: Shared = shared_order
         self.released_code = released_code
         self.folder = approximations if isinstance(approximations, str) else None
-        if isinstance(approximations, str):
-            approximations = _in_folder(approximations, self.transforms)
-        self.approximations = dict(approximations or {})  # a dict: neither trained nor saved
+        self.approximations: dict[str, nn.Module] = {}  # a dict: neither trained nor saved
+        if not isinstance(approximations, str):
+            self.approximations |= approximations or {}
+        elif not Path(approximations).is_dir():
+            raise FileNotFoundError(
+                f"no folder {approximations}: train networks with lightning-rob bpda"
+            )
+        else:
+            for transform in self.transforms.values():
+                with suppress(FileNotFoundError):  # one that is missing raises when it is used
+                    self.approximations |= load_approximations(approximations, [transform])
         for approximation in self.approximations.values():
             approximation.eval()
         self.gradients: Gradients = gradients
@@ -95,17 +103,14 @@ class RandomTransforms(Defense):
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        """The network."""
         return [self.net]
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Compute [B, C, H, W] -> [draws, B, K]."""
         return self.sample_logits(x, generator)[0]
 
     def sample_logits(
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute the logits [n, B, K] of n copies, transformed together, and their weights [n]."""
         draws = draws or self.draws
         copies = self.transformed(x, generator, draws).flatten(0, 1)
         whole = self.net.training or torch.compiler.is_exporting()
@@ -130,18 +135,19 @@ class RandomTransforms(Defense):
         by_order: dict[tuple[int, ...], list[int]] = {}  # copies of one order stay together
         for copy, row in enumerate(order.tolist()):
             by_order.setdefault(tuple(row), []).append(copy)
-        groups = list(by_order.values())
-        rows = torch.tensor([copy for group in groups for copy in group])
+        sizes = [len(group) for group in by_order.values()]
+        rows = torch.tensor([copy for group in by_order.values() for copy in group])
         rows = rows.to(copies.device, non_blocking=True)
-        rows_of = torch.split(rows, [len(group) for group in groups])
-        parts = list(torch.split(copies.index_select(0, rows), [len(group) for group in groups]))
+        rows_of = torch.split(rows, sizes)
+        parts = list(torch.split(copies.index_select(0, rows), sizes))
         for kind, chosen in _schedule(list(by_order), len(self.transforms)):
-            batch, noise = _joined([parts[i] for i in chosen]), generator
+            alone = len(chosen) == 1  # a single group is not copied
+            batch = parts[chosen[0]] if alone else torch.cat([parts[i] for i in chosen])
+            noise = generator
             if isinstance(generator, Streams):
                 noise = generator[torch.cat([rows_of[i] for i in chosen])].fold_in(1 + kind)
-            sizes = [len(groups[i]) for i in chosen]
             changed = self._apply_one(kind, batch, noise)
-            done = torch.split(changed, sizes) if len(sizes) > 1 else [changed]
+            done = [changed] if alone else torch.split(changed, [sizes[i] for i in chosen])
             for i, part in zip(chosen, done, strict=True):
                 parts[i] = part
         return torch.cat(parts).index_select(0, rows.argsort())
@@ -162,26 +168,21 @@ class RandomTransforms(Defense):
     def _orders(self, copies: Tensor, images: int, generator: Generator) -> Tensor:
         """Draw the transforms of each copy: [N, S] indices in order, -1 for one left out."""
         count = len(self.transforms)
-        keys = self._ranks(copies, images, generator)
-        order = keys.argsort(1)[:, : self.size]
+        if self.shared_order == "batch" and isinstance(generator, Streams):
+            ranks = uniform(copies, count, generator=generator.shared())
+            generator.counter += count
+        else:
+            ranks = uniform(copies, count, generator=generator)
+            if self.shared_order:  # the ranks of one image, or of each, serve all copies
+                rows = 1 if self.shared_order == "batch" else images
+                ranks = ranks[:rows].repeat(len(copies) // max(rows, 1), 1)
+        order = ranks.argsort(1)[:, : self.size]
         ps = [transform.p for transform in self.transforms.values()]
         if self.released_code:
             ps = [p if p in (0, 1) else 0.5 for p in ps]
         u = uniform(copies, count, generator=generator)
         applied = u < torch.tensor(ps, dtype=u.dtype).to(u.device, non_blocking=True)
         return order.where(applied.gather(1, order), -1)
-
-    def _ranks(self, copies: Tensor, images: int, generator: Generator) -> Tensor:
-        """Draw numbers [N, K] by which the transforms of each copy are sorted."""
-        if self.shared_order == "batch" and isinstance(generator, Streams):
-            ranks = uniform(copies, len(self.transforms), generator=generator.shared())
-            generator.counter += len(self.transforms)
-            return ranks
-        ranks = uniform(copies, len(self.transforms), generator=generator)
-        if not self.shared_order:
-            return ranks
-        rows = 1 if self.shared_order == "batch" else images
-        return ranks[:rows].repeat(len(copies) // max(rows, 1), 1)
 
     def _apply_one(self, kind: int, x: Tensor, generator: Generator) -> Tensor:
         """Apply transform number `kind` to [b, C, H, W], with the gradient of `gradients`."""
@@ -221,40 +222,18 @@ def random_transforms_in(defense: nn.Module) -> list[RandomTransforms]:
     return [part for part in defense.modules() if isinstance(part, RandomTransforms)]
 
 
-def _in_folder(folder: str, transforms: Mapping[str, Transform]) -> dict[str, nn.Module]:
-    """Load the networks of transforms; one that is missing raises an error when it is used."""
-    if not Path(folder).is_dir():
-        raise FileNotFoundError(f"no folder {folder}: train networks with lightning-rob bpda")
-    found: dict[str, nn.Module] = {}
-    for transform in transforms.values():
-        with suppress(FileNotFoundError):
-            found |= load_approximations(folder, [transform])
-    return found
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate; a single part is not copied."""
-    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-
-
 def _schedule(orders: Sequence[Sequence[int]], count: int) -> Iterator[tuple[int, list[int]]]:
-    """Schedule transforms so that few calls serve all copies.
+    """Yield pairs of a transform and the positions of the orders it is next applied to.
 
-    The next call is of the transform that is next in the most orders, as in the authors' code;
-    ties go to the first.
-
-    Args:
-        orders: [N, S] indices of transforms, -1 for none.
-        count: number of transforms.
-
-    Yields:
-        (index of the transform, positions of the orders it is applied to).
+    Orders are [N, S] indices below `count`, -1 for none.
     """
     waiting: list[list[int]] = [[] for _ in range(count)]
     rows = [[kind for kind in reversed(row) if kind >= 0] for row in orders]
     for copy, row in enumerate(rows):
         if row:
             waiting[row.pop()].append(copy)
+    # The transform that is next in the most orders is taken, as in the authors' code, so that few
+    # calls serve all copies; ties go to the first.
     while any(waiting):
         kind = max(range(count), key=lambda k: len(waiting[k]))
         ready, waiting[kind] = waiting[kind], []

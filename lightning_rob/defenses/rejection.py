@@ -36,31 +36,25 @@ class AcceptedClasses(Defense):
 
     @property
     def classifiers(self) -> list[nn.Module]:
-        """The networks, each of the K classes."""
         return [_OfAcceptedClasses(net, self._seen) for net in self.defense.classifiers]
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        """The networks inside."""
         return self.defense.foldable_networks
 
     @property
     def names(self) -> list[str]:
-        """Names of the draws."""
         return self.defense.names
 
     def components(self) -> list[tuple[float, Defense]]:
-        """Return the parts of a mixture, each seen in the same way."""
         return [(share, self._of(part)) for share, part in self.defense.components()]
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Compute [B, C, H, W] -> [S, B, K]."""
         return self._seen(self.defense.logits(x, generator), self.defense.weights)
 
     def sample_logits(
         self, x: Tensor, generator: Generator = None, draws: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute the logits [S, B, K] of repeated draws, and their weights [S]."""
         logits, weights = self.defense.sample_logits(x, generator, draws)
         return self._seen(logits, weights), weights
 
@@ -73,25 +67,20 @@ class AcceptedClasses(Defense):
 
     @property
     def transductive(self) -> bool:
-        """Whether the defense adapts."""
         return self.defense.transductive
 
     @property
     def base_model(self) -> Defense:
-        """The defense before any adaptation."""
         return self._of(self.defense.base_model)
 
     @property
     def adapted_model(self) -> Defense:
-        """The current classifier."""
         return self._of(self.defense.adapted_model)
 
     def adapt(self, x: Tensor, generator: Generator = None) -> Defense:
-        """Return the defense adapted to the test batch."""
         return self._of(self.defense.adapt(x, generator))
 
     def after_batch(self, generator: Generator = None) -> Defense:
-        """Return the defense that starts the next batch."""
         return self._of(self.defense.after_batch(generator))
 
     def _of(self, defense: Defense) -> Defense:
@@ -136,7 +125,14 @@ class AcceptedClasses(Defense):
             join = torch.logaddexp if pooled else torch.maximum
             label = join(label, logits[..., place : place + 1])
         if abstains(self.defense.rule):
-            raised = _raised(label, accepted.scatter(-1, index, -torch.inf))
+            # Where the largest wrong class leads the label's own logit by g, the raised one leads
+            # it by 1 / (1 + g), and by 1 - g where it does not: the margin stays negative, and
+            # rises as g does. The gradient is that of the label.
+            top = accepted.scatter(-1, index, -torch.inf).amax(-1, keepdim=True)
+            gap = top - label
+            lead = torch.where(gap > 0, 1 / (1 + gap.clamp_min(0)), 1 - gap)
+            rounding = 4 * torch.finfo(top.dtype).eps * top.abs()
+            raised = label + (gap + torch.maximum(lead, rounding)).detach()
             abstained = self.defense.rule(logits, weights).sum(-1) <= 0
             label = torch.where(abstained[:, None], raised, label)
         return accepted.scatter(-1, index, label)
@@ -163,22 +159,8 @@ class _OfAcceptedClasses(nn.Module):
         self.seen = seen
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute [B, C, H, W] -> [B, K]."""
         logits = torch.as_tensor(self.net(x))
         return self.seen(logits[None], logits.new_ones(1))[0]
-
-
-def _raised(label: Tensor, wrong: Tensor) -> Tensor:
-    """Return logits [..., 1] that lead the largest wrong one, with the gradient of the label's.
-
-    Where that class leads the label's own logit by g, this one leads it by 1 / (1 + g), and by
-    1 - g where it does not: the margin stays negative, and rises as g does.
-    """
-    top = wrong.amax(-1, keepdim=True)
-    gap = top - label
-    lead = torch.where(gap > 0, 1 / (1 + gap.clamp_min(0)), 1 - gap)
-    rounding = 4 * torch.finfo(top.dtype).eps * top.abs()
-    return label + (gap + torch.maximum(lead, rounding)).detach()
 
 
 def _never_abstaining(rule: Rule) -> Rule:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Literal, Self
@@ -43,6 +44,8 @@ from lightning_rob.runtime.memory import free_memory
 
 Attacker = Callable[[Defense, Tensor, Tensor, Generator], Any]  # to a Tensor, see `data.samples`
 Stop = Literal["either", "both"]
+NEAREST = 0.2  # share of the neighbours that may validate
+HELD_OUT = 0.25  # share of these that validates
 CALIBRATION_HELD_OUT = 0.125  # as released
 FORMAT = 1  # of the cache files; increase it if their content or layout changes
 BATCH = 256  # images attacked at a time
@@ -63,17 +66,13 @@ class RMC(Transductive):
 
     Args:
         net: [B, C, H, W] -> [B, K] logits, the static model; its features define the neighbours.
-        source: labelled images to learn from, see `Transductive`.
         attack: makes the copies, (defense, x, y, generator) -> x_adv: on MNIST PGD of 100 steps of
             0.01 within linf 0.3, on CIFAR-10 40 of 1/255 within 8/255, keeping the best; None
             leaves them clean.
         copies: attacked copies of the training set in D': the paper has 1 for MNIST (D' is twice
             as large as the training set), 4 for CIFAR-10.
-        neighbours: K.
-        share: fraction of the neighbours, the nearest, that may validate, in (0, 1).
-        validation: fraction of these that validate, drawn at random, in (0, 1).
+        neighbours: K, at least 5: of the nearest fifth a quarter validates.
         epochs: largest number of passes over the neighbours.
-        batch_size: images per step.
         optimizer: parameters -> optimizer; None is the paper's for MNIST, Adam of rate 2e-4 (for
             CIFAR-10 2.5e-5).
         target_loss: training stops below this mean training loss of an epoch.
@@ -84,9 +83,8 @@ class RMC(Transductive):
         calibrate: whether a stateful defense calibrates after each prediction.
         augment: applied to the images of D' before the attack, see `Source.gather`.
         layer: name of the module whose input are the features; None is the last linear layer.
-        seed: of D', which is shared by all adaptations.
+        seed: seed of D', which is shared by all adaptations.
         cache: folder that keeps D' for other runs; None keeps it while the process runs.
-        rule: any; there is one draw.
 
     Raises:
         ValueError: a number out of range; when adapting, fewer images in D' than neighbours.
@@ -99,8 +97,6 @@ class RMC(Transductive):
         attack: Attacker | None = None,
         copies: int = 1,
         neighbours: int = 1024,
-        share: float = 0.2,
-        validation: float = 0.25,
         epochs: int = 100,
         batch_size: int = 128,
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
@@ -116,24 +112,18 @@ class RMC(Transductive):
         rule: Rule = mean_probs,
     ) -> None:
         super().__init__(net, rule, source)
-        at_least(1, epochs=epochs, batch_size=batch_size)
-        if copies < 0:
-            raise ValueError(f"copies must not be negative, got {copies}")
-        for name, part in {"share": share, "validation": validation}.items():
-            if not 0 < part < 1:
-                raise ValueError(f"{name} must be in (0, 1), got {part}")
-        if int(share * neighbours) < 1:
-            raise ValueError(
-                f"neighbours must be at least {math.ceil(1 / share)}, for a share of {share} of "
-                f"them validates, got {neighbours}"
-            )
+        at_least(1, epochs=epochs, batch_size=batch_size, patience=patience)
+        at_least(5, neighbours=neighbours)  # of the nearest fifth some validate
+        if stop not in ("either", "both"):
+            raise ValueError(f"stop must be 'either' or 'both', got {stop!r}")
+        at_least(0, copies=copies)
         self.neighbours = neighbours
-        self.share = share
-        self.validation = validation
         self.epochs = epochs
         self.batch_size = batch_size
-        self.optimizer: Optimizer = optimizer or _default_optimizer
-        self.stopping = Stopping(target_loss, patience, stop)
+        self.optimizer: Optimizer = optimizer or partial(torch.optim.Adam, lr=2e-4)
+        self.target_loss = target_loss
+        self.patience = patience
+        self.stop: Stop = stop
         self.stateful = stateful
         self.calibrate = calibrate
         self.store = FeatureStore(attack, copies, augment, layer, seed, cache)
@@ -141,10 +131,10 @@ class RMC(Transductive):
 
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
         """Return the defense with a network trained on the neighbours of images [B, C, H, W]."""
-        images = self._feature_set(x.device)
+        images = self.store.build(self.net, self.source, x.device, self.progress)
         query = features(self.net, x, self.store.layer)
         found = nearest(images.features, query, self.neighbours).cpu()
-        train, held_out = split(found, self.share, self.validation, generator)
+        train, held_out = split(found, generator)
         return self._trained(images, train, held_out, x.device, generator)
 
     def after_batch(self, generator: Generator = None) -> Self:
@@ -164,11 +154,8 @@ class RMC(Transductive):
             # The first len(source) images of D' are the clean ones.
             drawn = torch.randint(len(self.source), (self.neighbours,), generator=private)
             held_out = math.ceil(CALIBRATION_HELD_OUT * self.neighbours)
-            images = self._feature_set(device)
+            images = self.store.build(self.net, self.source, device, self.progress)
             return self._trained(images, drawn[held_out:], drawn[:held_out], device, private)
-
-    def _feature_set(self, device: torch.device) -> "FeatureSet":
-        return self.store.build(self.net, self.source, device, self.progress)
 
     def _trained(
         self,
@@ -179,7 +166,12 @@ class RMC(Transductive):
         generator: torch.Generator,
     ) -> Self:
         """Return the defense trained on the images at some positions until it stops."""
-        net, optimizer = self._resumed()
+        adapted = self.adapted if self.stateful else None
+        net = trainable(adapted or self.net)
+        optimizer = self.optimizer(net.parameters())
+        if adapted and self.moments:
+            # Loading shares tensors with what is loaded, and a step writes to them.
+            optimizer.load_state_dict(copy.deepcopy(self.moments))
         x, y = images.gather(train, device)
         unseen = images.gather(held_out, device)
         set_memory_format(net, x[:1])
@@ -188,85 +180,47 @@ class RMC(Transductive):
             order = shuffled(len(train), self.batch_size, generator)
             loss = train_epoch(net, optimizer, x, y, order)
             losses.append((loss, mean_loss(net, *unseen, self.batch_size)))
-            if self.stopping.over(losses):
+            if stops(losses, self.target_loss, self.patience, self.stop):
                 break
         optimizer.zero_grad()
         net.eval().requires_grad_(False)
         return self.copy_with(adapted=net, moments=optimizer.state_dict())
 
-    def _resumed(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return a copy of the current network, and an optimizer with the current moments."""
-        adapted = self.adapted if self.stateful else None
-        net = trainable(adapted or self.net)
-        optimizer = self.optimizer(net.parameters())
-        if adapted and self.moments:
-            # Loading shares tensors with what is loaded, and a step writes to them.
-            optimizer.load_state_dict(copy.deepcopy(self.moments))
-        return net, optimizer
+
+def stops(
+    losses: Sequence[tuple[float, float]], target_loss: float, patience: int, stop: Stop
+) -> bool:
+    """Return whether to stop after epochs of these mean (training, validation) losses."""
+    training, validation = zip(*losses, strict=True)
+    since_best = len(validation) - 1 - validation.index(min(validation))
+    conditions = training[-1] < target_loss, since_best >= patience
+    return all(conditions) if stop == "both" else any(conditions)
 
 
-@dataclass(frozen=True)
-class Stopping:
-    """The stopping rule of a training.
-
-    Args:
-        target_loss: mean training loss of an epoch that is low enough.
-        patience: number of epochs without a new lowest validation loss that is enough.
-        stop: whether "either" condition is enough or "both" have to hold.
-
-    Raises:
-        ValueError: patience below 1, or another word for `stop`.
-    """
-
-    target_loss: float
-    patience: int
-    stop: Stop
-
-    def __post_init__(self) -> None:
-        at_least(1, patience=self.patience)
-        if self.stop not in ("either", "both"):
-            raise ValueError(f"stop must be 'either' or 'both', got {self.stop!r}")
-
-    def over(self, losses: Sequence[tuple[float, float]]) -> bool:
-        """Return whether to stop after epochs of these mean (training, validation) losses."""
-        training, validation = zip(*losses, strict=True)
-        since_best = len(validation) - 1 - validation.index(min(validation))
-        conditions = training[-1] < self.target_loss, since_best >= self.patience
-        return all(conditions) if self.stop == "both" else any(conditions)
-
-
-def split(
-    found: Tensor, share: float, validation: float, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def split(found: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Split neighbours into training and validation; some of each image's nearest validate.
 
     Args:
         found: [B, K] positions, nearest first.
-        share: fraction of K, the nearest, that may validate.
-        validation: fraction of these that validate, rounded up as released; drawn at random.
         generator: source of the draw.
 
     Returns:
         Distinct positions [T] and [V]; for B = 1 there are K in all.
     """
-    near = torch.unique(found[:, : int(share * found.shape[1])])
+    near = torch.unique(found[:, : int(NEAREST * found.shape[1])])
     others = torch.unique(found)
     others = others[~torch.isin(others, near)]
     near = near[torch.randperm(len(near), generator=generator)]
-    held_out = math.ceil(validation * len(near))
+    held_out = math.ceil(HELD_OUT * len(near))  # rounded up as released
     return torch.cat([near[held_out:], others]), near[:held_out]
 
 
 @torch.no_grad()
 def set_memory_format(net: nn.Module, x: Tensor) -> None:
-    """Use the memory format in which a CPU trains fastest, which changes rounding only.
+    """Change a network, in place, to the memory format in which a CPU trains fastest.
 
-    It saves 10 to 30 % of the time with convolutions; a network that views its activations keeps
-    the contiguous format.
-
-    Args:
-        net: changed in place.
-        x: [B, C, H, W] some images, to try it on.
+    It saves 10 to 30 % of the time with convolutions and changes rounding only. A network that
+    views its activations, as some images x [B, C, H, W] show, keeps the contiguous format.
     """
     if x.device.type != "cpu":
         return
@@ -304,10 +258,6 @@ def mean_loss(net: nn.Module, x: Tensor, y: Tensor, size: int) -> float:
     return sum(map(float, losses)) / len(x)
 
 
-def _default_optimizer(weights: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(weights, 2e-4)
-
-
 @torch.no_grad()
 def nearest(features: Tensor, query: Tensor, count: int) -> Tensor:
     """Find the nearest rows by Euclidean distance, nearest first; ties in the order of the rows.
@@ -319,9 +269,6 @@ def nearest(features: Tensor, query: Tensor, count: int) -> Tensor:
 
     Returns:
         [B, K] positions.
-
-    Raises:
-        ValueError: there are fewer rows.
     """
     if not 1 <= count <= len(features):
         raise ValueError(f"cannot have {count} nearest neighbours among {len(features)} images")
@@ -343,23 +290,24 @@ def features(net: nn.Module, x: Tensor, layer: str | None = None) -> Tensor:
     """Compute the input of a network's last linear layer, in evaluation mode.
 
     Args:
-        net: its modes are restored.
+        net: network, whose modes are restored.
         x: [B, C, H, W] images in [0, 1].
         layer: name of another module whose input is wanted.
 
     Returns:
         [B, F] float32.
-
-    Raises:
-        ValueError: there is no such layer, or the network does not call it.
     """
     inputs: list[Tensor] = []
 
     def record(module: nn.Module, given: tuple[Tensor, ...]) -> None:
         inputs[:] = given[:1]  # of several layers the last one called is kept
 
+    if layer is None:
+        layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
+    else:
+        layers = [module for name, module in net.named_modules() if name == layer]
     modes = [(module, module.training) for module in net.modules()]
-    hooks = [module.register_forward_pre_hook(record) for module in _feature_layers(net, layer)]
+    hooks = [module.register_forward_pre_hook(record) for module in layers]
     try:
         net.eval()(x)
     finally:
@@ -371,12 +319,6 @@ def features(net: nn.Module, x: Tensor, layer: str | None = None) -> Tensor:
         wanted = f"layer {layer!r}" if layer else "linear layer, name another one by layer="
         raise ValueError(f"{type(net).__name__} calls no {wanted}")
     return inputs[0].detach().flatten(1).float()
-
-
-def _feature_layers(net: nn.Module, layer: str | None) -> list[nn.Module]:
-    if layer is None:
-        return [module for module in net.modules() if isinstance(module, nn.Linear)]
-    return [module for name, module in net.named_modules() if name == layer]
 
 
 @dataclass(frozen=True)
@@ -401,37 +343,23 @@ class FeatureSet:
         return self.x[index].to(device), self.y[index].to(device)
 
 
+@dataclass(eq=False)
 class FeatureStore:
     """D' of RMC: the source images clean, then attacked, all with the features of a network.
 
     It is built at the first use, and again for a network of other weights. Each pass over the
-    source is augmented once, with fresh randomness.
-
-    Args:
-        attack: (defense, x, y, generator) -> x_adv, on the network alone; None attacks nothing.
-        copies: number of attacked passes after the clean one.
-        augment: applied to a source image [C, H, W], drawing from torch's global stream.
-        layer: name of the module whose input are the features; None is the last linear layer.
-        seed: of the augmentation and the attack.
-        cache: folder that keeps the files, named by their content; None keeps them as long as the
-            process needs them.
+    source is augmented once, with fresh randomness. The arguments are those of `RMC`; without a
+    `cache` folder the files last as long as the process needs them.
     """
 
-    def __init__(
-        self,
-        attack: Attacker | None = None,
-        copies: int = 1,
-        augment: Sequence[Augment] = (),
-        layer: str | None = None,
-        seed: int = 0,
-        cache: str | None = None,
-    ) -> None:
-        self.attack = attack
-        self.copies = copies
-        self.augment = tuple(augment)
-        self.layer = layer
-        self.seed = seed
-        self.cache = cache
+    attack: Attacker | None = None
+    copies: int = 1
+    augment: Sequence[Augment] = ()
+    layer: str | None = None
+    seed: int = 0
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
         self._last: tuple[Source, str, FeatureSet] | None = None
 
     def build(
@@ -442,8 +370,6 @@ class FeatureStore:
         progress: Progress = progress_bar,
     ) -> FeatureSet:
         """Return the images and features for a network; its modes and weights are not changed.
-
-        The features are on an accelerator if they take at most a quarter of its free memory.
 
         Args:
             net: [B, C, H, W] -> [B, K], the static model.
@@ -457,9 +383,13 @@ class FeatureStore:
         network = fingerprint(net)
         if self._last is None or self._last[0] is not source or self._last[1] != network:
             self._last = None  # frees the mapped files before others are written
-            batches = self._batches(net, source, device, progress)
-            stored = self._stored(network, source, batches)
-            self._last = source, network, _with_features_on(device, stored)
+            images = self._stored(network, source, self._batches(net, source, device, progress))
+            # All features are compared with each batch, so they move to an accelerator if they
+            # take a small part of its memory; of the images only the neighbours are needed.
+            free = None if device.type == "cpu" else free_memory(device)
+            if free is not None and images.features.nbytes <= SHARE_OF_FREE * free:
+                images = replace(images, features=images.features.to(device))
+            self._last = source, network, images
         return self._last[2]
 
     def _stored(
@@ -479,43 +409,36 @@ class FeatureStore:
             _write(complete, batches, (self.copies + 1) * len(source))
             if not place:
                 return _read(complete)  # mapped files outlive their names
-            _rename(complete, place)
+            try:
+                complete.rename(place)
+            except OSError:
+                if not place.is_dir():  # else another process has built the same files meanwhile
+                    raise
         return _read(place)
 
-    def _batches(
-        self, net: nn.Module, source: Source, device: torch.device, progress: Progress
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield images, labels and features, batch by batch."""
-        batches = torch.split(torch.arange(len(source)), BATCH)
-        todo = [(turn, index) for turn in range(self.copies + 1) for index in batches]
-        for turn, index in progress(todo, "RMC's training set", None):
-            x, y = self._images(net, source, turn, index, device)
-            yield x, y, features(net, x, self.layer)
-
-    def _images(
-        self, net: nn.Module, source: Source, turn: int, index: Tensor, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return images and labels at positions [B]: clean in turn 0, attacked in the others."""
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, turn, int(index[0])))
-        with seeded_global_rng(generator, device):
-            x, y = source.gather(index, self.augment)
-            x, y = x.to(device, torch.float32), y.to(device, torch.int64)
-            if turn and self.attack:
-                noise = Streams.from_index(index.to(device), self.seed, turn)
-                x = self.attack(Single(net), x, y, noise)
-        return x, y
-
     def _key(self, network: str, source: Source) -> str:
-        """Return the name of the files in the cache.
-
-        Raises:
-            ValueError: an attack or augmentation has no description.
-        """
+        """Return the name of the files in the cache, which needs describable arguments."""
         some = torch.unique(torch.linspace(0, len(source) - 1, SAMPLED).long())
         made_by = [self.attack, *self.augment]
         check_describable(made_by)
         numbers = [FORMAT, BATCH, self.copies, self.layer, self.seed, len(source)]
         return cache_key(net=network, made_by=made_by, numbers=numbers, images=source.gather(some))
+
+    def _batches(
+        self, net: nn.Module, source: Source, device: torch.device, progress: Progress
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield images, labels and features, batch by batch: clean in turn 0, then attacked."""
+        batches = torch.split(torch.arange(len(source)), BATCH)
+        todo = [(turn, index) for turn in range(self.copies + 1) for index in batches]
+        for turn, index in progress(todo, "RMC's training set", None):
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, turn, int(index[0])))
+            with seeded_global_rng(generator, device):
+                x, y = source.gather(index, self.augment)
+                x, y = x.to(device, torch.float32), y.to(device, torch.int64)
+                if turn and self.attack:
+                    noise = Streams.from_index(index.to(device), self.seed, turn)
+                    x = self.attack(Single(net), x, y, noise)
+            yield x, y, features(net, x, self.layer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return itself: copies of a defense share the files."""
@@ -523,17 +446,6 @@ class FeatureStore:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_last": None}
-
-
-def _with_features_on(device: torch.device, images: FeatureSet) -> FeatureSet:
-    """Return D' with its features on an accelerator, if they take a small part of its memory.
-
-    All of them are compared with each batch; of the images only the neighbours are needed.
-    """
-    free = None if device.type == "cpu" else free_memory(device)
-    if free is None or images.features.nbytes > SHARE_OF_FREE * free:
-        return images
-    return replace(images, features=images.features.to(device))
 
 
 def _write(folder: Path, batches: Iterable[Sequence[Tensor]], count: int) -> None:
@@ -557,11 +469,3 @@ def _write(folder: Path, batches: Iterable[Sequence[Tensor]], count: int) -> Non
 def _read(folder: Path) -> FeatureSet:
     arrays = (np.load(folder / f"{name}.npy", mmap_mode="c") for name in FeatureSet.__annotations__)
     return FeatureSet(*map(torch.from_numpy, arrays))
-
-
-def _rename(folder: Path, place: Path) -> None:
-    try:
-        folder.rename(place)
-    except OSError:
-        if not place.is_dir():  # else another process has built the same files meanwhile
-            raise

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,23 +12,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rob.defenses.base import Defense, Single
 from lightning_rob.defenses.network import network_logits
-from lightning_rob.defenses.transductive import (
-    Augment,
-    SourceData,
-    Transductive,
-    reinitialized,
-    shuffled,
-)
+from lightning_rob.defenses.transductive import Augment, Retraining, SourceData, shuffled
 from lightning_rob.objectives import check_labels, cross_entropy
 from lightning_rob.randomness import Generator, Streams
 from lightning_rob.rules import Rule, mean_probs
-from lightning_rob.runtime.errors import at_least
 
 # to a Tensor; jsonargparse takes Tensor to mean a factory
 TrainingAttack = Callable[[Defense, Tensor, Tensor, Generator], Any]
 
 
-class TADV(Transductive):
+class TADV(Retraining):
     """A network adversarially trained anew for each test batch (Chen et al. 2022).
 
     An attacker cannot know its weights beforehand: all of them are drawn from the defender's
@@ -38,21 +32,19 @@ class TADV(Transductive):
 
     Args:
         net: [B, C, H, W] -> [B, K] logits, the static model, and the architecture to be trained.
-        source: labelled images to learn from, see `Transductive`.
         attack: makes the adversarial images, (defense, x, y, generator) -> x_adv: on MNIST PGD of
             40 steps of 0.01 within linf 0.3 that keeps the best iterate. The authors start half of
             the attacks from the image and half from a Gaussian direction; PGD starts uniformly.
         epochs: passes over the source; the paper has 100 for MNIST and 110 for CIFAR-10.
-        batch_size: images per step.
         fraction: fraction of each batch that is attacked, its last images; also their weight.
         optimizer: parameters -> optimizer; the default is the paper's for MNIST, Adam of rate 1e-3.
-        lr_scheduler: optimizer -> schedule, stepped once an epoch; None keeps the rate.
-        augment: applied to a training image [C, H, W], see `Source.gather`.
+        lr_scheduler: see `Retraining`.
+        augment: see `Retraining`.
         use_batch: learn from the test batch too.
-        rule: any; there is one draw.
 
     Raises:
-        ValueError: a count below 1, or a fraction outside (0, 1].
+        ValueError: a count below 1, or a fraction outside (0, 1]; when adapting, no attack.
+        TypeError: when adapting, a network whose weights cannot be drawn anew.
     """
 
     def __init__(
@@ -69,63 +61,32 @@ class TADV(Transductive):
         use_batch: bool = False,
         rule: Rule = mean_probs,
     ) -> None:
-        super().__init__(net, rule, source)
-        at_least(1, epochs=epochs, batch_size=batch_size)
+        super().__init__(net, source, epochs, batch_size, optimizer, lr_scheduler, augment, rule)
         check_fraction(fraction)
         self.attack = attack
-        self.epochs = epochs
-        self.batch_size = batch_size
         self.fraction = fraction
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.augment = augment
         self.use_batch = use_batch
 
-    def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        """Return the defense with a newly drawn and trained network.
-
-        Args:
-            x: [B, C, H, W] images in [0, 1].
-            generator: source of the weights, the order of the images and the attack's starts.
-
-        Raises:
-            ValueError: there is no attack.
-            TypeError: the network has weights that cannot be drawn anew, see `reinitialized`.
-        """
-        net = reinitialized(self.net, generator).train()
-        optimizer = self.optimizer(net.parameters())
-        schedule = self.lr_scheduler and self.lr_scheduler(optimizer)
-        epoch = math.ceil(len(self.source) / self.batch_size)
-        steps = self.progress(self._order(generator), "Retraining", self.epochs * epoch)
-        for step, index in enumerate(steps, start=1):
-            optimizer.zero_grad()
-            self._loss(net, index, x, generator).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            if schedule and step % epoch == 0:
-                schedule.step()
-        optimizer.zero_grad()
-        return self.copy_with(adapted=net.eval().requires_grad_(False))
-
-    def _order(self, generator: torch.Generator) -> Iterator[Tensor]:
-        for _ in range(self.epochs):
-            yield from shuffled(len(self.source), self.batch_size, generator)
-
-    def _loss(
-        self, net: nn.Module, index: Tensor, batch: Tensor, generator: torch.Generator
-    ) -> Tensor:
+    def losses(
+        self, net: nn.Module, x: Tensor, generator: torch.Generator
+    ) -> Iterator[tuple[Tensor, bool]]:
         if self.attack is None:
             raise ValueError(
                 "TADV trains on adversarial images: give it an attack, such as "
                 "attack=PGD(Threat('linf', 0.3), steps=40, step_size=0.01, keep_best=True)"
             )
-        x, y = self.source.gather(index, self.augment)
-        x, y = x.to(batch), y.to(batch.device)
-        loss = half_adversarial(Single(net), x, y, self.attack, self.fraction, generator)
-        if self.use_batch:
-            count = math.ceil(self.fraction * self.batch_size)
-            some = torch.randperm(len(batch), generator=generator)[:count].to(batch.device)
-            loss = loss + smoothness(net, batch[some], self.attack, generator)
-        return loss
+        count, length = len(self.source), math.ceil(len(self.source) / self.batch_size)
+        orders = (shuffled(count, self.batch_size, generator) for _ in range(self.epochs))
+        steps = self.progress(chain.from_iterable(orders), "Retraining", self.epochs * length)
+        for step, index in enumerate(steps, start=1):
+            images, labels = self.source.gather(index, self.augment)
+            batch = images.to(x), labels.to(x.device)
+            loss = half_adversarial(Single(net), *batch, self.attack, self.fraction, generator)
+            if self.use_batch:
+                some = torch.randperm(len(x), generator=generator)
+                some = some[: math.ceil(self.fraction * self.batch_size)].to(x.device)
+                loss = loss + smoothness(net, x[some], self.attack, generator)
+            yield loss, step % length == 0
 
 
 def check_fraction(fraction: float) -> None:
@@ -144,27 +105,22 @@ def half_adversarial(
 ) -> Tensor:
     """Compute (1 - fraction) * CE of the first images + fraction * CE of the last ones, attacked.
 
-    The batch, half clean and half adversarial, goes through the network in one forward. A half of
-    an odd number is rounded up for the attack, and a part without images counts for zero.
+    A part without images counts for zero.
 
     Args:
-        defense: of one draw, in train mode.
+        defense: of one draw, in train mode; the attack sees it in eval mode.
         x: [B, C, H, W] images in [0, 1].
         y: [B] labels.
-        attack: makes the adversarial images of the current defense, in eval mode.
+        attack: makes the adversarial images.
         fraction: fraction of the images that are attacked, and their weight.
         generator: randomness of the attack; `Streams` of B images.
-
-    Returns:
-        The loss, a scalar.
-
-    Raises:
-        ValueError: labels out of range.
     """
+    # Half of an odd number is rounded up for the attack.
     clean = math.ceil((1 - fraction) * len(x) - 0.5)
     if isinstance(generator, Streams):
         generator = generator[torch.arange(clean, len(x), device=x.device)]
     x_adv = attack(defense, x[clean:], y[clean:], generator)
+    # One forward, as released: both parts share the statistics of BatchNorm.
     logits = defense.logits(torch.cat([x[:clean], x_adv]))[0]
     check_labels(y, logits.shape[-1])
     losses = cross_entropy(logits, y)
@@ -177,17 +133,15 @@ def smoothness(
 ) -> Tensor:
     """Compute how far an attack moves the predictions on unlabelled images, by KL divergence.
 
-    UAT-OT of Uesato et al. 2019, whose targets are the current network's predictions. The attack is
-    on the class that the network predicts; the paper's maximises the divergence.
+    UAT-OT of Uesato et al. 2019: the mean KL(prediction on x || prediction on x_adv), where the
+    current network predicts x in eval mode. The attack is on the class that it predicts; the
+    paper's maximises the divergence.
 
     Args:
         net: [B, C, H, W] -> [B, K] logits, in train mode as a whole.
         x: [B, C, H, W] images in [0, 1].
         attack: makes adversarial images.
         generator: randomness of the attack.
-
-    Returns:
-        Mean KL(prediction on x || prediction on x_adv), a scalar; on x in eval mode.
     """
     with torch.no_grad():
         target = network_logits(net.eval(), x).softmax(-1)

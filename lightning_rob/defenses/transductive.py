@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
@@ -15,6 +16,7 @@ from lightning_rob.defenses.base import Defense, Single, check_network
 from lightning_rob.defenses.network import network_logits
 from lightning_rob.randomness import Generator, generator_from, seeded_global_rng
 from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.runtime.errors import at_least
 
 T = TypeVar("T")
 SourceData = tuple[Tensor, Tensor] | Dataset[Any]
@@ -39,9 +41,8 @@ class Source:
         if isinstance(self.data, list) and all(isinstance(part, Tensor) for part in self.data):
             self.data = tuple(self.data)
         pair = isinstance(self.data, tuple)
-        if isinstance(self.data, Tensor | str) or (
-            pair and not (len(self.data) == 2 and all(isinstance(x, Tensor) for x in self.data))
-        ):
+        tensors = pair and len(self.data) == 2 and all(isinstance(x, Tensor) for x in self.data)
+        if isinstance(self.data, Tensor | str) or (pair and not tensors):
             raise TypeError(
                 "source must be two tensors (x, y) or a data set of items (x, y, …), got "
                 f"{type(data).__name__}"
@@ -52,7 +53,7 @@ class Source:
         if not len(self):
             raise ValueError("source must have at least one image, got none")
         if pair:
-            check_range(self.data[0])
+            _check_range(self.data[0])
 
     def __len__(self) -> int:
         return len(self.data[0] if isinstance(self.data, tuple) else self.data)
@@ -70,20 +71,17 @@ class Source:
         if isinstance(self.data, tuple):
             x, y = (part[index.to(part.device)] for part in self.data)
         else:
-            x, y = self._items(index.tolist())
-            check_range(x)
+            places, fetch = index.tolist(), getattr(self.data, "__getitems__", None)
+            items = fetch(places) if fetch else [self.data[place] for place in places]
+            x = torch.stack([item[0] for item in items])
+            y = torch.as_tensor([item[1] for item in items])
+            _check_range(x)
         for step in augment:
             x = torch.stack([step(image) for image in x])
         return x, y
 
-    def _items(self, places: list[int]) -> tuple[Tensor, Tensor]:
-        fetch = getattr(self.data, "__getitems__", None)
-        items = fetch(places) if fetch else [self.data[place] for place in places]
-        return torch.stack([item[0] for item in items]), torch.as_tensor([i[1] for i in items])
 
-
-def check_range(x: Tensor) -> None:
-    """Raise ValueError unless images [B, C, H, W] lie in [0, 1]."""
+def _check_range(x: Tensor) -> None:
     low, high = float(x.min()), float(x.max())
     if not (low >= -1e-4 and high <= 1 + 1e-4):
         raise ValueError(
@@ -100,11 +98,11 @@ class Transductive(Defense):
     """A network that is fitted to the test batch: `adapt` returns a defense with a fitted copy.
 
     `net` is never changed, and neither is anything else that a defense returned by `adapt` shares
-    with this one: an attacker's rehearsals leave no trace in the defender.
+    with this one: an attacker's rehearsals leave no trace in the defender. There is one draw, so
+    all rules predict alike.
 
     Args:
         net: [B, C, H, W] -> [B, K] logits, the static model.
-        rule: any; there is one draw.
         source: labelled images to learn from, (x, y) or a data set; an evaluation from the command
             line passes the training images of the run.
 
@@ -127,11 +125,7 @@ class Transductive(Defense):
 
     @property
     def source(self) -> Source:
-        """The labelled images.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """The labelled images; ValueError if there are none."""
         if self.source_data is None:
             raise ValueError(
                 f"{type(self).__name__} learns from labelled images: give it source=(x, y)"
@@ -140,36 +134,25 @@ class Transductive(Defense):
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        """Always refused: the defense copies its network, and calls parts of it.
-
-        Raises:
-            TypeError: always.
-        """
         raise TypeError(f"{type(self).__name__} copies its network: it has to stay as it is")
 
     @property
     def base_model(self) -> Defense:
-        """The network before any adaptation."""
         return Single(self.net, self.rule, self.rejects)
 
     @property
     def adapted_model(self) -> Defense:
-        """The current network."""
         return Single(self.adapted or self.net, self.rule, self.rejects)
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Compute [B, C, H, W] -> [1, B, K] by the current network."""
         return network_logits(self.adapted or self.net, x).unsqueeze(0)
 
     def adapt(self, x: Tensor, generator: Generator = None) -> Self:
-        """Return the defense adapted to an unlabelled test batch; this one is not changed.
+        """Return the defense with a network fitted to x; it shares everything else with this one.
 
         Args:
-            x: [B, C, H, W] images in [0, 1].
+            x: [B, C, H, W] images in [0, 1], the unlabelled test batch.
             generator: the defender's private randomness.
-
-        Returns:
-            A defense whose network was fitted to x; it shares everything else with this one.
         """
         private = generator_from(x, generator)
         with learning(private, x.device):
@@ -177,11 +160,9 @@ class Transductive(Defense):
 
     @abstractmethod
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        """Adapt, with gradients of the weights enabled; `adapt` prepares the call.
+        """Adapt to images [B, C, H, W], with gradients of the weights enabled.
 
-        Args:
-            x: [B, C, H, W] images in [0, 1].
-            generator: the defender's; torch's global streams are seeded from it too.
+        The generator is the defender's; torch's global streams are seeded from it too.
         """
 
     def copy_with(self, **changed: Any) -> Self:
@@ -195,15 +176,61 @@ class Transductive(Defense):
         return other
 
 
+class Retraining(Transductive):
+    """A defense whose network is drawn and trained anew for each test batch.
+
+    Args:
+        net: the static model, and the architecture to be trained.
+        lr_scheduler: optimizer -> schedule, stepped once an epoch; None keeps the rate.
+        augment: applied to a training image [C, H, W], see `Source.gather`.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        source: SourceData | None,
+        epochs: int,
+        batch_size: int,
+        optimizer: Optimizer,
+        lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
+        augment: Sequence[Augment],
+        rule: Rule,
+    ) -> None:
+        super().__init__(net, rule, source)
+        at_least(1, epochs=epochs, batch_size=batch_size)
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.augment = augment
+
+    def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
+        """Return the defense with a network that is drawn and trained by the generator."""
+        net = reinitialized(self.net, generator).train()
+        optimizer = self.optimizer(net.parameters())
+        schedule = self.lr_scheduler and self.lr_scheduler(optimizer)
+        for loss, ends_epoch in self.losses(net, x, generator):
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if schedule and ends_epoch:
+                schedule.step()
+        optimizer.zero_grad()
+        return self.copy_with(adapted=net.eval().requires_grad_(False))
+
+    @abstractmethod
+    def losses(
+        self, net: nn.Module, x: Tensor, generator: torch.Generator
+    ) -> Iterator[tuple[Tensor, bool]]:
+        """Yield the loss of each step, and whether the step is the last one of its epoch."""
+
+
 def give_source(defense: nn.Module, labelled: Callable[[], SourceData | None]) -> None:
     """Give labelled images to the parts of a defense that need them and have none yet.
 
     Args:
         defense: the defense; defenses inside it are found too.
         labelled: returns the labelled images, None if there are none; called only if needed.
-
-    Raises:
-        ValueError: a part needs labelled images, and there are none.
     """
     for part in defense.modules():
         if isinstance(part, Transductive) and part.needs_source and part.source_data is None:
@@ -279,11 +306,10 @@ class LocalBatchNorm(nn.modules.batchnorm._BatchNorm):
 def reinitialized(net: nn.Module, generator: torch.Generator) -> nn.Module:
     """Return a copy of a network with all weights drawn anew by its modules' `reset_parameters`.
 
-    A module is reset after its parts, so that a network with its own initialisation has the last
-    word. BatchNorm forgets its statistics.
+    BatchNorm forgets its statistics.
 
     Args:
-        net: is not changed.
+        net: network, which is not changed.
         generator: source of the weights; torch's global streams are restored.
 
     Raises:
@@ -295,6 +321,7 @@ def reinitialized(net: nn.Module, generator: torch.Generator) -> nn.Module:
     with torch.no_grad(), seeded_global_rng(generator, device):
         for weight in weights.values():
             weight.fill_(torch.nan)  # weights that are still NaN afterwards were not drawn
+        # Parts before the whole: a network with an initialisation of its own has the last word.
         for module in reversed(list(fresh.modules())):
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
@@ -307,11 +334,8 @@ def reinitialized(net: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 def shuffled(count: int, size: int, generator: torch.Generator) -> Sequence[Tensor]:
-    """Return one epoch of index batches: a fresh order of [count], split into batches of `size`.
-
-    A last batch of a single image joins the one before: BatchNorm has no variance of one value.
-    """
+    """Return one epoch of index batches: a fresh order of [count], split into batches of `size`."""
     parts = list(torch.split(torch.randperm(count, generator=generator), size))
-    if len(parts) > 1 and len(parts[-1]) == 1:
+    if len(parts) > 1 and len(parts[-1]) == 1:  # BatchNorm has no variance of one value
         parts[-2:] = [torch.cat(parts[-2:])]
     return parts

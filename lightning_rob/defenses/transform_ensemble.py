@@ -1,7 +1,6 @@
 """Ensembles of networks, each of which sees images through a transformation of its own."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import TypeGuard
 
 import torch
@@ -12,6 +11,7 @@ from lightning_rob.defenses.ensemble import sampling_probabilities
 from lightning_rob.defenses.network import Preprocessed, network_logits
 from lightning_rob.randomness import Generator, Streams, derive_seed
 from lightning_rob.rules import Rule, mean_probs
+from lightning_rob.runtime.errors import nearest
 from lightning_rob.transforms import Transform
 from lightning_rob.transforms.pool import chosen
 
@@ -66,10 +66,7 @@ class TransformEnsemble(Defense):
         return list(self.transforms)
 
     def place(self, name: str | int) -> int:
-        """Return the index of the member behind a transformation.
-
-        Args:
-            name: of the transformation, or already the index.
+        """Return the index of the member behind a transformation of this name, or of this index.
 
         Raises:
             ValueError: there is no such member.
@@ -79,10 +76,8 @@ class TransformEnsemble(Defense):
                 raise ValueError(f"member must be 0 … {len(self.members) - 1}, got {name}")
             return name
         if name not in self.transforms:
-            close = get_close_matches(name, self.names, n=3, cutoff=0.5)
-            hint = f", did you mean {', '.join(close)}?" if close else ""
-            known = "" if close else f", there are {', '.join(self.names)}"
-            raise ValueError(f"no member is behind {name!r}{hint}{known}")
+            hint = nearest(name, self.names, f", there are {', '.join(self.names)}")
+            raise ValueError(f"no member is behind {name!r}{hint}")
         return self.names.index(name)
 
     def transform(self, member: int) -> Transform:
@@ -101,11 +96,7 @@ class TransformEnsemble(Defense):
         return part
 
     def seen(self, member: int, x: Tensor, generator: Generator = None) -> Tensor:
-        """Transform images [B, C, H, W] as a member sees them.
-
-        Raises:
-            RuntimeError: a gradient is wanted and the transformation has none.
-        """
+        """Transform images [B, C, H, W] as a member sees them, with a gradient if x needs one."""
         name, transform = self.names[member], self.transform(member)
         if x.requires_grad and torch.is_grad_enabled() and not transform.differentiable:
             raise RuntimeError(
@@ -116,11 +107,7 @@ class TransformEnsemble(Defense):
 
     @property
     def classifiers(self) -> list[nn.Module]:
-        """The members, each behind its transformation.
-
-        Raises:
-            TypeError: a transformation is random.
-        """
+        """The members, each behind its transformation; TypeError if a transformation is random."""
         probe = torch.zeros(1, 1, 8, 8)
         for name, transform in self.transforms.items():
             if transform.sample(probe, torch.Generator()):
@@ -130,11 +117,9 @@ class TransformEnsemble(Defense):
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        """The members, which see transformed images."""
         return list(self.members)
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Compute [B, C, H, W] -> [M, B, K]."""
         if isinstance(generator, Streams):
             generator = generator.split(1)  # the next call draws anew
         seen = (self.seen(i, x, generator) for i in range(len(self.members)))

@@ -7,12 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_rob.defenses.transductive import (
-    Source,
-    SourceData,
-    Transductive,
-    shuffled,
-)
+from lightning_rob.defenses.transductive import SourceData, Transductive, shuffled
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Generator
 from lightning_rob.rules import Rule, mean_probs
@@ -36,10 +31,7 @@ class URejectron(Transductive):
         discriminator: returns the network to train, [B, C, H, W] -> [B, 2]; None makes a
             `SmallCNN`, where the paper has a ResNet-18.
         epochs: passes over all training and test images, shuffled together.
-        batch_size: images of both sets per step.
-        optimizer: parameters -> optimizer.
         source_size: number of training images, drawn anew by each `adapt`; None takes all.
-        rule: any; there is one draw.
         source: the training images; their labels are not used.
 
     Raises:
@@ -73,7 +65,6 @@ class URejectron(Transductive):
 
     @property
     def abstains(self) -> bool:
-        """True: the discriminator rejects images."""
         return True
 
     @property
@@ -107,25 +98,18 @@ class URejectron(Transductive):
         optimizer = self.optimizer(net.train().parameters())
         for _ in self.progress(range(self.epochs), "URejectron", self.epochs):
             for rows in shuffled(len(chosen) + len(x), self.batch_size, generator):
-                batch, is_test = _mixed(source, chosen, x, rows)
-                loss = cross_entropy(_checked(net(batch)), is_test)
+                is_test = rows >= len(chosen)  # the chosen training images come first, then x
+                images = [x[(rows[is_test] - len(chosen)).to(x.device)]]
+                if len(known := chosen[rows[~is_test]]):
+                    images.insert(0, source.gather(known)[0].to(x))
+                logits = net(torch.cat(images))
+                if logits.shape[1:] != (2,):
+                    raise ValueError(
+                        f"discriminator must give logits [B, 2], got {list(logits.shape)}"
+                    )
+                loss = cross_entropy(logits, is_test.sort().values.long().to(x.device))
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         optimizer.zero_grad()
         return self.copy_with(trained_discriminator=net.eval().requires_grad_(False))
-
-
-def _mixed(source: Source, chosen: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return images and labels [B]: rows count the chosen training images, then those of x."""
-    is_test = rows >= len(chosen)
-    training_rows = chosen[rows[~is_test]]
-    test = x[(rows[is_test] - len(chosen)).to(x.device)]
-    training = [source.gather(training_rows)[0].to(x)] if len(training_rows) else []
-    return torch.cat([*training, test]), is_test.sort().values.long().to(x.device)
-
-
-def _checked(logits: Tensor) -> Tensor:
-    if logits.shape[1:] != (2,):
-        raise ValueError(f"discriminator must give logits [B, 2], got {list(logits.shape)}")
-    return logits

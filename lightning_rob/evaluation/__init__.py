@@ -1,12 +1,12 @@
 """Evaluation of a defense under attacks, without Lightning."""
 
+from lightning_rob.attacks import Auto, NoAttack
 from lightning_rob.evaluation.corruptions import common_corruptions, corruption_errors
 from lightning_rob.evaluation.evaluate import evaluate
 from lightning_rob.evaluation.evaluator import EvaluationSettings, Evaluator
 from lightning_rob.evaluation.groups import GROUP_SIZE, canonical_groups, group_loader, serves_once
-from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack, RoundProtocol
+from lightning_rob.evaluation.protocol import AttackerDefenderSession, RoundProtocol
 from lightning_rob.evaluation.results import EvaluationResult
-from lightning_rob.evaluation.suites import Auto
 from lightning_rob.evaluation.worst import Worst, is_random, worst_case
 
 __all__ = [

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -11,26 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_rob.attacks import Attack, InsideBounds, WithBackward
+from lightning_rob.attacks import Attack, InsideBounds, NoAttack, WithBackward
 from lightning_rob.attacks.acceptance import check_none_rejected
 from lightning_rob.attacks.backward import Backward
-from lightning_rob.attacks.base import HAIR, check_images, walk
+from lightning_rob.attacks.base import HAIR, check_images
+from lightning_rob.attacks.nested import walk
 from lightning_rob.attacks.sight import watching
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh, working_copy
 from lightning_rob.defenses.network import CHANGES_INPUT
-from lightning_rob.evaluation.checks import CheckTarget, checked, randomness, slope
+from lightning_rob.evaluation.check_batch import CheckTarget
+from lightning_rob.evaluation.checks import checked, randomness, slope
 from lightning_rob.evaluation.findings import Finding
 from lightning_rob.evaluation.groups import GROUP_SIZE
-from lightning_rob.evaluation.per_image import PerImageResults, predicted_class
 from lightning_rob.evaluation.protocol import (
     AttackerDefenderSession,
-    NoAttack,
     RoundProtocol,
     predictions,
 )
 from lightning_rob.evaluation.results import WORST, EvaluationResult
 from lightning_rob.evaluation.resume_log import BatchOutcome
+from lightning_rob.evaluation.store import PerImageResults, predicted_class
 from lightning_rob.evaluation.worst import is_random
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.objectives import check_classes, check_labels
@@ -49,18 +50,18 @@ CHECKED_ATTACKED = 50  # attacked images of it on which the slope is checked aga
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """Settings on which scores depend, beside defense, attacks and images.
+    """Settings on which scores depend, beside defense, attacks and images; see `evaluate`.
 
     Args:
-        seed: of all noise: random starts, the defense's draws, the choice of `max_images`.
+        seed: seed of all noise: random starts, the defense's draws, the choice of `max_images`.
         repeats: attacks of each image with fresh noise; the scores are averaged.
         inferences: predictions of each image, clean or perturbed once.
         private_draws: defenders, each with private randomness of its own, that adapt to the same
             perturbed batch.
-        max_images: attack this many images, a random choice by the seed; None attacks all.
+        max_images: number of attacked images, a random choice by the seed; None attacks all.
         group_size: images that are attacked together; other sizes may round otherwise.
-        protocol: the rounds in which a defense that adapts is attacked; None is `RoundProtocol()`
-            for such a defense, and groups for any other.
+        protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()` for
+            such a defense, and groups for any other.
 
     Raises:
         ValueError: a count below 1.
@@ -146,11 +147,11 @@ class AttackedBatch:
     """One batch under one attack, for progress bars, panels and saved images.
 
     Args:
-        name: of the attack.
+        name: name of the attack.
         index: [B] the images' indices.
         x: [B, C, H, W] clean images.
         y: [B] labels.
-        x_adv: [B, C, H, W] perturbed images; None where the scores were taken from an earlier run.
+        x_adv: [B, C, H, W] perturbed images; None where the scores are of an earlier run, as below.
         before: [B, K] probabilities on the clean images.
         after: [B, K] probabilities on the perturbed images.
     """
@@ -168,12 +169,12 @@ class Evaluator:
     """Scores batches under every attack; one evaluation of one defense.
 
     Args:
-        defense: the defense under attack; its weights and modes are left as they are.
+        defense: defense under attack; its weights and modes are left as they are.
         attacks: name -> attack.
         settings: seed, repeats and the like.
-        store: where the scores are kept; None keeps them in memory.
-        attacked: called after each attack on each batch.
-        details: what else belongs in the records.
+        store: place of the scores; None keeps them in memory.
+        attacked: function that is called after each attack on each batch.
+        details: other fields of the records.
         checks: check the defense on the first images, see `lightning_rob.evaluation.checks`.
     """
 
@@ -195,7 +196,7 @@ class Evaluator:
             names = (CLEAN, *self.attacks)
             store = PerImageResults(names, self.settings.columns, device_of(defense))
         self.store = store
-        self.attacked = attacked
+        self.attacked = attacked or (lambda batch: None)
         self.details = dict(details or {})
         self.random = False
         self.to_check = {CLEAN, *self.attacks} if checks else set()
@@ -210,12 +211,6 @@ class Evaluator:
     def subject(self) -> Defense:
         """The working copy that is attacked and predicts."""
         return working_copy(self.defense)
-
-    @cached_property
-    def untouched(self) -> AttackerDefenderSession:
-        """The session without an attack."""
-        nothing = NoAttack(next(iter(self.attacks.values())).threat)
-        return self._session(nothing, self.settings.seed, repeat=0)
 
     @property
     def joint(self) -> bool:
@@ -235,37 +230,70 @@ class Evaluator:
             ValueError: images or labels out of range, or a network that changes its input.
         """
         check_images(x, self.bounds)
-        given = x.clone()
+        # A network may write into its input, and then all scores are of other images.
+        given, settings = x.clone(), self.settings
+        # A defense may be random on some images only, so that each group is looked at.
         if not self.joint:
             self.random = self.random or is_random(fresh(self.subject), x[:TRIED], index[:TRIED])
         outcomes = self.store.cached(x, y, index)
         for name in self.attacks:
             if name in outcomes:
-                self._report(AttackedBatch(name, index, x, y))
+                self.attacked(AttackedBatch(name, index, x, y))
         names = (CLEAN, *self.attacks)
         if len(outcomes) < len(names):
-            clean = self._clean(x, y, index)
+            # The defense's noise is that of each attack's first repeat, so that scores differ by
+            # the attack alone.
+            if self.joint:
+                clean = self._session(CLEAN).step(x, y, index, settings.inferences)[1]
+            else:
+                noise = Streams.from_index(index, settings.seed, 0, 2)
+                clean = predictions(fresh(self.subject), x, noise, settings.inferences)
             check_predictions(self.defense, clean, y)
             if not torch.equal(given, x):
                 raise ValueError(CHANGES_INPUT)
         self._check(CLEAN, x, y, index)
-        for name in names:
-            if name not in outcomes:
-                began = self.seconds.get(name, 0.0)
-                outcomes[name] = self._score(name, clean, x, y, index)
-                if keep:
-                    seconds = self.seconds.get(name, 0.0) - began
-                    self.store.log_outcome(x, y, index, name, outcomes[name], seconds)
+        if CLEAN not in outcomes:
+            right, rejected = self._shares(clean, y)
+            predicted = predicted_class(clean[0], self.defense.rejects)
+            zeros = torch.zeros_like(right[:, 0])
+            outcomes[CLEAN] = BatchOutcome(right, predicted, zeros, rejected, zeros - 1)
+            if keep:
+                self.store.log_outcome(x, y, index, CLEAN, outcomes[CLEAN], 0.0)
+        for name, attack in self.attacks.items():
+            if name in outcomes:
+                continue
+            began = time.perf_counter()
+            total = torch.zeros(len(x), settings.columns, device=x.device)
+            rejected = torch.zeros_like(total)
+            with watching(len(x), x.device) as sight:
+                for repeat in range(settings.repeats):
+                    session = self._session(name, repeat)
+                    try:
+                        x_adv, found = session.step(x, y, index, settings.inferences)
+                    except Exception as error:
+                        error.add_note(f"under the attack {name!r}")  # of several: which one
+                        raise
+                    right, share = self._shares(found, y)
+                    # An attack succeeds where the defense accepts and is wrong.
+                    total, rejected = total + right + share, rejected + share
+            if sight.recovered:
+                self.recovered.add(name)
+            if not self.joint:
+                self._check(name, x_adv, y, index)
+            self.attacked(AttackedBatch(name, index, x, y, x_adv, clean[0], found[0]))
+            seconds = time.perf_counter() - began
+            self.seconds[name] += seconds
+            outcomes[name] = BatchOutcome(
+                total / settings.repeats,
+                predicted_class(found[0], self.defense.rejects),
+                attack.threat.distance(x_adv, x),
+                rejected / settings.repeats,
+                sight.blind.nan_to_num(-1.0),
+            )
+            if keep:
+                self.store.log_outcome(x, y, index, name, outcomes[name], seconds)
         if keep:
             self.store.add_batch(x, y, index, [outcomes[name] for name in names])
-
-    def _clean(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        """The probabilities [R, B, K] on clean images."""
-        if self.joint:
-            return self.untouched.step(x, y, index, self.settings.inferences)[1]
-        # The defense's noise is that of each attack's first repeat: scores differ by attack alone.
-        noise = Streams.from_index(index, self.settings.seed, 0, 2)
-        return predictions(fresh(self.subject), x, noise, self.settings.inferences)
 
     def _check(self, name: str, x: Tensor, y: Tensor, index: Tensor) -> None:
         """Check the defense on the first images, clean or under an attack, once."""
@@ -291,70 +319,31 @@ class Evaluator:
             self.inside = InsideBounds(HAIR * (self.bounds[1] - self.bounds[0]), self.bounds)
             self.recovered |= set(self.attacks)
 
-    def _score(self, name: str, clean: Tensor, x: Tensor, y: Tensor, index: Tensor) -> BatchOutcome:
-        """The batch under one attack, scores averaged over repeats, or without an attack."""
-        if name == CLEAN:
-            scores, rejected = self._shares(clean, y)
-            predicted = predicted_class(clean[0], self.defense.rejects)
-            zeros = torch.zeros_like(scores[:, 0])
-            return BatchOutcome(scores, predicted, zeros, rejected, zeros - 1)
-        attack, settings = self.attacks[name], self.settings
-        began, total = time.perf_counter(), torch.zeros(len(x), settings.columns, device=x.device)
-        rejected = torch.zeros_like(total)
-        with watching(len(x), x.device) as sight:
-            for repeat in range(settings.repeats):
-                session = self._session_of(name, repeat)
-                try:
-                    x_adv, found = session.step(x, y, index, settings.inferences)
-                except Exception as error:
-                    error.add_note(f"under the attack {name!r}")  # of several: which one
-                    raise
-                right, share = self._shares(found, y)
-                total, rejected = total + right + share, rejected + share
-        if sight.recovered:
-            self.recovered.add(name)
-        if not self.joint:
-            self._check(name, x_adv, y, index)
-        self._report(AttackedBatch(name, index, x, y, x_adv, clean[0], found[0]))
-        self.seconds[name] += time.perf_counter() - began
-        sizes = attack.threat.distance(x_adv, x)
-        predicted, repeats = predicted_class(found[0], self.defense.rejects), settings.repeats
-        blind = sight.blind.nan_to_num(-1.0)
-        return BatchOutcome(total / repeats, predicted, sizes, rejected / repeats, blind)
-
     def _shares(self, found: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The probabilities [B, R] of right predictions and of rejections in found [R, B, K]."""
         right = torch.stack([robust_accuracy(one, y) for one in found], 1)
         defense = self.defense
         return right, rejected_share(found, defense.rejects, defense.abstains).T.to(right)
 
-    def _session_of(self, name: str, repeat: int) -> AttackerDefenderSession:
-        """A new session for each group; the continued one for each round."""
+    def _session(self, name: str, repeat: int = 0) -> AttackerDefenderSession:
+        """The session of an attack, or of none: continued in rounds, new for each group."""
         if (name, repeat) in self.sessions:
             return self.sessions[name, repeat]
-        keys = (self.settings.seed, repeat, *name.encode())
-        attack = self.attacks[name]
+        attack = self.attacks.get(name) or NoAttack(next(iter(self.attacks.values())).threat)
         if self.inside is not None:
             attack = WithBackward(attack, self.inside)
-        session = self._session(attack, *keys, repeat=repeat)
-        if self.joint:
-            self.sessions[name, repeat] = session
-        return session
-
-    def _session(self, attack: Attack, *keys: int, repeat: int) -> AttackerDefenderSession:
-        """A session whose defender has the same private randomness under every attack."""
-        return AttackerDefenderSession(
+        seed = self.settings.seed
+        session = AttackerDefenderSession(
             attack,
             self.subject,
-            *keys,
-            private=(self.settings.seed, repeat),
+            *((seed,) if name == CLEAN else (seed, repeat, *name.encode())),
+            private=(seed, repeat),  # the same defender under every attack
             draws=self.settings.private_draws,
             attacker_sees_state=self.protocol is not None and self.protocol.attacker_sees_state,
         )
-
-    def _report(self, batch: AttackedBatch) -> None:
-        if self.attacked is not None:
-            self.attacked(batch)
+        if self.joint:
+            self.sessions[name, repeat] = session
+        return session
 
     def result(self) -> EvaluationResult:
         """Return the scores of all images; every process has to call it.
@@ -362,35 +351,35 @@ class Evaluator:
         Raises:
             ValueError: images of equal index.
         """
-        rows = self.store.rows()
-        for name in ("subject", "untouched"):  # their memory is for the next training step
-            self.__dict__.pop(name, None)
+        rows, noted = self.store.rows(), list(self.findings)
+        if self.recovered:
+            why = "are zero at the bounds" if self.inside else "were not finite on some images"
+            text = (
+                f"Gradients of {', '.join(sorted(self.recovered))} {why} and were taken "
+                f"{HAIR:g} of the range further inside"
+            )
+            text += "." if self.inside else ", in a second run on these images."
+            values = {"attacks": sorted(self.recovered)}
+            noted.append(Finding("note", text, values=values, name="recovered"))
+        random, distributed = self.random, torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            held = torch.tensor(float(random), device=device_of(self.defense))
+            distributed.all_reduce(held, distributed.ReduceOp.MAX)
+            random = bool(held)
+        self.__dict__.pop("subject", None)  # its memory is for the next training step
         self.sessions.clear()
         return EvaluationResult(
             self.attacks,
             rows if self.defense.may_reject else replace(rows, rejected=None),
             self.settings.private_draws,
-            _on_any_process(self.random, device_of(self.defense)),
+            random,
             self.joint,
             self.defense.stateful,
             len(self.defense.weights),
             dict(self.seconds),
             self.details,
-            (*self.findings, *self._recoveries()),
+            tuple(noted),
         )
-
-    def _recoveries(self) -> Iterator[Finding]:
-        """Yield a note of the attacks that took gradients just inside the bounds."""
-        if self.recovered:
-            why = "are zero at the bounds" if self.inside else "were not finite on some images"
-            yield Finding(
-                "note",
-                f"Gradients of {', '.join(sorted(self.recovered))} {why} and were taken "
-                f"{HAIR:g} of the range further inside"
-                + ("." if self.inside else ", in a second run on these images."),
-                values={"attacks": sorted(self.recovered)},
-                name="recovered",
-            )
 
 
 def _spread(x: Tensor, count: int) -> Tensor:
@@ -436,13 +425,3 @@ def check_indices(result: EvaluationResult, expected: int) -> None:
             f"{expected} images have {len(result.index)} different indices: give each image of a "
             "data set an index of its own, by which its scores and its noise are kept"
         )
-
-
-def _on_any_process(flag: bool, device: torch.device) -> bool:
-    """Whether it holds on any process; every process has to ask."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return flag
-    held = torch.tensor(float(flag), device=device)
-    distributed.all_reduce(held, distributed.ReduceOp.MAX)
-    return bool(held)

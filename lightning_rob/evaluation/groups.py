@@ -6,7 +6,6 @@ cuts the data set into groups by position; processes share groups, not images.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
@@ -51,27 +50,23 @@ class GroupQueue:
     """The groups of an evaluation, of which each process takes the next one when it is ready.
 
     Attacks take longer on images that resist them, so that groups dealt beforehand would leave
-    some processes waiting for others. Only the first group of a process is that of its rank. Which
-    process attacks a group changes nothing in its results.
+    some processes waiting for others. Which process attacks a group changes nothing in its results.
 
     Args:
         groups: positions [n] of each group, the same on every process.
         key: name of this queue, the same on every process and used once.
         rank: number of this process.
-        world_size: how many processes share the groups; they are in one process group of
+        world_size: number of processes that share the groups; they are in one process group of
             `torch.distributed`, whose store counts.
 
     Raises:
         ValueError: this process is in no process group.
-
-    Attributes:
-        taken: groups that this process has taken.
     """
 
     def __init__(self, groups: list[Tensor], key: str, rank: int, world_size: int) -> None:
         self.groups = groups
         self.rank, self.world_size = rank, world_size
-        self.taken: list[Tensor] = []
+        self.taken: list[Tensor] = []  # by this process
         self._key = f"lightning-rob groups {key}"
         group = torch.distributed.group.WORLD
         if group is None:
@@ -90,12 +85,7 @@ class GroupQueue:
 
 
 def serves_once(loader: Any, world_size: int = 1) -> bool:
-    """Return whether a loader serves every image of its data set once, in any order.
-
-    Args:
-        loader: as a process has it.
-        world_size: how many processes share the images.
-    """
+    """Return whether a loader, as each process has it, serves all images once, in any order."""
     if not _has_positions(loader) or type(loader.batch_sampler) is not BatchSampler:
         return False
     own = loader.batch_size is not None  # not a batch sampler of the user's
@@ -137,8 +127,8 @@ def served_positions(loader: Any, world_size: int = 1) -> list[int] | None:
     Its sampler is asked, with random streams of its own: it gives the same images at every call.
 
     Args:
-        loader: as a process has it.
-        world_size: how many processes share the images; together they serve the union.
+        loader: loader as this process has it.
+        world_size: number of processes that share the images; together they serve the union.
 
     Returns:
         The positions in the data set; None for a stream, or a sampler without length or numbers.
@@ -151,24 +141,20 @@ def served_positions(loader: Any, world_size: int = 1) -> list[int] | None:
     sampler = _undistributed(loader.batch_sampler if batches else loader.batch_sampler.sampler)
     if not hasattr(sampler, "__len__"):
         return None
-    with own_streams(0), _kept_generators(sampler, getattr(sampler, "sampler", None)):
-        found = list(islice(sampler, len(sampler)))
+    # A training loader may share the generators.
+    owners = (sampler, getattr(sampler, "sampler", None))
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    before = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
+    try:
+        with own_streams(0):
+            found = list(islice(sampler, len(sampler)))
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
     try:
         return sorted({place.__index__() for place in (chain(*found) if batches else found)})
     except (AttributeError, TypeError):
         return None
-
-
-@contextmanager
-def _kept_generators(*samplers: Any) -> Iterator[None]:
-    """Restore the generators of samplers, which a training loader may share."""
-    found = [getattr(sampler, "generator", None) for sampler in samplers]
-    before = [(g, g.get_state()) for g in found if isinstance(g, torch.Generator)]
-    try:
-        yield
-    finally:
-        for generator, state in before:
-            generator.set_state(state)
 
 
 def is_repeated(loader: Any, number: int) -> bool:
@@ -203,7 +189,7 @@ def group_loader(loader: DataLoader[Any], groups: list[Tensor] | GroupQueue) -> 
     """Yield these groups of a loader's data set, fetched by its workers.
 
     Args:
-        loader: the one that the user gave.
+        loader: loader that the user gave.
         groups: positions [n] of each group; of a queue, one worker fetches one group ahead.
     """
     queued = isinstance(groups, GroupQueue)
@@ -211,7 +197,7 @@ def group_loader(loader: DataLoader[Any], groups: list[Tensor] | GroupQueue) -> 
     if not workers:
         yield from (fetch(loader, group) for group in groups)
         return
-    batches: Any = groups if isinstance(groups, GroupQueue) else [g.tolist() for g in groups]
+    batches: Any = groups if queued else [torch.as_tensor(g).tolist() for g in groups]
     yield from DataLoader(
         loader.dataset,
         batch_sampler=batches,
@@ -255,8 +241,8 @@ def unpacked(batch: Any, unpack: Unpack | None = None) -> tuple[Tensor, Tensor, 
     """Return images, labels and, if the batch has them, indices.
 
     Args:
-        batch: (x, y) or (x, y, index), tensors or arrays, or what `unpack` makes into it.
-        unpack: a function of the batch; None takes it as it is.
+        batch: (x, y) or (x, y, index), tensors or arrays; anything that `unpack` makes into it.
+        unpack: function of the batch; None takes it as it is.
 
     Raises:
         TypeError: the batch is something else.
@@ -280,15 +266,10 @@ def unpacked(batch: Any, unpack: Unpack | None = None) -> tuple[Tensor, Tensor, 
 
 
 def with_index(batch: Any, positions: Tensor, unpack: Unpack | None = None) -> Batch:
-    """Return images, labels and indices; where a batch has no indices, the positions.
-
-    Args:
-        batch: see `unpacked`.
-        positions: [B] of its images in the data set.
-        unpack: see `unpacked`.
+    """Return images, labels and indices; where a batch has no indices, the positions [B].
 
     Raises:
-        TypeError: the batch is something else.
+        TypeError: the batch is nothing that `unpacked` takes.
         ValueError: it has another number of images, or no label for each.
     """
     x, y, index = unpacked(batch, unpack)
@@ -310,9 +291,9 @@ def choose(images: int, number: int | None, seed: int, within: int | None = None
     """Return the positions that are evaluated: all, or a random choice of them.
 
     Args:
-        images: in the data set.
-        number: how many are evaluated; None is all.
-        seed: of the choice.
+        images: number of images in the data set.
+        number: number of images to evaluate; None is all.
+        seed: seed of the choice.
         within: only positions below this one count; None is all.
     """
     within = images if within is None else within

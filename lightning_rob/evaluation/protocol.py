@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,9 +11,8 @@ from lightning_rob.attacks import Attack, evaluating
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh
 from lightning_rob.evaluation.groups import Unpack, fetch, unpacked
-from lightning_rob.randomness import Generator, Streams, derive_seed, seeded_global_rng
+from lightning_rob.randomness import Streams, derive_seed, seeded_global_rng
 from lightning_rob.runtime.precision import in_float32
-from lightning_rob.threat import Threat
 
 ROUNDING = 1e-5  # of a pixel's range: float32 arithmetic may add this much to a perturbation
 
@@ -22,20 +21,19 @@ class AttackerDefenderSession:
     """One attack against one defense, round after round.
 
     In each round the attacker perturbs a batch. It knows all of the defense but its private
-    randomness. The defense adapts to the perturbed batch, without labels, and predicts. A
-    stateful defense keeps its new state for the next round. The attacker does not see that state;
-    if it attacks more than the unadapted network, it adapts a copy of the defender of its own,
-    with randomness of its own.
+    randomness. The defense adapts to the perturbed batch, without labels, and predicts. A stateful
+    defense keeps its new state for the next round. The attacker does not see that state, but
+    rehearses: it adapts a copy of the defender of its own, with randomness of its own.
 
     Args:
-        attack: its threat bounds the perturbations.
-        defense: the defender before the first round; it is not changed.
+        attack: attack whose threat bounds the perturbations.
+        defense: defender before the first round; it is not changed.
         *keys: seed of the attack's noise: a seed, a repeat, a name.
         private: seed of the defender's randomness; None takes `keys`. Sessions that share it meet
             the same defender, so that their scores differ by the attacks alone.
         draws: number of defenders, each with randomness of its own, that predict the same
             perturbed batch.
-        attacker_sees_state: attack the defender's current state, not the attacker's own copy.
+        attacker_sees_state: attack the defender's current state, not the rehearsed one.
 
     Raises:
         ValueError: several defenders, and an attacker who sees the state of one.
@@ -80,53 +78,45 @@ class AttackerDefenderSession:
         Raises:
             RuntimeError: the attack left its threat.
         """
-        turns = range(len(self.strategies))
-        own = torch.Generator().manual_seed(derive_seed(*self.keys, 5, *index.tolist()))
+        images, perturbed, expected = index.tolist(), [], []
         # Networks may draw noise from torch's global stream; adaptation is in full float32 too.
-        with seeded_global_rng(own, x.device), in_float32():
-            outcomes = [self._step_strategy(i, x, y, index, inferences) for i in turns]
-        most_probable = max(turns, key=lambda i: self.strategies[i][0])
-        shares = [p for p, _ in self.strategies]
-        expected = [p * found for p, (_, found) in zip(shares, outcomes, strict=True)]
-        return outcomes[most_probable][0], torch.stack(expected).sum(0)
-
-    def _step_strategy(
-        self, turn: int, x: Tensor, y: Tensor, index: Tensor, inferences: int
-    ) -> tuple[Tensor, Tensor]:
-        """One strategy: the perturbed images and the probability of each class."""
-        attack, defenders = self.strategies[turn][1], self.defenders[turn]
-        seen = defenders[0] if self.attacker_sees_state else self.rehearsals[turn]
-        x_adv = attack(self._as_made(seen), x, y, Streams.from_index(index, *self.keys, 0))
-        check_within(attack, x_adv, x)
-        found = []
-        for draw, defender in enumerate(defenders):
-            # The defender's randomness is its own: no attack has seen this generator.
-            private = self._generator(index, 1, draw)
-            final = defender.adapt(x_adv, private)
-            noise = Streams.from_index(index, *_of_draw(self.private, 2, draw))
-            found.append(predictions(self._as_made(final), x_adv, noise, inferences))
-            if defender.stateful:
-                defenders[draw] = final.after_batch(private)
-        rehearses = not (self.attacker_sees_state or attack.ignores_state)
-        if defenders[0].stateful and rehearses:
-            generator = self._generator(index, 3)
-            self.rehearsals[turn] = seen.adapt(x_adv, generator).after_batch(generator)
-        return x_adv, torch.cat(found)
-
-    @staticmethod
-    def _as_made(defense: Defense) -> Defense:
-        """A defense that does not adapt, without what earlier predictions wrote into its copy."""
-        return defense if defense.transductive else fresh(defense)
-
-    def _generator(self, index: Tensor, key: int, draw: int = 0) -> torch.Generator:
-        keys = self.keys if key == 3 else self.private
-        seed = derive_seed(*_of_draw(keys, key, draw), *index.tolist())
-        return torch.Generator().manual_seed(seed)
+        with (
+            seeded_global_rng(generator_of(*self.keys, 5, *images), x.device),
+            in_float32(),
+        ):
+            for turn, (share, attack) in enumerate(self.strategies):
+                defenders = self.defenders[turn]
+                seen = defenders[0] if self.attacker_sees_state else self.rehearsals[turn]
+                x_adv = attack(_as_made(seen), x, y, Streams.from_index(index, *self.keys, 0))
+                check_within(attack, x_adv, x)
+                found = []
+                for draw, defender in enumerate(defenders):
+                    # The defender's randomness is its own: no attack has seen this generator. That
+                    # of the first draw is the randomness of a single one.
+                    more = (-draw,) if draw else ()
+                    private = generator_of(*self.private, 1, *more, *images)
+                    final = defender.adapt(x_adv, private)
+                    noise = Streams.from_index(index, *self.private, 2, *more)
+                    found.append(predictions(_as_made(final), x_adv, noise, inferences))
+                    if defender.stateful:
+                        defenders[draw] = final.after_batch(private)
+                if defenders[0].stateful and not (self.attacker_sees_state or attack.ignores_state):
+                    own = generator_of(*self.keys, 3, *images)
+                    self.rehearsals[turn] = seen.adapt(x_adv, own).after_batch(own)
+                perturbed.append(x_adv)
+                expected.append(share * torch.cat(found))
+        shares = [share for share, _ in self.strategies]
+        return perturbed[shares.index(max(shares))], torch.stack(expected).sum(0)
 
 
-def _of_draw(keys: tuple[int, ...], key: int, draw: int) -> tuple[int, ...]:
-    """Seeds of the defender's randomness; the first draw's are those of a single one."""
-    return (*keys, key) if draw == 0 else (*keys, key, -draw)
+def _as_made(defense: Defense) -> Defense:
+    """Return a defense without what earlier predictions wrote into its copy, unless it adapts."""
+    return defense if defense.transductive else fresh(defense)
+
+
+def generator_of(*keys: int) -> torch.Generator:
+    """Return a generator that these numbers seed."""
+    return torch.Generator().manual_seed(derive_seed(*keys))
 
 
 def evaluate_once(
@@ -138,28 +128,8 @@ def evaluate_once(
     *keys: int,
     inferences: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Attack one batch, let the defense adapt to it, and predict.
-
-    See `AttackerDefenderSession` for the arguments and `AttackerDefenderSession.step` for the
-    returned values.
-    """
+    """Return the outcome of the first `step` of an `AttackerDefenderSession`."""
     return AttackerDefenderSession(attack, defense, *keys).step(x, y, index, inferences)
-
-
-@dataclass(frozen=True)
-class NoAttack(Attack):
-    """Return the images unchanged.
-
-    Args:
-        threat: the threat of the other attacks; its bounds hold for the images.
-    """
-
-    ignores_state: ClassVar[bool] = True
-    threat: Threat
-
-    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the same images [B, C, H, W]."""
-        return x
 
 
 def predictions(defense: Defense, x: Tensor, noise: Streams, inferences: int = 1) -> Tensor:
@@ -168,9 +138,12 @@ def predictions(defense: Defense, x: Tensor, noise: Streams, inferences: int = 1
     A network that draws noise from torch's global streams draws the same for the same `noise`.
     """
     parts = [noise, *(noise.fold_in(again) for again in range(1, inferences))]
-    own = torch.Generator().manual_seed(derive_seed(noise.batch_key, *noise.keys.tolist()))
+    own = generator_of(noise.batch_key, *noise.keys.tolist())
     with seeded_global_rng(own, x.device), evaluating(defense) as copied, torch.no_grad():
-        return torch.stack([copied(x, part) for part in parts])
+        found = []
+        for part in parts:
+            found.append(copied(x, part))
+        return torch.stack(found)
 
 
 def check_within(attack: Attack, x_adv: Tensor, x: Tensor) -> None:
@@ -236,7 +209,7 @@ class RoundProtocol:
         The images of a round do not depend on the number of processes.
 
         Args:
-            loader: its data set is evaluated.
+            loader: loader whose data set is evaluated.
             order: [N] positions in the data set.
             rank: number of this process.
             world_size: number of processes that share the rounds.
@@ -244,31 +217,43 @@ class RoundProtocol:
         """
         size = self.size(loader)
         for number in range(rank, -(-len(order) // size), world_size):
-            positions = self._round(loader, order, number, size, unpack)
+            positions = order[number * size : (number + 1) * size]
+            if self.order == "by_label":
+                start = number // 2 * 2 * size
+                window = order[start : start + 2 * size]
+                labels = unpacked(fetch(loader, window), unpack)[1]
+                window = window[labels.argsort(stable=True)]
+                positions = window[:size] if number % 2 == 0 else window[size:]
             yield positions, fetch(loader, positions)
 
-    def _round(
-        self, loader: Any, order: Tensor, number: int, size: int, unpack: Unpack | None
-    ) -> Tensor:
-        """The positions of a round."""
-        if self.order == "natural":
-            return order[number * size : (number + 1) * size]
-        start = number // 2 * 2 * size
-        window = order[start : start + 2 * size]
-        labels = unpacked(fetch(loader, window), unpack)[1]
-        window = window[labels.argsort(stable=True)]
-        return window[:size] if number % 2 == 0 else window[size:]
-
     def check(self, loader: Any, images: int, processes: int) -> None:
-        """Raise ValueError if the rounds cannot be shared; see `check_rounds`."""
-        check_rounds(-(-images // self.size(loader)), processes, images)
+        """Check that processes can share the rounds, before any of them starts to wait.
+
+        A round is played by one process. The others would wait for it in the next collective, until
+        their time-out ends the run, hours into the attack.
+
+        Args:
+            loader: see `size`.
+            images: number of images, in all rounds together.
+            processes: number of processes that share the rounds.
+
+        Raises:
+            ValueError: one round and several processes.
+        """
+        if processes > 1 and 0 < images <= self.size(loader):
+            raise ValueError(
+                f"all {images} images make one round, which one of {processes} processes plays "
+                "while the others wait for it and time out: start one process "
+                "(--trainer.devices=1), or play smaller rounds, "
+                f"protocol.images={-(-images // processes)} or fewer"
+            )
 
     def describe(self, defense: Defense, images: int, processes: int = 1) -> dict[str, Any]:
         """Return the protocol as a record has it.
 
         Args:
             defense: the defender.
-            images: images in a round.
+            images: number of images in a round.
             processes: number of processes; each plays a sequence of its own.
         """
         described: dict[str, Any] = {"order": self.order, "images": images}
@@ -277,22 +262,3 @@ class RoundProtocol:
             sees = "sees its state" if self.attacker_sees_state else "rehearses its state"
             described |= {"attacker": sees, "sequences": processes}
         return described
-
-
-def check_rounds(rounds: int, processes: int, images: int) -> None:
-    """Raise ValueError for one round and several processes, before any of them starts to wait.
-
-    A round is played by one process. The others would wait for it in the next collective, until
-    their time-out ends the run, hours into the attack.
-
-    Args:
-        rounds: number of rounds, on all processes together.
-        processes: number of processes that share them.
-        images: number of images, in all rounds together.
-    """
-    if rounds == 1 < processes:
-        raise ValueError(
-            f"all {images} images make one round, which one of {processes} processes plays while "
-            "the others wait for it and time out: start one process (--trainer.devices=1), or "
-            f"play smaller rounds, protocol.images={-(-images // processes)} or fewer"
-        )

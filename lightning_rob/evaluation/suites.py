@@ -1,51 +1,40 @@
 """Which attacks each kind of defense calls for."""
 
-import copy
 from dataclasses import dataclass, replace
-from math import ceil, isqrt
-from typing import Literal
-
-import torch
-from torch import Tensor
 
 from lightning_rob.attacks import (
-    APGD,
-    ARC,
     GMSA,
     PAA,
     PGD,
     TAA,
     Attack,
-    Budgeted,
     OnDifferentiable,
     Square,
-    Strongest,
     SurrogateTransforms,
     TransferFromStatic,
     arc_suite,
 )
-from lightning_rob.attacks.passes import PassCount
+from lightning_rob.attacks.auto import (
+    AGGMO,
+    DRAWS,
+    SuiteKind,
+    check_threat,
+    step_across,
+    suite_kind,
+    surrogate_for,
+)
+from lightning_rob.attacks.controls import RandomCorners, RandomStart
 from lightning_rob.defenses import Defense, random_transforms_in
 from lightning_rob.objectives import (
     ce_of_mean_logits,
     ce_of_rule,
-    check_labels,
     expected_ce,
     linear,
     margin_of_rule,
 )
-from lightning_rob.randomness import Generator, Streams, uniform
-from lightning_rob.rules import random_member
-from lightning_rob.runtime.errors import at_least
-from lightning_rob.threat import Threat, scale
+from lightning_rob.threat import Threat
 
-SuiteKind = Literal["single", "ensemble", "randomized", "random", "transformed", "transductive"]
-ROUNDS = 5  # of GMSA, at most
-PER_MODEL = 20  # passes of an image and model in the last round of GMSA
-TARGETS_FROM = 300  # passes of an image and network from which runs towards classes pay
-DRAWS = 10  # over which a step of EoT averages
 DISSIMILARITY = 0.3  # the bound on PAA of Liao et al. (2020)
-AGGMO = (0.0, 0.9, 0.99, 0.999, 0.9999, 0.99999)  # momenta of Sitawarin et al. (2022)
 RECIPES: dict[SuiteKind, str] = {
     "single": "callbacks/autoattack.yaml",
     "ensemble": "callbacks/adaptive_pgd_logits.yaml",
@@ -54,21 +43,6 @@ RECIPES: dict[SuiteKind, str] = {
     "transformed": "callbacks/votes_adaptive.yaml",
     "transductive": "callbacks/gmsa_avg.yaml",
 }
-
-
-def suite_kind(defense: Defense) -> SuiteKind:
-    """Return the kind of a defense, as far as it decides which attacks fit."""
-    if defense.transductive:
-        return "transductive"
-    if defense.kind == "transform_ensemble":
-        return "transformed"
-    try:
-        members = len(defense.classifiers)
-    except TypeError:
-        return "random"
-    if members == 1:
-        return "single"
-    return "randomized" if defense.rule is random_member else "ensemble"
 
 
 def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
@@ -95,153 +69,6 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
     if defense.kind == "ensemble" and not threat.relative:
         attacks |= arc_suite(threat, steps)
     return attacks
-
-
-@dataclass(frozen=True)
-class RandomCorners(Attack):
-    """The best of some random corners of the ball, without a search.
-
-    Args:
-        threat: linf or l2.
-        tries: number of corners.
-    """
-
-    threat: Threat
-    tries: int = 10
-
-    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
-        best, lowest = x, x.new_full((len(x),), torch.inf)
-        for _ in range(self.tries):
-            corner = self.threat.steepest(uniform(x, *x.shape[1:], generator=generator) - 0.5)
-            tried = self.threat.project(x + scale(corner, self.threat.eps * x.new_ones(len(x))), x)
-            with torch.no_grad():
-                found = defense(tried, generator)
-            check_labels(y, found.shape[-1])
-            score = found.gather(1, y[:, None])[:, 0].to(lowest)
-            wins = score < lowest
-            best = torch.where(wins.view(-1, *[1] * (x.dim() - 1)), tried, best)
-            lowest = torch.where(wins, score, lowest)
-        return best
-
-
-@dataclass(frozen=True)
-class RandomStart(Attack):
-    """One random point of the ball, without a prediction of the defense.
-
-    Args:
-        threat: linf or l2.
-    """
-
-    threat: Threat
-
-    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]."""
-        return self.threat.start(x, generator if isinstance(generator, Streams) else None)
-
-
-@dataclass(frozen=True)
-class DoublePrecision(Attack):
-    """An attack that computes in double precision, on a copy of the defense.
-
-    Args:
-        attack: the attack.
-    """
-
-    attack: Attack
-
-    @property
-    def threat(self) -> Threat:  # type: ignore[override]
-        """The attack's own."""
-        return self.attack.threat
-
-    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
-        found = self.attack(doubled(defense), x.double(), y, generator)
-        return self.threat.project(found.to(x.dtype), x)
-
-
-@torch.no_grad()  # with gradients, the copied weights of TorchScript would be no leaves
-def doubled(defense: Defense) -> Defense:
-    """Return a copy of the defense in double precision."""
-    return copy.deepcopy(defense).double()
-
-
-@dataclass(frozen=True)
-class Auto(Attack):
-    """Attack a defense by the schedule for its kind, within a number of passes.
-
-    Args:
-        threat: linf or l2, in pixel units.
-        passes: the largest number of forward and backward passes of an image; see `Budgeted`.
-
-    Raises:
-        ValueError: no passes, another threat; when called, too few passes for the schedule.
-        TypeError: when called on a defense that adapts: run its `schedule`; on a transformation
-            ensemble of which no member has a gradient.
-    """
-
-    threat: Threat
-    passes: int = 1000
-
-    def __post_init__(self) -> None:
-        at_least(1, passes=self.passes)
-        _check_threat(self.threat)
-
-    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
-        if defense.transductive:
-            kind = type(defense).__name__
-            raise TypeError(f"{kind} adapts to whole batches: attack it by Auto(…).schedule")
-        count = PassCount(defense, x)
-        classes = count.classes
-        left = replace(self, passes=max(self.passes - count.asked, 1))
-        return left.schedule(defense, classes).perturb(defense, x, y, generator)
-
-    def schedule(self, defense: Defense, classes: int = 10) -> Attack:
-        """Return the attacks for this kind of defense, each with its share of the passes.
-
-        Args:
-            defense: the defense; the adaptations of one that adapts are not counted.
-            classes: their number: runs towards classes need four.
-        """
-        kind, members = suite_kind(defense), len(defense.weights)
-        if kind == "transductive":
-            rounds = min(max(isqrt(self.passes // (PER_MODEL * members)), 1), ROUNDS)
-            each = max(self.passes // rounds, 1)
-            pgd = self._pgd(defense, each, rounds * members)
-            return GMSA(Budgeted(replace(pgd, keep_best=True), each), rounds=rounds)
-        if kind == "random":
-            anew = defense.kind == "random_transforms"  # else each draw is one prediction's
-            draws = DRAWS if anew else ceil(DRAWS / members)
-            pgd = self._pgd(defense, self.passes, draws if anew else draws * members)
-            smooth = replace(pgd, draws=draws, objective=linear, momentum=AGGMO)
-            return Budgeted(smooth, self.passes)
-        if kind == "transformed":
-            followed = sum(part.differentiable for part in defense.transforms.values())
-            pgd = self._pgd(defense, self.passes, max(followed, 1))
-            return OnDifferentiable(Budgeted(pgd, self.passes))
-        parts = self._shares(kind, defense, classes)
-        free = self.passes - members * len(parts)  # Strongest evaluates each
-        return Strongest(tuple(Budgeted(a, max(int(share * free), 1)) for share, a in parts))
-
-    def _pgd(self, defense: Defense, passes: int, networks: int) -> PGD:
-        """Return PGD with a step size by which as many steps as fit lead across the ball."""
-        steps = max((passes // networks - 2) // 2, 1)  # but those to find out classes and the best
-        step_size = _step_size(self.threat.eps, steps, 10)
-        return PGD(self.threat, 1, step_size, backward=surrogate_for(defense))
-
-    def _shares(
-        self, kind: SuiteKind, defense: Defense, classes: int
-    ) -> tuple[tuple[float, Attack], ...]:
-        """Return the attacks on fixed classifiers with their shares of the passes."""
-        margin = APGD(self.threat, objective=margin_of_rule(defense.rule))
-        if kind == "randomized":
-            arc = ARC(self.threat, 1, self.threat.eps / 4, neighbours=4, early_stop=True)
-            return (0.5, margin), (0.5, arc)
-        if classes < 4 or self.passes < TARGETS_FROM * len(defense.weights):
-            return ((1.0, margin),)
-        return (0.25, margin), (0.75, APGD(self.threat, targets=9))
 
 
 @dataclass(frozen=True)
@@ -287,9 +114,9 @@ def suite_for(
     Raises:
         ValueError: a threat that not all attacks support, or one without a radius.
     """
-    _check_threat(threat)
+    check_threat(threat)
     kind = suite_kind(defense)
-    pgd = PGD(threat, steps, _step_size(threat.eps, steps, 4))
+    pgd = PGD(threat, steps, step_across(threat.eps, steps, 4))
     if kind == "transductive":
         return _transductive_suite(replace(pgd, keep_best=True))
     objective = ce_of_rule(defense.rule) if len(defense.weights) > 1 else expected_ce
@@ -300,26 +127,6 @@ def suite_for(
     adaptive = _adaptive_attacks(defense, kind, pgd)
     averaged = None if kind == "transformed" else replace(pgd, draws=DRAWS)
     return AttackSuite(kind, "pgd", tuple(adaptive), attacks | adaptive, averaged)
-
-
-def _check_threat(threat: Threat) -> None:
-    if threat.p not in (2, float("inf")) or threat.relative or not threat.eps > 0:
-        raise ValueError(f"the suite needs linf or l2 and eps > 0 in pixel units, got {threat}")
-
-
-def surrogate_for(defense: Defense) -> SurrogateTransforms | None:
-    """Return a backward pass for random transforms that have no gradient; None without any."""
-    parts = random_transforms_in(defense)
-    transforms = [transform for part in parts for transform in part.transforms.values()]
-    exact = any(part.gradients == "exact" for part in parts)
-    if not exact or all(transform.differentiable for transform in transforms):
-        return None
-    return SurrogateTransforms(shared_order=False, gradients="straight_through")
-
-
-def _step_size(eps: float, steps: int, fraction: int) -> float:
-    """Return a fraction of the radius, or more if the steps would not lead across the ball."""
-    return max(eps / fraction, 2.5 * eps / steps)
 
 
 def _on_differentiable(defense: Defense, attack: Attack) -> Attack:
@@ -337,7 +144,7 @@ def _gradient_attacks(defense: Defense, pgd: PGD) -> dict[str, Attack]:
     attacks = {
         "fgsm": replace(pgd, steps=1, step_size=eps, random_start=False),
         "pgd": pgd,
-        "longer": replace(pgd, steps=steps, step_size=_step_size(eps, steps, 10)),
+        "longer": replace(pgd, steps=steps, step_size=step_across(eps, steps, 10)),
         "restarts": replace(pgd, restarts=5),
         "margin": replace(pgd, objective=margin, keep_best=True),
         "unbounded": _unbounded(pgd),
@@ -355,7 +162,7 @@ def _unbounded(pgd: PGD) -> PGD:
         pgd,
         threat=replace(pgd.threat, eps=radius * side),
         steps=steps,
-        step_size=stride * _step_size(side, steps, 10),
+        step_size=stride * step_across(side, steps, 10),
         random_start=False,
     )
 
@@ -370,7 +177,7 @@ def _adaptive_attacks(defense: Defense, kind: SuiteKind, pgd: PGD) -> dict[str, 
         if random_transforms_in(defense):
             view = replace(surrogate_for(defense) or SurrogateTransforms(), shared_order=True)
         best = replace(pgd, draws=DRAWS, objective=linear, backward=view, momentum=AGGMO)
-        step_size = _step_size(threat.eps, 2 * steps, 10)
+        step_size = step_across(threat.eps, 2 * steps, 10)
         return {"linear_aggmo": replace(best, steps=2 * steps, step_size=step_size)}
     if kind == "transformed":
         inner = PGD(Threat("linf", 0.05, threat.bounds), steps, 0.01)

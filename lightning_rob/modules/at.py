@@ -18,7 +18,7 @@ from lightning_rob.modules.base import RobustModule
 from lightning_rob.modules.weight_perturbation import loss_at_perturbed_weights
 from lightning_rob.nets import load_weights
 from lightning_rob.objectives import (
-    Objective,
+    Loss,
     boosted_cross_entropy,
     check_labels,
     classification_loss,
@@ -71,7 +71,7 @@ class AdversarialTraining(RobustModule):
         lr_scheduler: LRSchedulerCallable | None = None,
         defense: Callable[[nn.Module], Defense] = Single,
         draws: int | None = None,
-        criterion: Objective = expected_ce,
+        criterion: Loss = expected_ce,
         weights: str | None = None,
         mart_beta: float | None = None,
         awp: float | None = None,

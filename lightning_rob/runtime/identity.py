@@ -69,7 +69,7 @@ def attack_spec(value: Any) -> Any:
     if inspect.ismethod(value) and not isinstance(value.__self__, type):
         owner = attack_spec(_public_attributes(value.__self__))
         return {"class_path": import_path(value), "init_args": owner}
-    if isinstance(value, type) or inspect.isroutine(value):
+    if hasattr(value, "__qualname__"):  # a class, a function, an objective
         return import_path(value)
     if isinstance(value, PurePath | torch.device | torch.dtype | Tensor | np.ndarray):
         return str(value)

@@ -1,11 +1,11 @@
 """The 33 random transforms of Sitawarin et al. (ICML 2022), each with a gradient."""
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
+from lightning_rob.runtime.errors import nearest
 from lightning_rob.transforms.base import Transform
 from lightning_rob.transforms.blur import (
     Bilateral,
@@ -85,8 +85,8 @@ def _build(name: str, options: Mapping[str, Any]) -> Transform:
     others: tuple[type[Transform], ...] = (Bilateral, *NONDIFFERENTIABLE)
     kinds = catalogue() | {kind.__name__: kind for kind in others}
     if name not in kinds:
-        close = get_close_matches(name, kinds, n=3, cutoff=0.4)
-        raise ValueError(f"no transform {name!r}, did you mean {', '.join(close) or list(kinds)}?")
+        hint = nearest(name, kinds, f", there are {', '.join(kinds)}")
+        raise ValueError(f"no transform {name!r}{hint}")
     known = kinds[name].__dataclass_fields__
     if odd := set(options or {}) - set(known):
         raise ValueError(f"{name} has no argument {', '.join(odd)}: it takes {', '.join(known)}")

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self, final
+from typing import Any, ClassVar, Literal, Self, final, get_args, get_origin
 
 import numpy as np
 import torch
@@ -23,29 +23,44 @@ class Transform(ABC):
     """A random transform of images in [0, 1], one of the 33 of Sitawarin et al. (ICML 2022).
 
     All randomness is in `sample`: `transform(x, *transform.sample(x, generator))` can be replayed,
-    and every image of a batch has parameters of its own. Subclasses are frozen dataclasses; those
-    with a strength have `alpha` in [0, 1], by default 0.5, where the paper's search ends.
+    and every image of a batch has parameters of its own. Subclasses that add arguments are frozen
+    dataclasses.
 
     Args:
         p: probability that a defense which composes transforms applies this one to an image; a
             call transforms every image.
 
     Raises:
-        ValueError: alpha or p outside [0, 1].
+        ValueError: an argument out of its range.
     """
 
     p: float = field(default=1.0, kw_only=True)
 
+    channels: ClassVar[tuple[int, ...]] = ()  # the numbers of channels it takes; () is any
     differentiable: ClassVar[bool] = True
     reversible: ClassVar[bool] = False  # whether there is an `undo`
+    limits: ClassVar[tuple[tuple[str, float, float], ...]] = ()  # (argument, lowest, highest)
+    odd: ClassVar[str] = ""  # the argument with the sides of kernels, which are odd
 
     def __post_init__(self) -> None:
-        for one in fields(self):  # a recipe writes lists, which have no hash
-            if isinstance(value := getattr(self, one.name), list):
-                object.__setattr__(self, one.name, tuple(value))
-        for name in ("alpha", "p"):
-            if not 0 <= getattr(self, name, 0) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        limits = {name: (low, high) for name, low, high in self.limits}
+        limits |= {"alpha": (0, 1), "p": (0, 1)}
+        for argument in fields(self):
+            name, value = argument.name, getattr(self, argument.name)
+            if isinstance(value, list):  # as a recipe has it; a list has no hash
+                value = tuple(value)
+                object.__setattr__(self, name, value)
+            if get_origin(argument.type) is Literal and value not in get_args(argument.type):
+                raise ValueError(f"{name} must be of {get_args(argument.type)}, got {value!r}")
+            if name in limits and value is not None:
+                number = argument.type in (int, float, "int", "float")
+                _check_limits(name, value, number, *limits[name])
+            if name == self.odd:
+                for side in value if isinstance(value, tuple) else (value,):
+                    if side < 3 or side % 2 == 0:
+                        raise ValueError(f"{name} must be odd and at least 3, got {side}")
+                if value == ():
+                    raise ValueError(f"{name} must name at least one side, got none")
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
         """Draw the random parameters, one set per image; a deterministic transform has none.
@@ -74,14 +89,15 @@ class Transform(ABC):
             ValueError: x is not a batch of images, or has channels that the transform refuses.
             RuntimeError: x requires a gradient and the transform has none.
         """
+        name, shape = self.class_name, list(x.shape)
         if x.dim() != 4 or not x.is_floating_point():
-            raise ValueError(
-                f"{self.class_name} takes floating [B, C, H, W], got {x.dtype} {list(x.shape)}"
-            )
+            raise ValueError(f"{name} takes floating [B, C, H, W], got {x.dtype} {shape}")
+        if self.channels and x.shape[1] not in self.channels:
+            counts = " or ".join(map(str, self.channels))
+            raise ValueError(f"{name} takes images of {counts} channels, got {shape}")
         if not self.differentiable and x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                f"{self.class_name} has no gradient: "
-                "call it under torch.no_grad or on a detached image"
+                f"{name} has no gradient: call it under torch.no_grad or on a detached image"
             )
         with torch.autocast(x.device.type, enabled=False):
             return self._apply_finite(x, *params) if len(x) else x
@@ -120,6 +136,11 @@ class Transform(ABC):
         slips: dict[str, Any] = {"released_code": True} if hasattr(self, "released_code") else {}
         return replace(self, **slips)
 
+    @property
+    def class_name(self) -> str:
+        """The name by which a defense has it, that of the class."""
+        return type(self).__name__
+
     def _apply_finite(self, x: Tensor, *params: Tensor) -> Tensor:
         waits = x.device.type != "cpu"  # at a branch that depends on values
         source = x.view_as(x) if waits else x
@@ -138,32 +159,53 @@ class Transform(ABC):
             y = torch.where(failed, x, y)
         return clip(y, 0, 1)
 
-    @property
-    def class_name(self) -> str:
-        """The name by which a defense has it, that of the class."""
-        return type(self).__name__
 
-    def _need_rgb(self, x: Tensor) -> None:
-        if x.shape[1] != 3:
-            raise ValueError(
-                f"{self.class_name} is about colour and needs RGB, got {list(x.shape)}"
-            )
-
-    def _need_grey_or_rgb(self, x: Tensor) -> None:
-        if x.shape[1] not in (1, 3):
-            raise ValueError(f"{self.class_name} needs one or three channels, got {list(x.shape)}")
+def _check_limits(name: str, value: Any, number: bool, low: float, high: float) -> None:
+    pair = value if isinstance(value, tuple) else (value, value)
+    inside = len(pair) == 2 and low <= pair[0] <= pair[1] <= high
+    if not inside or number == isinstance(value, tuple):
+        wanted = "in" if number else "a range within"
+        raise ValueError(f"{name} must be {wanted} [{low:g}, {high:g}], got {value}")
 
 
-def check_range(name: str, given: tuple[float, float] | None, low: float, high: float) -> None:
-    """Raise ValueError unless `given` is None or two ascending numbers within [low, high]."""
-    if given is not None and not (len(given) == 2 and low <= given[0] <= given[1] <= high):
-        raise ValueError(f"{name} must be a range within [{low:g}, {high:g}], got {given}")
+@dataclass(frozen=True)
+class AlphaTransform(Transform):
+    """A transform with a strength; the paper's search for the best strengths ends at 0.5.
+
+    Args:
+        alpha: strength in [0, 1].
+    """
+
+    alpha: float = 0.5
 
 
-def check_odd(name: str, size: int) -> None:
-    """Raise ValueError unless the side of a kernel is odd and at least 3."""
-    if size < 3 or size % 2 == 0:
-        raise ValueError(f"{name} must be odd and at least 3, got {size}")
+class NumpyTransform(Transform):
+    """A transform of single images by numpy, without a gradient."""
+
+    differentiable = False
+
+    def apply(self, x: Tensor, *numbers: Any) -> Tensor:
+        return map_images(x, self.transform_image, *numbers)
+
+    @abstractmethod
+    def transform_image(self, image: NumpyImage, *numbers: Any) -> NumpyImage:
+        """Transform an image [C, H, W] of double precision by its own numbers of `sample`."""
+
+
+def map_images(x: Tensor, function: Callable[..., NumpyImage], *numbers: Tensor) -> Tensor:
+    """Apply a numpy function to each image of a batch and its numbers.
+
+    Args:
+        x: [B, C, H, W], which the function gets as [C, H, W] of double precision.
+        function: (image, *numbers) -> image of any one shape.
+        *numbers: [B] each, one number per image.
+
+    Returns:
+        [B, …] of x's type, on its device.
+    """
+    images, values = x.detach().cpu().double().numpy(), (number.tolist() for number in numbers)
+    changed = [function(*each) for each in zip(images, *values, strict=True)]
+    return torch.from_numpy(np.stack(changed)).to(x)
 
 
 def differentiates(x: Tensor) -> bool:
@@ -226,19 +268,14 @@ def soft_round(t: Tensor) -> Tensor:
     return nearest + (t - nearest) ** 3
 
 
-def soft_modulo(t: Tensor, literal: bool = False) -> Tensor:
-    """Compute t mod 1 with a slope (RT paper, eq. 15): r = t - soft_round(t), or r + 1.
+def soft_modulo(t: Tensor) -> Tensor:
+    """Compute t mod 1 with a slope (RT paper, eq. 15): r = t - soft_round(t), or r + 1 if r < 0.
 
-    Args:
-        t: any shape.
-        literal: return 1 at integers, as eq. 15 does to the letter ("r if r > 0, otherwise r + 1");
-            else 0 there, as every remainder and the authors' code.
-
-    Returns:
-        Same shape as t, in [0, 1); not the identity on [0, 1).
+    It is 0 at integers, as in the authors' code, where eq. 15 to the letter has 1. The result, in
+    [0, 1), differs from t also on [0, 1).
     """
     r = t - soft_round(t)
-    return r + (r <= 0 if literal else r < 0).to(r)
+    return r + (r < 0).to(r)
 
 
 def soft_modulo_slope(t: Tensor) -> Tensor:
@@ -256,28 +293,6 @@ def integers(x: Tensor, low: int, high: int, *shape: int, generator: Generator) 
     return between(x, low, high + 1, *shape, generator=generator).floor().long().clamp_max(high)
 
 
-def sample_one_of(x: Tensor, values: tuple[int, ...], generator: Generator) -> Tensor:
-    """[B] int64, one of the values for each image, all equally probable."""
-    options = torch.tensor(values, device=x.device)
-    return options[(uniform(x, generator=generator) * len(options)).long()]
-
-
 def over_pixels(values: Tensor) -> Tensor:
     """Reshape [B] or [B, C] numbers so that they broadcast with [B, C, H, W]."""
     return values[(..., *[None] * (4 - values.dim()))]
-
-
-def map_images(x: Tensor, function: Callable[..., NumpyImage], *numbers: Tensor) -> Tensor:
-    """Apply a numpy function to each image of a batch and its numbers.
-
-    Args:
-        x: [B, C, H, W], which the function gets as [C, H, W] of double precision.
-        function: (image, *numbers) -> image of any one shape.
-        *numbers: [B] each, one number per image.
-
-    Returns:
-        [B, …] of x's type, on its device.
-    """
-    images, values = x.detach().cpu().double().numpy(), (number.tolist() for number in numbers)
-    changed = [function(*each) for each in zip(images, *values, strict=True)]
-    return torch.from_numpy(np.stack(changed)).to(x)

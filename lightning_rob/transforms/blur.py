@@ -7,15 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_rob.randomness import Generator
-from lightning_rob.transforms.base import (
-    Transform,
-    between,
-    check_odd,
-    check_range,
-    over_pixels,
-    sample_one_of,
-)
+from lightning_rob.randomness import Generator, uniform
+from lightning_rob.transforms.base import Transform, between, over_pixels
 
 
 @dataclass(frozen=True)
@@ -27,13 +20,9 @@ class BoxBlur(Transform):
     """
 
     size: int = 3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_odd("size", self.size)
+    odd = "size"
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         weights = [1 / self.size] * self.size
         padded = pad(x, [self.size // 2] * 4, mode="reflect")
         return correlated(correlated(padded, weights, 2), weights, 3)
@@ -49,20 +38,12 @@ class GaussianBlur(Transform):
     Args:
         sizes: sides of the kernel in pixels, odd; each image gets one of them.
         std: lowest and highest standard deviation in pixels.
-
-    Raises:
-        ValueError: an even size, or an empty range.
     """
 
     sizes: tuple[int, ...] = (3,)
     std: tuple[float, float] = (2.5, 2.5)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.sizes or not 0 < self.std[0] <= self.std[1]:
-            raise ValueError(f"no kernel has size {self.sizes} and deviation {self.std}")
-        for size in self.sizes:
-            check_odd("each of sizes", size)
+    odd = "sizes"
+    limits = (("std", 1e-6, float("inf")),)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
         """(size [B] int64, std [B, 2] down and across, both in pixels), or () if they are fixed."""
@@ -72,7 +53,6 @@ class GaussianBlur(Transform):
         return size, between(x, *self.std, 2, generator=generator)
 
     def apply(self, x: Tensor, size: Tensor | None = None, std: Tensor | None = None) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         if size is None:
             size = torch.tensor(self.sizes, device=x.device)
         if std is None:
@@ -88,33 +68,56 @@ class GaussianBlur(Transform):
 
 
 @dataclass(frozen=True)
-class MedianBlur(Transform):
+class SizedBlur(Transform):
+    """A blur by a square of one size, or of several, one of which each image gets.
+
+    Args:
+        size: side of the square in pixels, odd; or several.
+    """
+
+    size: int | tuple[int, ...]
+    odd = "size"
+
+    def sample_size(self, x: Tensor, generator: Generator) -> tuple[()] | tuple[Tensor]:
+        """(size [B] int64 in pixels), or () if there is one only."""
+        return () if isinstance(self.size, int) else (sample_one_of(x, self.size, generator),)
+
+    def blur_by_size(
+        self, x: Tensor, size: Tensor | None, blur: Callable[[Tensor | slice, int], Tensor]
+    ) -> Tensor:
+        """Blur each image with the square of its size [B] by `blur(rows, size)`."""
+        if isinstance(self.size, int) or size is None:
+            return blur(slice(None), self.size if isinstance(self.size, int) else self.size[0])
+        for side in dict.fromkeys(self.size):
+            chosen = size == side
+            if torch.compiler.is_exporting():  # shapes must not depend on values
+                x = torch.where(over_pixels(chosen), blur(slice(None), side), x)
+            elif chosen.any():
+                rows = chosen.nonzero()[:, 0]
+                x = x.index_copy(0, rows, blur(rows, side))
+        return x
+
+
+@dataclass(frozen=True)
+class MedianBlur(SizedBlur):
     """Take the median of the square around each pixel; outside the image is black.
 
     Args:
-        size: side of the square in pixels, odd; or several, one of which each image gets.
-
-    Raises:
-        ValueError: an even size, or none.
+        size: see `SizedBlur`.
     """
 
     size: int | tuple[int, ...] = 3
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_sizes(self.size)
-
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
         """(size [B] int64 in pixels), or () if there is one only."""
-        return _sample_size(x, self.size, generator)
+        return self.sample_size(x, generator)
 
     def apply(self, x: Tensor, size: Tensor | None = None) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]; the gradient goes to the pixel that is the median."""
-        return _blur_by_size(x, self.size, size, lambda rows, side: _median(x[rows], side))
+        return self.blur_by_size(x, size, lambda rows, side: _median(x[rows], side))
 
 
 @dataclass(frozen=True)
-class Bilateral(Transform):
+class Bilateral(SizedBlur):
     """Blur within edges: average near pixels of near colour (Tomasi and Manduchi 1998).
 
     One of BaRT's transforms that have a gradient, outside the 33. The border is a mirror. The
@@ -122,24 +125,16 @@ class Bilateral(Transform):
     on images in [0, 1], where 5 to 20 leave a mere Gaussian blur.
 
     Args:
-        size: side of the window in pixels, odd; or several, one of which each image gets.
+        size: see `SizedBlur`.
         space: lowest and highest standard deviation of the distance in pixels.
         color: lowest and highest standard deviation of the colour, images span [0, 1]; the distance
             of two colours is the sum of their channels' differences.
-
-    Raises:
-        ValueError: an even size, or none, or an empty range.
     """
 
     size: int | tuple[int, ...] = 9
     space: tuple[float, float] = (5.0, 20.0)
     color: tuple[float, float] = (5 / 255, 20 / 255)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_sizes(self.size)
-        for name in ("space", "color"):
-            check_range(name, getattr(self, name), 1e-6, float("inf"))
+    limits = (("space", 1e-6, float("inf")), ("color", 1e-6, float("inf")))
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
         """(space [B] in pixels, color [B] in pixel units, and size [B] int64 if there are several).
@@ -148,15 +143,14 @@ class Bilateral(Transform):
         """
         space = between(x, *self.space, generator=generator)
         color = between(x, *self.color, generator=generator)
-        return space, color, *_sample_size(x, self.size, generator)
+        return space, color, *self.sample_size(x, generator)
 
     def apply(self, x: Tensor, space: Tensor, color: Tensor, size: Tensor | None = None) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         from kornia.filters import bilateral_blur
 
         both = space[:, None].expand(-1, 2)
-        return _blur_by_size(
-            x, self.size, size, lambda rows, k: bilateral_blur(x[rows], k, color[rows], both[rows])
+        return self.blur_by_size(
+            x, size, lambda rows, side: bilateral_blur(x[rows], side, color[rows], both[rows])
         )
 
 
@@ -173,10 +167,7 @@ class MotionBlur(Transform):
     size: int = 3
     angle: float = 90.0
     direction: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_odd("size", self.size)
+    odd = "size"
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
         """(angle [B] in degrees, U(-angle, angle); direction [B], U(-direction, direction))."""
@@ -184,68 +175,28 @@ class MotionBlur(Transform):
         return angle, between(x, -self.direction, self.direction, generator=generator)
 
     def apply(self, x: Tensor, angle: Tensor, direction: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         from kornia.filters import motion_blur
 
         return motion_blur(x, self.size, angle, direction, "constant", "bilinear")
 
 
+def sample_one_of(x: Tensor, values: tuple[int, ...], generator: Generator) -> Tensor:
+    """[B] int64, one of the values for each image, all equally probable."""
+    options = torch.tensor(values, device=x.device)
+    return options[(uniform(x, generator=generator) * len(options)).long()]
+
+
 def correlated(x: Tensor, weights: Sequence[float | Tensor], dim: int) -> Tensor:
     """Sum weighted neighbours along one side of images; several times as fast as a convolution.
 
-    Args:
-        x: [B, C, H, W].
-        weights: k numbers, or k tensors that broadcast with x: a kernel for each image.
-        dim: 2 for columns, 3 for rows.
-
-    Returns:
-        As x, but that the side has k - 1 pixels less.
+    The side, of dimension 2 or 3 of x [B, C, H, W], has k - 1 pixels less afterwards. The weights
+    are k numbers, or k tensors that broadcast with x: a kernel for each image.
     """
     length = x.shape[dim] - len(weights) + 1
     total = x.narrow(dim, 0, length) * weights[0]
     for place, weight in enumerate(weights[1:], 1):
         total = total + x.narrow(dim, place, length) * weight
     return total
-
-
-def _check_sizes(size: int | tuple[int, ...]) -> None:
-    if not size:
-        raise ValueError("size must name at least one side, got none")
-    for side in (size,) if isinstance(size, int) else size:
-        check_odd("size", side)
-
-
-def _sample_size(
-    x: Tensor, size: int | tuple[int, ...], generator: Generator
-) -> tuple[()] | tuple[Tensor]:
-    """(size [B] int64), or () if there is one only."""
-    return () if isinstance(size, int) else (sample_one_of(x, size, generator),)
-
-
-def _blur_by_size(
-    x: Tensor,
-    sizes: int | tuple[int, ...],
-    size: Tensor | None,
-    blur: Callable[[Tensor | slice, int], Tensor],
-) -> Tensor:
-    """Blur each image with the kernel of its size.
-
-    Args:
-        x: [B, C, H, W].
-        sizes: all sizes that may occur.
-        size: [B] one per image; None where there is one only.
-        blur: (rows, size) -> these images blurred.
-    """
-    if isinstance(sizes, int) or size is None:
-        return blur(slice(None), sizes if isinstance(sizes, int) else sizes[0])
-    for side in dict.fromkeys(sizes):
-        chosen = size == side
-        if torch.compiler.is_exporting():  # shapes must not depend on values
-            x = torch.where(over_pixels(chosen), blur(slice(None), side), x)
-        elif chosen.any():
-            rows = chosen.nonzero()[:, 0]
-            x = x.index_copy(0, rows, blur(rows, side))
-    return x
 
 
 def _median(x: Tensor, size: int) -> Tensor:
@@ -257,12 +208,9 @@ def _median(x: Tensor, size: int) -> Tensor:
 
 
 def _median_index_3x3(padded: Tensor) -> Tensor:
-    """[B, C, H, W] int32: which pixel of each 3x3 square is its median, the first of equals.
-
-    Each column of three is sorted once for all three squares that share it. A square's median is
-    then the median of the largest low, the middle mid and the smallest high of its columns: minima
-    and maxima of whole images, in a fifth of the time that sorting each square takes.
-    """
+    """[B, C, H, W] int32: which pixel of each 3x3 square is its median, the first of equals."""
+    # Each column of three is sorted once for all three squares that share it: minima and maxima of
+    # whole images take a fifth of the time of sorting each square.
     top, middle, bottom = padded[:, :, :-2], padded[:, :, 1:-1], padded[:, :, 2:]
     low, high = torch.minimum(top, middle), torch.maximum(top, middle)
     low, mid, high = torch.minimum(low, bottom), _middle(low, high, bottom), high.maximum(bottom)
@@ -270,6 +218,7 @@ def _median_index_3x3(padded: Tensor) -> Tensor:
     lows = torch.maximum(torch.maximum(low[a], low[b]), low[c])
     highs = torch.minimum(torch.minimum(high[a], high[b]), high[c])
     mids = _middle(torch.minimum(mid[a], mid[b]), torch.maximum(mid[a], mid[b]), mid[c])
+    # The median of the largest low, the middle mid and the smallest high is that of all nine.
     median = _middle(torch.minimum(lows, mids), torch.maximum(lows, mids), highs)
     index = torch.full_like(median, 4, dtype=torch.int32)  # the centre: a NaN equals no pixel
     for k in reversed(range(9)):
@@ -291,9 +240,6 @@ def gather_pixels(padded: Tensor, index: Tensor, size: int) -> Tensor:
         padded: [B, C, H + size - 1, W + size - 1] the image with its border.
         index: [B, C, H, W] int32 or int64, which pixel of the square, row by row.
         size: side of the squares in pixels.
-
-    Returns:
-        [B, C, H, W].
     """
     height, width = index.shape[2:]
     square = torch.arange(size**2, device=index.device)

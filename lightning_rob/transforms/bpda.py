@@ -17,7 +17,6 @@ WIDTHS = (16, 22, 32, 45, 64)
 MIN_RANGE = 1e-9  # of a parameter that is constant
 HELD_OUT = 0.1
 RANGE_IMAGES = 1024  # enough images to estimate the ranges of the parameters
-Estimate = Callable[..., Tensor]
 Task = tuple[Tensor, tuple[Tensor, ...], Tensor]
 
 
@@ -41,29 +40,28 @@ class BPDANet(nn.Module):
         self.register_buffer("high", torch.ones(planes))
         inputs = channels + 2 + planes
         ins = (inputs, *(width + inputs for width in WIDTHS))
-        outs, sizes = (*WIDTHS, channels), (5, 5, 5, 5, 5, 3)
-        self.layers = nn.ModuleList(map(_layer, ins, outs, sizes))
+        self.layers = nn.ModuleList()
+        for i, o, size in zip(ins, (*WIDTHS, channels), (5, 5, 5, 5, 5, 3), strict=True):
+            conv = nn.Conv2d(i, o, size, padding=size // 2, bias=False)
+            self.layers.append(nn.Sequential(conv, nn.BatchNorm2d(o), nn.ReLU()))
         self.to(memory_format=torch.channels_last)  # faster, by a third in training on a CPU
 
     def forward(self, x: Tensor, *params: Tensor) -> Tensor:
-        """Estimate `transform(x, *params)`.
+        """Estimate `transform(x, *params)` in [0, 1].
 
         Args:
             x: [B, C, H, W] images in [0, 1], of any size.
             *params: the transform's, as its `sample` returns them.
-
-        Returns:
-            [B, C, H, W] in [0, 1].
-
-        Raises:
-            ValueError: x has other channels than the images of the training.
         """
         channels = self.layers[-1][0].out_channels  # type: ignore[index]
         if x.shape[1] != channels:
             raise ValueError(f"this network is of {channels} channels, got images {list(x.shape)}")
         span = (self.high - self.low).clamp_min(MIN_RANGE)
         planes = (planes_of(x, params) - self.low[:, None, None]) / span[:, None, None]
-        inputs = torch.cat([x, *_coordinates(x), planes], 1)
+        row, column = (torch.arange(n, device=x.device).to(x) * 2 / n - 1 for n in x.shape[2:])
+        shape = (len(x), 1, *x.shape[2:])
+        places = row[:, None].expand(shape), column.expand(shape)  # from -1 to almost 1
+        inputs = torch.cat([x, *places, planes], 1)
         inputs = inputs.to(self.low.dtype, memory_format=torch.channels_last)
         y = inputs
         for layer in self.layers[:-1]:
@@ -77,30 +75,13 @@ class BPDANet(nn.Module):
         self.high.copy_(planes.amax((0, 2, 3)))
 
 
-def _layer(ins: int, outs: int, size: int) -> nn.Module:
-    conv = nn.Conv2d(ins, outs, size, padding=size // 2, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(outs), nn.ReLU())
-
-
-def _coordinates(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return row and column of each pixel, [B, 1, H, W] from -1 to almost 1."""
-    rows, columns = (torch.arange(n, device=x.device).to(x) * 2 / n - 1 for n in x.shape[2:])
-    shape = (len(x), 1, *x.shape[2:])
-    return rows[:, None].expand(shape), columns.expand(shape)
-
-
 def planes_of(x: Tensor, params: Sequence[Tensor]) -> Tensor:
     """Turn the parameters of a transform into planes beside the images.
 
     Parameters of four dimensions, [B, …, h, w], are resized to the images' size. All others, such
     as the matrix of `Affine`, give one constant plane per number.
 
-    Args:
-        x: [B, C, H, W] images.
-        params: tensors of first dimension B.
-
-    Returns:
-        [B, P, H, W] of x's dtype.
+    The planes are [B, P, H, W] of x's dtype.
     """
     planes = [x.new_empty(len(x), 0, *x.shape[2:])]
     for param in params:
@@ -168,7 +149,7 @@ def train_bpda(
     generator: torch.Generator | None = None,
     progress: Callable[[int], object] = lambda images: None,
 ) -> Trained:
-    """Train a network on a transform (mean squared error, Adam) and keep the best epoch.
+    """Train a network on a transform (mean squared error, Adam); return its best epoch.
 
     Each epoch samples new parameters for its images. The best epoch is selected on held-out images,
     whose number `held_out` computes and whose parameters stay.
@@ -178,21 +159,29 @@ def train_bpda(
         images: [N, C, H, W] in [0, 1], on the device of the training.
         epochs: passes over the images.
         batch_size: images per step.
-        lr: learning rate.
+        lr: learning rate of Adam.
         generator: source of the initial weights, the order and the parameters.
         progress: called after each step with its number of images.
-
-    Returns:
-        The network and its errors.
 
     Raises:
         ValueError: fewer than two images, a count below 1, or images that the transform refuses.
     """
     count = held_out(len(images))
-    _check_counts(epochs, batch_size, len(images) - count, len(images))
+    if min(epochs, batch_size, len(images) - count) < 1:
+        raise ValueError(
+            "epochs and batch_size must be at least 1 and some of the images left to train on, "
+            f"got {epochs}, {batch_size} and {len(images) - count} of {len(images)} images"
+        )
+
+    @torch.no_grad()
+    def task(x: Tensor) -> Task:
+        """Return images, parameters sampled for them, and the transformed images."""
+        params = transform.sample(x, generator)
+        return x, params, transform(x, *params)
+
     images = images[torch.randperm(len(images), generator=generator).to(images.device)]
     train, validation = images[count:], torch.split(images[:count], batch_size)
-    tasks = [_sample_task(transform, x, generator) for x in validation]
+    tasks = [task(x) for x in validation]
     net = _initial_net(transform, train[:RANGE_IMAGES], generator)
     optimizer = torch.optim.Adam(net.parameters(), lr)
     best, error = net.state_dict(), float("inf")
@@ -201,22 +190,15 @@ def train_bpda(
         order = torch.randperm(len(train), generator=generator).to(train.device)
         for chosen in torch.split(order, batch_size):
             optimizer.zero_grad()
-            loss = _error(net, _sample_task(transform, train[chosen], generator))
-            torch.autograd.backward(loss)
+            x, params, y = task(train[chosen])
+            torch.autograd.backward(mse_loss(net(x, *params), y))
             optimizer.step()
             progress(len(chosen))
         if (current := _mean_error(net.eval(), tasks)) < error:
             best, error = {key: value.clone() for key, value in net.state_dict().items()}, current
     net.load_state_dict(best)
-    return Trained(net.eval().requires_grad_(False), error, _mean_error(_identity, tasks))
-
-
-def _check_counts(epochs: int, batch_size: int, left: int, count: int) -> None:
-    if min(epochs, batch_size, left) < 1:
-        raise ValueError(
-            f"epochs and batch_size must be at least 1 and some of the images left to train on, "
-            f"got {epochs}, {batch_size} and {left} of {count} images"
-        )
+    identity = _mean_error(lambda x, *params: x, tasks)
+    return Trained(net.eval().requires_grad_(False), error, identity)
 
 
 def held_out(count: int) -> int:
@@ -225,25 +207,9 @@ def held_out(count: int) -> int:
 
 
 @torch.no_grad()
-def _sample_task(transform: Transform, x: Tensor, generator: torch.Generator | None) -> Task:
-    """Return images, parameters sampled for them, and the transformed images."""
-    params = transform.sample(x, generator)
-    return x, params, transform(x, *params)
-
-
-def _error(net: Estimate, task: Task) -> Tensor:
-    x, params, y = task
-    return mse_loss(net(x, *params), y)
-
-
-@torch.no_grad()
-def _mean_error(net: Estimate, tasks: Sequence[Task]) -> float:
-    total = sum(float(_error(net, task)) * len(task[0]) for task in tasks)
-    return total / sum(len(task[0]) for task in tasks)
-
-
-def _identity(x: Tensor, *params: Tensor) -> Tensor:
-    return x
+def _mean_error(net: Callable[..., Tensor], tasks: Sequence[Task]) -> float:
+    total = sum(float(mse_loss(net(x, *params), y)) * len(x) for x, params, y in tasks)
+    return total / sum(len(x) for x, _, _ in tasks)
 
 
 def _initial_net(transform: Transform, x: Tensor, generator: torch.Generator | None) -> BPDANet:
@@ -258,10 +224,10 @@ def _initial_net(transform: Transform, x: Tensor, generator: torch.Generator | N
 
 
 def place_of(folder: Path | str, transform: Transform, shape: Sequence[int] | None) -> Path:
-    """Return the file of a transform's network.
+    """Return the file of a transform's network, `*` in place of the shape [C, H, W] if it is None.
 
-    The name depends on the transform, its arguments and [C, H, W] (`*` for None), but not on the
-    probability p: the network learns the transform itself.
+    The name depends on the transform and its arguments, but not on the probability p: the network
+    learns the transform itself.
     """
     digest = hashlib.sha256(_spec(transform).encode()).hexdigest()[:8]
     size = "x".join(map(str, shape)) if shape else "*"
@@ -269,23 +235,22 @@ def place_of(folder: Path | str, transform: Transform, shape: Sequence[int] | No
 
 
 def _spec(transform: Transform) -> str:
-    """Return a transform with its arguments, except p, as Python source."""
+    """Return a transform with its arguments, except p, as text: the same for 1 and 1.0."""
+
+    def canonical(value: Any) -> str:
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(canonical, value))}]"
+        return f"{value:.9g}" if isinstance(value, float) else str(value)
+
     names = [field.name for field in fields(transform) if field.name != "p"]
-    arguments = ", ".join(f"{name}={_canonical(getattr(transform, name))}" for name in names)
+    arguments = ", ".join(f"{name}={canonical(getattr(transform, name))}" for name in names)
     return f"{type(transform).__name__}({arguments})"
-
-
-def _canonical(value: Any) -> str:
-    """Return the same text for 1 and 1.0, and for a list and a tuple."""
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_canonical, value))}]"
-    return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
 def save_approximation(
     folder: Path | str, transform: Transform, shape: Sequence[int], net: BPDANet, **about: Any
 ) -> Path:
-    """Write a network to its file, atomically.
+    """Write a network to its file, atomically, and return the file.
 
     Args:
         folder: created if it is missing.
@@ -293,9 +258,6 @@ def save_approximation(
         shape: [C, H, W] of the images it was trained on.
         net: the network.
         **about: plain values to keep beside it.
-
-    Returns:
-        The file.
     """
     path = place_of(folder, transform, shape)
     about = {"transform": _spec(transform), "shape": list(shape), **about}
@@ -331,7 +293,7 @@ def load_approximations(
     """Load the networks that `lightning-rob bpda` has saved in a folder.
 
     Args:
-        folder: the folder.
+        folder: folder of the files.
         transforms: transforms whose networks are wanted, trained with the same arguments.
         shape: [C, H, W] of the images they were trained on; None where the folder has only one.
 
@@ -342,23 +304,20 @@ def load_approximations(
         FileNotFoundError: a network is missing.
         ValueError: there are several, for images of different shapes.
     """
-    return {
-        type(transform).__name__: load_approximation(_find(Path(folder), transform, shape))[0]
-        for transform in transforms
-    }
-
-
-def _find(folder: Path, transform: Transform, shape: Sequence[int] | None) -> Path:
-    pattern = place_of(folder, transform, shape).name
-    found = sorted(folder.glob(pattern))
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
-        raise ValueError(f"{folder} has several networks of {_spec(transform)}: {names}; say shape")
-    if not found:
-        others = sorted(path.name for path in folder.glob(f"{type(transform).__name__}_*.pt"))
-        beside = f", only {', '.join(others)} of other arguments or images" if others else ""
-        raise FileNotFoundError(
-            f"{folder} has no {pattern}, the network of {_spec(transform)}{beside}: "
-            f"train it with lightning-rob bpda --out {folder}"
-        )
-    return found[0]
+    folder = Path(folder)
+    nets: dict[str, nn.Module] = {}
+    for transform in transforms:
+        pattern, name = place_of(folder, transform, shape).name, type(transform).__name__
+        found = sorted(folder.glob(pattern))
+        if len(found) > 1:
+            names, spec = ", ".join(path.name for path in found), _spec(transform)
+            raise ValueError(f"{folder} has several networks of {spec}: {names}; say shape")
+        if not found:
+            others = sorted(path.name for path in folder.glob(f"{name}_*.pt"))
+            beside = f", only {', '.join(others)} of other arguments or images" if others else ""
+            raise FileNotFoundError(
+                f"{folder} has no {pattern}, the network of {_spec(transform)}{beside}: "
+                f"train it with lightning-rob bpda --out {folder}"
+            )
+        nets[name] = load_approximation(found[0])[0]
+    return nets

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_rob.randomness import Generator, uniform
 from lightning_rob.transforms.base import (
     EPS,
+    AlphaTransform,
     Transform,
     between,
     clip,
@@ -35,7 +36,6 @@ FROM_XYZ = (
     (0.0556466391351772, -0.2040413383665112, 1.0573110696453443),
 )
 WHITE = (0.95047, 1.0, 1.08883)  # D65
-HUE_SHARE, LAB_RANGE, LAB_CHROMA, YUV_CHROMA = 0.2, 100.0, 40.0, 0.4
 
 TURN = 2 * math.pi
 # A channel is value * (1 - below * saturation); in each of the six sectors of the hue, `below` is
@@ -47,13 +47,12 @@ SLOPES = ((0, 1, 0, 0, -1, 0), (-1, 0, 0, 1, 0, 0), (0, 0, -1, 0, 0, 1))
 def rgb_to_hsv(x: Tensor) -> Tensor:
     """Convert RGB to HSV with a gradient everywhere, as the RT paper's authors compute it.
 
-    The hue of the angle h is 2 pi mod~(h / 2 pi) with the soft modulo of eq. 15.
-
     Args:
         x: [B, 3, H, W] in [0, 1].
 
     Returns:
-        [B, 3, H, W]: hue in radians, saturation and value; it can be differentiated once.
+        [B, 3, H, W]: hue in radians, of the angle h 2 pi mod~(h / 2 pi) with the soft modulo of
+        eq. 15, saturation and value; it can be differentiated once.
     """
     hsv: Tensor = _ToHSV.apply(x) if differentiates(x) else _to_hsv(x)[0]
     return hsv
@@ -95,38 +94,28 @@ class _ToHSV(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         _refuse_second_derivative()
-        return _to_hsv_backward(gradient, *ctx.saved_tensors)[0]
-
-
-def _to_hsv_backward(
-    gradient: Tensor, x: Tensor, spread: Tensor, is_red: Tensor, is_green: Tensor, sextant: Tensor
-) -> tuple[Tensor]:
-    """Return the gradient of `_to_hsv` by x, for one of HSV."""
-    of_hue, of_saturation, of_value = gradient.unbind(1)
-    value, is_blue = x.amax(1), 1 - is_red - is_green
-    turned = of_hue * soft_modulo_slope(sextant / 6) * (TURN / 6) / (spread + (spread == 0))
-    share = of_saturation / value.clamp_min(EPS)
-    of_spread = share - turned * (sextant - 2 * is_green - 4 * is_blue)
-    bright = (value >= EPS).to(x)
-    of_value = of_value + of_spread - share * bright * spread / value.clamp_min(EPS)
-    smallest = (x == x.amin(1, keepdim=True)).to(x)
-    red, green, blue = (smallest * (of_spread / smallest.sum(1))[:, None]).unbind(1)
-    of_red = is_red * of_value - red + (is_blue - is_green) * turned
-    of_green = is_green * of_value - green + (is_red - is_blue) * turned
-    of_blue = is_blue * of_value - blue + (is_green - is_red) * turned
-    return (torch.stack([of_red, of_green, of_blue], 1),)
+        x, spread, is_red, is_green, sextant = ctx.saved_tensors
+        of_hue, of_saturation, of_value = gradient.unbind(1)
+        value, is_blue = x.amax(1), 1 - is_red - is_green
+        turned = of_hue * soft_modulo_slope(sextant / 6) * (TURN / 6) / (spread + (spread == 0))
+        share = of_saturation / value.clamp_min(EPS)
+        of_spread = share - turned * (sextant - 2 * is_green - 4 * is_blue)
+        bright = (value >= EPS).to(x)
+        of_value = of_value + of_spread - share * bright * spread / value.clamp_min(EPS)
+        # several smallest channels share the slope of the minimum, as in torch's `amin`
+        smallest = (x == x.amin(1, keepdim=True)).to(x)
+        red, green, blue = (smallest * (of_spread / smallest.sum(1))[:, None]).unbind(1)
+        of_red = is_red * of_value - red + (is_blue - is_green) * turned
+        of_green = is_green * of_value - green + (is_red - is_blue) * turned
+        of_blue = is_blue * of_value - blue + (is_green - is_red) * turned
+        return torch.stack([of_red, of_green, of_blue], 1)
 
 
 def hsv_to_rgb(x: Tensor) -> Tensor:
     """Convert HSV, the hue in radians, to RGB; only close to an inverse of `rgb_to_hsv`.
 
-    The sector is that of the true hue, the position in it that of the soft modulo.
-
-    Args:
-        x: [B, 3, H, W].
-
-    Returns:
-        [B, 3, H, W]; it can be differentiated once.
+    The sector is that of the true hue, the position in it that of the soft modulo. The result
+    [B, 3, H, W] can be differentiated once.
     """
     rgb: Tensor = _FromHSV.apply(x) if differentiates(x) else _from_hsv(x)[0]
     return rgb
@@ -140,11 +129,9 @@ def _from_hsv(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sector = sector - 6 * (sector / 6).floor()
     position = (6 * soft_modulo(turns) - sector)[:, None]
     places = sector.to(torch.int32).clamp(0, 5).flatten()  # a NaN is anywhere
-    slope = torch.stack(
-        [x.new_tensor(row).index_select(0, places).view_as(hue) for row in SLOPES], 1
-    )
-    below = torch.stack(
-        [x.new_tensor(row).index_select(0, places).view_as(hue) for row in OFFSETS], 1
+    slope, below = (
+        torch.stack([x.new_tensor(row).index_select(0, places).view_as(hue) for row in rows], 1)
+        for rows in (SLOPES, OFFSETS)
     )
     below = below + slope * position
     return value[:, None] * (1 - below * saturation[:, None]), below, slope
@@ -162,17 +149,13 @@ class _FromHSV(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         _refuse_second_derivative()
-        return _from_hsv_backward(gradient, *ctx.saved_tensors)[0]
-
-
-def _from_hsv_backward(gradient: Tensor, x: Tensor, below: Tensor, slope: Tensor) -> tuple[Tensor]:
-    """Return the gradient of `_from_hsv` by x, for one of RGB."""
-    hue, saturation, value = x.unbind(1)
-    of_chroma = -(gradient * below).sum(1)
-    of_value = gradient.sum(1) + saturation * of_chroma
-    of_position = -(gradient * slope).sum(1) * value * saturation
-    of_hue = of_position * soft_modulo_slope(hue / TURN) * (6 / TURN)
-    return (torch.stack([of_hue, value * of_chroma, of_value], 1),)
+        x, below, slope = ctx.saved_tensors
+        hue, saturation, value = x.unbind(1)
+        of_chroma = -(gradient * below).sum(1)
+        of_value = gradient.sum(1) + saturation * of_chroma
+        of_position = -(gradient * slope).sum(1) * value * saturation
+        of_hue = of_position * soft_modulo_slope(hue / TURN) * (6 / TURN)
+        return torch.stack([of_hue, value * of_chroma, of_value], 1)
 
 
 def jitter_hsv(x: Tensor, factor: Tensor, shift: Tensor, shifted: Tensor) -> Tensor:
@@ -265,24 +248,31 @@ def lab_to_rgb(x: Tensor) -> Tensor:
     return FROM_LINEAR(mix_channels(xyz, FROM_XYZ))
 
 
-def _sample_shift(x: Tensor, largest: tuple[float, float, float], generator: Generator) -> Tensor:
-    """[B, 3] uniform within plus or minus the largest shift of each channel."""
-    return between(x, -1, 1, 3, generator=generator) * x.new_tensor(largest)
-
-
-def _clamp_except(x: Tensor, unclamped: tuple[int, ...], low: float, high: float) -> Tensor:
-    """Clamp all channels but the given ones."""
-    channels = enumerate(x.unbind(1))
-    return torch.stack([c if i in unclamped else clip(c, low, high) for i, c in channels], 1)
-
-
 def mix_channels(x: Tensor, matrix: tuple[tuple[float, ...], ...]) -> Tensor:
     """Multiply the channels of each pixel, [B, C, H, W], by a matrix [C, C]."""
     return torch.einsum("ij,bjhw->bihw", x.new_tensor(matrix), x)
 
 
+def _clamp_except(x: Tensor, unclamped: tuple[int, ...], high: float) -> Tensor:
+    """Clamp all channels but the given ones to [0, high]."""
+    channels = enumerate(x.unbind(1))
+    return torch.stack([c if i in unclamped else clip(c, 0, high) for i, c in channels], 1)
+
+
+class ColorShift(AlphaTransform):
+    """A shift of each channel of a color space by at most alpha times its `span`."""
+
+    channels = (3,)
+    span: ClassVar[tuple[float, float, float]]
+
+    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
+        """(shift [B, 3] of the space's channels, U(-alpha span, alpha span))."""
+        largest = x.new_tensor([span * self.alpha for span in self.span])
+        return (between(x, -1, 1, 3, generator=generator) * largest,)
+
+
 @dataclass(frozen=True)
-class HSV(Transform):
+class HSV(ColorShift):
     """Shift hue, saturation and value.
 
     Args:
@@ -291,22 +281,16 @@ class HSV(Transform):
             accident: only reds to yellow-greens are left.
     """
 
-    alpha: float = 0.5
     released_code: bool = False
-
-    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
-        """(shift [B, 3] of hue, U(-alpha/5, alpha/5) radians, and of s and v, U(-alpha, alpha))."""
-        return (_sample_shift(x, (HUE_SHARE * self.alpha, self.alpha, self.alpha), generator),)
+    span = (0.2, 1.0, 1.0)
 
     def apply(self, x: Tensor, shift: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, 3, H, W]."""
-        self._need_rgb(x)
         hsv = rgb_to_hsv(x) + over_pixels(shift)
-        return hsv_to_rgb(_clamp_except(hsv, () if self.released_code else (0,), 0, 1))
+        return hsv_to_rgb(_clamp_except(hsv, () if self.released_code else (0,), 1))
 
 
 @dataclass(frozen=True)
-class LAB(Transform):
+class LAB(ColorShift):
     """Shift lightness and chroma in CIE L*a*b*.
 
     Args:
@@ -315,43 +299,28 @@ class LAB(Transform):
             not say: greens and blues are lost.
     """
 
-    alpha: float = 0.5
     released_code: bool = False
-
-    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
-        """(shift [B, 3] of L, U(-100 alpha, 100 alpha), and of a and b, U(-40 alpha, 40 alpha))."""
-        chroma = LAB_CHROMA * self.alpha
-        return (_sample_shift(x, (LAB_RANGE * self.alpha, chroma, chroma), generator),)
+    span = (100.0, 40.0, 40.0)
 
     def apply(self, x: Tensor, shift: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, 3, H, W]."""
-        self._need_rgb(x)
         lab = rgb_to_lab(raised(x, EPS)) + over_pixels(shift)
-        lab = _clamp_except(lab, () if self.released_code else (1, 2), 0, LAB_RANGE)
-        return lab_to_rgb(lab)
+        return lab_to_rgb(_clamp_except(lab, () if self.released_code else (1, 2), 100))
 
 
-@dataclass(frozen=True)
-class XYZ(Transform):
+class XYZ(ColorShift):
     """Shift each of X, Y and Z by at most alpha, in CIE XYZ clamped to [0, 1].
 
     The clamp, as the authors have it, dims the blue of whites (Z up to 1.089) even without shift.
     """
 
-    alpha: float = 0.5
-
-    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
-        """(shift [B, 3] of X, Y and Z, U(-alpha, alpha))."""
-        return (_sample_shift(x, (self.alpha,) * 3, generator),)
+    span = (1.0, 1.0, 1.0)
 
     def apply(self, x: Tensor, shift: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, 3, H, W]."""
-        self._need_rgb(x)
         return mix_channels(clip(mix_channels(x, TO_XYZ) + over_pixels(shift), 0, 1), FROM_XYZ)
 
 
 @dataclass(frozen=True)
-class YUV(Transform):
+class YUV(ColorShift):
     """Shift luma and chroma in YUV.
 
     Args:
@@ -360,19 +329,12 @@ class YUV(Transform):
             not say: negative chroma is lost.
     """
 
-    alpha: float = 0.5
     released_code: bool = False
-
-    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
-        """(shift [B, 3] of Y, U(-alpha, alpha), and of U and V, U(-0.4 alpha, 0.4 alpha))."""
-        chroma = YUV_CHROMA * self.alpha
-        return (_sample_shift(x, (self.alpha, chroma, chroma), generator),)
+    span = (1.0, 0.4, 0.4)
 
     def apply(self, x: Tensor, shift: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, 3, H, W]."""
-        self._need_rgb(x)
         yuv = mix_channels(x, TO_YUV) + over_pixels(shift)
-        yuv = _clamp_except(yuv, () if self.released_code else (1, 2), 0, 1)
+        yuv = _clamp_except(yuv, () if self.released_code else (1, 2), 1)
         return mix_channels(yuv, FROM_YUV)
 
 
@@ -395,48 +357,43 @@ def _where_channel(channel: Tensor, chosen: Tensor, other: Tensor) -> Tensor:
     return chosen * mask + other * (1 - mask)
 
 
-@dataclass(frozen=True)
 class Gray(Transform):
     """Replace all channels by one random mixture of them."""
+
+    channels = (3,)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(weights [B, 3] of red, green and blue, each U(0, 1), then scaled to sum to one)."""
         return (_sample_weights(x, generator),)
 
     def apply(self, x: Tensor, weights: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, 3, H, W]."""
-        self._need_rgb(x)
         return _grey(x, weights).expand_as(x)
 
 
-@dataclass(frozen=True)
-class GrayMix(Transform):
+class GrayMix(AlphaTransform):
     """Blend each channel with a random grey, whose share is at most alpha."""
 
-    alpha: float = 0.5
+    channels = (3,)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
         """(weights [B, 3] as in `Gray`; share [B, 3] of the grey in each channel, U(0, alpha))."""
         return _sample_weights(x, generator), between(x, 0, self.alpha, 3, generator=generator)
 
     def apply(self, x: Tensor, weights: Tensor, share: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, 3, H, W]."""
-        self._need_rgb(x)
         share = over_pixels(share)
         return x * (1 - share) + _grey(x, weights) * share
 
 
-@dataclass(frozen=True)
 class GrayTwoChannels(Transform):
     """Replace two channels by a random grey and keep one random channel."""
+
+    channels = (3,)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
         """(weights [B, 3] as in `Gray`; kept [B] int64, the channel that stays)."""
         return _sample_weights(x, generator), integers(x, 0, 2, generator=generator)
 
     def apply(self, x: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, 3, H, W]."""
-        self._need_rgb(x)
         return _where_channel(kept, x, _grey(x, weights))
 
 
@@ -446,20 +403,12 @@ class GrayOneChannel(Transform):
 
     Args:
         mixed: channels in the grey: two random ones, as the paper says, or all 3, as its code has.
-
-    Raises:
-        ValueError: mixed is neither 2 nor 3.
     """
 
-    mixed: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mixed not in (2, 3):
-            raise ValueError(f"mixed must be 2 or 3 channels, got {self.mixed}")
+    mixed: Literal[2, 3] = 2
+    channels = (3,)
 
     def as_released(self) -> Self:
-        """Return the transform with a grey of all three channels."""
         return replace(self, mixed=3)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
@@ -469,6 +418,4 @@ class GrayOneChannel(Transform):
         return _sample_weights(x, generator, *dropped), replaced
 
     def apply(self, x: Tensor, weights: Tensor, replaced: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, 3, H, W]."""
-        self._need_rgb(x)
         return _where_channel(replaced, _grey(x, weights), x)

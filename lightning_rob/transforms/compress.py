@@ -11,9 +11,8 @@ from torch.nn.functional import avg_pool2d, interpolate, pad
 from lightning_rob.randomness import Generator, uniform
 from lightning_rob.transforms.base import (
     EPS,
-    Transform,
+    AlphaTransform,
     between,
-    check_range,
     integers,
     over_pixels,
     soft_round,
@@ -47,7 +46,7 @@ WHITE, LUMA_OFFSET, MIN_FACTOR = 255, 128, 0.01
 
 
 @dataclass(frozen=True)
-class JPEG(Transform):
+class JPEG(AlphaTransform):
     """Compress as JPEG with 4:2:0 chroma, by soft rounding; one channel is compressed as luma.
 
     Args:
@@ -57,19 +56,13 @@ class JPEG(Transform):
         transposed: exchange horizontal and vertical frequencies in the standard's tables, as the
             code of Shin and Song and of the paper's authors; False is closer to a JPEG file.
         quality: lowest and highest quality, of 1 to 100, in place of alpha.
-
-    Raises:
-        ValueError: a range that is empty or out of bounds.
     """
 
-    alpha: float = 0.5
     released_code: bool = False
     transposed: bool = True
     quality: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("quality", self.quality, 1, 100)
+    channels = (1, 3)
+    limits = (("quality", 1, 100),)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(quality [B], of 1 to 100, U(5, 5 + 80 (1 - alpha)) or U of the range, rounded)."""
@@ -77,30 +70,21 @@ class JPEG(Transform):
         return (between(x, *(self.quality or by_alpha), generator=generator).round(),)
 
     def apply(self, x: Tensor, quality: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], C = 1 or 3."""
-        self._need_grey_or_rgb(x)
         return jpeg(x, quality, self.released_code, self.transposed)
 
 
 @dataclass(frozen=True)
-class ColorPrecision(Transform):
+class ColorPrecision(AlphaTransform):
     """Round each channel to a few levels, softly; the larger alpha, the fewer there may be.
 
     Args:
         alpha: steps from black to white are from floor(16 (1 - alpha)) + 1 to 16, unless there is a
             range of them.
         steps: fewest and most steps, in place of alpha.
-
-    Raises:
-        ValueError: a range that is empty or out of bounds.
     """
 
-    alpha: float = 0.5
     steps: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("steps", self.steps, 1, 255)
+    limits = (("steps", 1, 255),)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(steps [B, C] from black to white, integral, uniform over their range)."""
@@ -109,19 +93,15 @@ class ColorPrecision(Transform):
         return (steps.to(x),)
 
     def apply(self, x: Tensor, steps: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]: round~(steps * x) / steps."""
         steps = over_pixels(steps)
         return soft_round(steps * x) / steps
 
 
-@dataclass(frozen=True)
-class FFT(Transform):
+class FFT(AlphaTransform):
     """Scale the spectrum and drop a share of at most alpha of it.
 
     With probability 1/2 per image, all channels lose the same frequencies.
     """
-
-    alpha: float = 0.5
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
         """(gain [B], U(0.98, 1.02); kept [B, C, H, W // 2 + 1] of 0 and 1, over `rfft2`).
@@ -134,7 +114,6 @@ class FFT(Transform):
         return between(x, 0.98, 1.02, generator=generator), kept.to(x)
 
     def apply(self, x: Tensor, gain: Tensor, kept: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         spectrum = torch.fft.rfft2(x) * (over_pixels(gain) * kept)
         y: Tensor = torch.fft.irfft2(spectrum, s=x.shape[2:])
         return y
@@ -160,13 +139,14 @@ def jpeg(
     tables = x.new_tensor([LUMA, CHROMA])
     luma, chroma = (factor * t for t in (tables.mT if transposed else tables))
     if x.shape[1] == 1:
-        decoded = _quantize_luma(padded, luma)
+        decoded = quantize_dct(padded - LUMA_OFFSET, luma) + LUMA_OFFSET
     else:
         # only luma is offset by 128: without the offset that files give chroma, zero is its middle
         ycc = mix_channels(padded, TO_YCBCR)
         halved = quantize_dct(avg_pool2d(ycc[:, 1:], 2), chroma)
         full = interpolate(halved, scale_factor=2, mode="nearest")
-        decoded = mix_channels(torch.cat([_quantize_luma(ycc[:, :1], luma), full], 1), FROM_YCBCR)
+        light = quantize_dct(ycc[:, :1] - LUMA_OFFSET, luma) + LUMA_OFFSET
+        decoded = mix_channels(torch.cat([light, full], 1), FROM_YCBCR)
     return decoded[..., :height, :width] / WHITE
 
 
@@ -178,10 +158,6 @@ def table_factor(quality: Tensor, released_code: bool = False) -> Tensor:
     """
     coarse = 50 / quality
     return torch.where(quality < 50, 2 - 2 * coarse if released_code else coarse, 2 - quality / 50)
-
-
-def _quantize_luma(plane: Tensor, table: Tensor) -> Tensor:
-    return quantize_dct(plane - LUMA_OFFSET, table) + LUMA_OFFSET
 
 
 def quantize_dct(plane: Tensor, table: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_rob.transforms.base import Transform, check_odd
+from lightning_rob.transforms.base import Transform
 
 FLAT = 1e-6  # keeps an image without edges, which becomes mid-grey, from dividing by zero
 
@@ -25,24 +25,18 @@ class Laplacian(Transform):
     """
 
     size: int = 3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_odd("size", self.size)
+    odd = "size"
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         from kornia.filters import laplacian
 
         return stretch(laplacian(x, self.size, "reflect"))
 
 
-@dataclass(frozen=True)
 class Sobel(Transform):
     """Compute the length of the gradient, stretched to [0, 1]; the border is repeated."""
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         return stretch(sobel(x))
 
 

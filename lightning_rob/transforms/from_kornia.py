@@ -62,12 +62,11 @@ class FromKornia(Transform):
         return bool(gradient.isfinite().all() and gradient.any())
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
-        """Draw a seed for each image: [B] int64."""
+        """(seed [B] int64 of each image's augmentation)."""
         digits = (uniform(x.float(), 2, generator=generator) * 2**24).long()
         return (digits[:, 0] * 2**24 + digits[:, 1],)
 
     def apply(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Augment each image [C, H, W] by its own seed."""
         images = zip(torch.split(x, 1), seeds.tolist(), strict=True)
         return torch.cat([self._augmented(image, seed) for image, seed in images])
 

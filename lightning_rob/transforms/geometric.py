@@ -8,16 +8,13 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, pad
 
 from lightning_rob.randomness import Generator, uniform
-from lightning_rob.transforms.base import EPS, Transform, between, check_range
+from lightning_rob.transforms.base import EPS, AlphaTransform, Transform, between
 
 MIN_RATIO, TRIES = 3 / 4, 10
 
 
-@dataclass(frozen=True)
-class Affine(Transform):
+class Affine(AlphaTransform):
     """Apply an affine map, the identity with each entry off by at most alpha; zeros outside."""
-
-    alpha: float = 0.5
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(matrix [B, 2, 3], the identity + U(-alpha, alpha)).
@@ -28,7 +25,6 @@ class Affine(Transform):
         return (torch.eye(2, 3, dtype=x.dtype, device=x.device) + off,)
 
     def apply(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         # one grid, multiplied by B matrices: affine_grid of B matrices would bind an exported
         # program to B of 4 or more
         identity = torch.eye(2, 3, dtype=x.dtype, device=x.device)[None]
@@ -38,7 +34,7 @@ class Affine(Transform):
 
 
 @dataclass(frozen=True)
-class Crop(Transform):
+class Crop(AlphaTransform):
     """Cut out a random box and resize it to the whole image, bilinearly (Szegedy et al. 2015).
 
     Args:
@@ -46,36 +42,27 @@ class Crop(Transform):
             its sides.
         sides: lowest and highest share that the box has of the height and, drawn independently, of
             the width, in place of alpha: BaRT's zoom.
-
-    Raises:
-        ValueError: a range that is empty or out of bounds.
     """
 
-    alpha: float = 0.5
     sides: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("sides", self.sides, 0, 1)
+    limits = (("sides", 0, 1),)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
-        """(box [B, 4] int64: top, left, height, width in pixels, within the image).
-
-        As torchvision's `RandomResizedCrop`: the area is a share U(1 - alpha, 1 + alpha), the
-        logarithm of width to height uniform between those of 3/4 and 4/3. The box is the first of
-        ten draws that fits into the image, else the largest central one with such a ratio.
-        """
+        """(box [B, 4] int64: top, left, height, width in pixels, within the image)."""
         rows, columns = x.shape[2:]
         if self.sides:
             image = x.new_tensor([rows, columns])
             size = (image * between(x, *self.sides, 2, generator=generator)).round().clamp_min(1)
             corner = (uniform(x, 2, generator=generator) * (image - size + 1)).floor()
             return (torch.cat([corner, size], 1).long(),)
+        # As torchvision's `RandomResizedCrop`: the area is a share U(1 - alpha, 1 + alpha), the
+        # logarithm of width to height uniform between those of 3/4 and 4/3.
         u = uniform(x, TRIES, 2, generator=generator)
         area = rows * columns * (1 - self.alpha + (2 * self.alpha) * u[..., 0] + EPS)
         ratio = MIN_RATIO ** (1 - 2 * u[..., 1])
         sides = torch.stack([(area / ratio).sqrt(), (area * ratio).sqrt()], -1).round()
         image = sides.new_tensor([rows, columns])
+        # The first draw that fits into the image, else the largest central box of such a ratio.
         fits = ((sides >= 1) & (sides <= image)).all(-1)
         first = fits.to(torch.uint8).argmax(1)
         found = fits.any(1)[:, None]
@@ -86,7 +73,6 @@ class Crop(Transform):
         return (torch.cat([corner, size], 1).long(),)
 
     def apply(self, x: Tensor, box: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         from kornia.geometry.transform import remap
 
         (rows, columns), (top, left, height, width) = x.shape[2:], box.to(x).unbind(1)
@@ -107,26 +93,22 @@ def _source_positions(length: int, start: Tensor, side: Tensor) -> Tensor:
     return start[:, None] + torch.minimum(inside.clamp_min(0), side[:, None] - 1)
 
 
-@dataclass(frozen=True)
 class HorizontalFlip(Transform):
     """Exchange left and right."""
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         return x.flip(3)
 
 
-@dataclass(frozen=True)
 class VerticalFlip(Transform):
     """Exchange top and bottom."""
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         return x.flip(2)
 
 
 @dataclass(frozen=True)
-class Swirl(Transform):
+class Swirl(AlphaTransform):
     """Turn the image about a random pixel, less and less with the distance; zeros outside.
 
     Args:
@@ -136,20 +118,12 @@ class Swirl(Transform):
             a pixel outside, as the weights of the authors' bilinear interpolation do.
         radius: lowest and highest radius in pixels, in place of alpha.
         strength: lowest and highest strength in radians, in place of alpha.
-
-    Raises:
-        ValueError: a range that is empty or out of bounds.
     """
 
-    alpha: float = 0.5
     released_code: bool = False
     radius: tuple[float, float] | None = None
     strength: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("radius", self.radius, 0, math.inf)
-        check_range("strength", self.strength, 0, math.inf)
+    limits = (("radius", 0, math.inf), ("strength", 0, math.inf))
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor, Tensor]:
         """(center [B, 2], radius [B], strength [B]).

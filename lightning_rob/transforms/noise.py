@@ -1,12 +1,10 @@
 """Noise, and pixels set to white or black."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from lightning_rob.randomness import Generator, normal, uniform
-from lightning_rob.transforms.base import EPS, Transform, between, over_pixels
+from lightning_rob.transforms.base import EPS, AlphaTransform, between, over_pixels
 
 MIN_PHOTON = 1e-3  # the paper's smallest alpha
 LARGE_PHOTON = 0.25  # from this value of a photon on, few are counted: sum the probabilities
@@ -20,53 +18,36 @@ def share_channels(noise: Tensor, generator: Generator) -> Tensor:
     return noise * (1 - grey) + noise[:, :1] * grey  # exact, and faster than `torch.where`
 
 
-def _sample_mask(x: Tensor, alpha: float, generator: Generator) -> Tensor:
-    """[B, C, H, W] of 0 and 1, ones with a probability per image that is uniform in [0, alpha)."""
-    probability = between(x, 0, alpha, 1, 1, 1, generator=generator)
-    u = share_channels(uniform(x, *x.shape[1:], generator=generator), generator)
-    return (u < probability).to(x)
+class AdditiveNoise(AlphaTransform):
+    """Noise that is added to the image."""
+
+    def apply(self, x: Tensor, noise: Tensor) -> Tensor:
+        return x + noise
 
 
-@dataclass(frozen=True)
-class GaussianNoise(Transform):
+class GaussianNoise(AdditiveNoise):
     """Add normal noise of standard deviation alpha, in pixel units.
 
     With probability 1/2 per image, all channels of a pixel get the same noise.
     """
-
-    alpha: float = 0.5
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(noise [B, C, H, W] in pixel units, N(0, alpha^2))."""
         noise = self.alpha * normal(x, *x.shape[1:], generator=generator)
         return (share_channels(noise, generator),)
 
-    def apply(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Add the noise."""
-        return x + noise
 
-
-@dataclass(frozen=True)
-class UniformNoise(Transform):
+class UniformNoise(AdditiveNoise):
     """Add uniform noise of at most alpha, in pixel units; channels as in `GaussianNoise`."""
-
-    alpha: float = 0.5
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(noise [B, C, H, W] in pixel units, U(-alpha, alpha))."""
         noise = between(x, -self.alpha, self.alpha, *x.shape[1:], generator=generator)
         return (share_channels(noise, generator),)
 
-    def apply(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Add the noise."""
-        return x + noise
 
-
-@dataclass(frozen=True)
-class SpeckleNoise(Transform):
+class SpeckleNoise(AlphaTransform):
     """Multiply by normal noise of mean 1 and deviation alpha; channels as in `GaussianNoise`."""
-
-    alpha: float = 0.5
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(factor [B, C, H, W], N(1, alpha^2))."""
@@ -74,19 +55,15 @@ class SpeckleNoise(Transform):
         return (1 + share_channels(noise, generator),)
 
     def apply(self, x: Tensor, factor: Tensor) -> Tensor:
-        """Multiply by the factor."""
         return x * factor
 
 
-@dataclass(frozen=True)
-class PoissonNoise(Transform):
+class PoissonNoise(AdditiveNoise):
     """Count photons, each worth alpha in pixel units: alpha * Poisson(x / alpha).
 
     The noise is drawn for the image that `sample` sees and is then a constant: the gradient is the
     identity, the straight-through estimate of the paper. Alpha is at least 0.001.
     """
-
-    alpha: float = 0.5
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(noise [B, C, H, W] in pixel units, alpha * Poisson(x / alpha) - x)."""
@@ -100,10 +77,6 @@ class PoissonNoise(Transform):
             count = poisson_quantile(u, rate)
         return (photon * count - clean,)
 
-    def apply(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Add the noise."""
-        return x + noise
-
 
 def summed_poisson_quantile(u: Tensor, rate: Tensor, max_rate: float) -> Tensor:
     """Compute `poisson_quantile` by summing the probabilities: faster for small rates.
@@ -112,9 +85,6 @@ def summed_poisson_quantile(u: Tensor, rate: Tensor, max_rate: float) -> Tensor:
         u: any shape, in [0, 1).
         rate: same shape, mean count, from 0 to max_rate.
         max_rate: determines the number of terms.
-
-    Returns:
-        Same shape, of u's dtype, integral.
     """
     dtype, rate = u.dtype, rate.double()  # in single precision rounding would hide the tail
     u = u.to(rate).clamp(2.0**-25, 1 - 2.0**-24)
@@ -129,73 +99,59 @@ def summed_poisson_quantile(u: Tensor, rate: Tensor, max_rate: float) -> Tensor:
 
 
 def poisson_quantile(u: Tensor, rate: Tensor) -> Tensor:
-    """Compute the smallest count k with P(Poisson(rate) <= k) >= u.
-
-    The expansion of Cornish and Fisher (1938) is off by one at most for these rates (its second
-    term fades out where the rate is small); one step up or down leads to the exact count.
+    """Compute the smallest count k with P(Poisson(rate) <= k) >= u, of u's dtype.
 
     Args:
         u: any shape, in [0, 1).
         rate: same shape, mean count, from 0 to 1000.
-
-    Returns:
-        Same shape, of u's dtype, integral.
     """
     dtype, rate = u.dtype, rate.to(torch.promote_types(u.dtype, torch.float32))
     u = u.to(rate).clamp(2.0**-25, 1 - 2.0**-24)
+    # The expansion of Cornish and Fisher (1938) is off by one at most for these rates; its second
+    # term fades out where the rate is small.
     z = torch.special.ndtri(u)
     guess = rate + z * rate.sqrt() + (z * z - 1) / 6 * rate / (rate + 0.03)
     count = (guess - 0.5).ceil().clamp_min(0)
+    # One step up or down leads to the exact count.
     count = count + (torch.special.gammaincc(count + 1, rate) < u).to(u)
     fewer = torch.special.gammaincc(count.clamp_min(1), rate) >= u
     exact: Tensor = count - (fewer & (count > 0)).to(u)
     return exact.to(dtype)
 
 
-@dataclass(frozen=True)
-class Salt(Transform):
-    """Set a share of at most alpha of the pixels to white; channels as in `GaussianNoise`."""
-
-    alpha: float = 0.5
+class Specks(AlphaTransform):
+    """Pixels set to one value; channels as in `GaussianNoise`."""
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(mask [B, C, H, W] of 0 and 1, ones with a probability per image of U(0, alpha))."""
-        return (_sample_mask(x, self.alpha, generator),)
+        probability = between(x, 0, self.alpha, 1, 1, 1, generator=generator)
+        u = share_channels(uniform(x, *x.shape[1:], generator=generator), generator)
+        return ((u < probability).to(x),)
+
+
+class Salt(Specks):
+    """Set a share of at most alpha of the pixels to white, to which the sum is clamped."""
 
     def apply(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Add the mask; the caller clamps to white."""
         return x + mask
 
 
-@dataclass(frozen=True)
-class Pepper(Transform):
-    """Set a share of at most alpha of the pixels to black; channels as in `GaussianNoise`."""
-
-    alpha: float = 0.5
-
-    def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
-        """(mask [B, C, H, W] of 0 and 1, ones with a probability per image of U(0, alpha))."""
-        return (_sample_mask(x, self.alpha, generator),)
+class Pepper(Specks):
+    """Set a share of at most alpha of the pixels to black, to which the difference is clamped."""
 
     def apply(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Subtract the mask; the caller clamps to black."""
         return x - mask
 
 
-@dataclass(frozen=True)
-class Erase(Transform):
+class Erase(AlphaTransform):
     """Blacken a rectangle (Zhong et al. 2020) of at most a share alpha of the image."""
 
-    alpha: float = 0.5
-
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
-        """(box [B, 4] int64: top, left, height, width in pixels, within the image).
-
-        The area is a share U(0.02, max(0.02, alpha)) of the image, the ratio of height to width
-        U(0.3, 1) or, as often, U(1, 1 / 0.3).
-        """
+        """(box [B, 4] int64: top, left, height, width in pixels, within the image)."""
         rows, columns = x.shape[2:]
         u = uniform(x, 5, generator=generator)
+        # The area is a share U(0.02, max(0.02, alpha)) of the image, the ratio of height to width
+        # U(0.3, 1) or, as often, U(1, 1 / 0.3).
         share = BOX_AREA + (max(BOX_AREA + EPS, self.alpha) - BOX_AREA) * u[:, 0]
         flat, tall = BOX_RATIO + (1 - BOX_RATIO) * u[:, 1], 1 + (1 / BOX_RATIO - 1) * u[:, 1]
         ratio = torch.where(u[:, 4] < 0.5, flat, tall)
@@ -207,7 +163,6 @@ class Erase(Transform):
         return (torch.stack([top, left, height, width], 1).long(),)
 
     def apply(self, x: Tensor, box: Tensor) -> Tensor:
-        """Set the pixels of the box to zero."""
         top, left, height, width = (over_pixels(side) for side in box.unbind(1))
         row = torch.arange(x.shape[2], device=x.device)[:, None]
         column = torch.arange(x.shape[3], device=x.device)

@@ -5,7 +5,6 @@ robustness. The ranges are those of the paper's study of BaRT (Raff et al. 2019)
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,16 +14,16 @@ from torch import Tensor
 from lightning_rob.randomness import Generator
 from lightning_rob.transforms.base import (
     NumpyImage,
+    NumpyTransform,
     Transform,
     between,
     integers,
-    map_images,
     over_pixels,
 )
 
 
 @dataclass(frozen=True)
-class AdaptiveHistogram(Transform):
+class AdaptiveHistogram(NumpyTransform):
     """Equalize the histogram of each channel and region, with limited contrast (CLAHE).
 
     Args:
@@ -36,24 +35,18 @@ class AdaptiveHistogram(Transform):
     clip: tuple[float, float] = (0.01, 0.04)
     regions: int = 8
 
-    differentiable: ClassVar[bool] = False
-
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(clip [B], a share of the contrast, uniform in the range)."""
         return (between(x, *self.clip, generator=generator),)
 
-    def apply(self, x: Tensor, clip: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
-        sides = [max(side // self.regions, 1) for side in x.shape[2:]]
-
-        def equalized(image: NumpyImage, limit: float) -> NumpyImage:
-            return np.stack([exposure.equalize_adapthist(plane, sides, limit) for plane in image])
-
-        return map_images(x.clamp(0, 1), equalized, clip)
+    def transform_image(self, image: NumpyImage, limit: float) -> NumpyImage:
+        image = image.clip(0, 1)
+        sides = [max(side // self.regions, 1) for side in image.shape[1:]]
+        return np.stack([exposure.equalize_adapthist(plane, sides, limit) for plane in image])
 
 
 @dataclass(frozen=True)
-class EqualizeHistogram(Transform):
+class EqualizeHistogram(NumpyTransform):
     """Equalize the histogram of each channel.
 
     Args:
@@ -62,33 +55,26 @@ class EqualizeHistogram(Transform):
 
     bins: tuple[int, int] = (40, 256)
 
-    differentiable: ClassVar[bool] = False
-
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(bins [B] int64, uniform in the range)."""
         return (integers(x, *self.bins, generator=generator),)
 
-    def apply(self, x: Tensor, bins: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
-
-        def equalized(image: NumpyImage, count: float) -> NumpyImage:
-            planes = [exposure.equalize_hist(plane, int(count)) for plane in image]  # type: ignore[no-untyped-call]
-            return np.stack(planes)
-
-        return map_images(x, equalized, bins)
+    def transform_image(self, image: NumpyImage, bins: int) -> NumpyImage:
+        return np.stack([exposure.equalize_hist(plane, bins) for plane in image])  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
 class ContrastStretch(Transform):
     """Stretch the range between two percentiles of an image, all channels alike, to [0, 1].
 
+    A constant image stays.
+
     Args:
         tail: largest share of the pixels that becomes black, and largest that becomes white.
     """
 
     tail: float = 0.04
-
-    differentiable: ClassVar[bool] = False
+    differentiable = False
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
         """(black [B], white [B]: shares of the pixels, U(0, tail))."""
@@ -96,7 +82,6 @@ class ContrastStretch(Transform):
         return black, between(x, 0, self.tail, generator=generator)
 
     def apply(self, x: Tensor, black: Tensor, white: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]; a constant image stays."""
         ranked = x.detach().flatten(1).sort(1).values
         last = ranked.shape[1] - 1
         low = ranked.gather(1, (black * last).round().long()[:, None])
@@ -106,7 +91,7 @@ class ContrastStretch(Transform):
 
 
 @dataclass(frozen=True)
-class ChambolleDenoise(Transform):
+class ChambolleDenoise(NumpyTransform):
     """Denoise by total variation (Chambolle 2004).
 
     Args:
@@ -115,20 +100,13 @@ class ChambolleDenoise(Transform):
 
     weight: tuple[float, float] = (0.6, 1.15)
 
-    differentiable: ClassVar[bool] = False
-
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(weight [B], uniform in the range; the larger, the smoother)."""
         return (between(x, *self.weight, generator=generator),)
 
-    def apply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
-
-        def denoised(image: NumpyImage, strength: float) -> NumpyImage:
-            smooth: NumpyImage = restoration.denoise_tv_chambolle(image, strength, channel_axis=0)  # type: ignore[no-untyped-call]
-            return smooth
-
-        return map_images(x, denoised, weight)
+    def transform_image(self, image: NumpyImage, weight: float) -> NumpyImage:
+        smooth: NumpyImage = restoration.denoise_tv_chambolle(image, weight, channel_axis=0)  # type: ignore[no-untyped-call]
+        return smooth
 
 
 @dataclass(frozen=True)
@@ -140,15 +118,13 @@ class HardPrecision(Transform):
     """
 
     steps: tuple[int, int] = (8, 200)
-
-    differentiable: ClassVar[bool] = False
+    differentiable = False
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(steps [B, C], integral, uniform in the range)."""
         return (integers(x, *self.steps, x.shape[1], generator=generator).to(x),)
 
     def apply(self, x: Tensor, steps: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]: round(steps * x) / steps."""
         steps = over_pixels(steps)
         return (steps * x).round() / steps
 

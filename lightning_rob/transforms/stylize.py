@@ -1,27 +1,32 @@
 """Tone: color jitter, gamma, sharpness and solarization."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, pad
 
 from lightning_rob.randomness import Generator, uniform
-from lightning_rob.transforms.base import EPS, Transform, between, clip, over_pixels, raised
+from lightning_rob.transforms.base import (
+    EPS,
+    AlphaTransform,
+    Transform,
+    between,
+    clip,
+    over_pixels,
+    raised,
+)
 from lightning_rob.transforms.color import jitter_hsv
 
 DARKEST = 1 / 255
 
 
-@dataclass(frozen=True)
-class ColorJitter(Transform):
+class ColorJitter(AlphaTransform):
     """Change brightness, contrast, saturation and hue in random order.
 
     Brightness is added, contrast multiplied without a mean, saturation and hue are those of
     `rgb_to_hsv`. The authors' code also adds noise of 1e-5 with the brightness; there is none here.
     """
 
-    alpha: float = 0.5
+    channels = (3,)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
         """(amount [B, 4], order [B, 4] int64).
@@ -34,8 +39,6 @@ class ColorJitter(Transform):
         return off + off.new_tensor([0, 1, 1, 0]), uniform(x, 4, generator=generator).argsort(1)
 
     def apply(self, x: Tensor, amount: Tensor, order: Tensor) -> Tensor:
-        """[B, 3, H, W] -> [B, 3, H, W]."""
-        self._need_rgb(x)
         x = raised(x, EPS)
         if torch.compiler.is_exporting():  # shapes must not depend on values
             return self._apply_masked(x, amount, order)
@@ -64,28 +67,21 @@ class ColorJitter(Transform):
 
 def _adjust_affine(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:
     """Change the brightness of images [B, 3, H, W] of kind [B] 0, the contrast of kind 1."""
-    factor, shift = _amount_of(1, amount, kind, 1), _amount_of(0, amount, kind, 0)
+    factor = torch.where(kind == 1, amount[:, 1], 1)
+    shift = torch.where(kind == 0, amount[:, 0], 0)
     return x * over_pixels(factor) + over_pixels(shift)
 
 
 def _adjust_hsv(x: Tensor, amount: Tensor, kind: Tensor) -> Tensor:
     """Change the saturation of images [B, 3, H, W] of kind [B] 2, the hue of kind 3."""
-    return jitter_hsv(x, _amount_of(2, amount, kind, 1), amount[:, 3], kind == 3)
+    return jitter_hsv(x, torch.where(kind == 2, amount[:, 2], 1), amount[:, 3], kind == 3)
 
 
-def _amount_of(wanted: int, amount: Tensor, kind: Tensor, neutral: float) -> Tensor:
-    """Return a column of the amounts [B, 4] for images of that kind, for others the neutral."""
-    return torch.where(kind == wanted, amount[:, wanted], neutral)
-
-
-@dataclass(frozen=True)
-class Gamma(Transform):
+class Gamma(AlphaTransform):
     """Raise to a power near one.
 
     The slope at black would be 0 or infinite; the one of the next darkest of 256 greys replaces it.
     """
-
-    alpha: float = 0.5
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(gamma [B], U(1 - alpha, 1 + alpha), at least 1e-9)."""
@@ -93,15 +89,13 @@ class Gamma(Transform):
         return (gamma.clamp_min(EPS),)
 
     def apply(self, x: Tensor, gamma: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         gamma, black = over_pixels(gamma), x.detach() <= EPS
         slope = gamma * DARKEST ** (gamma - 1)
         rising = EPS**gamma + slope * (x - x.detach())
         return torch.where(black, rising, torch.where(black, DARKEST, x) ** gamma)
 
 
-@dataclass(frozen=True)
-class Sharpen(Transform):
+class Sharpen(AlphaTransform):
     """Move away from, or towards, a 3x3 blur (centre 5/13, others 1/13; none at the border).
 
     As Pillow's `ImageEnhance.Sharpness`. kornia's `sharpness` is the same, but for the slope of its
@@ -109,19 +103,15 @@ class Sharpen(Transform):
     of magnitude: 10^-5 to 10^5 at alpha 0.5.
     """
 
-    alpha: float = 0.5
-
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(factor [B], 10^(10 U(-alpha, alpha)); 0 is the blur, 1 the image)."""
         return (10 ** (10 * between(x, -self.alpha, self.alpha, generator=generator)),)
 
     def apply(self, x: Tensor, factor: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         detail = x[..., 1:-1, 1:-1] - avg_pool2d(x, 3, stride=1)
         return x + (over_pixels(factor) - 1) * (9 / 13) * pad(detail, [1] * 4)
 
 
-@dataclass(frozen=True)
 class Solarize(Transform):
     """Shift the brightness a little, then invert pixels that are brighter than about a half."""
 
@@ -131,7 +121,6 @@ class Solarize(Transform):
         return threshold, between(x, -0.1, 0.1, generator=generator)
 
     def apply(self, x: Tensor, threshold: Tensor, addition: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         shifted = (x + over_pixels(addition)).clamp(0, 1)
         bright = (shifted >= over_pixels(threshold)).to(x)
         return shifted * (1 - 2 * bright) + bright

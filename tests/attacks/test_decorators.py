@@ -11,19 +11,15 @@ from torch.nn.functional import cross_entropy
 
 from lightning_rob.attacks import (
     ARC,
-    CW,
     GMSA,
     PGD,
     Accelerated,
     Chunked,
-    DeepFool,
     PartialBatchAttack,
     Quantized8Bit,
     ThroughAdaptation,
-    decorators,
 )
 from lightning_rob.attacks.decorators import quantize
-from lightning_rob.attacks.oom import kept_for_gradients
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Streams
@@ -72,13 +68,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("options", [{"images": 4}, {"memory": 1}])
-def test_the_same_images(name, options):
+def test_the_same_images(name):
     attack, defended = CASES[name]
     x, y = batch()
     streams = [Streams.from_index(torch.arange(len(x)), 5) for _ in "ab"]
     whole = attack(defended(Net()), x, y, streams[0])
-    parts = Chunked(attack, **options)(defended(Net()), x, y, streams[1])
+    parts = Chunked(attack, 4)(defended(Net()), x, y, streams[1])
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-9)
     assert streams[0].counter == streams[1].counter
 
@@ -101,46 +96,6 @@ def test_a_cpu_attacks_what_its_caches_hold(name, monkeypatch):
         images.append(attack(defended(net), x, y, noise))
     torch.testing.assert_close(images[1], images[0], rtol=0, atol=1e-9)
     assert set(net.sizes) <= {4, 3}
-
-
-def test_memory_bounds_what_is_kept():
-    """A hidden layer of 32 doubles and its input are kept for each image."""
-    net, (x, y) = Net(), batch(64)
-    each = kept_for_gradients(lambda: PGD(LINF, 1, 0.03)(Single(net), x[:2], y[:2]))
-    each -= kept_for_gradients(lambda: PGD(LINF, 1, 0.03)(Single(net), x[:1], y[:1]))
-    assert 32 * 8 <= each <= 4 * (32 + 48) * 8
-    net.sizes.clear()
-    Chunked(PGD(LINF, 1, 0.03), memory=20 * each / 2**30)(Single(net), x, y)
-    assert net.sizes[:2] == [1, 2]  # to find out
-    assert net.sizes[2] == 10
-
-
-def test_memory_that_is_free(monkeypatch):
-    """Four fifths of it; chunks are those of the same number of GiB."""
-    sizes, free = {}, int(1e-4 * 2**30 / 0.8) + 1
-    monkeypatch.setattr(decorators, "free_memory", lambda device: {"cpu": free}[device.type])
-    for memory in ("auto", 1e-4):
-        net, (x, y) = Net(), batch(640)
-        Chunked(PGD(LINF, 1, 0.03), memory=memory)(Single(net), x, y)
-        sizes[memory] = net.sizes
-    assert sizes["auto"] == sizes[1e-4]
-    assert 2 < max(sizes["auto"]) < 640
-    monkeypatch.setattr(decorators, "free_memory", lambda device: None)
-    with pytest.raises(ValueError, match="cpu has no such number: give GiB"):
-        Chunked(PGD(LINF, 1, 0.03), memory="auto")(Single(net), x, y)
-
-
-@pytest.mark.parametrize("wrong", [[], [0], [1]])
-@pytest.mark.parametrize(
-    "attack", [CW(Threat("l2", 9.0), 5, binary_steps=2), DeepFool(LINF), CASES["arc"][0]]
-)
-def test_memory_does_not_depend_on_which_images_are_wrong(attack, wrong):
-    net, x = Net(), batch(24)[0]
-    y = net(x).argmax(1)
-    y[wrong] = (y[wrong] + 1) % 4
-    net.sizes.clear()
-    Chunked(attack, memory=20 * 352 / 2**30)(Single(net), x, y)
-    assert max(net.sizes) <= 12
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -194,13 +149,9 @@ def test_rounds_whose_inner_attack_runs_out_of_memory():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give images or memory"),
-        ({"images": 3, "memory": 1.0}, "give images or memory"),
         ({"images": 0}, "images must be a positive whole number, got 0"),
         ({"images": True}, "images must be a positive whole number, got True"),
         ({"images": 2.5}, "images must be a positive whole number, got 2.5"),
-        ({"memory": -1.0}, 'memory must be a positive number of GiB or "auto", got -1.0'),
-        ({"memory": "4GiB"}, "memory must be a positive number of GiB or \"auto\", got '4GiB'"),
     ],
 )
 def test_bad_arguments(options, message):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_rob.attacks import GMSA, PGD, Attack
-from lightning_rob.attacks.base import attacking
+from lightning_rob.attacks.contexts import attacking
 from lightning_rob.attacks.gradient import ObjectiveGradient
 from lightning_rob.defenses import Defense, Mixture, RandomTransforms, Single
 from lightning_rob.defenses.copies import original

@@ -39,7 +39,7 @@ def test_on_member_attacks_that_member_alone(ensemble, batch, member):
 def test_a_member_that_is_not_there(ensemble, batch):
     with pytest.raises(ValueError, match="member must be 0 … 2, got 3"):
         OnMember(INNER, 3)(ensemble, *batch[:2])
-    with pytest.raises(ValueError, match="0 or more, got -1"):
+    with pytest.raises(ValueError, match="member must be at least 0, got -1"):
         OnMember(INNER, -1)
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_rob.attacks import CW, PAA, PGD, TAA, Attack, Chunked, DeepFool, ranking_weights
-from lightning_rob.attacks.base import is_batch_separable, walk
+from lightning_rob.attacks.base import is_batch_separable
+from lightning_rob.attacks.nested import walk
 from lightning_rob.attacks.transform_ensemble import AGGREGATES
 from lightning_rob.defenses import Single, TransformEnsemble
 from lightning_rob.defenses.copies import original

@@ -496,7 +496,7 @@ def test_the_rule_of_a_mixture_decides_which_images_are_fooled():
 
 def test_dropping_from_a_mixture_needs_to_see_who_answers():
     defense = Mixture([ensemble(), ensemble()])
-    with pytest.raises(TypeError, match="who of a mixture answers"):
+    with pytest.raises(TypeError, match="which part of a mixture predicts"):
         PGD(LINF, 1, 0.1, objective=linear, early_stop=True)(defense, *batch(3))
 
 
@@ -516,9 +516,9 @@ def test_images_that_are_wrong_already_stay():
 
 # the way to the network
 
-# _attempt is where an attack is tried again: unfolded, in less memory or just inside the bounds,
+# _attack is where an attack is tried again: unfolded, in less memory or just inside the bounds,
 # and network_logits the one place that knows in which precision and form a network answers
-ATTACKED = ["__call__", "_attempt", "perturb", "__call__", "logits", "network_logits"]
+ATTACKED = ["__call__", "_attack", "perturb", "__call__", "logits", "network_logits"]
 
 
 class FrameRecorder(nn.Module):

@@ -1,6 +1,5 @@
 """Callbacks on modules and batches that are not of this package, and plain loops."""
 
-import json
 import random
 
 import numpy as np
@@ -177,8 +176,10 @@ def test_streams_and_stored_batches(loader, images):
     assert run.callback_metrics["test/robust/clean"] == expected().accuracy("clean")
 
 
-@pytest.mark.parametrize("mode", ["sequential", "min_size", "max_size", "max_size_cycle"])
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "stored"),
+    [("sequential", False), ("min_size", True), ("max_size", False), ("max_size_cycle", True)],
+)
 def test_modes_of_combined_loaders(mode, stored):
     second = DataLoader(Stored(), batch_size=None) if stored else DataLoader(DATA, 20)
     loaders = CombinedLoader({"few": DataLoader(DATA, 5), "many": second}, mode)
@@ -248,14 +249,6 @@ def test_a_module_with_an_ensemble_as_its_defense():
     assert {"test/member_2/pgd", "test/audit/worst", "test/audit/flags"} <= set(logged)
 
 
-def test_sharded_weights_are_refused():
-    callback = RobustEval(ATTACKS)
-    run = trainer(callback)
-    run.strategy.__class__ = type("Sharded", (FSDPStrategy,), {})
-    with pytest.raises(MisconfigurationException, match="Sharded shards them: train with"):
-        callback.setup(run, Classifier(), "fit")
-
-
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [("64-true", torch.float64), ("bf16-true", torch.float32), ("16-true", torch.float32)],
@@ -265,9 +258,9 @@ def test_precisions_of_the_trainer(precision, dtype):
     seen = []
 
     class Seen(RobustEval):
-        def attack_batch(self, trainer, pl_module, batch):
+        def attack_batch(self, trainer, pl_module, batch, images):
             seen.append(batch[0].dtype)
-            super().attack_batch(trainer, pl_module, batch)
+            super().attack_batch(trainer, pl_module, batch, images)
 
     run = trainer(Seen(ATTACKS), max_epochs=1, precision=precision)
     run.fit(Classifier(), DataLoader(DATA, 10), DataLoader(DATA, 10))
@@ -275,17 +268,17 @@ def test_precisions_of_the_trainer(precision, dtype):
     assert "val/robust/worst" in run.callback_metrics
 
 
-def test_a_trainer_that_logs_nothing_is_refused():
-    with pytest.raises(MisconfigurationException, match="barebones=True"):
-        run = Trainer(
-            accelerator="cpu", barebones=True, max_epochs=1, callbacks=RobustEval(ATTACKS)
-        )
-        run.fit(Classifier(), DataLoader(DATA, 10), DataLoader(DATA, 10))
-
-
-def test_a_module_of_another_lightning_is_refused():
+def test_trainers_in_which_nothing_can_be_measured_are_refused():
+    callback = RobustEval(ATTACKS)
+    sharded, loader = trainer(callback), DataLoader(DATA, 10)
+    sharded.strategy.__class__ = type("Sharded", (FSDPStrategy,), {})
+    with pytest.raises(MisconfigurationException, match="Sharded shards them: train with"):
+        callback.setup(sharded, Classifier(), "fit")
     with pytest.raises(MisconfigurationException, match=r"import lightning\.pytorch as pl"):
-        RobustEval(ATTACKS).setup(trainer(), TinyNet(), "fit")
+        callback.setup(trainer(), TinyNet(), "fit")
+    run = Trainer(accelerator="cpu", barebones=True, max_epochs=1, callbacks=callback)
+    with pytest.raises(MisconfigurationException, match="barebones=True"):
+        run.fit(Classifier(), loader, loader)
 
 
 def test_bad_inputs():
@@ -304,14 +297,6 @@ def test_fabric():
     loader = fabric.setup_dataloaders(DataLoader(DATA, 40))
     found = evaluate(model, ATTACKS, loader, progress=False)
     assert torch.equal(found.scores, expected().scores)
-
-
-def test_records_of_a_foreign_module(tmp_path):
-    run = trainer(RobustEval(ATTACKS), logger=CSVLogger(tmp_path))
-    run.test(Classifier(), DataLoader(DATA, 7), verbose=False)
-    (file,) = tmp_path.rglob("robust.jsonl")
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [record["name"] for record in records] == ["clean", "weak", "pgd", "worst"]
 
 
 def test_another_preprocessing_in_the_same_run_is_refused():
@@ -344,19 +329,14 @@ def test_hooks_of_the_data_are_called_before_the_batch_is_unpacked():
     assert torch.allclose(callback.result.scores, found.scores)
 
 
-def test_callbacks_that_have_left_the_trainer_are_forgotten():
+def test_callbacks_that_have_left_the_trainer_are_forgotten(tmp_path):
+    """Each of the two tests leaves a file."""
     first, second = RobustEval(ATTACKS), RobustEval(ATTACKS)
-    run = trainer(first)
+    run = trainer(first, logger=CSVLogger(tmp_path))
     for callback in (first, second):
         run.callbacks = [callback]
         (logged,) = run.test(Classifier(), DataLoader(DATA, 7), verbose=False)
         assert logged["test/robust/clean"] == pytest.approx(expected().accuracy("clean"))
     assert [result.name for result in second.results] == ["clean", "weak", "pgd", "worst"]
-
-
-def test_two_tests_of_a_run_leave_two_files(tmp_path):
-    run = trainer(RobustEval(ATTACKS), logger=CSVLogger(tmp_path))
-    for _ in range(2):
-        run.test(Classifier(), DataLoader(DATA, 7), verbose=False)
     files = sorted(path.name for path in tmp_path.rglob("*.csv") if path.parent.name == "images")
     assert files == ["test-weak+pgd-2.csv", "test-weak+pgd.csv"]

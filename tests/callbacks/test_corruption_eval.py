@@ -75,7 +75,7 @@ def test_a_script_has_the_same_figures(package):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"severities": [0]}, r"severity must be 1 … 5, got 0"),
+        ({"severities": [0]}, r"severity must be in \[1, 5\], got 0"),
         ({"severities": [1, 1]}, r"counts once, got \[1, 1\]"),
         ({"corruptions": ["fog"], "reference": "alexnet"}, "not of fog"),
         ({"severities": [1, 2], "reference": "alexnet"}, "needs the severities 1 to 5"),
@@ -86,9 +86,12 @@ def test_refuses(options, message):
         CorruptionEval(**options)
 
 
-def test_two_callbacks_with_one_corruption_are_refused(package):
-    with pytest.raises(ValueError, match="two CorruptionEval have corruptions in common"):
-        logged_by(CorruptionEval(["darker"], [1]), CorruptionEval(["darker"], [1, 2]))
+def test_two_callbacks_and_an_attack_of_the_same_name_are_refused(package):
+    callback = CorruptionEval(["darker"], [1])
+    with pytest.raises(ValueError, match="two CorruptionEval are on one loader: give one all"):
+        logged_by(callback, CorruptionEval(["grainy"], [1]))
+    with pytest.raises(ValueError, match="rename the attack 'darker_1': a corruption"):
+        logged_by(RobustEval({"darker_1": PGD(Threat(), 1, 0.1)}), callback)
 
 
 def test_the_plug_in_has_the_corruptions_of_the_paper(tmp_path):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -11,20 +10,14 @@ from lightning_rob.callbacks import RobustEval, TransferMatrixEval
 from lightning_rob.defenses import Ensemble, Single, TransformEnsemble, first_member
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.threat import Threat
+from tests.callbacks.test_any_module import trainer
 from tests.forked import two_ranks
 from tests.schema import checked
-from tests.tiny import Blobs, TinyNet, arc, pgd, recipe, run, same_weights, weights
+from tests.tiny import Blobs, TinyNet, arc, pgd, recipe, run
 
 THREAT = Threat("linf", 24 / 255)
 PLAIN = PGD(THREAT, steps=4, step_size=8 / 255, random_start=False)
 RANDOM = PGD(THREAT, steps=2, step_size=16 / 255)
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 TWO = ["--trainer.strategy=ddp_find_unused_parameters_true", "--trainer.devices=2"]
 
 
@@ -64,8 +57,7 @@ def images_of(data):
 def study(defense, *callbacks, batch_size=33, **data):
     """Test with the callbacks: what was logged, and the data."""
     blobs = Blobs(eval_batch_size=batch_size, **data)
-    trainer = Trainer(callbacks=list(callbacks), **QUIET)
-    return trainer.test(module_of(defense), blobs, verbose=False)[0], blobs
+    return trainer(*callbacks).test(module_of(defense), blobs, verbose=False)[0], blobs
 
 
 def matrix(callback, name):
@@ -163,24 +155,6 @@ def test_run_leaves_records_pictures_and_curves_of_the_members_begun(tmp_path):
             assert min(picture.size) > 200
 
 
-def test_training_is_the_same_with_and_without(tmp_path):
-    studies = [
-        cross_eval({"pgd": pgd(), "arc": arc(random_start=True)}),
-        {
-            "class_path": "lightning_rob.callbacks.Gallery",
-            "init_args": {"weak": pgd(steps=1), "strong": pgd()},
-        },
-    ]
-    found = []
-    for name, callbacks in (("with", studies), ("without", [])):
-        (tmp_path / name).mkdir()
-        plain = {"model__init_args__monitor": None, "trainer__callbacks+": callbacks}
-        run("fit", "--config", recipe(tmp_path / name, **plain))
-        found.append(weights(tmp_path / name / "run/version_0/checkpoints/epoch=3-step=16.ckpt"))
-    assert same_weights(*found)
-    assert len(transfers(tmp_path / "with")) == 8
-
-
 def test_two_processes_give_the_same_matrices_and_the_same_gallery(tmp_path):
     plain = {"model__init_args__monitor": None, "trainer__callbacks+": []}
     run("fit", "--config", recipe(tmp_path, **plain))
@@ -242,7 +216,7 @@ def test_bad_arguments(options, message):
 # the heat map
 
 
-def test_transferability_and_ranking_are_those_of_the_answers(ensemble, capsys):
+def test_transferability_and_ranking_are_those_of_the_predictions(ensemble, capsys):
     cross = TransferMatrixEval({"pgd": PLAIN})
     _, data = study(ensemble, cross, test_size=50)
     x, y = images_of(data)

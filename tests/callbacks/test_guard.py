@@ -87,34 +87,25 @@ def written(folder):
     return list(loaded)
 
 
-@pytest.mark.parametrize("value", [NAN, float("inf")])
-def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path, value):
-    with pytest.raises(Fault, match="the loss is not finite in epoch 0, batch 2: the optimizer"):
-        fit(tmp_path, module=Spoiled(2, value))
-    assert written(tmp_path) == [1, 2]
+LATE = At(3, spoil, hook="on_train_batch_end")
+STOPS = [  # module, callback, batches of a step, message, last checkpoint
+    (Spoiled(2), None, 1, "the loss is not finite in epoch 0, batch 2: the optimizer", 2),
+    (Spoiled(2, float("inf")), None, 1, "the loss is not finite in epoch 0, batch 2", 2),
+    (Spoiled(2), None, 2, "the loss is not finite in epoch 0, batch 3", 1),
+    (None, At(7, grow), 1, r"gradient of .*first\.weight is not finite in epoch 1", 7),
+    (None, LATE, 1, r"first\.weight is not finite: no checkpoint is written", 3),
+]
 
 
-def test_lightning_steps_by_it_and_goes_on(tmp_path):
-    module = fit(tmp_path, module=Spoiled(2), guard=False)
-    assert not next(module.parameters()).isfinite().all()
-
-
-def test_a_gradient_that_is_not_finite_is_named(tmp_path):
-    with pytest.raises(Fault, match=r"the gradient of .*first\.weight is not finite in epoch 1"):
-        fit(tmp_path, At(7, grow))
-    assert written(tmp_path)[-1] == 7
-
-
-def test_the_first_of_several_batches_of_a_step(tmp_path):
-    with pytest.raises(Fault, match="the loss is not finite in epoch 0, batch 3"):
-        fit(tmp_path, module=Spoiled(2), accumulate_grad_batches=2)
-    assert written(tmp_path) == [1]
-
-
-def test_no_checkpoint_of_weights_that_are_not_finite(tmp_path):
-    with pytest.raises(Fault, match=r"first\.weight is not finite: no checkpoint is written"):
-        fit(tmp_path, At(3, spoil, hook="on_train_batch_end"))
-    assert written(tmp_path) == [1, 2, 3]
+@pytest.mark.parametrize(("module", "callback", "batches", "message", "last"), STOPS)
+def test_values_that_are_not_finite_stop_the_run(
+    tmp_path, module, callback, batches, message, last
+):
+    """Before the step, so that no checkpoint has them."""
+    callbacks = [callback] if callback else []
+    with pytest.raises(Fault, match=message):
+        fit(tmp_path, *callbacks, module=module, accumulate_grad_batches=batches)
+    assert written(tmp_path) == [*range(1, last + 1)]
 
 
 def test_what_an_exception_would_save_keeps_the_reason(tmp_path):
@@ -128,7 +119,7 @@ def test_what_an_exception_would_save_keeps_the_reason(tmp_path):
 def test_no_figures_of_weights_that_are_not_finite(tmp_path):
     module = AdversarialTraining(TinyNet)
     spoil(module)
-    with pytest.raises(Fault, match=r"first\.weight is not finite: what it answers says nothing"):
+    with pytest.raises(Fault, match=r"first\.weight is not finite: its predictions say nothing"):
         trainer(tmp_path).test(module, datamodule=Blobs(), verbose=False)
 
 

@@ -9,9 +9,8 @@ from rich.console import Console
 
 from lightning_rob.attacks import PGD
 from lightning_rob.callbacks import VotingRuleEval
-from lightning_rob.callbacks import votes as votes_module
 from lightning_rob.callbacks.votes import print_votes
-from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
+from lightning_rob.defenses import DENT, Ensemble, TransformEnsemble
 from lightning_rob.evaluation.records import with_schema
 from lightning_rob.rules import VOTING_RULES, majority, random_member
 from lightning_rob.threat import Threat
@@ -50,8 +49,8 @@ def test_each_rule_has_the_accuracy_of_the_ensemble_under_that_rule(ensemble):
     x, y = images()
     for name, seen in (("clean", x), ("pgd", WEAK(ensemble, x, y))):
         for rule_name, rule in VOTING_RULES.items():
-            answers = rule(ensemble.logits(seen), ensemble.weights)
-            expected = answers.gather(1, y[:, None]).mean().item()
+            predicted = rule(ensemble.logits(seen), ensemble.weights)
+            expected = predicted.gather(1, y[:, None]).mean().item()
             assert found[name, "all", rule_name] == pytest.approx(expected, abs=1e-6)
             assert logged[f"test/votes/{name}/{rule_name}"] == pytest.approx(expected, abs=1e-6)
 
@@ -101,25 +100,23 @@ def test_draws_are_averaged_and_have_an_interval():
         assert low <= result["accuracy"] <= high
 
 
-def test_the_attacker_knows_some_of_the_members_only(ensemble):
+@pytest.mark.parametrize(
+    ("attacked", "place", "ensembles", "voters"),
+    [
+        (["rotate_90"], 1, None, [0, 1, 2]),
+        ("clean", 0, {"14r": "reversible", "72": "all"}, [1, 2]),  # the original has no vote
+    ],
+)
+def test_the_attacker_knows_some_of_the_members_only(ensemble, attacked, place, ensembles, voters):
     x, y = images()
-    _, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}, attacked=["rotate_90"]))
-    x_adv = WEAK(ensemble.part([1]), x, y)
-    answers = majority(ensemble.logits(x_adv), ensemble.weights)
-    expected = answers.gather(1, y[:, None]).mean().item()
-    assert figures(votes)["pgd", "all", "MV"] == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_original_is_attacked_and_does_not_vote(ensemble):
-    x, y = images()
-    words = {"14r": "reversible", "72": "all"}
-    _, (votes,) = study(ensemble, VotingRuleEval({"pgd": WEAK}, attacked="clean", ensembles=words))
-    x_adv = WEAK(Single(ensemble.members[0]), x, y)
-    answers = majority(ensemble.logits(x_adv)[1:], torch.full((2,), 0.5))
-    expected = answers.gather(1, y[:, None]).mean().item()
-    for name in words:
-        assert votes.parts[name] == [[1, 2]]
-        assert figures(votes)["pgd", name, "MV"] == pytest.approx(expected, abs=1e-6)
+    callback = VotingRuleEval({"pgd": WEAK}, attacked=attacked, ensembles=ensembles)
+    study(ensemble, callback)
+    x_adv = WEAK(ensemble.part([place]), x, y)
+    votes = majority(ensemble.logits(x_adv)[voters], torch.full((len(voters),), 1 / len(voters)))
+    expected = votes.gather(1, y[:, None]).mean().item()
+    for name in ensembles or ["all"]:
+        assert callback.parts[name] == [voters]
+        assert figures(callback)["pgd", name, "MV"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_each_target_in_turn(ensemble):
@@ -151,24 +148,15 @@ def test_what_is_there_twice_runs_once_and_equal_names_are_numbered(ensemble):
     assert [list(votes.attacks) for votes in found] == [["a"], ["a_2"], []]
 
 
-def test_the_interval_over_draws_is_wider_than_that_over_images():
-    low, high = votes_module._accuracy([0.5, 0.5, 0.5, 0.5, 0.55], 20)["interval"]
-    alone = votes_module._accuracy([0.51], 20)["interval"]
-    assert low < alone[0]
-    assert high > alone[1]
-    low, high = votes_module._accuracy([0.95, 1.0], 20)["interval"]
-    assert 0 <= low < high <= 1
-
-
-class Sick(TinyNet):
-    """Its answers are no numbers."""
+class NonFinite(TinyNet):
+    """Its logits are not finite."""
 
     def forward(self, x):
         return super().forward(x) * torch.nan
 
 
-def test_answers_that_are_no_numbers_are_no_success_of_an_attack():
-    mixed = TransformEnsemble([*nets(1), Sick().eval()], ["clean", "rotate_90"])
+def test_logits_that_are_not_finite_are_no_success_of_an_attack():
+    mixed = TransformEnsemble([*nets(1), NonFinite().eval()], ["clean", "rotate_90"])
     with pytest.raises(ValueError, match="logits are not numbers on 33 of 33 images"):
         study(mixed, VotingRuleEval({"pgd": WEAK}, attacked=["clean"]))
 

@@ -443,7 +443,7 @@ COMMANDS: dict[str, tuple[Make, str]] = {
     ),
     "tune missing": (
         lambda f: ["tune", "--config", recipe(f), "--space", f / "no.yaml"],
-        "there is no search space",
+        "cannot be read as a search space",
     ),
     "tune empty": (
         lambda f: ["tune", "--config", recipe(f), "--space", put(f, "s.yaml", "")],

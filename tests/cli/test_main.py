@@ -191,7 +191,7 @@ def test_predict_writes_class_probabilities(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("predict", "--ckpt_path", trained / CKPT, "--trainer.accelerator=cpu")
     head, *rows = next(tmp_path.rglob("predictions.csv")).read_text().splitlines()
-    assert head == "index,answer,p0,p1,p2,p3"
+    assert head == "index,prediction,p0,p1,p2,p3"
     table = torch.tensor([[float(cell) for cell in row.split(",")] for row in rows])
     assert table[:, 0].tolist() == list(range(33))
     torch.testing.assert_close(table[:, 2:].sum(1), torch.ones(33))

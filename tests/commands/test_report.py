@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lightning_rob.cli import main
-from lightning_rob.commands.report.blocks import Cell, html, markdown, table
-from lightning_rob.commands.report.formatting import NONE
+from lightning_rob.commands.report.blocks import NONE, Cell, html, markdown, table
 from lightning_rob.commands.report.runs import (
     Evaluations,
     attack_result,
@@ -138,7 +137,8 @@ def whole(tmp_path):
 
 
 def test_accuracies_of_the_records_are_in_both_files(whole):
-    _, text, markdown = made(whole)
+    """The worst is the accuracy to cite, and the best epoch is marked."""
+    page, text, markdown = made(whole)
     for number in ("86.1%", "61.2%", "55.7%", "53.1%", "50.0% … 56.4%", "34.5%", "43.4%"):
         assert number in text
         assert number in markdown
@@ -151,10 +151,6 @@ def test_accuracies_of_the_records_are_in_both_files(whole):
     assert "evaluation seed 5" in text
     card = ["apgd", "full defense", "PGD", "linf", "8/255", "20", "0.1", "objective=expected_ce"]
     assert card in rows(markdown)
-
-
-def test_the_worst_is_the_accuracy_to_cite_and_the_best_epoch_is_marked(whole):
-    page, text, markdown = made(whole)
     assert "53.1% of 400 test images, each counted under the worst of apgd and arc" in text
     assert "where worst was best, at epoch 1: 34.5%" in text
     assert "| **1** | **71.2%** | **52.3%** | **43.4%** | **34.5%** |" in markdown
@@ -369,6 +365,17 @@ def test_files_go_to_the_run_or_here(tmp_path, whole, monkeypatch, capsys):
     main(["report", str(whole), str(other)])
     assert (tmp_path / "report.html").is_file()
     assert "Wrote report.md" in capsys.readouterr().out
+
+
+def test_a_template_of_the_user_overrides_a_block(whole, capsys):
+    template = whole / "mine.html"
+    template.write_text('{% extends "page.html" %}{% block style %}p { color: red }{% endblock %}')
+    main(["report", str(whole), "--template", str(template)])
+    html = (whole / "report.html").read_text()
+    assert "p { color: red }" in html and "61.2%" in html
+    assert "--ink" not in html.partition("<body>")[0]
+    template.write_text("{% for %}")
+    assert "cannot be used" in fails(capsys, whole, "--template", template)
 
 
 def test_no_torch_is_needed(whole):

@@ -167,13 +167,3 @@ def test_a_classifier_of_hugging_face():
     found = evaluate(net, ATTACKS, [(x, y)])
     assert found.accuracy("clean") == 1
     assert (found.per_image("worst") <= found.per_image("clean")).all()
-
-
-def test_a_network_of_timm():
-    timm = pytest.importorskip("timm")
-    net = timm.create_model("test_resnet", num_classes=4, in_chans=1).eval()
-    x = torch.rand(4, 1, 32, 32, generator=seeded())
-    y = net(x).argmax(1)
-    found = evaluate(net, ATTACKS, [(x, y)])
-    assert found.accuracy("clean") == 1
-    assert (found.per_image("worst") <= found.per_image("clean")).all()

@@ -1,30 +1,16 @@
 """Sub-models behind transformations: inputs, predictions, parts of the ensemble."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_rob.attacks import PGD, OnDifferentiable, OnMember, attacking
 from lightning_rob.defenses import Single, TransformEnsemble
 from lightning_rob.objectives import expected_ce
 from lightning_rob.randomness import Streams
-from lightning_rob.rules import VOTING_RULES, majority, mean_probs, random_member
 from lightning_rob.threat import Threat
-from lightning_rob.transforms import Transform
-from lightning_rob.transforms.pool import pool
 from tests.tiny import TinyNet
 
 NAMES = ["clean", "rotate_90", "shift_top_left", "noise_gaussian", "filter_median"]
-
-
-@dataclass(frozen=True)
-class Darken(Transform):
-    """Half as bright."""
-
-    def apply(self, x: Tensor) -> Tensor:
-        return x / 2
 
 
 def nets(count):
@@ -43,13 +29,6 @@ def test_members_predict_transformed_images(x):
     expected = [members[0](x.rot90(1, (2, 3))), members[1](x.flip((2, 3)))]
     assert torch.equal(ensemble.logits(x), torch.stack(expected))
     assert torch.equal(ensemble.weights, torch.full((2,), 0.5))
-
-
-def test_a_transformation_of_ones_own(x):
-    (net,) = nets(1)
-    ensemble = TransformEnsemble([net], {"dark": Darken()})
-    assert torch.equal(ensemble.logits(x)[0], net(x / 2))
-    assert ensemble.place("dark") == 0
 
 
 @pytest.mark.parametrize(
@@ -98,13 +77,6 @@ def test_the_next_call_draws_anew_and_the_next_run_the_same(x):
     assert not torch.equal(runs[0][0], runs[0][1])
 
 
-def test_the_global_stream_is_left_alone(x):
-    ensemble = TransformEnsemble(nets(5), NAMES)
-    before = torch.get_rng_state()
-    ensemble(x, torch.Generator().manual_seed(0))
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_classifiers_are_the_members_behind_their_transformations(x):
     ensemble = TransformEnsemble(nets(2), ["rotate_90", "shift_left"])
     found = torch.stack([net(x) for net in ensemble.classifiers])
@@ -132,28 +104,3 @@ def test_a_gradient_where_there_is_none_is_refused_and_not_zero(x):
             for z in (x, OnDifferentiable(pgd)(ensemble, x, y))
         )
     assert after > before
-
-
-@pytest.mark.parametrize("rule", VOTING_RULES.values(), ids=VOTING_RULES)
-def test_every_rule_predicts_one_class_or_the_share_of_votes(x, rule):
-    answers = TransformEnsemble(nets(3), ["clean", "rotate_90", "flip_both"], rule)(x)
-    assert torch.allclose(answers.sum(1), torch.ones(6))
-    if rule is not random_member:
-        assert set(answers.unique().tolist()) <= {0.0, 1.0}
-
-
-def test_rules_of_the_votes_by_hand():
-    """Three members, two classes: two votes of 0.6 against one of 0.1 … 0.9."""
-    logits = torch.tensor([[0.6, 0.4], [0.6, 0.4], [0.1, 0.9]]).log()[:, None]
-    weights = torch.full((3,), 1 / 3)
-    assert majority(logits, weights).tolist() == [[1, 0]]
-    assert mean_probs(logits, weights).tolist() == [[0, 1]]
-    assert random_member(logits, weights)[0].tolist() == pytest.approx([2 / 3, 1 / 3])
-
-
-def test_all_72_stand_together(x):
-    ensemble = TransformEnsemble(nets(72), "all")
-    votes = ensemble.logits(x[:2], Streams.from_index(torch.arange(2), 0))
-    assert votes.shape == (72, 2, 4)
-    assert votes.isfinite().all()
-    assert ensemble.names == list(pool())

@@ -5,39 +5,31 @@ import copy
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Trainer
 from torch import nn
 
-from lightning_rob.attacks import GMSA, PGD
-from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks import GMSA, PGD, Attack, NoAttack
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.data.base import labelled_images
 from lightning_rob.defenses import DENT, Defense
 from lightning_rob.defenses.transductive import Transductive, give_source
 from lightning_rob.evaluation import RoundProtocol
-from lightning_rob.evaluation.protocol import AttackerDefenderSession, NoAttack, check_rounds
+from lightning_rob.evaluation.protocol import AttackerDefenderSession
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import SmallCNN
 from lightning_rob.randomness import Streams
 from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
+from tests.callbacks.test_any_module import trainer
 from tests.forked import two_ranks
 from tests.tiny import Blobs, TinyNet, pgd, recipe, records, robust_eval, run
 
 THREAT = Threat("linf", 0.1)
 WEAK = PGD(THREAT, 2, 0.05)
 TWO = ["--trainer.devices=2", "--trainer.strategy=ddp"]
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class Diary(Defense):
-    """Its state is what it has seen and drawn; it answers at random, for nobody to mind."""
+    """Its state is what it has seen and drawn; its predictions do not matter."""
 
     def __init__(self, pages=(), stateful=True, name="d"):
         super().__init__(torch.ones(1), mean_probs)
@@ -69,10 +61,10 @@ class Reader(Attack):
 
 
 def batches(count=3, size=4):
-    chance = torch.Generator().manual_seed(0)
+    noise = torch.Generator().manual_seed(0)
     for i in range(count):
         index = torch.arange(i * size, (i + 1) * size)
-        yield torch.rand(size, 3, 8, 8, generator=chance), index % 4, index
+        yield torch.rand(size, 3, 8, 8, generator=noise), index % 4, index
 
 
 def match(attack, defense, attacker_sees_state=False):
@@ -104,7 +96,7 @@ def test_an_attacker_sees_the_state_only_if_it_leaks():
     leaked = match(sighted, Diary(), attacker_sees_state=True).defenders[0][0].pages
     assert hidden == leaked
     assert sighted.read == [leaked[:0], leaked[:2], leaked[:4]]
-    # It rehearses what it cannot see: the same images, chance of its own.
+    # It rehearses what it cannot see: the same images, randomness of its own.
     assert [page[:2] for page in blind.read[2][::2]] == [page[:2] for page in leaked[:4:2]]
     assert all(
         one[2] != other[2] for one, other in zip(blind.read[2][::2], leaked[::2], strict=False)
@@ -118,34 +110,33 @@ def test_rehearsals_never_change_what_the_defender_draws(attacker_sees_state):
     assert games[0].defenders[0][0].pages == games[2].defenders[0][0].pages
 
 
-def test_each_round_has_chance_of_its_own():
+def test_each_round_has_randomness_of_its_own():
     pages = match(Reader(), Diary()).defenders[0][0].pages
     drawn = [page[2] for page in pages[::2]] + list(pages[1::2])
     assert len(set(drawn)) == 6
 
 
 class Notes(RobustEval):
-    """Notes the indices of each round."""
+    """Notes the indices of each round; of several such callbacks the first one plays all rounds."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.played = []
 
-    def attack_batch(self, trainer, pl_module, batch):
+    def attack_batch(self, trainer, pl_module, batch, images):
         self.played.append(batch[2].tolist())
-        super().attack_batch(trainer, pl_module, batch)
+        super().attack_batch(trainer, pl_module, batch, images)
 
 
-def evaluate(callback, data=None, **trainer):
+def evaluate(*callbacks, data=None, **options):
     torch.manual_seed(0)
     module = AdversarialTraining(lambda: SmallCNN(4, 3, 4), defense=DENT)
-    run = Trainer(callbacks=[callback], **QUIET | trainer)
-    logged = run.test(module, data or Blobs(test_size=33, eval_batch_size=8), verbose=False)
-    return logged[0], module
+    data = data or Blobs(test_size=33, eval_batch_size=8)
+    return trainer(*callbacks, **options).test(module, data, verbose=False)[0], module
 
 
 def test_the_worst_is_one_attack_for_all_images():
-    """Answers depend on the whole round: images of several attacks were never played together."""
+    """Predictions depend on the whole round: no round has images of several attacks."""
     attacks = {"weak": WEAK, "other": PGD(THREAT, 4, 0.05)}
     logged, _ = evaluate(RobustEval(attacks))
     both = [logged[f"test/robust/{name}"] for name in attacks]
@@ -156,13 +147,9 @@ def test_games_of_other_rules_are_games_of_their_own():
     """The same attack in another game has another name; the worst is that of the last game."""
     first = Notes({"pgd": WEAK}, max_images=5)
     other = Notes({"pgd": WEAK}, protocol=RoundProtocol("by_label", images=4))
-    torch.manual_seed(0)
-    module = AdversarialTraining(lambda: SmallCNN(4, 3, 4), defense=DENT)
-    trainer = Trainer(callbacks=[first, other], **QUIET)
-    logged = trainer.test(module, Blobs(test_size=33, eval_batch_size=8), verbose=False)[0]
-    assert [len(part) for part in other.played] == [4] * 8 + [1]
-    assert sum(map(len, first.played)) == 5
-    (worst,) = [r for r in other.results if r.name == "worst"]
+    logged, _ = evaluate(first, other)
+    assert [len(part) for part in first.played] == [5] + [4] * 8 + [1]
+    (worst,) = [r for r in first.results if r.name == "worst"]
     assert worst.n == 33
     assert worst.details["over"] == ["pgd_2"]
     assert worst.details["protocol"]["images"] == 4
@@ -173,22 +160,18 @@ def test_games_of_other_rules_are_games_of_their_own():
 @pytest.mark.parametrize(
     ("limits", "images", "played"),
     [
+        ({}, None, 33),
+        ({"limit_test_batches": 2}, None, 16),
         ({"fast_dev_run": True}, 1, 1),
         ({"limit_test_batches": 2}, 1, 16),
         ({"limit_test_batches": 0.5}, 16, 16),
         ({}, 16, 33),
     ],
 )
-def test_limits_count_images(limits, images, played):
-    callback = Notes({"pgd": WEAK}, protocol=RoundProtocol(images=images))
+def test_rounds_are_the_batches_in_order_and_limits_count_images(limits, images, played):
+    callback, size = Notes({"pgd": WEAK}, protocol=RoundProtocol(images=images)), images or 8
     evaluate(callback, **limits)
-    assert sum(map(len, callback.played)) == played
-
-
-def test_rounds_are_the_batches_in_order():
-    callback = Notes({"pgd": WEAK})
-    evaluate(callback)
-    assert callback.played == [list(range(i, min(i + 8, 33))) for i in range(0, 33, 8)]
+    assert callback.played == [[*range(i, min(i + size, played))] for i in range(0, played, size)]
 
 
 def test_some_images_are_played_in_full_rounds():
@@ -200,18 +183,12 @@ def test_some_images_are_played_in_full_rounds():
     assert played != sorted(played)
 
 
-def test_the_trainers_limit_on_batches_is_one_on_rounds():
-    callback = Notes({"pgd": WEAK})
-    evaluate(callback, limit_test_batches=2)
-    assert callback.played == [list(range(8)), list(range(8, 16))]
-
-
 def test_two_rounds_in_a_row_are_sorted_by_label():
     callback, data = (
         Notes({"pgd": WEAK}, protocol=RoundProtocol("by_label")),
         Blobs(33 + 63, 33, 4, 8),
     )
-    evaluate(callback, data)
+    evaluate(callback, data=data)
     labels = [data.parts["test"][i][1] for i in range(33)]
     expected = []
     for start in range(0, 33, 16):
@@ -223,7 +200,7 @@ def test_two_rounds_in_a_row_are_sorted_by_label():
 def test_the_figure_is_that_of_the_game_by_hand():
     attack = GMSA(PGD(THREAT, 3, 0.05), rounds=2)
     data = Blobs(test_size=33, eval_batch_size=8)
-    logged, module = evaluate(RobustEval({"gmsa": attack}), data)
+    logged, module = evaluate(RobustEval({"gmsa": attack}), data=data)
     right = 0
     for start in range(0, 33, 8):
         items = [data.parts["test"][i] for i in range(start, min(start + 8, 33))]
@@ -234,28 +211,6 @@ def test_the_figure_is_that_of_the_game_by_hand():
         final = module.defense.adapt(x_adv).eval()
         right += int((final(x_adv).argmax(1) == y).sum())
     assert logged["test/robust/gmsa"] == pytest.approx(right / 33)
-
-
-def test_an_evaluation_says_which_game_was_played(tmp_path):
-    gmsa = {
-        "class_path": "lightning_rob.attacks.GMSA",
-        "init_args": {"inner": pgd(), "rounds": 1},
-    }
-    callback = robust_eval({"gmsa": gmsa}, protocol={"order": "by_label", "images": 16})
-    net = {
-        "class_path": "lightning_rob.nets.SmallCNN",
-        "init_args": {"classes": 4, "channels": 3, "width": 4},
-    }
-    model = {
-        "class_path": "AdversarialTraining",
-        "init_args": {"net": net, "defense": "lightning_rob.defenses.DENT"},
-    }
-    options = {"model": model, "trainer__callbacks+": [callback], "trainer__max_epochs": 1}
-    run("fit", "--config", recipe(tmp_path, **options))
-    (found,) = [r for r in records(tmp_path) if r["name"] == "gmsa"]
-    assert found["protocol"] == {"order": "by_label", "images": 16, "defender": "stateless"}
-    assert found["attack"]["class_path"] == "lightning_rob.GMSA"
-    assert found["attack"]["init_args"]["inner"]["class_path"] == "lightning_rob.PGD"
 
 
 def test_two_processes_play_the_rounds_of_one(tmp_path):
@@ -277,6 +232,10 @@ def test_two_processes_play_the_rounds_of_one(tmp_path):
     content = yaml.safe_load(config.read_text())
     del content["model"]
     config.write_text(yaml.safe_dump(content))
+    (fitted,) = [r for r in records(tmp_path) if r["name"] == "gmsa"]
+    assert fitted["protocol"] == {"order": "by_label", "images": 8, "defender": "stateless"}
+    assert fitted["attack"]["class_path"] == "lightning_rob.GMSA"
+    assert fitted["attack"]["init_args"]["inner"]["class_path"] == "lightning_rob.PGD"
     log = tmp_path / "run/version_0/robust.jsonl"
     found = []
     for processes in (1, 2):
@@ -297,7 +256,7 @@ def test_two_processes_play_the_rounds_of_one(tmp_path):
 class Pupil(Transductive):
     """Adapts by looking at the first labelled image."""
 
-    def fit_to_batch(self, x, chance):
+    def fit_to_batch(self, x, generator):
         image, label = self.source.gather(torch.tensor([0]))
         return self.copy_with(seen=(image, int(label)))
 
@@ -305,8 +264,7 @@ class Pupil(Transductive):
 def test_the_run_gives_its_training_images_unaugmented():
     module = AdversarialTraining(TinyNet, defense=Pupil)
     data = Blobs()
-    trainer = Trainer(callbacks=[RobustEval({"pgd": WEAK})], **QUIET)
-    trainer.test(module, data, verbose=False)
+    trainer(RobustEval({"pgd": WEAK})).test(module, data, verbose=False)
     source = module.defense.source
     assert len(source) == 96 - 32
     x, y = source.gather(torch.tensor([3]))
@@ -320,9 +278,9 @@ def test_without_a_data_module_of_ours_the_source_must_be_given():
     with pytest.raises(ValueError, match="Pupil learns from labelled images: give it source"):
         pupil.adapt(torch.rand(2, 3, 8, 8))
     with pytest.raises(ValueError, match="give it source"):
-        give_source(pupil, lambda: labelled_images(Trainer(**QUIET)))
+        give_source(pupil, lambda: labelled_images(trainer()))
     given = Pupil(TinyNet(), source=(torch.rand(2, 3, 8, 8), torch.tensor([0, 3])))
-    give_source(given, lambda: labelled_images(Trainer(**QUIET)))
+    give_source(given, lambda: labelled_images(trainer()))
     assert given.adapt(torch.rand(2, 3, 8, 8)).seen[1] == 0
 
 
@@ -360,15 +318,15 @@ def test_what_makes_no_game(options, message):
         RoundProtocol(**options)
 
 
-@pytest.mark.parametrize(("rounds", "processes"), [(1, 1), (0, 2), (2, 8), (8, 8), (9, 2)])
-def test_games_that_processes_can_share(rounds, processes):
-    check_rounds(rounds, processes, 100)
+@pytest.mark.parametrize(("rounds", "processes"), [(1, 1), (2, 8), (8, 8), (9, 2)])
+def test_rounds_that_processes_can_share(rounds, processes):
+    RoundProtocol(images=10).check(None, 10 * rounds, processes)
 
 
 @pytest.mark.parametrize(("processes", "images"), [(2, 5000), (8, 1250), (3, 3334)])
 def test_one_round_is_for_one_process(processes, images):
     """The advice leaves no process without a round."""
-    told = rf"all 10000 images make one round.* of {processes} processes.*--trainer\.devices=1"
-    with pytest.raises(ValueError, match=rf"{told}.*protocol\.images={images} or fewer"):
-        check_rounds(1, processes, 10_000)
-    check_rounds(-(-10_000 // images), processes, 10_000)
+    advice = rf"all 10000 images make one round.* of {processes} processes.*--trainer\.devices=1"
+    with pytest.raises(ValueError, match=rf"{advice}.*protocol\.images={images} or fewer"):
+        RoundProtocol(images=10_000).check(None, 10_000, processes)
+    RoundProtocol(images=images).check(None, 10_000, processes)

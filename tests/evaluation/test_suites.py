@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lightning_rob.attacks import ARC, GMSA, PGD, Budgeted, OnDifferentiable, TransferFromStatic
-from lightning_rob.attacks.base import evaluating
-from lightning_rob.attacks.passes import PassCount
+from lightning_rob.attacks.auto import Auto, suite_kind
+from lightning_rob.attacks.budget import PassCount
+from lightning_rob.attacks.contexts import evaluating
 from lightning_rob.defenses import (
     DENT,
     Ensemble,
@@ -16,7 +17,7 @@ from lightning_rob.defenses import (
     Single,
     TransformEnsemble,
 )
-from lightning_rob.evaluation.suites import Auto, default_attacks, suite_for, suite_kind
+from lightning_rob.evaluation.suites import default_attacks, suite_for
 from lightning_rob.nets import SmallCNN
 from lightning_rob.rules import mean_logits
 from lightning_rob.threat import Threat
@@ -167,7 +168,7 @@ def test_auto_is_as_strong_as_pgd_at_equal_passes(kind, passes):
     assert 0.1 < left[0] <= left[1] + 0.03
 
 
-@pytest.mark.parametrize("passes", [8, 40, 120, 600, 5000])
+@pytest.mark.parametrize("passes", [8, 120, 5000])
 @pytest.mark.parametrize("kind", ["random", "transformed", "transductive"])
 def test_steps_of_auto_lead_across_the_ball(kind, passes):
     (defense, eps), x = small(kind), torch.rand(2, 1, 6, 6)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from lightning_rob.data.mnist import _digits
+from lightning_rob.data.embedded import _digits
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms.color import jitter_hsv
 
@@ -57,8 +57,3 @@ def assert_same(fast, plain, x):
 
 def shift_hue(x, shift):
     return jitter_hsv(x, torch.ones_like(shift), shift, torch.ones_like(shift, dtype=torch.bool))
-
-
-def scale_saturation(x, factor):
-    zero = torch.zeros_like(factor)
-    return jitter_hsv(x, factor, zero, zero.bool())

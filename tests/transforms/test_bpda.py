@@ -1,15 +1,13 @@
 """Networks that approximate a transform: planes, gradients, training, files."""
 
-import os
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import batch_norm, conv2d
-from torch.utils.checkpoint import checkpoint
 
-from lightning_rob.attacks import PGD, attacking
+from lightning_rob.attacks import PGD
 from lightning_rob.defenses import RandomTransforms
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import (
@@ -67,15 +65,6 @@ def test_parameters_become_planes():
     assert planes_of(X, []).shape == (3, 0, 16, 16)
 
 
-def test_half_of_a_spectrum_is_stretched_to_the_image():
-    _, kept = params = FFT(0.9).sample(X, generator())
-    planes = planes_of(X, params)
-    assert kept.shape == (3, 3, 16, 9)
-    assert planes.shape == (3, 4, 16, 16)
-    columns = torch.arange(16) * 9 // 16
-    assert torch.equal(planes[:, 1:], kept[..., columns])
-
-
 def test_the_network_by_hand():
     """Six layers; each but the last gets the input again."""
     params = Swirl().sample(X, generator())
@@ -111,11 +100,6 @@ def test_any_image_size(channels):
         assert 0 <= y.min() <= y.max() <= 1
 
 
-def test_constant_parameters_are_no_division_by_zero():
-    params = (torch.full((3,), 2.0),)
-    assert untrained(X, params)(X, *params).isfinite().all()
-
-
 @pytest.mark.parametrize("transform", [Gamma(), FFT(), Swirl(), VerticalFlip(), HardPrecision()])
 def test_images_of_the_transform_and_gradient_of_the_network(transform):
     params = transform.sample(X, generator(3))
@@ -124,7 +108,8 @@ def test_images_of_the_transform_and_gradient_of_the_network(transform):
     x = X.clone().requires_grad_()
     learned = approximated(transform, x, params, net)
     plain = approximated(transform, x, params)
-    for value in (learned, plain, approximated(transform, X, params, net)):
+    unused = approximated(transform, X, params, lambda *_: pytest.fail("called"))
+    for value in (learned, plain, unused):
         assert torch.equal(value, y)
     (gradient,) = torch.autograd.grad(learned, x, V)
     _, by_hand = torch.autograd.functional.vjp(lambda x: net(x, *params), X, V)
@@ -132,41 +117,6 @@ def test_images_of_the_transform_and_gradient_of_the_network(transform):
     assert torch.allclose(gradient, by_hand, atol=1e-6)
     (gradient,) = torch.autograd.grad(plain, x, V)
     assert torch.equal(gradient, V)
-
-
-def test_double_images_keep_their_precision():
-    x, gamma = X.double().requires_grad_(), torch.full((3,), 1.3)
-    y = approximated(Gamma(), x, (gamma,), untrained(X, (gamma,)))
-    assert y.dtype == torch.float64
-    assert torch.equal(y, Gamma()(x.detach(), gamma))
-    assert torch.autograd.grad(y.sum(), x)[0].dtype == torch.float64
-
-
-def test_without_a_gradient_the_network_is_not_called():
-    def fails(*_):
-        raise AssertionError("called")
-
-    params = HardPrecision().sample(X, generator())
-    x = X.clone().requires_grad_()
-    with torch.no_grad():
-        y = approximated(HardPrecision(), x, params, fails)
-    assert torch.equal(y, HardPrecision()(X, *params))
-
-
-def test_a_chain_under_a_gradient_checkpoint():
-    params = [HardPrecision().sample(X, generator()), Gamma().sample(X, generator())]
-    kinds = (HardPrecision(), Gamma())
-    nets = [untrained(X, p) for p in params]
-
-    def chain(x):
-        for transform, p, net in zip(kinds, params, nets, strict=True):
-            x = approximated(transform, x, p, net)
-        return x
-
-    x = X.clone().requires_grad_()
-    (direct,) = torch.autograd.grad(chain(x), x, V)
-    (saved,) = torch.autograd.grad(checkpoint(chain, x, use_reentrant=False), x, V)
-    assert torch.equal(direct, saved)
 
 
 class Flat(nn.Module):
@@ -197,16 +147,6 @@ def test_an_attack_in_inference_mode(gradients):
     assert all(weight.grad is None for net in nets.values() for weight in net.parameters())
     if gradients == "identity":  # the networks are untrained
         assert (probabilities.argmax(1) != y).all()
-
-
-def test_the_weights_have_no_gradient_while_attacked():
-    params = Gamma().sample(X, generator())
-    net = untrained(X, params).requires_grad_(True)
-    with attacking(net) as attacked:
-        x = X.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(approximated(Gamma(), x, params, attacked), x, V)
-    assert gradient.any()
-    assert all(weight.grad is None and weight.requires_grad for weight in net.parameters())
 
 
 @pytest.mark.parametrize("transform", [VerticalFlip(), Gamma(0.9)])
@@ -277,24 +217,19 @@ def test_there_and_back(tmp_path):
     transforms = [Affine(0.2), Erase(), HardPrecision()]
     more = {"epochs": 3, "error": 0.5}
     nets = {type(t).__name__: saved(tmp_path / "new", t, **more)[0] for t in transforms}
-    found = load_approximations(tmp_path / "new", transforms)
+    with torch.inference_mode():
+        found = load_approximations(tmp_path / "new", transforms)
     assert list(found) == ["Affine", "Erase", "HardPrecision"]
     for transform in transforms:
         name, params = type(transform).__name__, transform.sample(X, generator(4))
         assert torch.equal(found[name](X, *params), nets[name](X, *params))
+        x = X.clone().requires_grad_()
+        y = approximated(transform, x, params, found[name])
+        assert torch.autograd.grad(y, x, V)[0].any()
         assert not found[name].training
         assert not any(weight.requires_grad for weight in found[name].parameters())
     _, about = load_approximation(place_of(tmp_path / "new", Affine(0.2), (3, 16, 16)))
     assert about == more | {"transform": "Affine(alpha=0.2)", "shape": [3, 16, 16]}
-
-
-def test_loaded_in_inference_mode_it_still_has_a_gradient(tmp_path):
-    saved(tmp_path, Gamma())
-    with torch.inference_mode():
-        net = load_approximations(tmp_path, [Gamma()])["Gamma"]
-    x = X.clone().requires_grad_()
-    y = approximated(Gamma(), x, Gamma().sample(X, generator()), net)
-    assert torch.autograd.grad(y, x, V)[0].any()
 
 
 def test_a_file_depends_on_transform_arguments_and_shape_but_not_on_p():
@@ -341,16 +276,15 @@ def test_another_file_is_refused(tmp_path):
             load_approximations(tmp_path, [Gamma()])
 
 
-def test_an_interrupted_write_keeps_the_file(tmp_path, monkeypatch):
-    _, place = saved(tmp_path, Gamma())
-    before = place.read_bytes()
+def test_half_of_a_spectrum_is_stretched_to_the_image():
+    _, kept = params = FFT(0.9).sample(X, generator())
+    planes = planes_of(X, params)
+    assert kept.shape == (3, 3, 16, 9)
+    assert planes.shape == (3, 4, 16, 16)
+    columns = torch.arange(16) * 9 // 16
+    assert torch.equal(planes[:, 1:], kept[..., columns])
 
-    def breaks(content, file):
-        file.write(b"half")
-        raise OSError("disk full")
 
-    monkeypatch.setattr(torch, "save", breaks)
-    with pytest.raises(OSError, match="disk full"):
-        saved(tmp_path, Gamma())
-    assert place.read_bytes() == before
-    assert os.listdir(tmp_path) == [place.name]
+def test_constant_parameters_are_no_division_by_zero():
+    params = (torch.full((3,), 2.0),)
+    assert untrained(X, params)(X, *params).isfinite().all()

@@ -28,7 +28,7 @@ from lightning_rob.transforms.color import (
     rgb_to_hsv,
     rgb_to_lab,
 )
-from tests.transforms.inputs import assert_same, generator, scale_saturation, shift_hue
+from tests.transforms.inputs import assert_same, generator
 
 X = torch.rand(4, 3, 9, 10, generator=generator(), dtype=torch.float64)
 NONE = torch.zeros(4, 3, dtype=torch.float64)
@@ -89,38 +89,6 @@ def test_no_second_derivative(convert):
         torch.autograd.grad(convert(x).square().sum(), x, create_graph=True)
 
 
-def test_pure_colors_survive_a_round_trip():
-    """Their hue is that of an integer in the modulo, or the middle, where it changes nothing."""
-    red, cyan = [1.0, 0, 0], [0, 1.0, 1.0]
-    x = torch.tensor([red, cyan, [0.3, 0.3, 0.3], [0, 0, 0], [1, 1, 1]]).T.view(1, 3, 1, 5)
-    back = hsv_to_rgb(rgb_to_hsv(x)).clamp(0, 1)
-    assert torch.allclose(back[..., [0, 2, 3, 4]], x[..., [0, 2, 3, 4]], atol=1e-6)
-
-
-def test_back_from_hsv():
-    """As the standard library, where the place in the sector is that of the soft modulo."""
-    turns = torch.tensor([0.01, 0.2, 0.3, 0.45], dtype=torch.float64)
-    x = torch.stack([2 * math.pi * turns, 0 * turns + 0.6, 0 * turns + 0.8])
-    found = hsv_to_rgb(x.view(1, 3, 1, 4))[0, :, 0].T
-    for rgb, turn in zip(found.tolist(), turns.tolist(), strict=True):
-        sector = math.floor(6 * turn)
-        place = 6 * float(soft_modulo(torch.tensor(turn, dtype=torch.float64))) - sector
-        p, q, t = 0.8 * 0.4, 0.8 * (1 - place * 0.6), 0.8 * (1 - (1 - place) * 0.6)
-        expected = [(0.8, t, p), (q, 0.8, p), (p, 0.8, t)][sector]
-        assert rgb == pytest.approx(expected, abs=1e-9)
-
-
-def test_a_whole_turn_of_the_hue_is_none():
-    none = torch.zeros(4, dtype=torch.float64)
-    turned = shift_hue(X, none + 2 * math.pi)
-    assert torch.allclose(turned, shift_hue(X, none), atol=1e-9)
-
-
-def test_no_saturation_is_grey():
-    y = scale_saturation(X, torch.zeros(4).double())
-    assert torch.allclose(y, X.amax(1, keepdim=True).expand_as(y))
-
-
 def test_hsv_shifts_of_grey():
     """A grey pixel has neither hue nor saturation: only its value shifts."""
     x = torch.rand(2, 1, 5, 5, generator=generator(1)).expand(-1, 3, -1, -1)
@@ -145,13 +113,6 @@ def test_lab_is_that_of_kornia():
     to_xyz, from_xyz = (lambda x, m=matrix: mix_channels(x, m) for matrix in (TO_XYZ, FROM_XYZ))
     assert_same(to_xyz, kornia.rgb_to_xyz, x)
     assert_same(from_xyz, kornia.xyz_to_rgb, x)
-
-
-def test_lab_shift_is_one_of_scikit_image():
-    shift = torch.tensor([[5.0, -3.0, 4.0]] * 4).double()
-    x = 0.3 + 0.4 * X
-    expected = scikit(color.lab2rgb, scikit(color.rgb2lab, x) + shift[:, :, None, None])
-    assert torch.allclose(LAB()(x, shift), expected, atol=2e-3)
 
 
 def test_released_lab_and_yuv_lose_negative_chroma():
@@ -184,12 +145,6 @@ def test_xyz_dims_white():
     assert float(XYZ()(white, NONE[:1])[0, 2]) == pytest.approx(1 - 1.05731 * (z - 1), abs=1e-4)
 
 
-def test_yuv_shift_of_luma():
-    x = 0.3 + 0.4 * X
-    shift = torch.tensor([[0.1, 0, 0]] * 4).double()
-    assert torch.allclose(YUV()(x, shift), x + 0.1, atol=2e-3)
-
-
 SHARES = torch.tensor([[0.2, 0.3, 0.5]] * 4).double()
 GREY = 0.2 * X[:, :1] + 0.3 * X[:, 1:2] + 0.5 * X[:, 2:]
 
@@ -214,7 +169,9 @@ def test_grey_of_two_channels_and_of_one():
             assert torch.allclose(one[i, c], grey if c == k else own)
 
 
-@pytest.mark.parametrize(("kind", "zeros"), [(Gray(), 0), (GrayOneChannel(), 1)])
+@pytest.mark.parametrize(
+    ("kind", "zeros"), [(Gray(), 0), (GrayOneChannel(), 1), (GrayOneChannel(mixed=3), 0)]
+)
 def test_shares_sum_to_one(kind, zeros):
     shares = kind.sample(torch.zeros(500, 3, 1, 1), generator())[0]
     assert torch.allclose(shares.sum(1), torch.ones(500))
@@ -222,8 +179,14 @@ def test_shares_sum_to_one(kind, zeros):
     assert ((shares > 0).double().mean(0) > (3 - zeros) / 3 - 0.1).all()
 
 
-def test_all_three_may_be_mixed():
-    shares = GrayOneChannel(mixed=3).sample(torch.zeros(50, 3, 1, 1))[0]
-    assert (shares > 0).all()
-    with pytest.raises(ValueError, match="mixed must be 2 or 3 channels, got 1"):
-        GrayOneChannel(mixed=1)
+def test_lab_shift_is_one_of_scikit_image():
+    shift = torch.tensor([[5.0, -3.0, 4.0]] * 4).double()
+    x = 0.3 + 0.4 * X
+    expected = scikit(color.lab2rgb, scikit(color.rgb2lab, x) + shift[:, :, None, None])
+    assert torch.allclose(LAB()(x, shift), expected, atol=2e-3)
+
+
+def test_yuv_shift_of_luma():
+    x = 0.3 + 0.4 * X
+    shift = torch.tensor([[0.1, 0, 0]] * 4).double()
+    assert torch.allclose(YUV()(x, shift), x + 0.1, atol=2e-3)

@@ -11,7 +11,7 @@ from skimage import data
 
 from lightning_rob.transforms import FFT, JPEG, ColorPrecision
 from lightning_rob.transforms.base import soft_round
-from lightning_rob.transforms.compress import CHROMA, LUMA, dct_matrix, table_factor
+from lightning_rob.transforms.compress import CHROMA, LUMA, table_factor
 from tests.transforms.inputs import generator
 
 X = torch.rand(3, 3, 16, 32, generator=generator(), dtype=torch.float64)
@@ -46,11 +46,6 @@ def test_the_slip_below_quality_50():
     x, quality = tensor(photo(32, 32)), torch.tensor([49.0])
     error = [(JPEG(released_code=slip)(x, quality) - x).abs().mean() for slip in (False, True)]
     assert error[1] < error[0] / 2
-
-
-def test_cosines_are_orthonormal():
-    assert torch.allclose(dct_matrix() @ dct_matrix().T, torch.eye(8).double(), atol=1e-12)
-    assert np.allclose(dct_matrix().numpy(), fft.dct(np.eye(8), norm="ortho", axis=0))
 
 
 def coded(plane, table):
@@ -103,26 +98,12 @@ def test_close_to_a_jpeg_file(height, width):
         assert error < (JPEG()(tensor(pixels), q) - file).abs().mean() < 0.02
 
 
-def test_worse_quality_loses_more():
-    x = tensor(photo(64, 64)).expand(5, -1, -1, -1)
-    y = JPEG()(x, torch.tensor([5.0, 15, 40, 70, 99]))
-    error = (y - x).abs().mean((1, 2, 3))
-    assert (error[1:] < error[:-1]).all()
-
-
-def test_best_quality_loses_only_chroma():
-    y = JPEG()(X, torch.tensor([100.0] * 3))
-    grey = X.mean(1, keepdim=True)
-    assert (y - X).abs().mean() > 0.05
-    assert torch.allclose(JPEG()(grey, torch.tensor([100.0] * 3)), grey, atol=3e-3)
-
-
 def test_grey_images_are_luma():
     grey = X.mean(1, keepdim=True)
     quality = torch.tensor([20.0, 60, 80])
     color = JPEG()(grey.expand_as(X), quality)
     assert torch.allclose(JPEG()(grey, quality).expand_as(X), color, atol=1e-4)
-    with pytest.raises(ValueError, match="JPEG needs one or three channels"):
+    with pytest.raises(ValueError, match="JPEG takes images of 1 or 3 channels"):
         JPEG()(X[:, :2], quality)
 
 
@@ -132,17 +113,6 @@ def test_any_size_is_padded_by_its_edge():
     padded = x[:, :, rows][..., columns]
     quality = torch.tensor([20.0, 60, 80])
     assert torch.allclose(JPEG()(x, quality), JPEG()(padded, quality)[..., :11, :21])
-
-
-def test_a_range_of_qualities_in_place_of_a_strength():
-    x = torch.zeros(4000, 3, 1, 1)
-    (quality,) = JPEG(quality=(55, 95)).sample(x, generator())
-    assert set(quality.unique().tolist()) == set(range(55, 96))
-    assert 74 < quality.mean() < 76
-    with pytest.raises(
-        ValueError, match=r"quality must be a range within \[1, 100\], got \(0, 9\)"
-    ):
-        JPEG(quality=(0, 9))
 
 
 # precision
@@ -164,18 +134,6 @@ def test_levels():
 def test_how_many_levels(alpha, fewest):
     (steps,) = ColorPrecision(alpha).sample(torch.zeros(2000, 3, 1, 1))
     assert set(steps.unique().tolist()) == set(range(fewest, 17))
-
-
-def test_a_range_of_levels_in_place_of_a_strength():
-    precision = ColorPrecision(steps=(8, 200))
-    (steps,) = precision.sample(torch.zeros(4000, 3, 1, 1), generator())
-    assert set(steps.unique().tolist()) == set(range(8, 201))
-    y = precision(X, torch.tensor([[8.0, 77, 200]] * 3))
-    t = X * torch.tensor([8, 77, 200]).view(1, 3, 1, 1)
-    expected = (t.round() + (t - t.round()) ** 3) / torch.tensor([8, 77, 200]).view(1, 3, 1, 1)
-    assert torch.allclose(y, expected.clamp(0, 1), atol=1e-12)
-    with pytest.raises(ValueError, match=r"steps must be a range within \[1, 255\], got \(9, 8\)"):
-        ColorPrecision(steps=[9, 8])
 
 
 # FFT

@@ -7,7 +7,7 @@ from kornia.filters import sobel as kornia_sobel
 from scipy import ndimage
 
 from lightning_rob.transforms import Laplacian, Sobel
-from lightning_rob.transforms.edge import sobel, stretch
+from lightning_rob.transforms.edge import sobel
 from tests.transforms.inputs import X, assert_same
 
 
@@ -47,12 +47,3 @@ def test_each_image_fills_the_range(kind):
 
 def test_sobel_is_that_of_kornia():
     assert_same(sobel, lambda x: kornia_sobel(x, normalized=True, eps=1e-6), X)
-
-
-def test_stretch_forgets_scale_and_shift():
-    assert torch.allclose(stretch(3 * X - 7), stretch(X), atol=1e-5)
-
-
-def test_even_kernels_are_refused():
-    with pytest.raises(ValueError, match="size must be odd and at least 3, got 2"):
-        Laplacian(2)

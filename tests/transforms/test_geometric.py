@@ -84,24 +84,6 @@ def test_largest_box_if_no_draw_fits(image, box):
     assert _largest_box(*image) == box
 
 
-def test_a_crop_by_its_sides():
-    """Height and width apart, anywhere in the image."""
-    x = torch.zeros(4000, 1, 100, 200)
-    (box,) = Crop(sides=(0.7, 1.0)).sample(x, generator())
-    top, left, height, width = box.double().unbind(1)
-    assert (height.min(), height.max(), width.min(), width.max()) == (70, 100, 140, 200)
-    assert abs(height.mean() - 85) < 0.7
-    assert abs(torch.corrcoef(torch.stack([height, width]))[0, 1]) < 0.06
-    assert top.min() == left.min() == 0
-    assert (top + height).max() == 100
-    assert (left + width).max() == 200
-    assert abs((top - (100 - height) / 2).mean()) < 0.5
-    with pytest.raises(
-        ValueError, match=r"sides must be a range within \[0, 1\], got \(0.5, 1.5\)"
-    ):
-        Crop(sides=(0.5, 1.5))
-
-
 def swirled(x, center, radius, strength):
     """scikit-image's swirl of each plane."""
     return torch.stack(
@@ -122,33 +104,3 @@ def test_swirl_is_that_of_scikit_image():
     for i in range(4):
         expected = swirled(X[i], tuple(center[i].tolist()), float(radius[i]), float(strength[i]))
         assert torch.allclose(y[i][:, 2:-2, 2:-2], expected[:, 2:-2, 2:-2], atol=1e-9)
-
-
-def test_ranges_of_a_swirl_in_place_of_a_strength():
-    x = torch.zeros(4000, 1, 30, 20)
-    kind = Swirl(radius=(10, 200), strength=(0.01, 2))
-    center, radius, strength = kind.sample(x, generator())
-    assert 10 <= radius.min() < 11
-    assert 199 < radius.max() <= 200
-    assert 0.01 <= strength.min() < 0.02
-    assert 1.98 < strength.max() <= 2
-    assert (center.amax(0) == torch.tensor([19, 29])).all()
-    only = Swirl(alpha=0.5, strength=(0.01, 2)).sample(x, generator())
-    assert 29 < only[1].max() <= 30
-    with pytest.raises(ValueError, match="radius must be a range within"):
-        Swirl(radius=(5, 1))
-
-
-CENTER = torch.tensor([[9.0, 8.0]] * 4, dtype=torch.float64)
-NINE = torch.full((4,), 9.0, dtype=torch.float64)
-
-
-def test_no_strength_no_swirl():
-    assert torch.allclose(Swirl()(X, CENTER, NINE, 0 * NINE), X)
-
-
-def test_released_swirl_loses_the_last_row_and_column():
-    y = Swirl(released_code=True)(X, CENTER, NINE, 0 * NINE)
-    assert (y[..., -1] == 0).all()
-    assert (y[..., -1, :] == 0).all()
-    assert torch.allclose(y[..., :-1, :-1], X[..., :-1, :-1])

@@ -44,13 +44,6 @@ def test_half_of_the_images_get_grey_noise(kind):
     assert 0.5 - few - 0.04 < share < 0.54
 
 
-def test_what_noise_does():
-    noise = torch.linspace(-1, 2, X.numel()).view_as(X)
-    for kind in (GaussianNoise, UniformNoise, PoissonNoise):
-        assert torch.equal(kind(0.3)(X, noise), (X + noise).clamp(0, 1))
-    assert torch.equal(SpeckleNoise(0.3)(X, noise), (X * noise).clamp(0, 1))
-
-
 def test_salt_and_pepper_on_masks():
     mask = (torch.rand(X.shape, generator=generator(1)) < 0.3).float()
     assert torch.equal(Salt()(X, mask), torch.where(mask == 1, 1, X))
@@ -77,12 +70,6 @@ def test_poisson_quantiles_are_exact(rate):
     expected = stats.poisson.ppf(u.double().numpy(), rate) if rate else np.zeros(len(u))
     assert (np.abs(count - expected) > 0).mean() < 1e-4  # float32 against float64
     assert np.abs(count - expected).max() <= 1
-
-
-def test_poisson_quantiles_at_the_ends():
-    u = torch.tensor([0.0, 1 - 2.0**-24, 0.0, 0.999])
-    count = poisson_quantile(u, torch.tensor([0.0, 0.0, 5.0, 5.0]))
-    assert count.tolist() == [0, 0, 0, stats.poisson.ppf(0.999, 5)]
 
 
 def test_poisson_mean_and_variance():
@@ -138,6 +125,13 @@ def test_summed_quantile_is_the_quantile(largest):
     rate = largest * rate
     rate[:8:2], rate[1:9:2] = largest, 0.0
     assert torch.equal(summed_poisson_quantile(u, rate, largest), poisson_quantile(u, rate))
+
+
+def test_what_noise_does():
+    noise = torch.linspace(-1, 2, X.numel()).view_as(X)
+    for kind in (GaussianNoise, UniformNoise, PoissonNoise):
+        assert torch.equal(kind(0.3)(X, noise), (X + noise).clamp(0, 1))
+    assert torch.equal(SpeckleNoise(0.3)(X, noise), (X * noise).clamp(0, 1))
 
 
 def test_summed_quantile_in_single_precision():

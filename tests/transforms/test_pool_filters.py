@@ -13,12 +13,7 @@ from skimage.morphology import disk
 from lightning_rob.transforms.pool import pool
 from lightning_rob.transforms.pool.filters import (
     Cartoon,
-    DenoiseVariation,
-    Edges,
-    Gaussian,
-    Morphology,
     Rank,
-    SegmentBorders,
 )
 from tests.transforms.inputs import INNER, X, close, digits, planes
 
@@ -26,9 +21,7 @@ POOL = pool()
 DIGITS = digits()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_morphology_is_that_of_scipy(size):
-    square = (size, size)
+def test_morphology_is_that_of_scipy():
     functions = {
         "erosion": ndimage.grey_erosion,
         "dilation": ndimage.grey_dilation,
@@ -37,18 +30,8 @@ def test_morphology_is_that_of_scipy(size):
         "gradient": ndimage.morphological_gradient,
     }
     for name, function in functions.items():
-        y = Morphology(name, size)(X)
-        assert close(y[INNER], planes(lambda p, f=function: f(p, square))[INNER], 1e-12)
-    with pytest.raises(ValueError, match=r"operation must be of .*, got 'thinning'"):
-        Morphology("thinning")
-
-
-def test_opening_and_closing_stay_in_place():
-    opened, closed = (POOL[f"morph_{name}"] for name in ("opening", "closing"))
-    assert (opened(X) <= X).all()
-    assert (closed(X) >= X).all()
-    assert torch.equal(opened(opened(X)), opened(X))
-    assert torch.equal(closed(closed(X)), closed(X))
+        y = POOL[f"morph_{name}"](X)
+        assert close(y[INNER], planes(lambda p, f=function: f(p, (2, 2)))[INNER], 1e-12)
 
 
 def test_edges_are_those_of_scikit_image():
@@ -56,8 +39,6 @@ def test_edges_are_those_of_scikit_image():
         function = getattr(filters, kind)
         assert close(POOL[f"filter_{kind}"](X), planes(function))
     assert close(POOL["filter_sobel"](DIGITS), planes(filters.sobel, DIGITS))
-    with pytest.raises(ValueError, match=r"kind must be of .*, got 'canny'"):
-        Edges("canny")
 
 
 def test_ranks_are_those_of_scipy():
@@ -70,24 +51,16 @@ def test_ranks_are_those_of_scipy():
     }
     for name, function in functions.items():
         assert torch.equal(POOL[f"filter_{name}"](X), planes(function))
-    larger = planes(lambda p: ndimage.rank_filter(p, 20, 5))
-    assert torch.equal(Rank(20, 5)(X)[INNER], larger[INNER])
-    for arguments, message in (((9,), "place must be 0 … 8, got 9"), ((0, 2), "size must be odd")):
-        with pytest.raises(ValueError, match=message):
-            Rank(*arguments)
+    with pytest.raises(ValueError, match=r"place must be in \[0, 8\], got 9"):
+        Rank(9)
 
 
-@pytest.mark.parametrize("std", [1.0, 4.0])  # of 4.0, it reaches across half of the image and more
-def test_gaussian_is_that_of_scipy_up_to_the_border(std):
-    expected = planes(lambda p: ndimage.gaussian_filter(p, std))
-    assert close(Gaussian(std)(X), expected)
-    assert close(expected, planes(lambda p: filters.gaussian(p, std, mode="reflect")))
-    assert POOL["filter_gaussian"] == Gaussian(1.0)
-
-
-def test_gaussian_has_the_slope_of_finite_differences_at_the_border():
-    x = X[:1, :1, :5, :6].clone().requires_grad_()
-    assert torch.autograd.gradcheck(POOL["filter_gaussian"], x)
+@pytest.mark.parametrize("side", [20, 3])  # across the whole image and more
+def test_gaussian_is_that_of_scipy_up_to_the_border(side):
+    x = X[:, :, :side, :side]
+    expected = planes(lambda p: ndimage.gaussian_filter(p, 1.0), x)
+    assert close(POOL["filter_gaussian"](x), expected)
+    assert close(expected, planes(lambda p: filters.gaussian(p, 1.0, mode="reflect"), x))
 
 
 def test_entropy_by_counting():
@@ -112,7 +85,6 @@ def test_borders_are_those_of_scipy():
     y = POOL["seg_gradient"](X)
     assert close(y[INNER], expected[INNER])
     assert len(y.unique()) > 10
-    assert SegmentBorders() == POOL["seg_gradient"]
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -149,26 +121,10 @@ def test_denoised_by_scikit_image(channels):
             assert result.std() < image.std()
 
 
-def test_denoising_leaves_a_digit_upright():
-    """The library turns some grey images that are given with a channel."""
-    for name in (name for name in POOL if name.startswith("denoise")):
-        y = POOL[name](DIGITS)
-        across = (y * DIGITS.mT).sum((1, 2, 3))
-        assert ((y * DIGITS).sum((1, 2, 3)) > across).sum() >= 9
-    with pytest.raises(ValueError, match=r"method must be of .*, got 'wiener'"):
-        DenoiseVariation("wiener", 1.0)
-
-
 def test_without_noise_there_is_nothing_to_remove():
     x = torch.full((2, 3, 8, 8), 0.3)
     for name in ("wavelet", "nl_means", "nl_means_fast"):
         assert torch.allclose(POOL[f"denoise_{name}"](x), x)
-
-
-def test_cartoon_of_a_flat_image_is_the_image():
-    x = torch.full((1, 3, 16, 16), 0.4)
-    for name in (name for name in POOL if name.startswith("cartoon")):
-        assert close(POOL[name](x), x, 1e-6)
 
 
 def test_cartoon_draws_black_lines_on_the_dark_side_of_edges():

@@ -15,7 +15,6 @@ from lightning_rob.transforms.pool.intensity import (
     DEFAULT_STATISTICS,
     CompressJPEG,
     CompressPNG,
-    Noise,
     NormalizeFeature,
     Quantize,
 )
@@ -54,12 +53,7 @@ def test_normalized_by_fixed_numbers():
 def test_quantized_to_a_number_of_colors(channels, count):
     x = X[:, :channels]
     y = drawn(f"quantize_{count}_colors", x)
-    for image, result in zip(x, y, strict=True):
-        palette = result.flatten(1).T.unique(dim=0)
-        assert len(palette) == count
-        nearest = (image.flatten(1).T[:, None] - palette).norm(dim=-1).amin(1).mean()
-        # each pixel has the nearest color, but in another color space
-        assert nearest > 0.8 * (image - result).norm(dim=0).mean()
+    assert all(len(result.flatten(1).T.unique(dim=0)) == count for result in y)
 
 
 def test_quantized_as_well_as_by_many_starts():
@@ -76,9 +70,9 @@ def test_few_colors_are_kept():
     x = torch.tensor([0.0, 0.25, 0.5, 1.0])[torch.randint(4, (1, 1, 8, 8))]
     assert close(drawn("quantize_4_colors", x), x, 1e-4)
     assert close(drawn("quantize_8_colors", x), x, 1e-4)
-    with pytest.raises(ValueError, match="colors must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"colors must be in \[1, inf\], got 0"):
         Quantize(0)
-    with pytest.raises(ValueError, match="one or three channels"):
+    with pytest.raises(ValueError, match="1 or 3 channels"):
         drawn("quantize_4_colors", torch.rand(1, 2, 8, 8))
 
 
@@ -118,17 +112,6 @@ def test_poisson_noise_depends_on_the_distinct_values():
     assert math.isclose((y[..., 50:] == 0).double().mean(), math.exp(-1), abs_tol=0.02)
 
 
-def test_noise_has_the_slope_of_the_image():
-    x = torch.full((1, 1, 8, 8), 0.5, requires_grad=True)
-    noise = POOL["noise_gaussian"].sample(x.detach(), streams(1))
-    y = POOL["noise_gaussian"](x, *noise)
-    inside = (y > 0) & (y < 1)
-    (gradient,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(gradient, inside.to(x))
-    with pytest.raises(ValueError, match=r"kind must be of .*, got 's&p'"):
-        Noise("s&p")
-
-
 def by_pillow(x, quality):
     pictures = []
     for image in (255 * x).round().byte():
@@ -148,7 +131,7 @@ def test_jpeg_is_nearly_that_of_pillow():
         assert (y - true).norm() < 0.6 * (true - DIGITS).norm()
         losses.append((y - DIGITS).square().mean())
     assert losses == sorted(losses)
-    with pytest.raises(ValueError, match=r"quality must be 1 … 100, got 0"):
+    with pytest.raises(ValueError, match=r"quality must be in \[1, 100\], got 0"):
         CompressJPEG(0)
 
 
@@ -158,7 +141,7 @@ def test_png_rounds_to_eight_bits_at_any_level():
     assert (y - X).abs().max() <= 0.5 / 255 + 1e-12
     for level in (5, 8):
         assert torch.equal(POOL[f"compress_png_compression_{level}"](X), y)
-    with pytest.raises(ValueError, match="level must be 0 … 9, got 10"):
+    with pytest.raises(ValueError, match=r"level must be in \[0, 9\], got 10"):
         CompressPNG(10)
 
 

@@ -8,8 +8,8 @@ import torch
 from skimage import transform
 
 from lightning_rob.transforms.pool import pool
-from lightning_rob.transforms.pool.spatial import Distort, Rotate, Shift, ThreePointAffine
-from tests.transforms.inputs import INNER, X, close, digits, planes
+from lightning_rob.transforms.pool.spatial import Rotate, Shift
+from tests.transforms.inputs import X, close, digits, planes
 
 POOL = pool()
 DIGITS = digits()
@@ -20,7 +20,7 @@ def test_rotations_are_anticlockwise():
     assert (4 * POOL["rotate_90"](x)).flatten().tolist() == [1, 3, 0, 2]
     assert (4 * POOL["rotate_180"](x)).flatten().tolist() == [3, 2, 1, 0]
     assert (4 * POOL["rotate_270"](x)).flatten().tolist() == [2, 0, 3, 1]
-    with pytest.raises(ValueError, match="quarters must be 1, 2 or 3, got 4"):
+    with pytest.raises(ValueError, match=r"quarters must be of \(1, 2, 3\), got 4"):
         Rotate(4)
     with pytest.raises(ValueError, match=r"a quarter turn needs square images, got \[1, 1, 2, 1\]"):
         Rotate(1)(x[..., :1])
@@ -74,17 +74,6 @@ def test_three_points_land_where_they_should(name, side):
         assert math.isclose(found[1], after[1] * side, abs_tol=0.25)
 
 
-def test_unmoved_points_leave_the_image():
-    assert close(ThreePointAffine()(X), X, 1e-9)
-
-
-def test_affine_is_that_of_scikit_image():
-    matrix = POOL["affine_both_stretch"].matrix(20, 24)
-    inverse = np.linalg.inv(np.vstack([matrix.numpy(), [0, 0, 1]]))
-    expected = planes(lambda p: transform.warp(p, inverse, order=1))
-    assert close(POOL["affine_both_stretch"](X)[INNER], expected[INNER])
-
-
 def test_distorted_as_by_rolling():
     for side in (28, 32):
         x = torch.rand(2, 3, side, side)
@@ -95,8 +84,6 @@ def test_distorted_as_by_rolling():
             right[:, :, i] = np.roll(right[:, :, i], shift, axis=2)
         assert torch.equal(POOL["distort_x"](x), torch.from_numpy(down))
         assert torch.equal(POOL["distort_y"](x), torch.from_numpy(right))
-    with pytest.raises(ValueError, match="axis must be 'x' or 'y', got 'z'"):
-        Distort("z")
 
 
 def test_swirl_is_that_of_scikit_image():
@@ -105,23 +92,21 @@ def test_swirl_is_that_of_scikit_image():
         assert close(POOL["geometric_swirl"](x), expected)
 
 
-def test_projections_reconstruct_an_image():
-    place = torch.arange(28.0) - 14
-    inside = place[:, None] ** 2 + place**2 < 13**2
-    for name in ("geometric_iradon", "geometric_iradon_sart"):
-        y = POOL[name](DIGITS)
-        for digit, result in zip(DIGITS, y, strict=True):
-            both = torch.stack([digit[0][inside], result[0][inside]])
-            assert torch.corrcoef(both)[0, 1] > 0.8
-        assert close(y[..., [0, 0, -1, -1], [0, -1, 0, -1]], torch.full((10, 1, 4), 0.5))
-
-
 def test_projections_are_those_of_scikit_image():
+    """At the angles of both; and an image is the same picture afterwards, in a grey frame."""
     inside = np.hypot(*(np.mgrid[:28, :28] - 14)) <= 14
-    angles = np.linspace(-100, 128, 28, endpoint=False)
-
-    def reconstruct(p):
-        sinogram = transform.radon((2 * p - 1) * inside, angles)
-        return transform.iradon(sinogram, angles) / 2 + 0.5
-
-    assert close(POOL["geometric_iradon"](DIGITS), planes(reconstruct, DIGITS).clamp(0, 1))
+    for name, first, last, invert in (
+        ("geometric_iradon", -100, 128, transform.iradon),
+        ("geometric_iradon_sart", -150, 150, transform.iradon_sart),
+    ):
+        angles = np.linspace(first, last, 28, endpoint=False)
+        y = POOL[name](DIGITS[:4])
+        expected = planes(
+            lambda p, a=angles, invert=invert: invert(transform.radon((2 * p - 1) * inside, a), a),
+            DIGITS[:4],
+        )
+        assert close(y, (expected / 2 + 0.5).clamp(0, 1))
+        kept = torch.stack([DIGITS[:4].flatten(), y.flatten()])[
+            :, torch.tensor(inside).repeat(4, 1, 1, 1).flatten()
+        ]
+        assert torch.corrcoef(kept)[0, 1] > 0.8

@@ -14,10 +14,10 @@ from lightning_rob.commands.report.blocks import (
     Warned,
     html,
     markdown,
+    page_template,
 )
-from lightning_rob.commands.report.comparison import comparison
 from lightning_rob.commands.report.runs import Run, find_runs
-from lightning_rob.commands.report.sections import run_section
+from lightning_rob.commands.report.sections import comparison, run_section
 from lightning_rob.runtime.errors import visible
 
 __all__ = ["report", "run"]
@@ -31,7 +31,7 @@ def run(config: ReportConfig) -> None:
         if not any(path.is_relative_to(folder.resolve()) for path in known):
             print(visible(f"Nothing is recorded in {folder}"), file=sys.stderr)
     folder = config.runs[0] if len(config.runs) == 1 else Path()
-    for path in _write(runs, config.out or folder / "report.html"):
+    for path in _write(runs, config.out or folder / "report.html", config.template):
         print(visible(f"Wrote {path}"))
 
 
@@ -52,34 +52,38 @@ def report(folders: Sequence[str | Path], out: Path) -> tuple[Path, Path]:
     return _write(find_runs(folders), out)
 
 
-def _write(runs: Sequence[Run], out: Path) -> tuple[Path, Path]:
+def _write(runs: Sequence[Run], out: Path, template: Path | None = None) -> tuple[Path, Path]:
     if out.suffix != ".html":
         raise ValueError(f"--out is the page and ends in .html, got {out}")
     beside = out.with_suffix(".md")
     out.parent.mkdir(parents=True, exist_ok=True)
-    pages, texts = zip(*_sections(runs, out.parent), strict=True)
-    page = TEMPLATES.get_template("page.html").render(title=_title(runs), sections=pages)
+    evaluated = [found for found in runs if found.evaluations.by_stage]
+    title = runs[0].title if len(runs) == 1 else f"{len(evaluated or runs)} runs"
+    title = f"Robustness of {title}"
+    sections = list(_sections(runs, title, out.parent))
+    pages = [page for page, _ in sections]
+    page = page_template(TEMPLATES, template).render(title=title, sections=pages)
+    text = "\n\n".join(text for _, text in sections) + "\n"
     out.write_text(page, "utf-8", "backslashreplace")
-    beside.write_text("\n\n".join(texts) + "\n", "utf-8", "backslashreplace")
+    beside.write_text(text, "utf-8", "backslashreplace")
     return out, beside
 
 
-def _sections(runs: Sequence[Run], folder: Path) -> Iterator[tuple[str, str]]:
+def _sections(runs: Sequence[Run], title: str, folder: Path) -> Iterator[tuple[str, str]]:
     """Yield HTML and Markdown of the comparison and of each run, for a report in `folder`."""
     names = [f"run-{i}" for i in range(1, len(runs) + 1)]
-    several = len(runs) > 1
-    if several:
-        yield _written([Heading(1, _title(runs)), *comparison(runs, names)])
-    level = 2 if several else 1
+    level = 1
+    if len(runs) > 1:
+        level = 2
+        yield _written([Heading(1, title), *comparison(runs, names)])
     for found, name in zip(runs, names, strict=True):
         try:
-            section = _written(run_section(found, name, level, folder))
+            yield _written(run_section(found, name, level, folder))
         # Records may be of strangers: whatever they break, the other runs are shown.
         except Exception as error:
             reason = f"its records cannot be shown: {type(error).__name__}: {error}"
             print(visible(f"lightning-rob: {found.folder}: {reason}"), file=sys.stderr)
-            section = _written([Heading(level, found.title, name), Warned(reason)])
-        yield section
+            yield _written([Heading(level, found.title, name), Warned(reason)])
     yield _written(
         [Paragraph(f"Written by lightning-rob {version('lightning-rob')} report.", "note")]
     )
@@ -88,10 +92,3 @@ def _sections(runs: Sequence[Run], folder: Path) -> Iterator[tuple[str, str]]:
 def _written(blocks: Iterable[Block]) -> tuple[str, str]:
     shown = list(blocks)
     return html(shown), markdown(shown)
-
-
-def _title(runs: Sequence[Run]) -> str:
-    if len(runs) == 1:
-        return f"Robustness of {runs[0].title}"
-    evaluated = [found for found in runs if found.evaluations.by_stage]
-    return f"Robustness of {len(evaluated or runs)} runs"

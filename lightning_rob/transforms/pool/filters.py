@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from skimage import filters, restoration  # they load their functions at the fir
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_rob.transforms.base import NumpyImage, Transform, check_odd, map_images
+from lightning_rob.transforms.base import NumpyImage, NumpyTransform, Transform, map_images
 from lightning_rob.transforms.blur import gather_pixels
 from lightning_rob.transforms.pool.intensity import WHITE, round_8bit, to_levels
 
@@ -23,11 +23,6 @@ KERNELS = {  # the derivative downwards, as correlated; across is its transpose,
     "roberts": ((0, 0, 0), (0, -1, 0), (0, 0, 1)),
 }
 MIN_SQUARE = 1e-12  # under the root, whose slope would be infinite for an image without edges
-Operation = Literal["erosion", "dilation", "opening", "closing", "gradient"]
-METHODS: dict[str, tuple[str, dict[str, float]]] = {
-    "chambolle": ("denoise_tv_chambolle", {}),
-    "bregman": ("denoise_tv_bregman", {"max_num_iter": 50, "eps": 1e-6}),  # as Athena
-}
 
 
 @dataclass(frozen=True)
@@ -42,83 +37,55 @@ class Edges(Transform):
 
     kind: Literal["sobel", "scharr", "prewitt", "roberts"]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kind not in KERNELS:
-            raise ValueError(f"kind must be of {tuple(KERNELS)}, got {self.kind!r}")
-
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         from kornia.filters import filter2d
 
         down = x.new_tensor(KERNELS[self.kind])
         down = down / down.clamp_min(0).sum()
-        across = _swap_right_columns(down) if self.kind == "roberts" else down.T
+        # Roberts' other diagonal: the second and third column exchanged
+        across = down[:, [0, 2, 1]] if self.kind == "roberts" else down.T
         slopes = [filter2d(x, kernel[None], "replicate") for kernel in (down, across)]
         return ((slopes[0] ** 2 + slopes[1] ** 2) / 2 + MIN_SQUARE).sqrt()
 
 
-def _swap_right_columns(kernel: Tensor) -> Tensor:
-    """Exchange the second and third column: Roberts' other diagonal."""
-    return torch.cat([kernel[:, :1], kernel[:, 1:].flip(1)], 1)
-
-
-@dataclass(frozen=True)
 class Gaussian(Transform):
-    """Blur with a Gaussian out to four deviations; the border is a mirror that repeats the edge.
+    """Blur with a Gaussian of deviation 1 out to 4 pixels; the border is a mirror with the edge.
 
     As `scipy.ndimage.gaussian_filter`, which Athena's code calls. Each channel by itself, where
     that code also blurs the colors of a pixel into each other.
-
-    Args:
-        std: standard deviation in pixels.
     """
 
-    std: float = 1.0
-
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         from kornia.filters import filter2d_separable, get_gaussian_kernel1d
 
-        reach = int(4 * self.std + 0.5)
-        kernel = get_gaussian_kernel1d(2 * reach + 1, self.std, device=x.device, dtype=x.dtype)
-        rows, columns = (_mirrored(side, reach, x.device) for side in x.shape[2:])
-        padded = x.index_select(2, rows).index_select(3, columns)
-        return filter2d_separable(padded, kernel, kernel, padding="valid")
-
-
-def _mirrored(side: int, reach: int, device: torch.device) -> Tensor:
-    """[side + 2 reach] int64: the pixels from -reach on; -1 is pixel 0 again, -2 is pixel 1."""
-    position = torch.arange(-reach, side + reach, device=device) % (2 * side)
-    return torch.minimum(position, 2 * side - 1 - position)
+        reach = 4
+        kernel = get_gaussian_kernel1d(2 * reach + 1, 1.0, device=x.device, dtype=x.dtype)
+        for dim in (2, 3):  # pixel -1 is pixel 0 again, -2 is pixel 1, also on smaller images
+            side = x.shape[dim]
+            place = torch.arange(-reach, side + reach, device=x.device) % (2 * side)
+            x = x.index_select(dim, torch.minimum(place, 2 * side - 1 - place))
+        return filter2d_separable(x, kernel, kernel, padding="valid")
 
 
 @dataclass(frozen=True)
 class Rank(Transform):
-    """Take the value of a given rank in the square around each pixel, each channel by itself.
+    """Take the value of a given rank among the 3x3 around each pixel, each channel by itself.
 
     The border is repeated. Athena's rank 15 is that of a cube through the channels: among the 27
     values of a grey image, each of them three times, it is the sixth of nine.
 
     Args:
-        place: the rank, from 0, the smallest, to size^2 - 1, the largest.
-        size: side of the square in pixels, odd.
+        place: rank, from 0, the smallest, to 8, the largest.
     """
 
     place: int
-    size: int = 3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_odd("size", self.size)
-        if not 0 <= self.place < self.size**2:
-            raise ValueError(f"place must be 0 … {self.size**2 - 1}, got {self.place}")
+    limits = (("place", 0, 8),)
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]; the gradient goes to the pixel of that rank."""
-        padded = pad(x, [self.size // 2] * 4, mode="replicate")
-        squares = padded.detach().unfold(2, self.size, 1).unfold(3, self.size, 1).flatten(-2)
-        return gather_pixels(padded, squares.kthvalue(self.place + 1).indices, self.size)
+        padded = pad(x, [1] * 4, mode="replicate")
+        # only the index is found without a gradient: it goes to the pixel of that rank
+        squares = padded.detach().unfold(2, 3, 1).unfold(3, 3, 1).flatten(-2)
+        return gather_pixels(padded, squares.kthvalue(self.place + 1).indices, 3)
 
 
 def _disk(radius: int) -> NumpyImage:
@@ -127,93 +94,63 @@ def _disk(radius: int) -> NumpyImage:
     return (squares[:, None] + squares <= radius**2).astype("uint8")
 
 
-@dataclass(frozen=True)
-class Entropy(Transform):
-    """Compute the entropy of the 8-bit values in a disk around each pixel, each channel by itself.
+class Entropy(NumpyTransform):
+    """Compute the entropy of the 8-bit values within two pixels of each, each channel by itself.
 
     1 is the maximum: as many values as pixels. Athena's code maps half a bit to 1 (or, in another
     version, a quarter) and adds 0.5, which turns most of the image white.
-
-    Args:
-        radius: of the disk in pixels.
     """
 
-    radius: int = 2
-
-    differentiable: ClassVar[bool] = False
-
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
-        window = _disk(self.radius)[None]
+        return map_images(to_levels(x), self.transform_image)
 
-        def entropy(image: NumpyImage) -> NumpyImage:
-            levels = image.astype("uint8")
-            bits: NumpyImage = filters.rank.entropy(levels, window)  # type: ignore[no-untyped-call]
-            return bits / math.log2(window.sum())
-
-        return map_images(to_levels(x), entropy)
+    def transform_image(self, image: NumpyImage) -> NumpyImage:
+        window = _disk(2)[None]
+        bits: NumpyImage = filters.rank.entropy(image.astype("uint8"), window)  # type: ignore[no-untyped-call]
+        return bits / math.log2(window.sum())
 
 
 @dataclass(frozen=True)
 class Morphology(Transform):
-    """Apply grey-scale morphology with a flat square; pixels outside the image are ignored.
+    """Apply grey-scale morphology with a flat 2x2 square; pixels outside the image are ignored.
 
     Erosion is the minimum over the square that reaches up and left, dilation the maximum over its
     mirror image, so that opening and closing keep the picture in place, as in Serra (1982), scipy
-    and kornia. OpenCV, which Athena calls, takes the same square for both: with an even side its
-    openings and closings move the picture by a pixel.
+    and kornia. OpenCV, which Athena calls, takes the same square for both: its openings and
+    closings move the picture by a pixel.
 
     Args:
         operation: erosion, dilation, opening, closing or gradient (dilation minus erosion).
-        size: side of the square in pixels.
     """
 
-    operation: Operation
-    size: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.operation not in get_args(Operation):
-            raise ValueError(f"operation must be of {get_args(Operation)}, got {self.operation!r}")
+    operation: Literal["erosion", "dilation", "opening", "closing", "gradient"]
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         from kornia import morphology
 
         operation: Callable[..., Tensor] = getattr(morphology, self.operation)
-        return operation(x, x.new_ones(self.size, self.size))
+        return operation(x, x.new_ones(2, 2))
 
 
-@dataclass(frozen=True)
-class SegmentBorders(Transform):
-    """Compute the range of the 8-bit values in a small disk, after a median in a larger one.
+class SegmentBorders(NumpyTransform):
+    """Compute the range of the 8-bit values within a pixel, after a median within two pixels.
 
     Each channel by itself. Athena's code uses the 255 levels as numbers in [0, 1], which makes its
     images black and white.
-
-    Args:
-        median: radius of the first disk in pixels.
-        gradient: radius of the second disk in pixels.
     """
 
-    median: int = 2
-    gradient: int = 1
-
-    differentiable: ClassVar[bool] = False
-
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
-        return map_images(to_levels(x), self._borders) / WHITE
+        return map_images(to_levels(x), self.transform_image) / WHITE
 
-    def _borders(self, image: NumpyImage) -> NumpyImage:
-        large, small = (_disk(radius)[None] > 0 for radius in (self.median, self.gradient))
+    def transform_image(self, image: NumpyImage) -> NumpyImage:
+        large, small = (_disk(radius)[None] > 0 for radius in (2, 1))
         smooth = filters.rank.median(image.astype("uint8"), large)  # type: ignore[no-untyped-call]
         borders: NumpyImage = filters.rank.gradient(smooth, small)  # type: ignore[no-untyped-call]
         return borders
 
 
 @dataclass(frozen=True)
-class DenoiseVariation(Transform):
+class DenoiseVariation(NumpyTransform):
     """Reduce the total variation (Chambolle 2004; Goldstein and Osher 2009).
 
     Args:
@@ -224,36 +161,20 @@ class DenoiseVariation(Transform):
     method: Literal["chambolle", "bregman"]
     weight: float
 
-    differentiable: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.method not in METHODS:
-            raise ValueError(f"method must be of {tuple(METHODS)}, got {self.method!r}")
-
-    def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
-        return map_images(x, self._denoise)
-
-    def _denoise(self, image: NumpyImage) -> NumpyImage:
-        name, options = METHODS[self.method]
-        return _call(getattr(restoration, name), image, weight=self.weight, **options)
+    def transform_image(self, image: NumpyImage) -> NumpyImage:
+        if self.method == "chambolle":
+            return _call(restoration.denoise_tv_chambolle, image, weight=self.weight)
+        options: dict[str, Any] = {"max_num_iter": 50, "eps": 1e-6}  # as Athena
+        return _call(restoration.denoise_tv_bregman, image, weight=self.weight, **options)
 
 
-@dataclass(frozen=True)
-class DenoiseWavelet(Transform):
+class DenoiseWavelet(NumpyTransform):
     """Shrink small coefficients of Haar's wavelet (db1): VisuShrink, soft (Donoho 1994).
 
     The noise's deviation is estimated for each image; without noise, the image is unchanged.
     """
 
-    differentiable: ClassVar[bool] = False
-
-    def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
-        return map_images(x, self._denoise)
-
-    def _denoise(self, image: NumpyImage) -> NumpyImage:
+    def transform_image(self, image: NumpyImage) -> NumpyImage:
         if not (sigma := estimate_noise(image)):
             return image
         options: dict[str, Any] = {"method": "VisuShrink", "mode": "soft", "wavelet": "db1"}
@@ -261,7 +182,7 @@ class DenoiseWavelet(Transform):
 
 
 @dataclass(frozen=True)
-class DenoiseMeans(Transform):
+class DenoiseMeans(NumpyTransform):
     """Average pixels whose 5x5 surroundings are alike: non-local means (Buades et al. 2005).
 
     The noise's deviation is estimated for each image; without noise, the image is unchanged.
@@ -274,13 +195,7 @@ class DenoiseMeans(Transform):
     strength: float
     fast: bool = False
 
-    differentiable: ClassVar[bool] = False
-
-    def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
-        return map_images(x, self._denoise)
-
-    def _denoise(self, image: NumpyImage) -> NumpyImage:
+    def transform_image(self, image: NumpyImage) -> NumpyImage:
         if not (sigma := estimate_noise(image)):
             return image
         options: dict[str, Any] = {"patch_size": 5, "patch_distance": 6, "fast_mode": self.fast}
@@ -325,9 +240,7 @@ class Cartoon(Transform):
         block: side in pixels, odd, of the surroundings.
         darker: by how many of 255 levels an outline is darker than the mean of its surroundings.
         gaussian: weigh the surroundings by a Gaussian, else equally.
-        color: standard deviation of the bilateral filter in levels.
-        space: standard deviation of the bilateral filter in pixels.
-        window: side in pixels, odd, of the bilateral filter.
+        color: standard deviation of the bilateral filters in levels.
     """
 
     halvings: int
@@ -336,40 +249,31 @@ class Cartoon(Transform):
     darker: float
     gaussian: bool = False
     color: float = 300.0
-    space: float = 30.0
-    window: int = 7
-
-    differentiable: ClassVar[bool] = False
+    channels = (1, 3)
+    differentiable = False
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], C = 1 or 3."""
-        self._need_grey_or_rgb(x)
         return self._smooth(x)[..., : x.shape[2], : x.shape[3]] * ~self._outlines(x)
 
     def _smooth(self, x: Tensor) -> Tensor:
+        from kornia.filters import bilateral_blur
         from kornia.geometry.transform import pyrdown, pyrup
 
         step = 2**self.halvings
         y = round_8bit(pad(x, [0, -x.shape[3] % step, 0, -x.shape[2] % step], mode="replicate"))
         for _ in range(self.halvings):
             y = round_8bit(pyrdown(y))
-        y = self._filter(y)
-        for _ in range(self.halvings):
-            y = round_8bit(pyrup(y))
-        return y
-
-    def _filter(self, y: Tensor) -> Tensor:
-        """Apply all bilateral filters; an image that one of them does not change is finished."""
-        from kornia.filters import bilateral_blur
-
-        y, active = y.clone(), torch.arange(len(y), device=y.device)
+        active = torch.arange(len(y), device=y.device)
         for _ in range(self.smoothings):
-            before, spread = y[active], (self.space, self.space)
-            after = round_8bit(bilateral_blur(before, self.window, self.color / WHITE, spread))
+            before = y[active]
+            after = round_8bit(bilateral_blur(before, 7, self.color / WHITE, (30.0, 30.0)))
             y[active] = after
+            # an image that one filter does not change is finished
             active = active[(after != before).flatten(1).any(1)]
             if not len(active):
                 break
+        for _ in range(self.halvings):
+            y = round_8bit(pyrup(y))
         return y
 
     def _outlines(self, x: Tensor) -> Tensor:

@@ -2,14 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_rob.randomness import Generator, normal, uniform
-from lightning_rob.transforms.base import NumpyImage, Transform, integers, map_images, pinned
+from lightning_rob.transforms.base import (
+    NumpyImage,
+    NumpyTransform,
+    Transform,
+    integers,
+    pinned,
+)
 from lightning_rob.transforms.compress import jpeg
 from lightning_rob.transforms.noise import poisson_quantile
 
@@ -19,7 +25,6 @@ DEFAULT_STATISTICS = {  # the same as in `lightning_rob.nets.Normalize`
     1: ((0.1307,), (0.3081,)),
     3: ((0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
 }
-NoiseKind = Literal["gaussian", "localvar", "poisson", "salt", "pepper", "salt_pepper", "speckle"]
 
 
 def to_levels(x: Tensor) -> Tensor:
@@ -33,7 +38,7 @@ def round_8bit(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Quantize(Transform):
+class Quantize(NumpyTransform):
     """Quantize each image to k colors of its own: k-means on its pixels in CIE L*a*b*.
 
     Athena's code runs k-means on mini-batches; on the distinct colors of a small image, each
@@ -44,30 +49,20 @@ class Quantize(Transform):
     """
 
     colors: int
-
-    differentiable: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.colors < 1:
-            raise ValueError(f"colors must be at least 1, got {self.colors}")
+    channels = (1, 3)
+    limits = (("colors", 1, float("inf")),)
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor]:
         """(seed [B] int64 of the initial means)."""
         return (integers(x, 0, 2**16 - 1, generator=generator),)
 
-    def apply(self, x: Tensor, seed: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], C = 1 or 3."""
-        self._need_grey_or_rgb(x)
-        return map_images(x, self._quantize, seed)
-
-    def _quantize(self, image: NumpyImage, seed: float) -> NumpyImage:
+    def transform_image(self, image: NumpyImage, seed: int) -> NumpyImage:
         from sklearn.cluster import KMeans  # more than a second to import
 
         pixels = image.reshape(len(image), -1).T
         found, index, counts = np.unique(pixels, return_inverse=True, return_counts=True, axis=0)
         count = min(self.colors, len(found))
-        means = KMeans(count, n_init=1, random_state=int(seed))
+        means = KMeans(count, n_init=1, random_state=seed)
         cluster = means.fit_predict(_lab(found), sample_weight=counts)
         palette = _rgb(means.cluster_centers_)[:, : len(image)]
         quantized: NumpyImage = palette[cluster[index.reshape(-1)]].T.reshape(image.shape)
@@ -92,7 +87,6 @@ def _rgb(colors: NumpyImage) -> NumpyImage:
     return rgb
 
 
-@dataclass(frozen=True)
 class NormalizeImage(Transform):
     """Subtract the image's own mean and divide by its own deviation; clamp to [0, 1].
 
@@ -102,7 +96,6 @@ class NormalizeImage(Transform):
     """
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         dims = (1, 2, 3)
         deviation = x.std(dims, correction=0, keepdim=True)
         return pinned((x - x.mean(dims, keepdim=True)) / (deviation + MIN_STD), 0, 1)
@@ -129,7 +122,6 @@ class NormalizeFeature(Transform):
             raise ValueError(f"std must be positive, got {list(self.std)}")
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         default = DEFAULT_STATISTICS.get(x.shape[1], (None, None))
         numbers = [own or known for own, known in zip((self.mean, self.std), default, strict=True)]
         if any(values is None or len(values) != x.shape[1] for values in numbers):
@@ -147,49 +139,32 @@ class Noise(Transform):
     up to a power of two; its noise is drawn for the image that `sample` sees and is then constant.
 
     Args:
-        kind: gaussian, localvar, poisson, salt, pepper, salt_pepper or speckle.
-        variance: of the Gaussian numbers that are added (or, for speckle, multiplied by the pixel).
-        amount: share of the pixels that becomes white (salt), black (pepper) or either.
+        kind: gaussian, localvar or speckle, of variance 0.01; poisson; salt, pepper or salt_pepper,
+            on a twentieth of the pixels.
     """
 
-    kind: NoiseKind
-    variance: float = 0.01
-    amount: float = 0.05
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kind not in get_args(NoiseKind):
-            raise ValueError(f"kind must be of {get_args(NoiseKind)}, got {self.kind!r}")
+    kind: Literal["gaussian", "localvar", "poisson", "salt", "pepper", "salt_pepper", "speckle"]
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, Tensor]:
         """(gain [B, C, H, W], offset [B, C, H, W] in pixel units)."""
         if self.kind in ("salt", "pepper", "salt_pepper"):
-            return self._sample_impulses(x, generator)
+            hit = uniform(x, *x.shape[1:], generator=generator) < 0.05
+            white = torch.full_like(hit, self.kind == "salt")
+            if self.kind == "salt_pepper":
+                white = uniform(x, *x.shape[1:], generator=generator) < 0.5
+            return (~hit).to(x), (hit & white).to(x)
         ones, zeros = torch.ones_like(x), torch.zeros_like(x)
         if self.kind == "poisson":
-            return ones, _sample_shot_noise(x.detach(), generator)
-        noise = self.variance**0.5 * normal(x, *x.shape[1:], generator=generator)
+            clean = x.detach()
+            distinct = torch.tensor([len(image.unique()) for image in clean], device=x.device)
+            photons = (2 ** distinct.log2().ceil()).to(x)[:, None, None, None]
+            u = uniform(x, *x.shape[1:], generator=generator)
+            return ones, poisson_quantile(u, clean.clamp_min(0) * photons) / photons - clean
+        noise = 0.1 * normal(x, *x.shape[1:], generator=generator)
         return (1 + noise, zeros) if self.kind == "speckle" else (ones, noise)
 
     def apply(self, x: Tensor, gain: Tensor, offset: Tensor) -> Tensor:
-        """Multiply by the gain and add the offset."""
         return gain * x + offset
-
-    def _sample_impulses(self, x: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
-        hit = uniform(x, *x.shape[1:], generator=generator) < self.amount
-        if self.kind == "salt_pepper":
-            white = uniform(x, *x.shape[1:], generator=generator) < 0.5
-        else:
-            white = torch.full_like(hit, self.kind == "salt")
-        return (~hit).to(x), (hit & white).to(x)
-
-
-def _sample_shot_noise(x: Tensor, generator: Generator) -> Tensor:
-    """[B, C, H, W]: the counted photons, in pixel units, minus the image."""
-    distinct = torch.tensor([len(image.unique()) for image in x], device=x.device)
-    photons = (2 ** distinct.log2().ceil()).to(x)[:, None, None, None]
-    u = uniform(x, *x.shape[1:], generator=generator)
-    return poisson_quantile(u, x.clamp_min(0) * photons) / photons - x
 
 
 @dataclass(frozen=True)
@@ -204,15 +179,10 @@ class CompressJPEG(Transform):
     """
 
     quality: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.quality <= 100:
-            raise ValueError(f"quality must be 1 … 100, got {self.quality}")
+    channels = (1, 3)
+    limits = (("quality", 1, 100),)
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], C = 1 or 3."""
-        self._need_grey_or_rgb(x)
         quality = x.new_full((len(x),), self.quality)
         return jpeg(x, quality, transposed=False)
 
@@ -226,14 +196,8 @@ class CompressPNG(Transform):
     """
 
     level: int
-
-    differentiable: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.level <= 9:
-            raise ValueError(f"level must be 0 … 9, got {self.level}")
+    differentiable = False
+    limits = (("level", 0, 9),)
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         return round_8bit(x)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,25 +11,22 @@ from skimage import transform
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_rob.transforms.base import NumpyImage, Transform, map_images
+from lightning_rob.transforms.base import NumpyImage, NumpyTransform, Transform, map_images
 from lightning_rob.transforms.geometric import Swirl
 
 Point = tuple[float, float]
 CORNER, BELOW, RIGHT = (0.25, 0.25), (0.25, 0.5), (0.5, 0.25)
 
 
-@dataclass(frozen=True)
 class Identity(Transform):
     """Return the image unchanged."""
 
-    reversible: ClassVar[bool] = True
+    reversible = True
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         return x
 
     def undo(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         return x
 
 
@@ -44,23 +41,15 @@ class Rotate(Transform):
         quarters: 1, 2 or 3 times 90 degrees; all but 2 need square images.
     """
 
-    quarters: int
-
-    reversible: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.quarters not in (1, 2, 3):
-            raise ValueError(f"quarters must be 1, 2 or 3, got {self.quarters}")
+    quarters: Literal[1, 2, 3]
+    reversible = True
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         if self.quarters != 2 and x.shape[2] != x.shape[3]:
             raise ValueError(f"a quarter turn needs square images, got {list(x.shape)}")
         return x.rot90(self.quarters, (2, 3))
 
     def undo(self, x: Tensor) -> Tensor:
-        """Rotate back: [B, C, H, W] -> [B, C, H, W]."""
         return x.rot90(-self.quarters, (2, 3))
 
 
@@ -75,15 +64,12 @@ class Flip(Transform):
 
     horizontal: bool = False
     vertical: bool = False
-
-    reversible: ClassVar[bool] = True
+    reversible = True
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         return x.flip([2] * self.vertical + [3] * self.horizontal)
 
     def undo(self, x: Tensor) -> Tensor:
-        """Flip again: [B, C, H, W] -> [B, C, H, W]."""
         return self.apply(x)
 
 
@@ -100,8 +86,7 @@ class Shift(Transform):
 
     rows: float = 0.0
     columns: float = 0.0
-
-    reversible: ClassVar[bool] = True
+    reversible = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,24 +95,16 @@ class Shift(Transform):
                 raise ValueError(f"{name} must be a share in (-1, 1), got {getattr(self, name)}")
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
-        return _shift_by(x, *self._pixels(x))
+        down, right = int(self.rows * x.shape[2]), int(self.columns * x.shape[3])
+        return pad(x, [right, -right, down, -down])
 
     def undo(self, x: Tensor) -> Tensor:
         """Shift back; 0 where `kept` is false, as the shift has lost those pixels."""
-        down, right = self._pixels(x)
-        return _shift_by(x, -down, -right)
+        return Shift(-self.rows, -self.columns).apply(x)
 
     def kept(self, x: Tensor) -> Tensor:
         """[H, W] bool: the pixels of images as large as x that survive a shift and its undoing."""
         return self.undo(self.apply(torch.ones_like(x[:1, :1])))[0, 0] > 0
-
-    def _pixels(self, x: Tensor) -> tuple[int, int]:
-        return int(self.rows * x.shape[2]), int(self.columns * x.shape[3])
-
-
-def _shift_by(x: Tensor, down: int, right: int) -> Tensor:
-    return pad(x, [right, -right, down, -down])
 
 
 @dataclass(frozen=True)
@@ -147,7 +124,6 @@ class ThreePointAffine(Transform):
     right: Point = RIGHT
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         from kornia.geometry.transform import warp_affine
 
         rows, columns = x.shape[2:]
@@ -167,68 +143,45 @@ class ThreePointAffine(Transform):
 class Distort(Transform):
     """Roll each column, or row, cyclically by a sine of its index.
 
-    Column j moves down by int(height H sin(2 pi j / W)) pixels, or row i to the right by
-    int(height W sin(2 pi i / H)), rounded towards zero.
+    Column j moves down by int(H / 5 sin(2 pi j / W)) pixels, or row i to the right by
+    int(W / 5 sin(2 pi i / H)), rounded towards zero.
 
     Args:
         axis: "x" rolls columns, "y" rolls rows.
-        height: amplitude of the wave, as a share of the image's side in the direction of the roll.
     """
 
     axis: Literal["x", "y"]
-    height: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.axis not in ("x", "y"):
-            raise ValueError(f"axis must be 'x' or 'y', got {self.axis!r}")
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
-        if self.axis == "x":
-            return _roll_columns(x, self.height)
-        return _roll_columns(x.mT, self.height).mT
+        x = x if self.axis == "x" else x.mT
+        rows, columns = x.shape[2:]
+        sines = [math.sin(2 * math.pi * j / columns) for j in range(columns)]
+        shift = torch.tensor([int(0.2 * rows * sine) for sine in sines], device=x.device)
+        source = (torch.arange(rows, device=x.device)[:, None] - shift) % rows
+        rolled = x.gather(2, source.expand_as(x))
+        return rolled if self.axis == "x" else rolled.mT
 
 
-def _roll_columns(x: Tensor, height: float) -> Tensor:
-    rows, columns = x.shape[2:]
-    sines = [math.sin(2 * math.pi * j / columns) for j in range(columns)]
-    shift = torch.tensor([int(height * rows * sine) for sine in sines], device=x.device)
-    source = (torch.arange(rows, device=x.device)[:, None] - shift) % rows
-    return x.gather(2, source.expand_as(x))
-
-
-@dataclass(frozen=True)
 class CentralSwirl(Transform):
-    """Swirl the image about its centre, less and less with the distance; a mirror outside.
+    """Swirl the image by 3 radians about its centre, less with the distance; a mirror outside.
 
-    As `skimage.transform.swirl`, whose centre is the pixel (W / 2, H / 2).
-
-    Args:
-        strength: in radians.
-        radius: in pixels.
+    As `skimage.transform.swirl` of radius 65 pixels, whose centre is the pixel (W / 2, H / 2).
     """
 
-    strength: float = 3.0
-    radius: float = 65.0
-
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
         rows, columns = x.shape[2:]
         reach = math.hypot(rows, columns) / 2
         down, across = (min(math.ceil(reach - n / 2) + 1, n - 1) for n in (rows, columns))
         mirrored = pad(x, [across, across, down, down], mode="reflect")
         center = x.new_tensor([across + columns / 2, down + rows / 2]).expand(len(x), 2)
-        radius, strength = (
-            x.new_full((len(x),), number) for number in (self.radius, self.strength)
-        )
+        radius, strength = (x.new_full((len(x),), number) for number in (65.0, 3.0))
         swirled = Swirl().apply(mirrored, center, radius, strength)
         return swirled[..., down : down + rows, across : across + columns]
 
 
 @dataclass(frozen=True)
-class RadonReconstruction(Transform):
-    """Project the image along many directions (Radon transform) and reconstruct it.
+class RadonReconstruction(NumpyTransform):
+    """Project the image along 28 directions (Radon transform) and reconstruct it.
 
     Each channel, scaled to [-1, 1], within the largest circle; pixels outside become mid-grey.
     Athena's code projects the pixels outside as well, against its library's advice.
@@ -237,25 +190,20 @@ class RadonReconstruction(Transform):
         first: the first angle in degrees.
         last: the end of the angles, excluded.
         algebraic: reconstruct by SART (Andersen and Kak 1984), else by filtered back-projection.
-        count: number of angles.
     """
 
     first: float
     last: float
     algebraic: bool = False
-    count: int = 28
-
-    differentiable: ClassVar[bool] = False
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]; images that are not square are padded with mid-grey."""
         rows, columns = x.shape[2:]
         side = max(rows, columns)
-        square = pad(2 * x - 1, [0, side - columns, 0, side - rows])
-        return map_images(square, self._reconstruct)[..., :rows, :columns] / 2 + 0.5
+        square = pad(2 * x - 1, [0, side - columns, 0, side - rows])  # by mid-grey
+        return map_images(square, self.transform_image)[..., :rows, :columns] / 2 + 0.5
 
-    def _reconstruct(self, image: NumpyImage) -> NumpyImage:
-        angles = np.linspace(self.first, self.last, self.count, endpoint=False)
+    def transform_image(self, image: NumpyImage) -> NumpyImage:
+        angles = np.linspace(self.first, self.last, 28, endpoint=False)
         center = image.shape[-1] // 2
         squares = (np.arange(image.shape[-1]) - center) ** 2
         inside = squares[:, None] + squares <= center**2

@@ -1,0 +1,145 @@
+"""Auto: the attacks that fit a defense, within a number of passes."""
+
+from dataclasses import dataclass, replace
+from math import ceil, isqrt
+from typing import Literal
+
+from torch import Tensor
+
+from lightning_rob.attacks.apgd import APGD
+from lightning_rob.attacks.arc import ARC
+from lightning_rob.attacks.backward import SurrogateTransforms
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.budget import PassCount
+from lightning_rob.attacks.decorators import Budgeted
+from lightning_rob.attacks.gmsa import GMSA
+from lightning_rob.attacks.members import Strongest
+from lightning_rob.attacks.pgd import PGD
+from lightning_rob.attacks.transform_ensemble import OnDifferentiable
+from lightning_rob.defenses import Defense, random_transforms_in
+from lightning_rob.objectives import linear, margin_of_rule
+from lightning_rob.randomness import Generator
+from lightning_rob.rules import random_member
+from lightning_rob.runtime.errors import at_least
+from lightning_rob.threat import Threat
+
+# Kinds of defenses as an attacker sees them; `Defense.kind` says how one is built.
+SuiteKind = Literal["single", "ensemble", "randomized", "random", "transformed", "transductive"]
+ROUNDS = 5  # of GMSA, at most
+PER_MODEL = 20  # passes of an image and model in the last round of GMSA
+TARGETS_FROM = 300  # passes of an image and network from which runs towards classes pay
+DRAWS = 10  # over which a step of EoT averages
+AGGMO = (0.0, 0.9, 0.99, 0.999, 0.9999, 0.99999)  # momenta of Sitawarin et al. (2022)
+
+
+def suite_kind(defense: Defense) -> SuiteKind:
+    """Return the kind of a defense, as far as it decides which attacks fit."""
+    if defense.transductive:
+        return "transductive"
+    if defense.kind == "transform_ensemble":
+        return "transformed"
+    try:
+        members = len(defense.classifiers)
+    except TypeError:
+        return "random"
+    if members == 1:
+        return "single"
+    return "randomized" if defense.rule is random_member else "ensemble"
+
+
+@dataclass(frozen=True)
+class Auto(Attack):
+    """Attack a defense by the schedule for its kind, within a number of passes.
+
+    Args:
+        threat: linf or l2, in pixel units.
+        passes: the largest number of forward and backward passes of an image; see `Budgeted`.
+
+    Raises:
+        ValueError: no passes, another threat; when called, too few passes for the schedule.
+        TypeError: when called on a defense that adapts: run its `schedule`; on a transformation
+            ensemble of which no member has a gradient.
+    """
+
+    threat: Threat
+    passes: int = 1000
+
+    def __post_init__(self) -> None:
+        at_least(1, passes=self.passes)
+        check_threat(self.threat)
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        if defense.transductive:
+            kind = type(defense).__name__
+            raise TypeError(f"{kind} adapts to whole batches: attack it by Auto(…).schedule")
+        count = PassCount(defense, x)
+        classes = count.classes
+        left = replace(self, passes=max(self.passes - count.asked, 1))
+        return left.schedule(defense, classes).perturb(defense, x, y, generator)
+
+    def schedule(self, defense: Defense, classes: int = 10) -> Attack:
+        """Return the attacks for this kind of defense, each with its share of the passes.
+
+        Args:
+            defense: the defense; the adaptations of one that adapts are not counted.
+            classes: their number: runs towards classes need four.
+        """
+        kind, members = suite_kind(defense), len(defense.weights)
+        if kind == "transductive":
+            rounds = min(max(isqrt(self.passes // (PER_MODEL * members)), 1), ROUNDS)
+            each = max(self.passes // rounds, 1)
+            pgd = self._pgd(defense, each, rounds * members)
+            return GMSA(Budgeted(replace(pgd, keep_best=True), each), rounds=rounds)
+        if kind == "random":
+            anew = defense.kind == "random_transforms"  # else each draw is one prediction's
+            draws = DRAWS if anew else ceil(DRAWS / members)
+            pgd = self._pgd(defense, self.passes, draws if anew else draws * members)
+            smooth = replace(pgd, draws=draws, objective=linear, momentum=AGGMO)
+            return Budgeted(smooth, self.passes)
+        if kind == "transformed":
+            followed = sum(part.differentiable for part in defense.transforms.values())
+            pgd = self._pgd(defense, self.passes, max(followed, 1))
+            return OnDifferentiable(Budgeted(pgd, self.passes))
+        parts = self._shares(kind, defense, classes)
+        free = self.passes - members * len(parts)  # Strongest evaluates each
+        return Strongest(tuple(Budgeted(a, max(int(share * free), 1)) for share, a in parts))
+
+    def _pgd(self, defense: Defense, passes: int, networks: int) -> PGD:
+        """Return PGD with a step size by which as many steps as fit lead across the ball."""
+        steps = max((passes // networks - 2) // 2, 1)  # but those to find out classes and the best
+        step_size = step_across(self.threat.eps, steps, 10)
+        return PGD(self.threat, 1, step_size, backward=surrogate_for(defense))
+
+    def _shares(
+        self, kind: SuiteKind, defense: Defense, classes: int
+    ) -> tuple[tuple[float, Attack], ...]:
+        """Return the attacks on fixed classifiers with their shares of the passes."""
+        margin = APGD(self.threat, objective=margin_of_rule(defense.rule))
+        if kind == "randomized":
+            arc = ARC(self.threat, 1, self.threat.eps / 4, neighbours=4, early_stop=True)
+            return (0.5, margin), (0.5, arc)
+        if classes < 4 or self.passes < TARGETS_FROM * len(defense.weights):
+            return ((1.0, margin),)
+        return (0.25, margin), (0.75, APGD(self.threat, targets=9))
+
+
+def check_threat(threat: Threat) -> None:
+    """Raise ValueError unless all attacks of a suite support the threat."""
+    if threat.p not in (2, float("inf")) or threat.relative or not threat.eps > 0:
+        raise ValueError(f"the suite needs linf or l2 and eps > 0 in pixel units, got {threat}")
+
+
+def surrogate_for(defense: Defense) -> SurrogateTransforms | None:
+    """Return a backward pass for random transforms that have no gradient; None without any."""
+    parts = random_transforms_in(defense)
+    transforms = [transform for part in parts for transform in part.transforms.values()]
+    exact = any(part.gradients == "exact" for part in parts)
+    if not exact or all(transform.differentiable for transform in transforms):
+        return None
+    return SurrogateTransforms(shared_order=False, gradients="straight_through")
+
+
+def step_across(eps: float, steps: int, fraction: int) -> float:
+    """Return a fraction of the radius, or more if the steps would not lead across the ball."""
+    return max(eps / fraction, 2.5 * eps / steps)

@@ -1,0 +1,118 @@
+"""Attacks without a search, and one in another precision: what others are compared with."""
+
+import copy
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks.base import Attack
+from lightning_rob.attacks.decorators import AttackDecorator
+from lightning_rob.defenses import Defense
+from lightning_rob.objectives import check_labels
+from lightning_rob.randomness import Generator, Streams, uniform
+from lightning_rob.threat import Threat, choose, scale
+from lightning_rob.transforms import Transform
+
+
+@dataclass(frozen=True)
+class NoAttack(Attack):
+    """Return the images unchanged.
+
+    Args:
+        threat: the threat of the other attacks; its bounds hold for the images.
+    """
+
+    ignores_state: ClassVar[bool] = True
+    threat: Threat
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the same images [B, C, H, W]."""
+        return x
+
+
+@dataclass(frozen=True)
+class RandomCorners(Attack):
+    """The best of some random corners of the ball, without a search.
+
+    Args:
+        threat: linf or l2.
+        tries: number of corners.
+    """
+
+    threat: Threat
+    tries: int = 10
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        best, lowest = x, x.new_full((len(x),), torch.inf)
+        for _ in range(self.tries):
+            corner = self.threat.steepest(uniform(x, *x.shape[1:], generator=generator) - 0.5)
+            tried = self.threat.project(x + scale(corner, self.threat.eps * x.new_ones(len(x))), x)
+            with torch.no_grad():
+                found = defense(tried, generator)
+            check_labels(y, found.shape[-1])
+            score = found.gather(1, y[:, None])[:, 0].to(lowest)
+            wins = score < lowest
+            best = choose(wins, tried, best)
+            lowest = torch.where(wins, score, lowest)
+        return best
+
+
+@dataclass(frozen=True)
+class RandomStart(Attack):
+    """One random point of the ball, without a prediction of the defense.
+
+    Args:
+        threat: linf or l2.
+    """
+
+    threat: Threat
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]."""
+        return self.threat.start(x, generator if isinstance(generator, Streams) else None)
+
+
+@dataclass(frozen=True)
+class CommonCorruption(Attack):
+    """Corrupt images by a random transform that does not depend on the defense.
+
+    Args:
+        transform: `lightning_rob.transforms.corruptions.Brightness` or any other transform.
+    """
+
+    knowledge: ClassVar[str] = "nothing: images are corrupted whatever the defense"
+    transform: Transform
+
+    @property
+    def threat(self) -> Threat:  # type: ignore[override]
+        """All images."""
+        return Threat("linf", 1.0)
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
+        return self.transform(x, *self.transform.sample(x, generator))
+
+
+@dataclass(frozen=True)
+class DoublePrecision(AttackDecorator):
+    """An attack that computes in double precision, on a copy of the defense.
+
+    Args:
+        attack: the attack.
+    """
+
+    strategies = Attack.strategies  # the attack sees the copy
+
+    def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
+        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
+        found = self.attack(doubled(defense), x.double(), y, generator)
+        return self.threat.project(found.to(x.dtype), x)
+
+
+@torch.no_grad()  # with gradients, the copied weights of TorchScript would be no leaves
+def doubled(defense: Defense) -> Defense:
+    """Return a copy of the defense in double precision."""
+    return copy.deepcopy(defense).double()

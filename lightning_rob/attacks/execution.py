@@ -1,0 +1,85 @@
+"""Batches that are worked on in parts, such as those that do not fit into memory as a whole."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_rob.attacks.active_set import positions, rows_of
+from lightning_rob.defenses import Defense
+from lightning_rob.defenses.per_image import restricted_to
+from lightning_rob.randomness import Generator, Streams
+
+Work = Callable[[Defense, Tensor, Tensor, Generator], Tensor]
+
+
+def run_in_chunks(
+    work: Work, size: int, defense: Defense, x: Tensor, y: Tensor, generator: Generator
+) -> Tensor:
+    """Work on at most `size` images at a time; see `run_in_parts`."""
+    return run_in_parts(work, torch.split(positions(x), size), defense, x, y, generator)
+
+
+def run_in_parts(
+    work: Work,
+    parts: Sequence[Tensor],
+    defense: Defense,
+    x: Tensor,
+    y: Tensor,
+    generator: Generator,
+) -> Tensor:
+    """Work on a batch part by part.
+
+    Args:
+        work: function of the defense, images [b, …], labels [b] and a generator -> [b, …].
+        parts: positions [b] of the images of each part; together each image once.
+        defense: where it has adapted to the batch, it is evaluated on the images of each part.
+        x: [B, …] images.
+        y: [B] labels.
+        generator: the source of randomness; `Streams` give an image the same noise in any part.
+
+    Returns:
+        [B, …].
+
+    Raises:
+        ValueError: the numbers of streams and images differ.
+    """
+    if isinstance(generator, Streams) and len(generator) != len(x):
+        raise ValueError(f"{len(generator)} random streams for {len(x)} images")
+    done, counter = [], 0
+    for rows in parts:
+        noise = rows_of(generator, rows)
+        with restricted_to(defense, rows):
+            done.append(work(defense, x[rows], y[rows], noise))
+        counter = max(counter, noise.counter) if isinstance(noise, Streams) else 0
+    if isinstance(generator, Streams):
+        generator.counter = counter  # as far as an attack on the whole batch would have drawn
+    found, order = torch.cat(done), torch.cat(list(parts))
+    return torch.empty_like(found).index_copy_(0, order, found)
+
+
+def halved(size: int) -> int:
+    """Return half of a number of images that did not fit into the accelerator's memory.
+
+    A process that exhausts the host's memory is killed: nothing can halve its batch.
+    """
+    half = (size + 1) // 2
+    warnings.warn(
+        f"an attack on {size} images at once ran out of memory and goes on with {half}: save "
+        "the attempt by Chunked(images=…) or a smaller eval_batch_size",
+        stacklevel=2,
+    )
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return half
+
+
+def restoring(generator: Generator) -> Callable[[], object]:
+    """Return a function that sets a source of noise back to its current state."""
+    if isinstance(generator, Streams):
+        return partial(setattr, generator, "counter", generator.counter)
+    if generator is None:
+        return lambda: None
+    return partial(generator.set_state, generator.get_state())
