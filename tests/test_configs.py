@@ -274,7 +274,7 @@ def test_plugins_add_up_and_an_attack_in_several_runs_once(tmp_path):
     assert {"adaptive_pgd", "adaptive_pgd_logits", "arc", "worst"} <= set(names)
     worst = next(r for r in records(tmp_path) if r["name"] == "worst")
     assert worst["over"][0] == "adaptive_pgd"
-    assert {"arc", "arc_two_radii"} <= {*worst["over"]}
+    assert {"arc", "climb"} <= {*worst["over"]}
 
 
 @pytest.mark.parametrize("file", RT_ONLY, ids=lambda p: p.stem)
@@ -348,6 +348,7 @@ IN_L2 = {  # plug-in -> the lengths of its attacks at l2 128/255, in 255ths
     "arc_two_radii": [32, 128],
     "arc_warm": [16, 32, 32, 32, 128],
     "autoattack": [],
+    "climb": [],
     "deepfool": [],
     "first_member": [32],
     "first_member_arc": [16, 32, 32, 32, 32, 32, 128, 128],

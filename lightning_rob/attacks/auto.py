@@ -7,12 +7,12 @@ from typing import Literal
 from torch import Tensor
 
 from lightning_rob.attacks.apgd import APGD
-from lightning_rob.attacks.arc import ARC
 from lightning_rob.attacks.backward import SurrogateTransforms
 from lightning_rob.attacks.base import Attack
 from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.decorators import Budgeted
 from lightning_rob.attacks.gmsa import GMSA
+from lightning_rob.attacks.lattice_climber import LatticeClimber
 from lightning_rob.attacks.members import Strongest
 from lightning_rob.attacks.pgd import PGD
 from lightning_rob.attacks.transform_ensemble import OnDifferentiable
@@ -117,8 +117,7 @@ class Auto(Attack):
         """Return the attacks on fixed classifiers with their shares of the passes."""
         margin = APGD(self.threat, objective=margin_of_rule(defense.rule))
         if kind == "randomized":
-            arc = ARC(self.threat, 1, self.threat.eps / 4, neighbours=4, early_stop=True)
-            return (0.5, margin), (0.5, arc)
+            return (0.2, margin), (0.8, LatticeClimber(self.threat))
         if classes < 4 or self.passes < TARGETS_FROM * len(defense.weights):
             return ((1.0, margin),)
         return (0.25, margin), (0.75, APGD(self.threat, targets=9))

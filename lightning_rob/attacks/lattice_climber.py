@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_rob.attacks.active_set import rows_of
 from lightning_rob.attacks.arc import member_order
-from lightning_rob.attacks.base import Attack
-from lightning_rob.attacks.passes import PassCount
+from lightning_rob.attacks.base import Attack, check_norm
+from lightning_rob.attacks.budget import PassCount
 from lightning_rob.attacks.sight import image_gradient
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.network import network_logits
@@ -95,8 +95,7 @@ class LatticeClimber(Attack):
             object.__setattr__(self, "step_size", pixels(self.step_size))
             if not self.step_size > 0:
                 raise ValueError(f"step_size must be positive, got {self.step_size}")
-        if self.threat.p not in (2, math.inf):
-            raise ValueError(f"LatticeClimber is for linf and l2, not for norm {self.threat.norm}")
+        check_norm(self, math.inf, 2)
         if self.threat.relative:
             raise ValueError(f"LatticeClimber is for a radius in pixel units, got {self.threat}")
         if self.start and self.start.threat != self.threat:

@@ -185,7 +185,7 @@ def _is_strong_enough(attack: Attack, target: AuditTarget) -> bool:
     searches: list[Any] = [part for part in walk(attack) if "step_size" in part.lengths]
     crosses = not searches or any(
         part.steps >= FEWEST_STEPS
-        # Without a step size it is ARC with the paper's, which is at least eps / 4.
+        # Without a step size those that have a default take at least eps / 4.
         and part.steps * (part.step_size or part.threat.eps / 4) >= part.threat.eps
         for part in searches
     )

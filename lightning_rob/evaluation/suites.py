@@ -8,6 +8,7 @@ from lightning_rob.attacks import (
     PGD,
     TAA,
     Attack,
+    LatticeClimber,
     OnDifferentiable,
     Square,
     SurrogateTransforms,
@@ -38,7 +39,7 @@ DISSIMILARITY = 0.3  # the bound on PAA of Liao et al. (2020)
 RECIPES: dict[SuiteKind, str] = {
     "single": "callbacks/autoattack.yaml",
     "ensemble": "callbacks/adaptive_pgd_logits.yaml",
-    "randomized": "callbacks/arc_two_radii.yaml",
+    "randomized": "callbacks/climb.yaml",
     "random": "callbacks/rt_best.yaml",
     "transformed": "callbacks/votes_adaptive.yaml",
     "transductive": "callbacks/gmsa_avg.yaml",
@@ -49,7 +50,7 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
     """Return the attacks that score a defense where the user names none.
 
     Adaptive PGD of 20 steps: on the expected loss, on the loss of the mean logits, and with five
-    restarts. ARC, as in the paper and with two local radii, for randomized ensembles.
+    restarts. For randomized ensembles ARC as in the paper, and the climb, which is the strongest.
 
     Raises:
         ValueError: the defense adapts: no attack is usual for all of those.
@@ -67,8 +68,12 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
         "adaptive_pgd_restarts": replace(pgd, restarts=5, random_start=True),
     }
     if defense.kind == "ensemble" and not threat.relative:
-        attacks |= arc_suite(threat, steps)
+        attacks |= _on_members(threat, steps)
     return attacks
+
+
+def _on_members(threat: Threat, steps: int) -> dict[str, Attack]:
+    return {"arc": arc_suite(threat, steps)["arc"], "climb": LatticeClimber(threat, 2 * steps)}
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,7 @@ def _adaptive_attacks(defense: Defense, kind: SuiteKind, pgd: PGD) -> dict[str, 
     """Return the attacks made for a kind of defense; none where PGD itself is adaptive."""
     threat, steps = pgd.threat, pgd.steps
     if kind == "randomized":
-        return arc_suite(threat, steps)
+        return _on_members(threat, steps)
     if kind == "random":
         view = None
         if random_transforms_in(defense):

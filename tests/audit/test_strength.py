@@ -53,7 +53,7 @@ def test_noisy_scores_need_more_than_two_images():
 def test_an_adaptive_attack_may_be_too_weak(attack, words):
     others = {} if attack is None else {"mine": attack}
     target = AuditTarget(Ensemble([TinyNet(), TinyNet()]), THREAT, other_attacks=others)
-    found = adaptive(target, {"pgd": part(31), "arc": part(31), "arc_two_radii": part(31)})
+    found = adaptive(target, {"pgd": part(31), "arc": part(31), "climb": part(31)})
     assert found.flagged == bool(words)
     assert words in found.text
 
@@ -78,14 +78,14 @@ def test_an_ensemble_with_one_prediction_needs_the_loss_of_its_rule(rule, loss):
 
 def test_the_text_names_the_gap():
     target = AuditTarget(Ensemble([TinyNet(), TinyNet()]), THREAT)
-    columns = {"pgd": part(31), "arc": part(31), "arc_two_radii": part(20)}
+    columns = {"pgd": part(31), "arc": part(31), "climb": part(20)}
     found = adaptive(target, columns)
     assert "leaves 62 %, those for its kind 40 %" in found.text
     assert found.values["gap"] == pytest.approx(found.values["default"] - found.values["adaptive"])
     target.other_attacks = {"apgd": target.attacks["pgd"]}
     found = adaptive(target, columns)
-    assert found.severity == "severe" and "callbacks/arc_two_radii.yaml" in found.advice
-    assert adaptive(target, columns | {"arc_two_radii": part(31)}).severity == "warning"
+    assert found.severity == "severe" and "callbacks/climb.yaml" in found.advice
+    assert adaptive(target, columns | {"climb": part(31)}).severity == "warning"
 
 
 def test_eot_with_one_velocity_is_not_what_random_transforms_need():

@@ -38,15 +38,15 @@ def test_the_callback_writes_what_it_found(trained, tmp_path, capsys):
     run("test", "--config", file, "--ckpt_path", trained)
     record = checked((tmp_path / "run/version_0/audit.json").read_text())
     accuracy = {row["name"]: row["accuracy"] for row in record["attacks"]}
-    assert {"clean", "noise", "pgd", "arc", "arc_two_radii", "square", "worst"} <= accuracy.keys()
+    assert {"clean", "noise", "pgd", "arc", "climb", "square", "worst"} <= accuracy.keys()
     assert {row["n"] for row in record["attacks"]} == {20}
-    assert accuracy["worst"] <= accuracy["arc_two_radii"] <= accuracy["arc"]
+    assert accuracy["worst"] <= accuracy["climb"] <= accuracy["arc"]
     findings = {finding["name"]: finding for finding in record["findings"]}
     assert findings["adaptive"]["severity"] in ("warning", "severe")
     assert "but not ARC" in findings["adaptive"]["text"]
     shown = capsys.readouterr().out
     assert "Audit · Ensemble · a randomized ensemble" in shown
-    assert "callbacks/arc_two_radii.yaml" in " ".join(shown.split())
+    assert "callbacks/climb.yaml" in " ".join(shown.split())
 
 
 @pytest.mark.slow  # test_ddp holds for all evaluation callbacks that ranks share the groups

@@ -617,7 +617,7 @@ def test_a_suite_of_its_own_where_none_is_given(trained, watched, put):
         "adaptive_pgd_logits",
         "adaptive_pgd_restarts",
         "arc",
-        "arc_two_radii",
+        "climb",
     ]
     assert list(found) == ["clean", *attacks, "worst"]
     assert found["arc"]["attack"]["class_path"] == "lightning_rob.ARC"

@@ -36,7 +36,7 @@ def test_the_suite_fits_the_defense():
     kinds = {
         "single": (Single(net), ()),
         "ensemble": (Ensemble([net, net], rule=mean_logits), ()),
-        "randomized": (Ensemble([net, net]), ("arc", "arc_two_radii")),
+        "randomized": (Ensemble([net, net]), ("arc", "climb")),
         "random": (rt, ("linear_aggmo",)),
         "transformed": (moved, ("adaptive_pgd", "taa", "paa")),
         "transductive": (DENT(SmallCNN(4, 3, 4)), ("gmsa_avg",)),
@@ -58,7 +58,7 @@ def test_default_attacks():
     names = ["adaptive_pgd", "adaptive_pgd_logits", "adaptive_pgd_restarts"]
     assert list(default_attacks(plain, THREAT)) == names
     found = default_attacks(ensemble, THREAT)
-    assert list(found) == [*names, "arc", "arc_two_radii"]
+    assert list(found) == [*names, "arc", "climb"]
     assert isinstance(found["arc"], ARC)
     random = default_attacks(RandomTransforms(TinyNet(), {"GaussianNoise": {}}, 1, 3), THREAT)
     assert random["adaptive_pgd"].draws == 10
