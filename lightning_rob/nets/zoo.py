@@ -19,13 +19,13 @@ CLASSES = 10  # K where neither the caller nor the weights' name says it
 
 
 class Found(NamedTuple):
-    """Network of a zoo and the statistics of its training images.
+    """Network of a zoo and the statistics of its training images, [C] each.
 
     Args:
-        net: its network.
-        mean: [C] of images in [0, 1].
-        std: [C], likewise.
-        file: of its weights, if it is still to be loaded.
+        net: the network.
+        mean: mean of images in [0, 1].
+        std: their standard deviation.
+        file: file of weights that are still to be loaded.
         layout: names in that file, as options of `load_weights`.
     """
 

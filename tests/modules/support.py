@@ -7,6 +7,15 @@ from lightning_rob.attacks import Attack
 from lightning_rob.defenses.copies import original
 from lightning_rob.threat import Threat
 
+FOLDER = "run/version_0/checkpoints"
+
+
+def saving(steps):
+    """Return options that save all epochs, and the last of every few steps."""
+    save = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {save_top_k: -1, "
+    every = f"every_n_train_steps: {steps}, save_last: true"
+    return [save + f"filename: 'at-{{step}}', {every}}}}}", save + "filename: 'end-{epoch}'}}"]
+
 
 def batch(n=8):
     generator = torch.Generator().manual_seed(3)

@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.tuner import Tuner
 
 from lightning_rob.attacks import PGD
-from lightning_rob.modules import BAT, AdversarialTraining, FreeTraining
+from lightning_rob.modules import BAT, FreeTraining
 from lightning_rob.threat import Threat
 from tests.tiny import Blobs, TinyNet, same_weights
 
@@ -16,7 +16,6 @@ THREAT = Threat("linf", 16 / 255)
 ATTACK = PGD(THREAT, 2, 8 / 255)
 ADAM = partial(torch.optim.Adam, lr=0.01)
 MODULES = {
-    "AdversarialTraining": lambda: AdversarialTraining(TinyNet, ATTACK, optimizer=ADAM),
     "FreeTraining": lambda: FreeTraining(TinyNet, THREAT, 2, optimizer=ADAM),
     "BAT": lambda: BAT(TinyNet, ATTACK, 4, monitor=None, optimizer=ADAM),
 }
@@ -37,14 +36,8 @@ def trained(name, folder, find=None):
     torch.manual_seed(0)
     module, data = MODULES[name](), Blobs()
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    epochs = 8 if name == "BAT" else 5
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        default_root_dir=folder,
-        enable_model_summary=False,
-        **options,
-    )
+    options |= {"enable_model_summary": False, "max_epochs": 8 if name == "BAT" else 5}
+    trainer = Trainer(accelerator="cpu", default_root_dir=folder, **options)
     if find:
         find(Tuner(trainer), module, data)
     trainer.fit(module, data)
