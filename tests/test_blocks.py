@@ -135,8 +135,8 @@ class Page:
         os.chdir(self.folder)
         for place in ("logs", *CHECKPOINTS):
             shutil.rmtree(place) if os.path.isdir(place) else Path(place).unlink(missing_ok=True)
-        for said, meant in self.instead.items():
-            code = code.replace(said, meant)
+        for written, meant in self.instead.items():
+            code = code.replace(written, meant)
         if kind == "bash":
             self.bash(re.sub(r" +# exit code (\d)$", r" --exit-code=\1", code, flags=re.M))
         elif kind == "python":
@@ -221,12 +221,12 @@ class Page:
         except ImportError as error:
             assert "lightning-rob[" in str(error), error
             return
-        told = self.capsys.readouterr().err
-        if re.search(r"pip install .lightning-rob|Requirement 'wandb", told):
+        errors = self.capsys.readouterr().err
+        if re.search(r"pip install .lightning-rob|Requirement 'wandb", errors):
             return
-        assert "lightning-rob: error:" not in told, told
-        allowed = codes or [0, 1 if gated or "alarm: " in told else 0]
-        assert code in allowed, f"{code}: {told}"
+        assert "lightning-rob: error:" not in errors, errors
+        allowed = codes or [0, 1 if gated or "alarm: " in errors else 0]
+        assert code in allowed, f"{code}: {errors}"
 
     def yaml(self, code):
         """Run a configuration in a fit; keep any other file for the blocks below."""

@@ -299,6 +299,11 @@ def test_callback_plugs_into_transformation_ensembles(file, tmp_path, monkeypatc
     assert len(names_in(tmp_path) - {"clean", "worst"}) == count
 
 
+def test_a_suite_is_one_evaluation_of_all_its_attacks():
+    counts = {name: len(plugged(name)["init_args"]["attacks"]) for name in NOT_TINY[:3]}
+    assert counts == {"cw_all": 4, "rec_all": 12, "rec_suite": 6}
+
+
 IN_L2 = {  # plug-in -> the lengths of its attacks at l2 128/255, in 255ths
     "adaptive_pgd": [32],
     "adaptive_pgd_logits": [32],

@@ -92,6 +92,7 @@ class RobustModule(LightningModule, ABC):
     def train_on(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute and log the loss of images [B, C, H, W], labels [B] and indices [B]."""
         x, y, index = batch
+        # Dropout draws from the global stream: it must not depend on what ran between two steps.
         torch.manual_seed(derive_seed(self.seed, self.current_epoch, batch_idx, self.global_rank))
         self.noise = Streams.from_index(index, self.seed, self.current_epoch)
         loss = self.loss(x, y)
@@ -130,6 +131,7 @@ class RobustModule(LightningModule, ABC):
             counted = torch.arange(self._predicted, self._predicted + len(x), device=x.device)
             index = counted * self.trainer.world_size + self.global_rank
         self._predicted += len(x)
+        # A stream of the whole batch, from which an adapting defense learns as a whole.
         private = torch.Generator().manual_seed(derive_seed(self.seed, *index.tolist()))
         adapted = self.defense.adapt(x, private).eval()
         return index, adapted(x, Streams.from_index(index, self.seed))

@@ -49,7 +49,7 @@ def features(net: nn.Module, layer: str, x: Tensor) -> Tensor:
     finally:
         hook.remove()
     if not recorded:
-        raise ValueError(f"layer {layer!r} takes no part in {type(net).__name__}'s answer")
+        raise ValueError(f"{type(net).__name__} does not call its layer {layer!r}")
     return recorded[-1].flatten(1)
 
 

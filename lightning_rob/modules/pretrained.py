@@ -76,7 +76,7 @@ class PretrainedEnsemble(RobustModule):
             prefix = list(found[:count])
             count = len(prefix)
         if count is None:
-            raise ValueError("members must be said, or be as many as nets or checkpoints in a list")
+            raise ValueError("give the number of members, or nets or checkpoints in a list")
         columns = (
             value if isinstance(value, list) else [value] * count
             for value in (nets, checkpoints, prefix)

@@ -322,6 +322,7 @@ class TransformTraining(RobustModule):
         else:
             self.state.update(loss, self.trainable_network())
         stopped = self._has_stopped()
+        # An error on one rank alone would leave the others waiting: all hear of it, and all raise.
         never_finite = stopped and not self.state.best_weights
         report = torch.tensor([loss, float(stopped), float(never_finite)], device=self.device)
         reports = torch.as_tensor(self.all_gather(report)).view(-1, 3)[: len(self.current)]

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ReduceLROnPlateau
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -20,7 +19,7 @@ from lightning_rob.objectives import ce_of_mean_probs
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import GaussianNoise, VerticalFlip
-from tests.modules.support import Spy, batch
+from tests.modules.support import Spy, batch, quiet_trainer
 from tests.tiny import Blobs, TinyNet
 
 THREAT = Threat("linf", 16 / 255)
@@ -253,7 +252,7 @@ def test_awp_without_weights_to_perturb():
 
 
 def test_awp_refuses_weights_of_16_bits():
-    trainer = Trainer(accelerator="cpu", precision="bf16-true", logger=False)
+    trainer = quiet_trainer(precision="bf16-true")
     with pytest.raises(MisconfigurationException, match=r"awp is for .* got bf16-true"):
         AdversarialTraining(TinyNet, Spy(), awp=0.005).check_trainer(trainer)
 
@@ -267,10 +266,8 @@ def rates(schedule, callback, epochs):
             found.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     module = Noted(TinyNet, optimizer=lambda p: torch.optim.SGD(p, 1e-7), lr_scheduler=schedule)
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    quiet |= {"enable_checkpointing": False, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
-    run = Trainer(accelerator="cpu", max_epochs=epochs, callbacks=[callback], **quiet)
-    run.fit(module, Blobs(train_size=48))
+    options = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "callbacks": [callback]}
+    quiet_trainer(max_epochs=epochs, **options).fit(module, Blobs(train_size=48))
     return found
 
 

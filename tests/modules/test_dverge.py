@@ -74,7 +74,7 @@ def test_features_of_an_activation_are_its_input():
 def test_features_of_a_layer_that_is_not_called():
     net = TinyNet()
     net.idle = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="layer 'idle' takes no part in TinyNet's answer"):
+    with pytest.raises(ValueError, match="TinyNet does not call its layer 'idle'"):
         features(net, "idle", batch()[0])
 
 

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_rob.modules import FreeTraining
 from lightning_rob.threat import Threat
+from tests.modules.support import quiet_trainer
 from tests.tiny import TinyNet, same_weights
 
 EPS = 0.05
@@ -28,9 +28,8 @@ def sgd(parameters):
 
 
 def fit(module, loader, epochs, **options):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    options |= {"accelerator": "cpu", "enable_checkpointing": False, "limit_val_batches": 0}
-    Trainer(max_epochs=epochs, **quiet, **options).fit(module, loader, loader)
+    options |= {"max_epochs": epochs, "limit_val_batches": 0}
+    quiet_trainer(**options).fit(module, loader, loader)
 
 
 def plain_loop(net, loader, epochs, replays, norm, clip=None, target=None):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,6 +15,7 @@ from lightning_rob import PGD, Threat
 from lightning_rob.defenses import RandomTransforms
 from lightning_rob.modules import AdversarialTraining, RobustModule, TransformTraining
 from lightning_rob.transforms import GaussianNoise
+from tests.modules.support import quiet_trainer
 from tests.modules.test_contract import losses, method
 from tests.tiny import Blobs, TinyNet, recipe, run
 
@@ -58,12 +59,8 @@ def test_methods_train_on_pairs(tmp_path, name):
     assert torch.tensor(found).isfinite().all()
 
 
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-QUIET |= {"enable_model_summary": False, "max_epochs": 1, "accelerator": "cpu"}
-
-
 def trainer(folder, **options):
-    return Trainer(default_root_dir=folder, **QUIET | options)
+    return quiet_trainer(default_root_dir=folder, **({"max_epochs": 1} | options))
 
 
 class Losses(Callback):
@@ -106,7 +103,10 @@ def test_a_plain_command_line_of_lightning(tmp_path, monkeypatch):
                 },
             },
         },
-        "trainer": QUIET,
+        "trainer": {
+            **{"max_epochs": 1, "accelerator": "cpu", "logger": False},
+            **{"enable_checkpointing": False, "enable_progress_bar": False},
+        },
     }
     options = {
         "subclass_mode_model": True,

@@ -116,7 +116,7 @@ def test_weights_may_come_from_the_factory(tmp_path):
 BAD = {
     "random weights": ({"nets": [TinyNet, TinyNet]}, "a TinyNet has random weights"),
     "one without": ({"checkpoints": ["FILE", None], "prefix": "members.0"}, "has random weights"),
-    "how many": ({}, "members must be said"),
+    "how many": ({}, "give the number of members"),
     "numbers": ({"checkpoints": ["FILE"], "members": 2}, "got 1 checkpoints, 2 members"),
     "prefixes": ({"checkpoints": ["FILE"] * 2, "prefix": ["members.0"]}, "2 checkpoints, 1 prefix"),
     "none": ({"nets": []}, "got 0 nets"),

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_rob.data.source_target import SourceTargetData
 from lightning_rob.defenses.tadv import half_adversarial
 from lightning_rob.modules import DANN, TADV, AdversarialTraining
 from lightning_rob.randomness import Streams
-from tests.modules.support import FOLDER, Spy, batch, saving
+from tests.modules.support import FOLDER, Spy, batch, quiet_trainer, saving
 from tests.tiny import (
     Blobs,
     TinyDANN,
@@ -100,7 +99,7 @@ def test_the_targets_images_change_the_weights_and_its_labels_do_not(
     assert same_weights(weights(uninterrupted / END), weights(tmp_path / END)) == same
 
 
-@pytest.mark.slow  # test_bat kills a run too
+@pytest.mark.slow  # test_contract kills a run too
 def test_a_killed_run_of_given_steps_resumes_with_the_same_weights(uninterrupted, tmp_path):
     """With max_steps and a loader process, where Lightning counts epochs differently."""
     length = ["--trainer.max_steps=12", "--trainer.max_epochs=-1", "--data.source.workers=1"]
@@ -149,10 +148,7 @@ def test_data_without_a_target_are_refused(tmp_path, capsys):
 
 
 def fit(module, **options):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False}
-    data = SourceTargetData(Blobs(), Blobs(test_size=40))
-    Trainer(**quiet, **settings, **options).fit(module, datamodule=data)
+    quiet_trainer(**options).fit(module, datamodule=SourceTargetData(Blobs(), Blobs(test_size=40)))
 
 
 @pytest.mark.parametrize("length", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 9}])
