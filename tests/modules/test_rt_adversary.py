@@ -6,9 +6,10 @@ from torch import nn
 
 from lightning_rob.attacks import PGD
 from lightning_rob.commands.tune_search import Space
-from lightning_rob.defenses import Ensemble, RandomTransforms, Single
+from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.objectives import expected_margin, linear
 from lightning_rob.randomness import Streams
+from lightning_rob.rules import mean_probs
 from lightning_rob.threat import Threat
 from lightning_rob.transforms import LAB, ColorJitter, Gamma, GaussianNoise
 
@@ -72,6 +73,18 @@ def test_an_infinite_gradient_of_one_pixel_does_not_stop_the_others():
     assert objective(attack(Single(steep), x, y)) > objective(x) + 0.9 * (best - objective(x))
 
 
+def test_a_mixture_of_one_defense_predicts_like_it():
+    x = torch.rand(200, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    net = Flat()
+    y = net(x).argmax(1)
+    rt = RandomTransforms(net, [GaussianNoise(0.5)], 1, 20, rule=mean_probs)
+
+    def right(defense):
+        return defense(x, streams(200)).gather(1, y[:, None]).mean()
+
+    assert right(Mixture([rt])) == pytest.approx(float(right(rt)), abs=1e-6)
+
+
 @pytest.mark.parametrize(
     "wrap",
     [Single, lambda rt: Ensemble([rt, rt]), lambda rt: RandomTransforms(rt, [Gamma()], 1, 1)],
@@ -87,9 +100,13 @@ def test_two_variables_of_a_transform_that_both_end_at_zero_prune_it_once():
     affine = "model.transforms.Affine"
     recipe = {"model": {"size": 2, "transforms": {"Affine": {"alpha": 0, "p": 0}, "Crop": {}}}}
     bounds = {f"{affine}.alpha": [0, 0.5], f"{affine}.p": [0, 1]}
-    content = {"variables": bounds, "objective": {"val/acc": 1}}
-    space = Space.read(content | {"prune": True})
+    space = Space.read({"variables": bounds, "objective": {"val/acc": 1}, "prune": True})
     slim, dropped = space.pruned(recipe, dict.fromkeys(bounds, 0.0))
     assert slim == {"model": {"size": 1, "transforms": {"Crop": {}}}}
     assert dropped == ["Affine"]
-    assert Space.read(content | {"prune": 0}).prune == 0  # at most zero is not never
+
+
+def test_prune_at_most_zero_is_not_never():
+    content = {"variables": {"a": [0, 1]}, "objective": {"val/acc": 1}}
+    assert Space.read(content | {"prune": 0}).prune == 0
+    assert Space.read(content | {"prune": False}).prune is None
