@@ -1,8 +1,7 @@
 """Lightning checkpoints, written atomically with a manifest and read without running code."""
 
 import io
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from lightning_rob.cli.configs import NAMED
-from lightning_rob.commands.checkpoints import config_in_checkpoint, read_checkpoint
+from lightning_rob.commands.checkpoints import read_checkpoint
 from lightning_rob.nets.weights import read_file
 from lightning_rob.runtime.errors import InputError
 from lightning_rob.runtime.files import Stamp, atomic_write, manifest_name, stamp_of, write_manifest
@@ -120,30 +118,3 @@ def _objects_in(buffer: io.BytesIO) -> list[str]:
     """Return the classes and functions in a saved file that loading weights only refuses."""
     buffer.seek(0)
     return sorted(get_unsafe_globals_in_checkpoint(buffer))
-
-
-def inject_checkpoint_config(
-    args: Sequence[str], read: Callable[[str], dict[str, Any]]
-) -> list[str]:
-    """Insert the recipe of `--ckpt_path` before the other arguments, which may override it.
-
-    Args:
-        args: a command line with joined values, the subcommand first.
-        read: reads a checkpoint.
-
-    Raises:
-        InputError: neither a configuration nor a checkpoint says what to run.
-    """
-    given = any(re.match(r"--(model|config|help|print_config)|-c|-h", arg) for arg in args)
-    paths = [arg.partition("=")[2] for arg in args if arg.startswith("--ckpt_path=")]
-    for path in paths:
-        if path not in (*NAMED, "null", ""):
-            recipe = config_in_checkpoint(read(path), path)
-            if not (recipe or given):
-                raise InputError(f"{path} does not say what it is a checkpoint of: add --config")
-            return [args[0], f"--config={recipe}", *args[1:]] if recipe else list(args)
-    if not given and args:
-        raise InputError(
-            "say what to run: --config RECIPE, or --ckpt_path CHECKPOINT of such a run"
-        )
-    return list(args)

@@ -64,8 +64,8 @@ def main(args: Sequence[str] | None = None) -> None:
     elif args[0] not in COMMANDS:
         choices = f", choose from {', '.join(COMMANDS)}"
         _fail(f"unknown command {args[0]!r}{nearest(args[0], COMMANDS, choices)}")
-    elif _asks_for_help(args):
-        _show(_help_text(args[0]))
+    elif {"-h", "--help"} & {*args} and ("all" not in args or _reads_records(args[0])):
+        _show(_help_text(args[0]))  # `--help all` prints the parser's own page
     else:
         _run([arg for arg in args if arg != "all" or "--help" not in args])
 
@@ -78,13 +78,8 @@ def _show(page: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _asks_for_help(args: list[str]) -> bool:
-    """Whether the short help is wanted; `--help all` prints the parser's own page."""
-    short = "all" not in args or _reads_records(args[0])
-    return bool({"-h", "--help"} & set(args)) and short
-
-
 def _help_text(command: str) -> str:
+    """Return the short help of a command, printed without importing torch."""
     if command in _configs():
         from lightning_rob.cli.options import build_parser  # jsonargparse takes a moment
 
@@ -96,7 +91,7 @@ def _help_text(command: str) -> str:
 
 def _reads_records(command: str) -> bool:
     """Whether a command reads records, for which it needs neither torch nor Lightning."""
-    return command in _configs() and _configs()[command].receives == "records"
+    return command in _configs() and bool(_configs()[command].reads_records)
 
 
 def _configs() -> Any:
@@ -131,16 +126,16 @@ def _compute(args: list[str]) -> None:
     from lightning_rob.cli.options import read_command_line
     from lightning_rob.recipes.trust import allow_imports
 
-    args = read_command_line(*args)
+    line = read_command_line(*args)
     if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
         # A file or a pipe keeps to the results and errors, of which an error is one line.
-        print(f"lightning-rob {args[0]}: loading PyTorch …", file=sys.stderr, flush=True)
+        print(f"lightning-rob {line.command}: loading PyTorch …", file=sys.stderr, flush=True)
     tune_process()
     from lightning_rob.cli.commands import run_command
     from lightning_rob.runtime.processes import handle_signals
 
-    with handle_signals(), allow_imports(args) as rest:
-        run_command(rest)
+    with handle_signals(), allow_imports(line.allowed):
+        run_command(line)
 
 
 def _fail(message: str, code: int = 2, at_once: bool = False) -> NoReturn:

@@ -1,10 +1,6 @@
 """Options of the commands, one dataclass each: parser and `--help` are generated from it.
 
-This module imports nothing heavy, so that `--help` prints at once. `receives` says what a command's
-function is called with beside its options: "run" (a `Run`, with the weights of a checkpoint if one
-is given), "trainings" (a `Run` and a function that builds others), "checkpoints" (a function that
-builds the `Run` of a checkpoint), "data" (an `ImageData`) or "records" (its options alone; the
-first field is positional).
+This module imports nothing heavy, so that `--help` prints at once.
 """
 
 from collections.abc import Mapping
@@ -20,17 +16,23 @@ from lightning_rob.commands.thresholds import parse_thresholds
 from lightning_rob.comparisons import SIGNIFICANT
 from lightning_rob.runtime.errors import visible
 
-Receives = Literal["run", "trainings", "checkpoints", "data", "records"]
 LOCAL = "127.0.0.1"  # address of the monitor's page and metrics
 ONNX = ("onnx", "onnxscript", "onnxruntime")  # the packages of the extra
 
 
 @dataclass(frozen=True)
 class CommandConfig:
-    """Options of a command."""
+    """Options of a command.
 
-    receives: ClassVar[Receives]
+    Attributes:
+        usage: arguments in the first line of its page.
+        positional: option that arguments without a name belong to; "" for none.
+        reads_records: whether it reads records of runs, all of its arguments, and needs no torch.
+    """
+
     usage: ClassVar[str]
+    positional: ClassVar[str] = "ckpt_path"
+    reads_records: ClassVar[bool] = False
 
     @classmethod
     def from_recipe(cls, recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class TuneConfig(CommandConfig):
         ValueError: no search space, or `concurrent` without `ray`.
     """
 
-    receives: ClassVar[Receives] = "trainings"
+    positional: ClassVar[str] = ""
     usage: ClassVar[str] = "--config RECIPE --space FILE [options of fit]"
 
     space: Path | None = None
@@ -134,7 +136,6 @@ class ExportConfig(CommandConfig):
         ModuleNotFoundError: a package of the extra `onnx` is missing.
     """
 
-    receives: ClassVar[Receives] = "run"
     usage: ClassVar[str] = "CHECKPOINT --out FILE [options of test]"
 
     out: Path | None = None
@@ -200,7 +201,7 @@ class BpdaConfig(CommandConfig):
         ValueError: no folder, or a number that is too small.
     """
 
-    receives: ClassVar[Receives] = "data"
+    positional: ClassVar[str] = ""
     usage: ClassVar[str] = "--data CLASS --out FOLDER [--data.NAME=VALUE] [options]"
 
     out: Path | None = None
@@ -250,7 +251,6 @@ class AuditConfig(CommandConfig):
         ValueError: another norm, a radius that holds no or every image, or a count below 1.
     """
 
-    receives: ClassVar[Receives] = "run"
     usage: ClassVar[str] = "CHECKPOINT [options of test]"
 
     eps: float | None = None
@@ -305,7 +305,6 @@ class SweepConfig(CommandConfig):
         ValueError: no such variable, or values that it cannot have.
     """
 
-    receives: ClassVar[Receives] = "run"
     usage: ClassVar[str] = "CHECKPOINT --over VARIABLE --values LIST [options of test]"
 
     over: str | None = None
@@ -366,7 +365,7 @@ class MonitorConfig(CommandConfig):
             missing package.
     """
 
-    receives: ClassVar[Receives] = "checkpoints"
+    positional: ClassVar[str] = "run"
     usage: ClassVar[str] = "RUN [options of test]"
 
     run: str | Path | None = None
@@ -537,7 +536,8 @@ class CompareConfig(CommandConfig):
         ValueError: options that exclude each other, or another number of records.
     """
 
-    receives: ClassVar[Receives] = "records"
+    positional: ClassVar[str] = "records"
+    reads_records: ClassVar[bool] = True
     usage: ClassVar[str] = "RECORD [RECORD] [options]"
 
     records: tuple[Path, ...] = ()
@@ -594,7 +594,8 @@ class ReportConfig(CommandConfig):
         ValueError: no run.
     """
 
-    receives: ClassVar[Receives] = "records"
+    positional: ClassVar[str] = "runs"
+    reads_records: ClassVar[bool] = True
     usage: ClassVar[str] = "RUN [RUN ...] [options]"
 
     runs: tuple[Path, ...] = ()
@@ -622,7 +623,8 @@ class RecipesConfig(CommandConfig):
         ValueError: a copy of nothing.
     """
 
-    receives: ClassVar[Receives] = "records"
+    positional: ClassVar[str] = "names"
+    reads_records: ClassVar[bool] = True
     usage: ClassVar[str] = "[NAME ...] [options]"
 
     names: tuple[str, ...] = ()

@@ -13,8 +13,8 @@ from lightning.pytorch import Callback
 from lightning_rob.attacks import ARC, CW, PGD, OnMember, RandomMember, Strongest
 from lightning_rob.attacks.base import walk
 from lightning_rob.callbacks.robust_eval import full_defense
-from lightning_rob.cli.commands import parse_options
 from lightning_rob.cli.lightning_cli import RobustCLI
+from lightning_rob.cli.options import read_command_line
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
 from lightning_rob.commands.configs import SweepConfig
 from lightning_rob.commands.sweep import ResultCache
@@ -262,7 +262,7 @@ def test_results_without_their_scores_are_measured_anew(trained, tmp_path, capsy
 
 
 def test_a_fraction_keeps_its_label():
-    (value,) = parse_options("sweep", ["--over=eps", "--values=8/255"]).points
+    (value,) = read_command_line("sweep", "--over=eps", "--values=8/255").options.points
     assert (value.number, value.label) == (8 / 255, "8/255")
 
 
