@@ -124,13 +124,13 @@ class RobustCLI(LightningCLI):
     """
 
     def __init__(self, line: CommandLine | Sequence[str], run: bool = True) -> None:
-        if not isinstance(line, CommandLine):
-            line = read_command_line(*line) if run else read_command_line("fit", *line)
-        self.line = line
-        self.method = self._method() if run else ""
         self.checkpoint_io = SafeCheckpointIO()
         supervised = supervised_processes(self._launched_ranks, self._rank_timeout)
         try:
+            if not isinstance(line, CommandLine):
+                line = read_command_line(*line) if run else read_command_line("fit", *line)
+            self.line = line
+            self.method = self._method() if run else ""
             with raise_thread_errors(), supervised, reading_recipes():
                 super().__init__(
                     LightningModule,

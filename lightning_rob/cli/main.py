@@ -123,10 +123,15 @@ def _read_records(command: str, *args: str) -> None:
 
 def _compute(args: list[str]) -> None:
     """Run a command that needs torch, once it is clear that it can be run."""
+    import yaml
+
     from lightning_rob.cli.options import read_command_line
     from lightning_rob.recipes.trust import allow_imports
 
-    line = read_command_line(*args)
+    try:
+        line = read_command_line(*args)
+    except (ValueError, ModuleNotFoundError, yaml.YAMLError) as error:
+        raise InputError(str(error)) from error
     if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
         # A file or a pipe keeps to the results and errors, of which an error is one line.
         print(f"lightning-rob {line.command}: loading PyTorch …", file=sys.stderr, flush=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import jsonargparse
-import yaml
 
 from lightning_rob.cli.errors import shorten_jsonargparse_error
 from lightning_rob.cli.spelling import PARTS, check_recipe, refuse_unknown
@@ -91,7 +90,8 @@ def read_command_line(command: str, *args: str) -> CommandLine:
     An argument without a name is the checkpoint: `--ckpt_path`, or `--run` of `monitor`.
 
     Raises:
-        InputError: the command line has no meaning.
+        InputError: a name does not exist.
+        ValueError, ModuleNotFoundError, yaml.YAMLError: an option has no meaning.
     """
     config = CONFIGS.get(command)
     kinds = option_types(config) if config else {}
@@ -107,23 +107,20 @@ def read_command_line(command: str, *args: str) -> CommandLine:
     joined = [arg for arg in joined if arg.partition("=")[0] != OPTION]
     known = {*OF_RUN, *PARTS, *(option.removeprefix("--") for option in kinds)}
     refuse_unknown(joined, known)
-    try:
-        read = [_read_argument(arg, known, kinds) for arg in joined]
-        parts = [part for _, part in read]
-        options = None
-        if config and not any(map(asks_for_page, joined)):
-            options = _own_options(command, config, [arg for arg, _ in read], parts)
-        line = CommandLine(command, args, [arg for arg, _ in read], parts, allowed, options)
-        if line.checkpoint and name == "run":
-            raise InputError(f"{command} takes the checkpoints of its run: leave out --ckpt_path")
-        if line.checkpoint not in (None, *NAMED) and not Path(str(line.checkpoint)).exists():
-            folder = Path(str(line.checkpoint)).parent
-            near = map(str, folder.iterdir()) if folder.is_dir() else ()
-            hint = nearest(str(line.checkpoint), near)
-            raise InputError(f"there is no checkpoint {line.checkpoint}{hint}")
-        check_recipe(parts, allowed)
-    except (ValueError, ModuleNotFoundError, yaml.YAMLError) as error:
-        raise InputError(str(error)) from error
+    read = [_read_argument(arg, known, kinds) for arg in joined]
+    parts = [part for _, part in read]
+    options = None
+    if config and not any(map(asks_for_page, joined)):
+        options = _own_options(command, config, [arg for arg, _ in read], parts)
+    line = CommandLine(command, args, [arg for arg, _ in read], parts, allowed, options)
+    path = line.checkpoint
+    if path and name == "run":
+        raise InputError(f"{command} takes the checkpoints of its run: leave out --ckpt_path")
+    if path is not None and path not in NAMED and not Path(path).exists():
+        folder = Path(path).parent
+        near = map(str, folder.iterdir()) if folder.is_dir() else ()
+        raise InputError(f"there is no checkpoint {path}{nearest(path, near)}")
+    check_recipe(parts, allowed)
     return line
 
 

@@ -37,24 +37,19 @@ def load_weights(
     `ZooNet` also takes the weights of the zoo's own network.
 
     Args:
-        net: the network, changed in place.
+        net: the network, changed in place and returned.
         path: the file.
         prefix: place of the network in the file, or a part of it; None searches.
         rename: components of names in the file, or several in a row, and the network's names for
-            them, such as {"fc": "linear", "layer.0.block": "block1.layer"}; the longest one counts;
-            applied before the search.
+            them, such as {"fc": "linear", "layer.0.block": "block1.layer"}; the longest one counts.
         drop: parts of names in the file to ignore, such as "sub_block1.".
-        normalizer: place of the images' `mean` and `std` (or `mu` and `sigma`) in the file, or
-            its end, such as "model0.normalizer"; the network then normalises by them. With None,
+        normalizer: place of the images' `mean` and `std` (or `mu` and `sigma`) in the file, or its
+            end, such as "model0.normalizer", by which the network then normalises. With None,
             statistics in the file must equal the network's, unless dropped.
-
-    Returns:
-        The network.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not a checkpoint, holds no or several such networks, or weights
-            that are not finite.
+        ValueError: not a checkpoint, none or several such networks, or weights that are not finite.
     """
     tensors = read_tensors(path)
     candidates, statistics = _candidates(net, tensors, rename, drop)
@@ -69,8 +64,8 @@ def load_weights(
         )
     state = _under(candidates, matches[0])
     if nonfinite := [name for name, entry in state.items() if not entry.isfinite().all()]:
-        count = len(nonfinite)
-        raise ValueError(f"{path}: {count} weights are not finite ({_shortened(nonfinite)})")
+        named = f"{len(nonfinite)} weights are not finite ({_shortened(nonfinite)})"
+        raise ValueError(f"{path}: {named}")
     if normalizer is not None:
         _take_statistics(net, tensors, path, normalizer)
     part.load_state_dict(state)
@@ -84,7 +79,7 @@ def member_prefixes(
     rename: Mapping[str, str] | None = None,
     drop: Sequence[str] = (),
 ) -> list[str]:
-    """Find an ensemble in a checkpoint: networks numbered from 0, `members.0` or `model0` ….
+    """Return the prefixes, for `load_weights`, of an ensemble numbered from 0 in a checkpoint.
 
     Args:
         nets: a network for each member; or a single one, then all members of its kind are found.
@@ -92,9 +87,6 @@ def member_prefixes(
         prefix: place of the ensemble in the file, or a part of it; None searches.
         rename: as in `load_weights`.
         drop: as in `load_weights`.
-
-    Returns:
-        The members' prefixes for `load_weights`, in order.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -7,7 +7,7 @@ from copy import deepcopy
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import jsonargparse
 import yaml
@@ -41,27 +41,24 @@ class Loader(Composer, CSafeLoader):  # type: ignore[misc]
         self.depth = 0
         self.sizes: dict[yaml.Node, int] = {}  # with aliases written out
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose a node, and refuse one that is too large, too deep or not plain data.
+    def _refuse(self, mark: yaml.Mark, reason: str) -> NoReturn:
+        raise InputError(f"YAML: line {mark.line + 1}: {reason}")
 
-        Raises:
-            ValueError: a Python tag, a duplicate key, a cycle, too deep or too large.
-        """
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose a node, and refuse a tag, a duplicate key, a cycle, a deep or large tree."""
         event = self.peek_event()
-        line = event.start_mark.line + 1
+        mark = event.start_mark
         tag = getattr(event, "tag", None) or ""
         if tag.startswith(TAG) and (kind := tag.removeprefix(TAG)) not in PLAIN_TAGS:
-            raise ValueError(
-                f"line {line}: the tag !!{kind} asks for Python objects: a recipe is plain data"
-            )
+            self._refuse(mark, f"the tag !!{kind} asks for Python objects: a recipe is plain data")
         if self.depth > MAX_DEPTH:
-            raise ValueError(f"line {line}: more than {MAX_DEPTH} levels of lists and mappings")
+            self._refuse(mark, f"more than {MAX_DEPTH} levels of lists and mappings")
         self.depth += 1
         node: Any = super().compose_node(parent, index)
         self.depth -= 1
         if isinstance(event, yaml.AliasEvent):
             if node not in self.sizes:  # it is still open
-                raise ValueError(f"line {line}: an alias is inside what it stands for: a cycle")
+                self._refuse(mark, "an alias is inside what it stands for: a cycle")
             return node
         parts: list[yaml.Node] = [] if isinstance(node, yaml.ScalarNode) else node.value
         if isinstance(node, yaml.MappingNode):
@@ -70,14 +67,13 @@ class Loader(Composer, CSafeLoader):  # type: ignore[misc]
             for key, _ in node.value:
                 name = key.value if isinstance(key, yaml.ScalarNode) else key
                 if name in keys:
-                    line = key.start_mark.line + 1
-                    raise ValueError(
-                        f"line {line}: the key {name!r} is given twice: keep one of them"
+                    self._refuse(
+                        key.start_mark, f"the key {name!r} is given twice: keep one of them"
                     )
                 keys.add(name)
         self.sizes[node] = 1 + sum(self.sizes[part] for part in parts)
         if self.sizes[node] > MAX_NODES:
-            raise ValueError(f"line {line}: more than {MAX_NODES:,} values, aliases written out")
+            self._refuse(mark, f"more than {MAX_NODES:,} values, aliases written out")
         return node
 
 
@@ -119,7 +115,7 @@ def _load(text: str) -> Any:
     try:
         return parse_fractions(yaml.load(text, Loader=Loader))
     except (ValueError, LookupError, TypeError) as error:
-        raise InputError(f"YAML: {error}") from error
+        raise InputError(f"YAML: a value does not fit its tag: {error}") from error
 
 
 def load(text: str) -> Any:
