@@ -1,4 +1,4 @@
-"""`lightning-rob bpda`: train the networks that a folder lacks, and report the errors of all."""
+"""`lightning-rob bpda`: train the networks that a folder lacks, and print the errors of all."""
 
 import time
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_rob.commands.configs import BpdaConfig, find_transforms
+from lightning_rob.commands.configs import BpdaConfig
 from lightning_rob.data import ImageData
 from lightning_rob.data.base import IndexedSubset
 from lightning_rob.randomness import derive_seed
@@ -37,13 +37,38 @@ def run(config: BpdaConfig, data: ImageData) -> None:
     """
     transforms = build_transforms(config.transforms)
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    images = training_images(data, config.max_images).to(device)
+    data.setup("fit")
+    train: Any = data.parts["train"]
+    part = IndexedSubset(train.source, train.indices[: config.max_images], data.preprocessing())
+    images = torch.stack([x for x, *_ in map(part.__getitem__, range(len(part)))]).to(device)
     skipped = {name: reason for name, t in transforms.items() if (reason := _unfit(t, images))}
     folder = config.out or Path()  # which the config has checked
     usable = {name: t for name, t in transforms.items() if name not in skipped}
     paths = {name: place_of(folder, t, images.shape[1:]) for name, t in usable.items()}
     missing = {name: usable[name] for name, path in paths.items() if not path.exists()}
-    train_all(config, folder, missing, images)
+    steps = config.epochs * (len(images) - held_out(len(images)))
+    with tqdm(total=len(missing) * steps, unit="img", disable=not missing) as bar:
+        for name, transform in missing.items():
+            bar.set_description(name)
+            began = time.perf_counter()
+            # Each network has its own stream, so it does not depend on the others of the run.
+            seed = derive_seed(config.seed, *paths[name].name.encode())
+            generator = torch.Generator().manual_seed(seed)
+            trained = train_bpda(
+                transform, images, config.epochs, generator=generator, progress=bar.update
+            )
+            save_approximation(
+                folder,
+                transform,
+                images.shape[1:],
+                trained.net.cpu(),
+                error=trained.error,
+                identity=trained.identity,
+                seconds=time.perf_counter() - began,
+                epochs=config.epochs,
+                images=len(images),
+                seed=config.seed,
+            )
     print_table({name: load_approximation(path)[1] for name, path in paths.items()})
     for reason in skipped.values():
         print(f"Skipped: {reason}")
@@ -51,60 +76,30 @@ def run(config: BpdaConfig, data: ImageData) -> None:
 
 
 def build_transforms(chosen: Mapping[str, Any] | str) -> dict[str, Transform]:
-    """Return the transforms of `--transforms` by name."""
-    if isinstance(chosen, str) and chosen not in ("all", "nondifferentiable"):
-        chosen = parse_transforms(chosen)
-    if not isinstance(chosen, str):
-        return named(chosen)
+    """Return the transforms of `--transforms` by name.
+
+    Args:
+        chosen: arguments of each transform by its name, also as YAML; names separated by commas;
+            "all" or "nondifferentiable".
+
+    Raises:
+        ValueError: not YAML, or no such transform.
+    """
     kinds: list[type[Transform]] = [*NONDIFFERENTIABLE]
     if chosen == "all":
         kinds = [*catalogue().values(), Bilateral, *kinds]
-    return named([kind() for kind in kinds])
-
-
-def parse_transforms(text: str) -> dict[str, Any]:
-    """Return each transform's arguments by its name.
-
-    Args:
-        text: names separated by commas, or YAML of a mapping, or a file of it.
-
-    Raises:
-        ValueError: not YAML.
-    """
-    try:
-        content = load(Path(text).read_text() if Path(text).is_file() else text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"--transforms takes names or YAML, got {text!r}: {error}") from error
-    if isinstance(content, dict):
-        return find_transforms(content) or content
-    names = [name.strip() for name in str(content).split(",") if name.strip()]
-    return {name: {} for name in names}
-
-
-def training_images(data: ImageData, limit: int | None) -> Tensor:
-    """Return the first training images without augmentation: [N, C, H, W]."""
-    data.setup("fit")
-    train: Any = data.parts["train"]
-    part = IndexedSubset(train.source, train.indices[:limit], data.preprocessing())
-    return torch.stack([x for x, *_ in map(part.__getitem__, range(len(part)))])
-
-
-def train_all(
-    config: BpdaConfig, folder: Path, transforms: Mapping[str, Transform], images: Tensor
-) -> None:
-    """Train a network on each transform, and write it to the folder.
-
-    Args:
-        config: options.
-        folder: of the networks.
-        transforms: by name.
-        images: [N, C, H, W] in [0, 1].
-    """
-    steps = config.epochs * (len(images) - held_out(len(images)))
-    with tqdm(total=len(transforms) * steps, unit="img", disable=not transforms) as bar:
-        for name, transform in transforms.items():
-            bar.set_description(name)
-            _train(config, folder, transform, images, bar)
+    if chosen in ("all", "nondifferentiable"):
+        return named([kind() for kind in kinds])
+    if isinstance(chosen, str):
+        try:
+            content = load(chosen)
+        except yaml.YAMLError as error:
+            raise ValueError(
+                f"--transforms takes names or YAML, got {chosen!r}: {error}"
+            ) from error
+        names = [name.strip() for name in str(content).split(",") if name.strip()]
+        chosen = content if isinstance(content, dict) else {name: {} for name in names}
+    return named(chosen)
 
 
 def _unfit(transform: Transform, images: Tensor) -> str:
@@ -115,28 +110,6 @@ def _unfit(transform: Transform, images: Tensor) -> str:
     except (ValueError, RuntimeError) as error:
         return str(error).splitlines()[0]
     return ""
-
-
-def _train(
-    config: BpdaConfig, folder: Path, transform: Transform, images: Tensor, bar: Any
-) -> None:
-    began = time.perf_counter()
-    path = place_of(folder, transform, images.shape[1:])
-    # Each network has its own stream, so it does not depend on the others of the same run.
-    generator = torch.Generator().manual_seed(derive_seed(config.seed, *path.name.encode()))
-    trained = train_bpda(transform, images, config.epochs, generator=generator, progress=bar.update)
-    save_approximation(
-        folder,
-        transform,
-        images.shape[1:],
-        trained.net.cpu(),
-        error=trained.error,
-        identity=trained.identity,
-        seconds=time.perf_counter() - began,
-        epochs=config.epochs,
-        images=len(images),
-        seed=config.seed,
-    )
 
 
 def print_table(networks: Mapping[str, Mapping[str, Any]]) -> None:

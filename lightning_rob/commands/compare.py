@@ -1,10 +1,9 @@
-"""Compare records of the same images with each other."""
+"""`lightning-rob compare`: records of the same images beside each other, image by image."""
 
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from xml.etree import ElementTree
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -27,21 +26,20 @@ CONDITIONS = ("target", "seed", "repeats", "inferences", "protocol", "versions")
 SETTINGS = ("target", "repeats", "inferences", "protocol")  # in which gated records are equal
 COLUMNS = ("first", "second", "difference", "95 % interval", "lost", "won", "p")
 MIN_IMAGES = 10  # fewer are too few to judge a difference
-NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")  # even escaped
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of two accuracies on the same images.
+    """The comparison of two accuracies on the same images, a row of the table.
 
     Args:
-        name: of the row.
+        name: title of the row.
         before: mean score of the first.
         after: mean score of the second.
         lost: number of images whose score fell.
         won: number of images whose score rose.
         paired: difference, interval and test.
-        p: of the test, adjusted by Holm over all rows.
+        p: p of the test, adjusted by Holm over all rows.
     """
 
     name: str
@@ -75,55 +73,59 @@ def run(config: CompareConfig) -> None:
         ValueError: the records are not of the same images or, for `fail_if_worse`, of the same
             attacks.
     """
-    records = [read_result_file(path) for path in config.records]
+    records = [_read(path) for path in config.records]
     one, other = records[0], records[-1]
     differing = list(_other_differences(records, config))
     if config.fail_if_worse is not None:
         _check_gate(one, other, config)
-    pairs = list(_attacks(one, config) if len(records) == 1 else _common(one, other, config))
-    found = compared(pairs)
+    pairs = _attacks(one) if len(records) == 1 else _common(one, other, config)
+    found = compared(list(pairs))
     print_comparison(" and ".join(str(path) for path in config.records), found)
     for line in differing:
         Console().print(visible(line), style="yellow", markup=False)
     worse = [c for c in found if config.fail_if_worse and c.is_worse(config.fail_if_worse)]
     if config.markdown:
         atomic_write_text(config.markdown, markdown(found, worse, differing))
-    if config.junit:
-        atomic_write_text(config.junit, junit(found, worse))
     for comparison in worse:
         print(visible(f"lightning-rob: worse: {comparison.text}"), file=sys.stderr)
     if worse:
         raise SystemExit(1)
 
 
+def _read(path: Path) -> ResultFile:
+    """Read a record; of a folder name the records in it."""
+    if not path.is_dir():
+        return read_result_file(path)
+    files = sorted(str(file) for file in path.rglob("*.csv") if file.parent.name == "images")
+    if files:
+        raise ValueError(f"{path} is a folder: name a record in it, {' or '.join(files)}")
+    raise ValueError(
+        f"{path} has no record images/*.csv to compare: attack a checkpoint first, "
+        "lightning-rob test CHECKPOINT --trainer.callbacks+=adaptive_pgd"
+    )
+
+
 def compared(pairs: Sequence[Pair]) -> list[Comparison]:
     """Compare paired scores [N] by name; p is adjusted by Holm over all of them."""
     found = [paired(one, other) for _, one, other in pairs]
     adjusted = holm([test.p for test in found])
-    return [
-        Comparison(name, float(one.mean()), float(other.mean()), *_moved(one, other), test, p)
-        for (name, one, other), test, p in zip(pairs, found, adjusted, strict=True)
-    ]
-
-
-def _moved(one: Tensor, other: Tensor) -> tuple[int, int]:
-    """Return how many scores [N] fell and how many rose."""
-    return int((other < one).sum()), int((other > one).sum())
+    comparisons = []
+    for (name, one, other), test, p in zip(pairs, found, adjusted, strict=True):
+        before, after = float(one.mean()), float(other.mean())
+        lost, won = int((other < one).sum()), int((other > one).sum())
+        comparisons.append(Comparison(name, before, after, lost, won, test, p))
+    return comparisons
 
 
 def _check_gate(one: ResultFile, other: ResultFile, config: CompareConfig) -> None:
-    """Refuse records whose accuracies mean something else, or miss what the first one has.
-
-    Raises:
-        ValueError: fewer images or other attacks, unless they are named by `pairs`; other targets
-            or protocols; too few images to judge.
-    """
+    """Refuse too few images, and records whose accuracies mean something else."""
     if missing := set(one.index.tolist()) - set(other.index.tolist()):
         raise ValueError(f"{other.path} lacks {len(missing)} of the images of {one.path}")
     if len(one.index) < MIN_IMAGES:
         raise ValueError(
             f"--fail_if_worse needs {MIN_IMAGES} images, {one.path} has {len(one.index)}"
         )
+    # A fall is one of the checkpoint only if all else is equal; pairs are the user's decision.
     different = [name for name in SETTINGS if one.card.get(name) != other.card.get(name)]
     if not config.pairs:
         if lacking := [name for name in one.scores if name not in other.scores]:
@@ -149,7 +151,7 @@ def _other_differences(records: Sequence[ResultFile], config: CompareConfig) -> 
         if any(value != values[0] for value in values):
             yield f"They differ in {name}: {values[0]} and {values[1]}"
     over = [", ".join(record.attacks) for record in records]
-    if over[0] != over[-1] and not config.pairs:
+    if over[0] != over[-1] and (not config.pairs or ("worst", "worst") in config.named_pairs):
         yield f"worst is over other attacks: {over[0]} and {over[-1]}"
     for first, second in config.named_pairs or [(name, name) for name in records[0].attacks]:
         named = zip((first, second), cards, strict=False)  # one record, or two
@@ -159,12 +161,9 @@ def _other_differences(records: Sequence[ResultFile], config: CompareConfig) -> 
             yield f"They differ in the attack {title}: {apart}"
 
 
-def _attacks(record: ResultFile, config: CompareConfig) -> Iterator[Pair]:
-    """Yield each attack of a record beside the reference."""
-    first = config.reference or record.attacks[0]
-    if first not in record.attacks:
-        raise ValueError(f"{record.path} has no attack {first!r}: {', '.join(record.attacks)}")
-    others = [name for name in record.attacks if name != first]
+def _attacks(record: ResultFile) -> Iterator[Pair]:
+    """Yield each attack of a record beside the first."""
+    first, *others = record.attacks
     if not others:
         raise ValueError(f"{record.path} has one attack, {first}: give a second record")
     for name in others:
@@ -183,8 +182,7 @@ def _common(one: ResultFile, other: ResultFile, config: CompareConfig) -> Iterat
     if not common or not same:
         raise ValueError(f"{one.path} and {other.path} are not of the same images")
     shared = [name for name in one.scores if name in other.scores]
-    names = ["worst"] if config.against_worst else shared
-    for left, right in config.named_pairs or [(name, name) for name in names]:
+    for left, right in config.named_pairs or [(name, name) for name in shared]:
         for name, record in ((left, one), (right, other)):
             if name not in record.scores:
                 raise ValueError(f"{record.path} has no {name!r}: {', '.join(record.scores)}")
@@ -228,22 +226,6 @@ def markdown(
     lines += [f"| {' | '.join([plain(one.name), *_cells(one)])} |" for one in found]
     lines += ["", _legend(found), *(f"\n{plain(line)}" for line in differing)]
     return "\n".join(lines) + "\n"
-
-
-def junit(found: Sequence[Comparison], worse: Sequence[Comparison]) -> str:
-    """Return comparisons as JUnit XML: a test case each, of which those that are worse fail."""
-    counts = {"tests": str(len(found)), "failures": str(len(worse))}
-    suite = ElementTree.Element("testsuite", {"name": "lightning-rob compare", **counts})
-    for comparison in found:
-        case = ElementTree.SubElement(
-            suite, "testcase", classname="robustness", name=comparison.name
-        )
-        if comparison in worse:
-            ElementTree.SubElement(case, "failure", message=comparison.text)
-        else:
-            ElementTree.SubElement(case, "system-out").text = comparison.text
-    text = ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
-    return NOT_XML.sub("\ufffd", text) + "\n"
 
 
 def _cells(comparison: Comparison) -> list[str]:

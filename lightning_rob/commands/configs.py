@@ -64,7 +64,6 @@ class TuneConfig(CommandConfig):
         min_trials: never stop before N trials (80)
         patience: stop after N trials without improvement (40)
         random: random trials before the optimizer proposes (12)
-        diagonal: trials before these, all variables at i/N, i = 0 … N-1 (0)
         seed: of the search and, with the trial's number, of its training
         warm_start: trials.jsonl of an earlier study of all or some variables; may be repeated
         out: for trials.jsonl, best.yaml, convergence.png; else tuning/RECIPE
@@ -84,7 +83,6 @@ class TuneConfig(CommandConfig):
     min_trials: int | None = None
     patience: int | None = None
     random: int | None = None
-    diagonal: int | None = None
     seed: int = 2020  # of the authors' search
     warm_start: list[Path] | None = None
     out: Path | None = None
@@ -127,7 +125,6 @@ class ExportConfig(CommandConfig):
 
     Args:
         out: FILE.pt2 or FILE.onnx, the program; or the folder
-        batch: N images at a time, or dynamic; of a program
         images: N test images on which predictions are compared; of a program
         format: pt2, onnx or safetensors; default: that of the file's name
 
@@ -139,7 +136,6 @@ class ExportConfig(CommandConfig):
     usage: ClassVar[str] = "CHECKPOINT --out FILE [options of test]"
 
     out: Path | None = None
-    batch: int | str = "dynamic"
     images: int = 64
     format: Literal["pt2", "onnx", "safetensors"] | None = None
 
@@ -156,14 +152,7 @@ class ExportConfig(CommandConfig):
             raise ValueError(f"--out must name a {wanted}, got {str(self.out)!r}")
         if self.out.suffix == ".onnx" and not all(map(find_spec, ONNX)):
             raise ModuleNotFoundError("ONNX files need pip install 'lightning-rob[onnx]'")
-        if self.batch != "dynamic" and not str(self.batch).isdigit():
-            raise ValueError(f"--batch must be a number or dynamic, got {str(self.batch)!r}")
-        at_least(1, batch=self.batch_size, images=self.images)
-
-    @property
-    def batch_size(self) -> int | None:
-        """Images at a time; None for any number."""
-        return None if self.batch == "dynamic" else int(self.batch)
+        at_least(1, images=self.images)
 
 
 def find_transforms(content: Any) -> dict[str, Any] | None:
@@ -191,7 +180,7 @@ class BpdaConfig(CommandConfig):
     Args:
         out: folder for the networks
         transforms: names such as Affine,Swirl; all; nondifferentiable; or with arguments, as
-            YAML or a file of it, '{Affine: {alpha: 0.2}}'; else the recipe's, or all
+            YAML, '{Affine: {alpha: 0.2}}'; else the recipe's, or all
         epochs: passes over the images
         max_images: the first N training images; else all
         device: cpu, cuda; else cuda where there is one
@@ -514,8 +503,8 @@ class CompareConfig(CommandConfig):
     r"""Compare results on the same images, image by image.
 
     A record is a CSV file in the folder images/ of a run. Of two records: two checkpoints
-    under the same attacks, or an ensemble and its first member. Of one record: attacks on
-    the same checkpoint. The test is McNemar's where each prediction is right or wrong, and
+    under the same attacks, or an ensemble and its first member. Of one record: each attack
+    with the first. The test is McNemar's where each prediction is right or wrong, and
     Gaffke's for expected accuracies of randomized ensembles; with several rows p is
     adjusted by Holm, so that all can be read at once. The interval is of the same test.
 
@@ -525,12 +514,10 @@ class CompareConfig(CommandConfig):
 
     Args:
         records: one or two CSV files
-        reference: of one record: compare each attack with this one; else the first
-        against_worst: of two records: compare the worst of all attacks only
-        pairs: of two records: attacks of the first with those of the second, A=B,C=D
+        pairs: of two records: attacks of the first with those of the second, A=B,C=D; worst=worst
+            compares the worst of all attacks only
         fail_if_worse: exit code 1 if a row fell by this share or more, with p < 0.05
         markdown: write the table to FILE.md
-        junit: write a test case for each row to FILE.xml
 
     Raises:
         ValueError: options that exclude each other, or another number of records.
@@ -541,20 +528,15 @@ class CompareConfig(CommandConfig):
     usage: ClassVar[str] = "RECORD [RECORD] [options]"
 
     records: tuple[Path, ...] = ()
-    reference: str | None = None
-    against_worst: bool = False
     pairs: str | None = None
     fail_if_worse: float | None = None
     markdown: Path | None = None
-    junit: Path | None = None
 
     def __post_init__(self) -> None:
         if len(self.records) not in (1, 2):
             raise ValueError(f"compare takes one or two records, got {len(self.records)}")
-        if self.reference and len(self.records) == 2:
-            raise ValueError("--reference is for the attacks of one record, got two records")
-        if self.pairs and (len(self.records) == 1 or self.against_worst):
-            raise ValueError("--pairs is for two records, without --against_worst")
+        if self.pairs and len(self.records) == 1:
+            raise ValueError("--pairs is for two records, got one")
         if any(len(pair) != 2 or not all(pair) for pair in self.named_pairs):
             raise ValueError(
                 f"--pairs is NAME=NAME, several separated by commas, got {self.pairs!r}"
@@ -564,8 +546,6 @@ class CompareConfig(CommandConfig):
             raise ValueError(f"--fail_if_worse is a share in (0, 1), such as 0.02, got {limit:g}")
         if limit is not None and len(self.records) == 1:
             raise ValueError("--fail_if_worse is for two records, OLD and NEW, got one")
-        if limit is None and self.junit:
-            raise ValueError("--junit says which rows fail, and needs --fail_if_worse")
 
     @property
     def named_pairs(self) -> list[tuple[str, ...]]:

@@ -1,21 +1,20 @@
 """`lightning-rob export`: a defense as a program for torch or ONNX Runtime, or as a folder."""
 
 import json
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.configs import ExportConfig
-from lightning_rob.commands.formats import FORMATS, Predict
 from lightning_rob.commands.model_folder import write_model_folder
 from lightning_rob.defenses import Defense
-from lightning_rob.evaluation.groups import Unpack, counted, regrouped
+from lightning_rob.evaluation.groups import counted, regrouped
 from lightning_rob.evaluation.records import versions
 from lightning_rob.randomness import Streams
 from lightning_rob.runtime.files import atomic_write
@@ -26,7 +25,9 @@ SIZES = (1, 3, 8)  # batch sizes at which predictions are compared
 TOLERANCE = 1e-5
 MAX_IMAGES = 4096  # torch chooses other kernels above some size, so there has to be a bound
 TRACED_IMAGES = 8
+CARD = "lightning_rob.json"  # name of the card in a program's file
 
+Predict = Callable[..., Tensor]  # images [B, C, H, W], and keys [B] if it has any -> [B, K]
 Inputs = tuple[Tensor, ...]
 
 
@@ -34,8 +35,7 @@ def run(config: ExportConfig, run: Run) -> None:
     """Export the defense of a checkpoint, and print how exact the program is.
 
     Raises:
-        ValueError: the defense cannot be exported.
-        OSError: the file cannot be written.
+        ValueError: the defense cannot be exported, or the file cannot be written.
     """
     if run.checkpoint is None:
         raise ValueError("say whose weights: lightning-rob export CHECKPOINT")
@@ -44,10 +44,12 @@ def run(config: ExportConfig, run: Run) -> None:
         write_model_folder(run, path)
         print(f"{type(run.defense).__name__} in {path}: lightning_rob.load({str(path)!r})")
         return
-    images, keys = first_images(run.data, config.images, run.inputs["unpack"])
+    run.data.setup("test")
+    batches = counted(run.data.test_dataloader(), run.inputs["unpack"])
+    images, _, keys = next(regrouped(batches, config.images))
     seed = int(getattr(run.model, "seed", 0))
     try:
-        card = export(run.defense, path, images, keys, seed, config.batch_size)
+        card = export(run.defense, path, images, keys, seed)
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error}") from error
     print(
@@ -62,35 +64,20 @@ def run(config: ExportConfig, run: Run) -> None:
     )
 
 
-def first_images(
-    data: LightningDataModule, count: int, unpack: Unpack | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the first test images [N, C, H, W] and their indices [N]."""
-    data.setup("test")
-    x, _, index = next(regrouped(counted(data.test_dataloader(), unpack), count))
-    return x, index
-
-
 def export(
-    defense: Defense,
-    path: Path,
-    example: Tensor,
-    keys: Tensor | None = None,
-    seed: int = 0,
-    batch: int | None = None,
+    defense: Defense, path: Path, example: Tensor, keys: Tensor | None = None, seed: int = 0
 ) -> dict[str, Any]:
     """Write a defense as a program, if the loaded program gives the defense's predictions.
 
-    The program takes images and, for a randomized defense, keys [B] int64: equal keys draw equal
-    noise, and the images' indices that of `lightning-rob predict`.
+    The program takes 1 to 4096 images and, for a randomized defense, keys [B] int64: equal keys
+    draw equal noise, and the images' indices draw that of `lightning-rob predict`.
 
     Args:
         defense: one that is not transductive.
         path: the file: *.pt2 for torch.export, *.onnx for ONNX.
         example: [N, C, H, W] images in [0, 1] on which predictions are compared.
         keys: [N] int64, theirs; None numbers them.
-        seed: of the noise, beside the keys.
-        batch: images at a time; None for any number up to 4096.
+        seed: seed of the noise, beside the keys.
 
     Returns:
         The content of the program's card (`read_card`), and the "largest_difference" of a
@@ -104,22 +91,26 @@ def export(
             f"{type(defense).__name__} is transductive: it learns from every test batch before it "
             "predicts, and an exported program cannot learn"
         )
-    net, form = KeyedDefense(deepcopy(defense).cpu(), seed).eval(), FORMATS[path.suffix]
-    inputs = _inputs(example, keys, batch)
+    net, onnx = KeyedDefense(deepcopy(defense).cpu(), seed).eval(), path.suffix == ".onnx"
+    keys = torch.arange(len(example)) if keys is None else keys.to("cpu", torch.int64)
+    chosen = torch.arange(max(len(example), 2)) % len(example)  # one alone cannot be traced
+    inputs: Inputs = (example.detach().to("cpu", torch.float32)[chosen], keys[chosen])
     if not is_randomized(net.defense, inputs[0]):
         inputs = inputs[:1]
-    elif not form.randomized:
+    elif onnx:
+        # The noise of keys comes from integers that overflow. ONNX does not define the result:
+        # another runtime than the one that checked the file could draw other noise, or none.
         raise ValueError(
             f"{type(defense).__name__} predicts at random, by integers that overflow, for which "
             "ONNX defines no result: export a .pt2"
         )
-    program = trace(net, inputs, batch)
-    card = _card(net, inputs, batch)
+    program = trace(net, inputs)
+    card = _card(net, inputs)
 
     def write(draft: Path) -> None:
-        form.save(program, json.dumps(card, indent=1), draft)
+        _save(program, json.dumps(card, indent=1), draft, onnx)
         # Checked before the file gets its name, so a wrong program is never there.
-        card["largest_difference"] = _largest_difference(net, form.load(draft), inputs, batch)
+        card["largest_difference"] = _largest_difference(net, _load(draft, onnx)[0], inputs)
 
     atomic_write(path, write)
     return card
@@ -127,7 +118,7 @@ def export(
 
 def read_card(path: Path | str) -> dict[str, Any]:
     """Return the description stored in an exported program."""
-    card: dict[str, Any] = json.loads(FORMATS[Path(path).suffix].read_card(Path(path)))
+    card: dict[str, Any] = json.loads(_load(Path(path), Path(path).suffix == ".onnx")[1])
     return card
 
 
@@ -136,7 +127,7 @@ class KeyedDefense(nn.Module):
 
     Args:
         defense: predicts.
-        seed: the same as of `lightning-rob predict`.
+        seed: the seed of `lightning-rob predict`.
     """
 
     def __init__(self, defense: Defense, seed: int) -> None:
@@ -163,23 +154,23 @@ class KeyedTransform(nn.Module):
         return self.transform(images, *self.transform.sample(images, Streams.from_index(keys, 0)))
 
 
-def trace(net: KeyedDefense, inputs: Inputs, batch: int | None) -> ExportedProgram:
-    """Return the program of a defense.
-
-    Args:
-        net: in evaluation mode.
-        inputs: images [N, C, H, W] and, for a randomized defense, keys [N].
-        batch: images at a time; None for any number.
+def trace(net: KeyedDefense, inputs: Inputs) -> ExportedProgram:
+    """Return the program of a defense, given images [N, C, H, W] and perhaps keys [N].
 
     Raises:
         ValueError: there is no such program; names the transforms that prevent it.
     """
     try:
-        return _graph(net, inputs, batch)
+        return _graph(net, inputs)
     except Exception as error:  # tracing may raise any kind
+        culprits = []
+        keyed = (inputs[0], torch.arange(len(inputs[0])))
         defenses = [part for part in net.defense.modules() if isinstance(part, Defense)]
-        transforms = [pair for defense in defenses for pair in defense.transforms.items()]
-        culprits = [name for name, one in transforms if not _is_exportable(one, inputs)]
+        for name, one in (pair for defense in defenses for pair in defense.transforms.items()):
+            try:
+                _graph(KeyedTransform(one), keyed)
+            except Exception:
+                culprits.append(name)
         reason = f"because of {', '.join(culprits)} " if culprits else ""
         raise ValueError(
             f"{type(net.defense).__name__} cannot be exported {reason}"
@@ -187,10 +178,10 @@ def trace(net: KeyedDefense, inputs: Inputs, batch: int | None) -> ExportedProgr
         ) from error
 
 
-def _graph(net: nn.Module, inputs: Inputs, batch: int | None) -> ExportedProgram:
+def _graph(net: nn.Module, inputs: Inputs) -> ExportedProgram:
     """Trace a module on a few of the inputs."""
-    some = tuple(part[: batch or TRACED_IMAGES] for part in inputs)
-    shape = None if batch else {0: Dim("batch", min=1, max=MAX_IMAGES)}
+    some = tuple(part[:TRACED_IMAGES] for part in inputs)
+    shape = {0: Dim("batch", min=1, max=MAX_IMAGES)}
     with torch.no_grad():
         net(*some)  # constants cached by a first call must not be tensors of the trace
         return torch.export.export(net, some, dynamic_shapes=(shape,) * len(some), strict=True)
@@ -205,36 +196,21 @@ def is_randomized(defense: Defense, images: Tensor) -> bool:
     return not torch.equal(before, generator.get_state())
 
 
-def _is_exportable(transform: Transform, inputs: Inputs) -> bool:
-    keys = torch.arange(len(inputs[0]))
-    try:
-        _graph(KeyedTransform(transform), (inputs[0], keys), None)
-    except Exception:  # tracing may raise any kind
-        return False
-    return True
-
-
-def _inputs(example: Tensor, keys: Tensor | None, batch: int | None) -> Inputs:
-    """Images and keys on the CPU: at least two, and a multiple of `batch`."""
-    keys = torch.arange(len(example)) if keys is None else keys.to("cpu", torch.int64)
-    unit = batch or 2
-    chosen = torch.arange(-(-len(example) // unit) * unit) % len(example)
-    return example.detach().to("cpu", torch.float32)[chosen], keys[chosen]
-
-
-def _card(net: KeyedDefense, inputs: Inputs, batch: int | None) -> dict[str, Any]:
+def _card(net: KeyedDefense, inputs: Inputs) -> dict[str, Any]:
     """Describe the program: inputs, outputs, defense, and what it was compared on."""
     defense, images = net.defense, inputs[0]
     with torch.no_grad():
-        classes = net(*(part[: batch or 1] for part in inputs)).shape[1]
-    shape = [batch or f"1 to {MAX_IMAGES}", *images.shape[1:]]
-    described = {"images": {"shape": shape, "type": "float32", "range": [0, 1]}}
+        classes = net(*(part[:1] for part in inputs)).shape[1]
+    count = f"1 to {MAX_IMAGES}"
+    described: dict[str, Any] = {
+        "images": {"shape": [count, *images.shape[1:]], "type": "float32", "range": [0, 1]}
+    }
     if len(inputs) > 1:
         about = "equal keys draw equal noise; indices give the noise of `predict`"
-        described["keys"] = {"shape": shape[:1], "type": "int64", "about": about}
+        described["keys"] = {"shape": [count], "type": "int64", "about": about}
     return {
         "inputs": described,
-        "outputs": {"shape": [shape[0], classes], "about": "probability of predicting class k"},
+        "outputs": {"shape": [count, classes], "about": "probability of predicting class k"},
         "classes": classes,
         "defense": type(defense).__name__,
         "rule": getattr(defense.rule, "__name__", repr(defense.rule)),
@@ -248,24 +224,57 @@ def _card(net: KeyedDefense, inputs: Inputs, batch: int | None) -> dict[str, Any
     }
 
 
-def _largest_difference(
-    net: KeyedDefense, program: Predict, inputs: Inputs, batch: int | None
-) -> float:
-    """Return the largest difference of a probability, over several batch sizes.
-
-    Raises:
-        ValueError: it is above 1e-5.
-    """
+def _largest_difference(net: KeyedDefense, program: Predict, inputs: Inputs) -> float:
+    """Return the largest difference of a probability; ValueError if it is above 1e-5."""
     largest = torch.zeros(())
-    for size in (batch,) if batch else (*SIZES, min(len(inputs[0]), MAX_IMAGES)):
-        some = [part if batch or size > max(SIZES) else part[:24] for part in inputs]
+    for size in (*SIZES, min(len(inputs[0]), MAX_IMAGES)):
+        some = [part if size > max(SIZES) else part[:24] for part in inputs]
         for chunk in zip(*(torch.split(part, size) for part in some), strict=True):
             with torch.no_grad():
                 difference = (program(*chunk) - net(*chunk)).abs().amax()
             largest = torch.maximum(largest, difference)  # keeps a NaN, unlike Python's max
     if not largest <= TOLERANCE:
         raise ValueError(
-            f"the exported program answers otherwise, by up to {float(largest):.2g} where "
+            f"the exported program predicts otherwise, by up to {float(largest):.2g} where "
             f"{TOLERANCE} is allowed; nothing was written"
         )
     return float(largest)
+
+
+def _save(program: ExportedProgram, card: str, path: Path, onnx: bool) -> None:
+    """Write a program and its card; ValueError if ONNX has no equivalent of an operation."""
+    if not onnx:
+        with path.open("wb") as file:
+            torch.export.save(program, file, extra_files={CARD: card})
+        return
+    outputs = ["probabilities"]
+    try:
+        converted = torch.onnx.export(program, dynamo=True, output_names=outputs, verbose=False)
+    except torch.onnx.errors.OnnxExporterError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = str(cause).splitlines()[0][:200]
+        raise ValueError(f"ONNX cannot express it: {reason}; export a .pt2") from error
+    assert converted is not None  # as by the exporter of TorchScript
+    converted.model.metadata_props[CARD] = card
+    path.write_bytes(converted.model_proto.SerializeToString())
+
+
+def _load(path: Path, onnx: bool) -> tuple[Predict, str]:
+    """Return the program in a file, as a function of its inputs, and its card."""
+    if not onnx:
+        stored: dict[str, Any] = {CARD: ""}
+        with path.open("rb") as file:
+            program = torch.export.load(file, extra_files=stored).module()
+        return program, str(stored[CARD])
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+
+    def predict(*inputs: Tensor) -> Tensor:
+        given = {name: part.numpy() for name, part in zip(names, inputs, strict=True)}
+        return torch.from_numpy(session.run(None, given)[0])
+
+    return predict, str(session.get_modelmeta().custom_metadata_map[CARD])

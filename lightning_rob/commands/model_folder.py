@@ -2,21 +2,40 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save
 from torch import Tensor
 
+from lightning_rob.callbacks.loggers import run_folder
 from lightning_rob.commands.base import Run
 from lightning_rob.commands.checkpoints import RECIPE, SAVED, read_checkpoint
-from lightning_rob.commands.model_card import model_card
+from lightning_rob.commands.report.blocks import Block, Heading, Paragraph, markdown, table
+from lightning_rob.commands.report.evaluation import accuracy_table, attack_table, evaluation
+from lightning_rob.commands.report.runs import AttackResult, Evaluations, attack_result, records_in
+from lightning_rob.commands.specs import class_name, short
 from lightning_rob.evaluation.records import versions
 from lightning_rob.nets.hub import CONFIG, ENTRY, WEIGHTS
 from lightning_rob.runtime.files import atomic_write, atomic_write_text
 from lightning_rob.runtime.identity import fingerprint
 
+RECORDS = "robust.jsonl"
+FRONT = """---
+library_name: lightning-rob
+pipeline_tag: image-classification
+tags:
+- adversarial-robustness
+---
+"""
+USE = """```python
+import lightning_rob
+
+defense = lightning_rob.load("hf-hub:OWNER/NAME"{allowed})  # or the path of this folder
+probabilities = defense(images)  # [B, C, H, W] in [0, 1] -> [B, K]
+```"""
+TRUSTED = ("lightning_rob", "lightning", "torch", "torchvision", "torchmetrics", "timm", "kornia")
 FORMAT = 1
 # Entries of a Lightning checkpoint that only a resumed training needs.
 TRAINING = re.compile(
@@ -36,7 +55,16 @@ def write_model_folder(run: Run, folder: Path) -> None:
         ValueError: the folder would not be the whole defense.
         OSError: it cannot be written.
     """
-    _check_whole(run)
+    if run.inputs["preprocess"] is not None:
+        raise ValueError(
+            "preprocess is an option of a plug-in, which the folder does not hold: normalize "
+            "inside the network, or leave the plug-in out"
+        )
+    for key, path in _files_in(run.recipe["model"], "model"):
+        raise ValueError(
+            f"{key} is a file, {path!r}, that the folder does not hold: if the checkpoint has these"
+            f" weights, add --{key}=null"
+        )
     content = read_checkpoint(str(run.checkpoint))
     data = type(run.data).__qualname__  # under which Lightning saves the state of the data module
     kept = {k: v for k, v in content.items() if not TRAINING.fullmatch(k) and k != data}
@@ -53,20 +81,6 @@ def write_model_folder(run: Run, folder: Path) -> None:
     atomic_write(folder / WEIGHTS, lambda draft: draft.write_bytes(weights))
     atomic_write_text(folder / CONFIG, config + "\n")
     atomic_write_text(folder / "README.md", model_card(run))
-
-
-def _check_whole(run: Run) -> None:
-    """Refuse a run whose defense depends on more than the folder holds."""
-    if run.inputs["preprocess"] is not None:
-        raise ValueError(
-            "preprocess is an option of a plug-in, which the folder does not hold: normalize "
-            "inside the network, or leave the plug-in out"
-        )
-    for key, path in _files_in(run.recipe["model"], "model"):
-        raise ValueError(
-            f"{key} is a file, {path!r}, that the folder does not hold: if the checkpoint has these"
-            f" weights, add --{key}=null"
-        )
 
 
 def _files_in(spec: Any, key: str) -> Iterator[tuple[str, str]]:
@@ -97,3 +111,85 @@ def _described(tree: Any, name: str) -> Any:
     if isinstance(tree, list | tuple):
         return [_described(part, f"{name}.{i}") for i, part in enumerate(tree)]
     return tree
+
+
+def model_card(run: Run) -> str:
+    """Return README.md of a run's defense, as Markdown with the hub's metadata."""
+    model, defense = run.recipe["model"], run.defense
+    method, data = (class_name(run.recipe[part]["class_path"]) for part in ("model", "data"))
+    options = model.get("init_args", {})
+    training = method
+    if "attack" in options and options["attack"] is None:
+        training += " without an attack"
+    if "net" in options:
+        training += f", network {short(options['net'])}"
+    rule = getattr(defense.rule, "__name__", repr(defense.rule))
+    before: list[Block] = [
+        Heading(1, f"{getattr(run.model, 'method', method)} on {data}"),
+        Paragraph(
+            f"{type(defense).__name__}, rule {rule}, draws {len(defense.weights)}; trained by "
+            f"{training}. Images lie in [0, 1]; the networks normalize inside."
+        ),
+        Heading(2, "Use"),
+    ]
+    imported = re.findall(r"\"class_path\": \"(\w+)\.", json.dumps(model))
+    packages = sorted(set(imported) - set(TRUSTED))
+    use = USE.format(allowed=f", allow_import={packages}" if packages else "")
+
+    # The records of the training and of tests lie beside the checkpoint, and beside this run.
+    folder = Path(str(run.checkpoint)).resolve().parent
+    logs = {folder.parents[1] if folder.name == "checkpoints" else folder.parent}
+    if tested := run_folder(run.trainer):
+        logs.add(tested.resolve().parent)
+    found = recorded(fingerprint(defense), logs)
+    after: list[Block] = [Heading(2, "Robust accuracy")]
+    if not found:
+        after.append(
+            Paragraph(
+                "No evaluation of these weights is recorded: run lightning-rob test before the "
+                "export."
+            )
+        )
+    most = sorted(found, key=lambda pair: -max(result.n for result in pair[1]))
+    for place, (images, results) in enumerate(most):
+        after.append(Paragraph(f"Of {images}:"))
+        after += [accuracy_table(results)] if place else evaluation(results)
+        if any(result.is_attack for result in results):
+            after.append(attack_table(results))
+    after += [
+        Heading(2, "Data and versions"),
+        Paragraph(f"Trained on {data}."),
+        table("Written with", ["package", "version"], list(versions().items())),
+    ]
+    return FRONT + "\n" + "\n\n".join([markdown(before), use, markdown(after)]) + "\n"
+
+
+def recorded(weights: str, logs: Iterable[Path]) -> list[tuple[str, list[AttackResult]]]:
+    """Return data and results of each evaluation of exactly these weights: of all tests, if any.
+
+    The cards of per-image results hold the digest of the attacked defense; records of the same
+    process, stage and step belong to it.
+
+    Args:
+        weights: the defense's `fingerprint`.
+        logs: folders of runs.
+    """
+    evaluations: dict[tuple[Any, ...], list[AttackResult]] = {}
+    data: dict[tuple[Any, ...], str] = {}
+    cards_of = {card.resolve() for place in logs for card in place.glob("*/images/*.json")}
+    for folder in sorted({card.parents[1] for card in cards_of}):
+        cards = [json.loads(path.read_text("utf-8")) for path in folder.glob("images/*.json")]
+        wanted = {_moment(card): card for card in cards if card.get("weights") == weights}
+        data |= {(folder, *moment): str(card.get("data")) for moment, card in wanted.items()}
+        records = records_in(folder / RECORDS) if (folder / RECORDS).is_file() else ()
+        for fields in records:
+            result = attack_result(fields)
+            if result is not None and _moment(fields) in wanted:
+                evaluations.setdefault((folder, *_moment(fields)), []).append(result)
+    found = [(data[key], Evaluations(results).last()) for key, results in evaluations.items()]
+    return [pair for pair in found if pair[1][0].stage == "test"] or found[-1:]
+
+
+def _moment(fields: dict[str, Any]) -> tuple[Any, ...]:
+    """Return process, stage and step of a record or card."""
+    return tuple(fields.get(name) for name in ("session", "stage", "epoch", "step"))

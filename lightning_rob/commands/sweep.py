@@ -1,16 +1,17 @@
-"""`lightning-rob sweep`: evaluate a checkpoint once for each value of a variable."""
+"""`lightning-rob sweep`: attack a checkpoint once for each value of a variable."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 
 from lightning_rob.attacks import Attack
-from lightning_rob.attacks.base import walk
+from lightning_rob.attacks.base import init_fields, map_attacks, walk
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.measurement import Measurement, measure
 from lightning_rob.callbacks.robust_eval import full_defense
@@ -19,8 +20,7 @@ from lightning_rob.commands.configs import SweepConfig
 from lightning_rob.commands.scores import ScoreFiles, Scores, scores_by_name
 from lightning_rob.commands.sweep_table import Row, SweepTable
 from lightning_rob.commands.sweep_values import Value
-from lightning_rob.commands.sweep_variables import VARIABLES, Variable
-from lightning_rob.defenses import Defense
+from lightning_rob.defenses import Defense, Ensemble
 from lightning_rob.evaluation import worst_case
 from lightning_rob.evaluation.records import Result, append_records, measured, versions
 from lightning_rob.evaluation.results import WORST
@@ -43,49 +43,180 @@ def run(config: SweepConfig, run: Run) -> None:
     weights = fingerprint(run.defense)
     name = Path(run.checkpoint).stem if run.checkpoint else type(run.model).__name__
     folder = config.out or Path("sweeps") / f"{name}_{weights[:8]}_{config.over}"
-    facts = {
-        "command": run.command,
-        "date": datetime.now().astimezone().isoformat(" ", "minutes"),
-        "model": f"{type(run.model).__name__}, weights {weights}",
-        "checkpoint": run.checkpoint or "none",
-        "data": f"test images of {type(run.data).__name__}",
-        "versions": ", ".join(f"{package} {v}" for package, v in versions().items()),
-    }
     with without_reporting(run.trainer) as (callbacks, others):
         for callback in callbacks:
             callback.setup(run.trainer, run.model, "test")  # renames clashing attacks
-        rows = measurement_plan(config, callbacks, run)
+        plan = measurement_plan(config, callbacks, run)
         sweep = Sweep(config, run, others, ResultCache(folder))
-        table = sweep.measure(rows)
+        table = sweep.measure(plan)
     if run.trainer.is_global_zero:
+        facts = {
+            "command": run.command,
+            "date": datetime.now().astimezone().isoformat(" ", "minutes"),
+            "model": f"{type(run.model).__name__}, weights {weights}",
+            "checkpoint": run.checkpoint or "none",
+            "data": f"test images of {type(run.data).__name__}",
+            "versions": ", ".join(f"{package} {v}" for package, v in versions().items()),
+        }
         SweepTable(config, table, facts).write(folder)
     if sweep.failures:
         named = "; ".join(f"{v.label}: {_reason(error)}" for v, error in sweep.failures.items())
-        raise Fault(f"{len(sweep.failures)} of {len(rows)} values failed, {named}")
+        raise Fault(f"{len(sweep.failures)} of {len(plan)} values failed, {named}")
 
 
 def _reason(error: Exception) -> str:
-    """Return what kind of error it is, its first line and under which attack it came."""
+    """Return the kind of an error, its first line and the attack that raised it."""
     lines = [*str(error).strip().splitlines()[:1], *getattr(error, "__notes__", ())[:1]]
     return visible(f"{type(error).__name__}: {' '.join(lines)}")
+
+
+def with_count(name: str) -> Callable[[Attack, float], Attack]:
+    """Return the function that sets a count, such as steps, in an attack and in all parts of it."""
+
+    def changed(attack: Attack, count: float) -> Attack:
+        return map_attacks(
+            attack, lambda part: {name: int(count)} if name in init_fields(part) else {}
+        )
+
+    return changed
+
+
+def with_probability(defense: Defense, p: float) -> Ensemble:
+    """Return the ensemble whose first member is drawn with probability p.
+
+    The other members share 1 - p as they did before, or equally if they had no share.
+
+    Raises:
+        ValueError: not an ensemble, or one member that has to be drawn with probability 1.
+    """
+    members, probs = _ensemble(defense)
+    if len(probs) == 1 and p != 1:
+        raise ValueError("a sweep over probability needs at least 2 members, got 1")
+    others = probs[1:] if probs[1:].sum() > 0 else torch.ones_like(probs[1:])
+    rest = (1 - p) * others / others.sum()
+    changed = torch.cat([torch.full_like(probs[:1], p), rest])
+    return Ensemble(members, changed, defense.rule).to(defense.weights.device)
+
+
+def with_members(defense: Defense, count: float) -> Ensemble:
+    """Return the ensemble of the first members, their probabilities scaled to sum to one.
+
+    Raises:
+        ValueError: not an ensemble, fewer members than `count`, or all of them without probability.
+    """
+    members, probs = _ensemble(defense)
+    if count > len(probs):
+        raise ValueError(f"members must be 1 … {len(probs)}, all that there are, got {count:g}")
+    first = probs[: int(count)]
+    if not first.sum() > 0:
+        raise ValueError(f"the first {count:g} members have no probability: {probs.tolist()}")
+    changed = first / first.sum()
+    return Ensemble(members[: int(count)], changed, defense.rule).to(defense.weights.device)
+
+
+def _ensemble(defense: Defense) -> tuple[list[torch.nn.Module], torch.Tensor]:
+    """Return members and probabilities of an ensemble."""
+    if defense.kind != "ensemble":
+        kind = type(defense).__name__
+        raise ValueError(f"a sweep over probability or members needs an Ensemble, got {kind}")
+    return defense.classifiers, defense.weights.double().cpu()
+
+
+CHANGED_ATTACK: dict[str, Callable[[Attack, float], Attack]] = {
+    "eps": lambda attack, eps: attack.rescaled(eps),
+    "steps": with_count("steps"),
+    "neighbours": with_count("neighbours"),
+}
+CHANGED_DEFENSE: dict[str, Callable[[Defense, float], Defense]] = {
+    "probability": with_probability,
+    "members": with_members,
+}
 
 
 @dataclass(frozen=True)
 class Target:
     """Function of a defense that sets the variable and returns the part that `source` attacks."""
 
-    variable: Variable
+    over: str
     value: float
     source: RobustEval
 
     def __call__(self, defense: Defense) -> Defense:
         """Return the attacked part of the changed defense."""
-        return self.source.target(self.variable.defense(defense, self.value))
+        change = CHANGED_DEFENSE.get(self.over)
+        return self.source.target(change(defense, self.value) if change else defense)
 
     def attacks(self) -> dict[str, Attack]:
         """Return the callback's attacks with the value."""
-        named = self.source.attacks.items()
-        return {name: self.variable.attack(attack, self.value) for name, attack in named}
+        change, attacks = CHANGED_ATTACK.get(self.over), dict(self.source.attacks)
+        return {n: change(a, self.value) for n, a in attacks.items()} if change else attacks
+
+
+@dataclass(frozen=True)
+class Task:
+    """An attack on a defense, one cell of the table."""
+
+    name: str
+    attack: Attack | None  # None for clean images
+    target: Target
+    details: dict[str, Any]  # fields of the record
+    key: str  # of all that the result depends on
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts in the worst case: an attack on the full defense."""
+        return self.attack is not None and self.target.source.target is full_defense
+
+
+Plan = list[tuple[Value, list[Task]]]
+
+
+def measurement_plan(config: SweepConfig, callbacks: Sequence[RobustEval], run: Run) -> Plan:
+    """Return the tasks of each value.
+
+    Raises:
+        ValueError: the variable does not fit the attacks or the defense.
+    """
+    over = str(config.over)
+    attacks = [attack for callback in callbacks for attack in callback.attacks.values()]
+    if not attacks:
+        raise ValueError(
+            "no attacks to sweep: add --trainer.callbacks+=callbacks/adaptive_pgd.yaml"
+        )
+    wanted = over if over in ("steps", "neighbours") else "threat"
+    if not any(hasattr(part, wanted) for attack in attacks for part in walk(attack)):
+        raise ValueError(f"no attack has {wanted} to sweep over: add callbacks/arc.yaml")
+    settings, plan = run.settings(), []
+    # Every defense and attack is built before the first is measured: a misfit shows at once.
+    for value in config.points:
+        targets = [Target(over, value.number, callback) for callback in callbacks]
+        tasks = [task for target in targets for task in _tasks(target, run, settings)]
+        plan.append((value, tasks))
+    first = plan[0][1]
+    names = [*dict.fromkeys(task.name for task in first)]
+    names += [WORST] * (sum(task.counts for task in first) > 1)
+    if config.best and config.best not in names:
+        raise ValueError(f"choose --best from {', '.join(names)}, got {config.best!r}")
+    return plan
+
+
+def _tasks(target: Target, run: Run, settings: dict[str, Any]) -> Iterator[Task]:
+    """Yield clean images, if the full defense is attacked, and every attack of a callback."""
+    source = target.source
+    shared = {
+        "target": getattr(source.target, "__name__", repr(source.target)),
+        **{name: value for name, value in source.settings.asdict().items() if value is not None},
+        "max_images": source.settings.max_images,
+    }
+    depends = shared | settings | {"defense": fingerprint(target(source.defense_of(run.model)))}
+    clean: dict[str, Attack | None] = {CLEAN: None} if source.target is full_defense else {}
+    for name, attack in (clean | target.attacks()).items():
+        specs = {}
+        if attack:
+            specs = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
+        place = {"variable": target.over, "value": target.value, "stage": "test"}
+        details = place | specs | shared | {"versions": settings["versions"]}
+        yield Task(name, attack, target, details, cache_key(name=name, **specs, **depends))
 
 
 @dataclass(frozen=True)
@@ -107,85 +238,6 @@ class Point:
         return details["variable"], repr(float(details["value"])), self.key
 
 
-@dataclass(frozen=True)
-class Task:
-    """An attack on a defense, one cell of the table.
-
-    Args:
-        name: of the attack, or "clean".
-        attack: None for clean images.
-        target: the attacked defense.
-        details: for the record.
-        key: of all that the result depends on.
-    """
-
-    name: str
-    attack: Attack | None
-    target: Target
-    details: dict[str, Any]
-    key: str
-
-    @property
-    def counts(self) -> bool:
-        """Whether it counts in the worst case: an attack on the full defense."""
-        return self.attack is not None and self.target.source.target is full_defense
-
-
-PlanRow = tuple[Value, list[Task]]
-
-
-def measurement_plan(
-    config: SweepConfig, callbacks: Sequence[RobustEval], run: Run
-) -> list[PlanRow]:
-    """Return the tasks of each value.
-
-    Raises:
-        ValueError: the variable does not fit the attacks or the defense.
-    """
-    variable = VARIABLES[str(config.over)]
-    attacks = [attack for callback in callbacks for attack in callback.attacks.values()]
-    if not attacks:
-        raise ValueError(
-            "no attacks to sweep: add --trainer.callbacks+=callbacks/adaptive_pgd.yaml"
-        )
-    parts = [part for attack in attacks for part in walk(attack)]
-    if not any(hasattr(part, variable.field or "threat") for part in parts):
-        raise ValueError(f"no attack has {variable.field} to sweep over: add callbacks/arc.yaml")
-    settings, rows = run.settings(), []
-    for value in config.points:
-        targets = [Target(variable, value.number, callback) for callback in callbacks]
-        rows.append(
-            (value, [t for target in targets for t in _tasks(config, target, run, settings)])
-        )
-    first = rows[0][1]
-    names = [*dict.fromkeys(task.name for task in first)]
-    names += [WORST] * (sum(task.counts for task in first) > 1)
-    if config.best and config.best not in names:
-        raise ValueError(f"choose --best from {', '.join(names)}, got {config.best!r}")
-    return rows
-
-
-def _tasks(
-    config: SweepConfig, target: Target, run: Run, settings: dict[str, Any]
-) -> Iterator[Task]:
-    """Yield clean images, if the full defense is attacked, and every attack of a callback."""
-    source = target.source
-    shared = {
-        "target": getattr(source.target, "__name__", repr(source.target)),
-        **{name: value for name, value in source.settings.asdict().items() if value is not None},
-        "max_images": source.settings.max_images,
-    }
-    depends = shared | settings | {"defense": fingerprint(target(source.defense_of(run.model)))}
-    clean: dict[str, Attack | None] = {CLEAN: None} if source.target is full_defense else {}
-    for name, attack in (clean | target.attacks()).items():
-        specs = {}
-        if attack:
-            specs = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
-        place = {"variable": config.over, "value": target.value, "stage": "test"}
-        details = place | specs | shared | {"versions": settings["versions"]}
-        yield Task(name, attack, target, details, cache_key(name=name, **specs, **depends))
-
-
 class ResultCache:
     """Recorded results by all that they depend on, so that none is measured twice.
 
@@ -193,7 +245,7 @@ class ResultCache:
     scores are missing, are ignored.
 
     Args:
-        folder: of the record.
+        folder: folder of the record.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -201,16 +253,19 @@ class ResultCache:
         self.files = ScoreFiles(folder, SCORES)
         self.points: dict[str, Point] = {}
         self.places: set[tuple[str, str, str]] = set()
-        for point in self._read():
-            self._keep(point)
+        for fields in read_json_lines(self.path):
+            try:
+                if (scores := self.files.read(fields)) is not None:
+                    self._keep(Point(Result.from_record(fields), scores))
+            except (ValueError, KeyError, TypeError, AttributeError):  # a record of another kind
+                continue
+
+    def _keep(self, point: Point) -> None:
+        self.places.add(point.place)
+        self.points.setdefault(point.key, point)
 
     def add(self, points: Sequence[Point], write: bool) -> None:
-        """Keep results, and write each that the file lacks for its value.
-
-        Args:
-            points: the results.
-            write: write files; False on all processes but one.
-        """
+        """Keep results; one of the processes writes each that the file lacks for its value."""
         unique = {point.place: point for point in points}
         new = [point for place, point in unique.items() if place not in self.places]
         if write and new:
@@ -220,20 +275,6 @@ class ResultCache:
             append_records(self.path, (point.result.record() for point in new))
         for point in new:
             self._keep(point)
-
-    def _keep(self, point: Point) -> None:
-        self.points.setdefault(point.key, point)
-        self.places.add(point.place)
-
-    def _read(self) -> Iterator[Point]:
-        for fields in read_json_lines(self.path):
-            try:
-                if (scores := self.files.read(fields)) is not None:
-                    point = Point(Result.from_record(fields), scores)
-                    _ = point.place  # raises an error for a record of another kind
-                    yield point
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
 
 
 @dataclass(frozen=True)
@@ -249,25 +290,25 @@ class Sweep:
     cache: ResultCache
     failures: dict[Value, Exception] = field(default_factory=dict)
 
-    def measure(self, rows: Sequence[PlanRow]) -> dict[Value, Row]:
+    def measure(self, plan: Plan) -> dict[Value, Row]:
         """Return each value's results by name, and print each value's accuracies."""
         table: dict[Value, Row] = {}
         writes = self.run.trainer.is_global_zero
-        for number, (value, tasks) in enumerate(rows, start=1):
+        for number, (value, tasks) in enumerate(plan, start=1):
             began = time.perf_counter()
-            place = f"[{number}/{len(rows)}] {self.config.over} {value.label}"
+            place = f"[{number}/{len(plan)}] {self.config.over} {value.label}"
             try:
                 new = self._measured(tasks)
             except Exception as error:  # of any kind: the other values are measured
                 self.failures[value] = error
                 # Other processes would wait for this one, and all values have one cause.
-                if self.run.trainer.world_size > 1 or len(self.failures) == len(rows):
+                if self.run.trainer.world_size > 1 or len(self.failures) == len(plan):
                     raise next(iter(self.failures.values())) from None
                 print(f"{place}: failed, {_reason(error)}")
                 continue
             points = [self._point(task, new) for task in tasks]
             self.cache.add(points, writes)
-            worst = worst_point(tasks, self.cache, self.run.defense.transductive)
+            worst = self._worst_point(tasks)
             self.cache.add(worst, writes)
             row = table.setdefault(value, {})
             for point in (*points, *worst):
@@ -286,9 +327,8 @@ class Sweep:
             attacks = {t.name: t.attack for t in missing if t.target == target and t.attack}
             if not attacks:  # only clean images are missing, but an evaluation needs an attack
                 attacks = dict([*target.attacks().items()][:1])
-            measurements[target] = Measurement(
-                attacks, target, target.source.settings, **target.source.inputs
-            )
+            source = target.source
+            measurements[target] = Measurement(attacks, target, source.settings, **source.inputs)
         if not measurements:
             return {}
         run = self.run
@@ -302,6 +342,8 @@ class Sweep:
     def _point(self, task: Task, new: dict[tuple[str, Target], Point]) -> Point:
         """Return a task's result from an equal measurement, recorded or new."""
         source = self.cache.points.get(task.key) or new[task.name, task.target]
+        # The scores may be those of another value, which changes nothing for this attack: the
+        # details are this task's own, but for what only the measurement knows.
         own = {name: source.result.details[name] for name in MEASURED}
         details = task.details | own | {"reuse": self.cache.files.reference(task.key)}
         scores = source.scores[1]
@@ -309,32 +351,23 @@ class Sweep:
         result = measured(task.name, scores.mean(1), source.result.seconds, details, draws)
         return Point(result, source.scores)
 
-
-def worst_point(tasks: Sequence[Task], cache: ResultCache, joint: bool = False) -> list[Point]:
-    """Return the result under the strongest attack on the full defense; none of a single attack.
-
-    Like `RobustEval`'s it counts the clean image as well; see `worst_case`.
-
-    Args:
-        tasks: of one value.
-        cache: has their results.
-        joint: whether predictions depend on the whole batch (transductive defenses).
-    """
-    counted = [task for task in tasks if task.counts]
-    if len(counted) < 2:
-        return []
-    clean = [task for task in tasks if task.attack is None]
-    over = [cache.points[task.key] for task in (*clean, *counted)]
-    tables = [(index, scores[:, None]) for index, scores in (point.scores for point in over)]
-    random = any(point.result.details["random"] for point in over)
-    found = worst_case(tables, random, joint)
-    key = cache_key(name=WORST, over=[task.key for task in counted])
-    last = over[-1].result.details
-    details = {k: v for k, v in counted[0].details.items() if k not in ("attack", "threat")}
-    details |= {name: last[name] for name in MEASURED}
-    details |= found.details(index for index, _ in tables)
-    details |= {"over": [task.name for task in counted]}
-    details |= {"reuse": cache.files.reference(key)}
-    draws = found.scores if last["private_draws"] > 1 else None
-    result = measured(WORST, found.scores.mean(1), 0.0, details, draws)
-    return [Point(result, (found.index, found.scores))]
+    def _worst_point(self, tasks: Sequence[Task]) -> list[Point]:
+        """Return the result under the strongest attack on the full defense; none of one attack."""
+        counted = [task for task in tasks if task.counts]
+        if len(counted) < 2:
+            return []
+        clean = [task for task in tasks if task.attack is None]  # counts too, as in `RobustEval`
+        over = [self.cache.points[task.key] for task in (*clean, *counted)]
+        tables = [(index, scores[:, None]) for index, scores in (point.scores for point in over)]
+        random = any(point.result.details["random"] for point in over)
+        found = worst_case(tables, random, self.run.defense.transductive)
+        key = cache_key(name=WORST, over=[task.key for task in counted])
+        last = over[-1].result.details
+        details = {k: v for k, v in counted[0].details.items() if k not in ("attack", "threat")}
+        details |= {name: last[name] for name in MEASURED}
+        details |= found.details(index for index, _ in tables)
+        details |= {"over": [task.name for task in counted]}
+        details |= {"reuse": self.cache.files.reference(key)}
+        draws = found.scores if last["private_draws"] > 1 else None
+        result = measured(WORST, found.scores.mean(1), 0.0, details, draws)
+        return [Point(result, (found.index, found.scores))]

@@ -2,27 +2,27 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from lightning_rob.commands.configs import SweepConfig
-from lightning_rob.commands.sweep_values import Value
-from lightning_rob.commands.sweep_variables import VARIABLES
+from lightning_rob.commands.sweep_values import OF_DEFENSE, Value
 from lightning_rob.evaluation.records import Result, append_records
 from lightning_rob.evaluation.results import WORST
 from lightning_rob.plots import Curve, curves, save
 from lightning_rob.tables import CLEAN
 
-MARKS = {
-    "defense": "* highest of its column",
-    "attack": "* lowest of its column: there the attack is strongest",
+AXES = {
+    "probability": "sampling probability of the first member",
+    "members": "members of the ensemble",
+    "eps": "radius eps",
+    "steps": "steps of the attack",
+    "neighbours": "neighbouring classes searched by ARC",
 }
 LABELS = {CLEAN: "clean images", WORST: "worst attack per image"}
 COLORS = {CLEAN: "0.45", WORST: "black"}
-CAPTION = "accuracy in % (95 % interval)"
 
 Row = dict[str, Result]
 
@@ -47,11 +47,6 @@ class SweepTable:
         return str(self.config.over)
 
     @property
-    def optimum(self) -> str | None:
-        """The side for which a value is marked as best."""
-        return VARIABLES[self.over].optimum
-
-    @property
     def names(self) -> list[str]:
         """The columns: clean images, the attacks, the worst of them."""
         names = dict.fromkeys(name for row in self.table.values() for name in row)
@@ -68,9 +63,9 @@ class SweepTable:
         """
         found = {value: result.accuracy for value, result in self.column(name).items()}
         accuracies = set(found.values())
-        if self.optimum is None or len(accuracies) == 1:
+        if self.over == "eps" or len(accuracies) == 1:
             return []
-        wanted = max(accuracies) if self.optimum == "defense" else min(accuracies)
+        wanted = max(accuracies) if self.over in OF_DEFENSE else min(accuracies)
         return [value for value, accuracy in found.items() if accuracy == wanted]
 
     def sentence(self) -> str:
@@ -81,36 +76,42 @@ class SweepTable:
         value = (self.best(name) or list(self.table))[0]
         row = {n: f"{100 * result.accuracy:.1f} %" for n, result in self.table[value].items()}
         there = [f"{n} there: {row[n]}" for n in self.names if n != name and n in row]
-        adjective = "best" if self.optimum == "defense" else "strongest"
+        adjective = "best" if self.over in OF_DEFENSE else "strongest"
         found = f"{adjective} {self.over} under {name}: {value.label} ({row[name]})"
         return "; ".join(filter(None, [found, ", ".join(there)]))
 
     def rows(self) -> list[list[str]]:
         """Return the table's cells, the value first; an asterisk marks the best of a column."""
-        best = {name: self.best(name) for name in self.names}
-        return [
-            [value.label, *(_cell(row.get(n), value in best[n]) for n in self.names)]
-            for value, row in self.table.items()
-        ]
+        rows = []
+        for value, row in self.table.items():
+            cells = [value.label]
+            for name in self.names:
+                if (result := row.get(name)) is None:
+                    cells.append("")
+                    continue
+                low, high = (100 * bound for bound in result.interval)
+                mark = "*" * (value in self.best(name))
+                cells.append(f"{100 * result.accuracy:.1f}{mark} ({low:.1f}…{high:.1f})")
+            rows.append(cells)
+        return rows
 
     def caption(self) -> str:
         """Return the legend of the cells."""
-        mark = MARKS.get(self.optimum or "")
-        return f"{CAPTION}; {mark}" if mark and any(map(self.best, self.names)) else CAPTION
+        caption = "accuracy in % (95 % interval)"
+        if not any(map(self.best, self.names)):
+            return caption
+        if self.over in OF_DEFENSE:
+            return f"{caption}; * highest of its column"
+        return f"{caption}; * lowest of its column: there the attack is strongest"
 
     def images(self) -> str:
-        """Return the number of evaluated images."""
-        counts = {name: self._first(name).n for name in self.names}
-        if len({*counts.values()}) == 1:
-            return str(counts[self.names[0]])
-        return ", ".join(f"{n} ({name})" for name, n in counts.items())
-
-    def _first(self, name: str) -> Result:
-        return next(iter(self.column(name).values()))
+        """Return the number of evaluated images; several if the callbacks differ in it."""
+        counts = (str(result.n) for row in self.table.values() for result in row.values())
+        return ", ".join(dict.fromkeys(counts))
 
     def heading(self, name: str) -> str:
         """Return the title of a column, with the target unless it is the full defense."""
-        target = self._first(name).details["target"]
+        target = next(iter(self.column(name).values())).details["target"]
         return name if target == "full_defense" else f"{name} on {target}".replace("_", " ")
 
     def markdown(self) -> str:
@@ -137,13 +138,12 @@ class SweepTable:
             label = LABELS.get(name, self.heading(name).replace("_", " "))
             lines.append(Curve(label, x, accuracy, intervals, COLORS.get(name)))
         unit = " in 1/255" if of_255 else " (images span 0 to 1)" * (self.over == "eps")
-        label = VARIABLES[self.over].axis + unit
-        return curves(lines, label, f"accuracy in %, {self.images()} images")
+        return curves(lines, AXES[self.over] + unit, f"accuracy in %, {self.images()} images")
 
     def show(self, console: Console) -> None:
         """Print the table, intervals below the accuracies where the terminal is narrow."""
-        caption, names = self.caption(), [self.over, *map(self.heading, self.names)]
-        table = Table(title=f"Sweep over {self.over}", title_style="bold", caption=caption)
+        names = [self.over, *map(self.heading, self.names)]
+        table = Table(title=f"Sweep over {self.over}", title_style="bold", caption=self.caption())
         table.title_justify = table.caption_justify = "left"
         for name in names:
             table.add_column(name, justify="right", overflow="fold")
@@ -155,28 +155,19 @@ class SweepTable:
             table.add_row(*(f"[bold]{cell}[/]" if "*" in cell else cell for cell in row))
         console.print(table)
 
-    def study(self) -> dict[str, Any]:
-        """Return the record of the results in the table: `sweep.jsonl` may hold other studies'."""
+    def write(self, folder: Path) -> None:
+        """Print the table, and write it and the figure to the folder."""
+        self.show(Console())
+        # `sweep.jsonl` may hold other sweeps, so a record of its own says what this table has.
         points = [
             [value.number, result.details["reuse"]["key"]]
             for value, row in self.table.items()
             for result in row.values()
         ]
-        return {"kind": "sweep_study", "variable": self.over, "points": points}
-
-    def write(self, folder: Path) -> None:
-        """Print the table, and write it and the figure to the folder."""
-        self.show(Console())
-        append_records(folder / "sweep_studies.jsonl", [self.study()])
+        study = {"kind": "sweep_study", "variable": self.over, "points": points}
+        append_records(folder / "sweep_studies.jsonl", [study])
         save(self.figure(), folder / "sweep.png")
         (folder / "sweep.md").write_text(self.markdown())
         if self.config.best:
             print(self.sentence())
         print(f"Wrote {folder}/sweep.jsonl, sweep.md and sweep.png")
-
-
-def _cell(result: Result | None, best: bool) -> str:
-    if result is None:
-        return ""
-    low, high = (100 * bound for bound in result.interval)
-    return f"{100 * result.accuracy:.1f}{'*' * best} ({low:.1f}…{high:.1f})"

@@ -1,20 +1,16 @@
-"""Values of a swept variable, read from the text of `--values`; imports nothing heavy."""
+"""Variables of a sweep, and their values as `--values` gives them; imports nothing heavy."""
 
 from dataclasses import dataclass
 from fractions import Fraction
 
-SWEPT = ("probability", "members", "eps", "steps", "neighbours")
+OF_DEFENSE = ("probability", "members")
+SWEPT = (*OF_DEFENSE, "eps", "steps", "neighbours")
 MAX_VALUES = 1000
 
 
 @dataclass(frozen=True)
 class Value:
-    """One value of the variable.
-
-    Args:
-        number: the value.
-        label: the value as a user would write it.
-    """
+    """One value of the variable, as a number and as a user would write it."""
 
     number: float
     label: str
@@ -31,9 +27,17 @@ def parse_values(over: str, text: str) -> tuple[Value, ...]:
     if not numbers:
         raise ValueError(f"--values must name at least one value, such as 1,2,4, got {text!r}")
     for number in numbers:
-        _check(over, number)
-    of_255 = all("/255" in part for part in parts)
-    return tuple(Value(float(n), _label(n, of_255)) for n in dict.fromkeys(numbers))
+        if over == "eps":
+            fits, allowed = number > 0, "above 0"
+        elif over == "probability":
+            fits, allowed = 0 <= number <= 1, "in [0, 1]"
+        else:
+            fits, allowed = number >= 1 and number.denominator == 1, "whole and at least 1"
+        if not fits:
+            raise ValueError(f"--values: {over} must be {allowed}, got {float(number):g}")
+    if all("/255" in part for part in parts):
+        return tuple(Value(float(n), f"{float(n * 255):g}/255") for n in dict.fromkeys(numbers))
+    return tuple(Value(float(n), f"{float(n):g}") for n in dict.fromkeys(numbers))
 
 
 def _numbers(part: str) -> list[Fraction]:
@@ -51,16 +55,3 @@ def _numbers(part: str) -> list[Fraction]:
     if not 0 <= count < MAX_VALUES:
         raise ValueError(f"--values {part!r} names {max(count + 1, 0)} values")
     return [start + i * step for i in range(count + 1)]
-
-
-def _check(over: str, number: Fraction) -> None:
-    fits, allowed = {
-        "eps": (number > 0, "above 0"),
-        "probability": (0 <= number <= 1, "in [0, 1]"),
-    }.get(over, (number >= 1 and number.denominator == 1, "whole and at least 1"))
-    if not fits:
-        raise ValueError(f"--values: {over} must be {allowed}, got {float(number):g}")
-
-
-def _label(number: Fraction, of_255: bool) -> str:
-    return f"{float(number * 255):g}/255" if of_255 else f"{float(number):g}"

@@ -1,26 +1,25 @@
 """`lightning-rob tune`: search values of a recipe's keys by short trainings of it."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from itertools import takewhile
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lightning_rob.commands.base import Run, quiet_lightning, write_config
 from lightning_rob.commands.configs import TuneConfig
 from lightning_rob.commands.specs import class_name
-from lightning_rob.commands.tune_search import Budget, Point, Search, Space, replaced
-from lightning_rob.commands.tune_trials import Record, Study, Trial, read_trials
+from lightning_rob.commands.tune_space import Point, Space, replaced
+from lightning_rob.commands.tune_study import Record, Search, Study, Trial, read_trials
 from lightning_rob.plots import convergence, save
 from lightning_rob.randomness import derive_seed
 from lightning_rob.recipes.safe_yaml import load_file
+from lightning_rob.recipes.trust import OPTION, allowed
+from lightning_rob.runtime.errors import visible
 from lightning_rob.runtime.identity import cache_key
 
 QUIET = {
@@ -31,7 +30,7 @@ QUIET = {
     "trainer.num_sanity_val_steps": 0,
 }
 NEEDS_LOGGER = ("ModelCheckpoint", "LearningRateMonitor", "DeviceStatsMonitor")
-BUDGET = ("trials", "min_trials", "patience", "random", "diagonal")
+BUDGET = ("trials", "min_trials", "patience", "random")
 
 Build = Callable[[Path], Any]  # recipe -> model, datamodule and trainer
 
@@ -55,103 +54,43 @@ def run(config: TuneConfig, run: Run, build: Build) -> Path | None:
             f"a trial runs on one device, got {run.trainer.world_size}: add --trainer.devices=1; "
             "--ray makes several trials at a time"
         )
+    if config.ray:
+        from lightning_rob.commands.tune_ray import run_with_ray  # needs an extra
     out = config.out or Path("tuning") / run.name
-    execute = _executor(config)
-    space = read_space(config.space or Path())  # which the config has checked
+    file = config.space or Path()  # which the config has checked
+    content = load_file(file, "a search space")
+    try:
+        space = Space.read(content)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
     own = space.initial(run.recipe)
     given = {name: value for name in BUDGET if (value := getattr(config, name)) is not None}
-    budget = Budget().with_(space.budget | given)
+    budget = replace(space.budget, **given)
     replaced(run.recipe, space.trial)  # fail for an unknown key before anything is built
     earlier = _earlier_trials(config.warm_start or [], space, run.recipe)
-    search = Search(space.variables, own, budget, config.seed, earlier)
-    record = Record(out / "trials.jsonl", _study_key(run, space, config.seed))
+    search = Search(space, own, budget, config.seed, earlier)
+    bounds = {key: str(bound) for key, bound in space.variables.items()}
+    parts = [bounds, space.objective, space.trial, str(space.prune)]
+    key = cache_key(recipe=run.recipe, space=parts, seed=config.seed)
+    record = Record(out / "trials.jsonl", key)
     training = Training(run.recipe, space, config.seed, out, build)
     with quiet_lightning():
         training.build_trial(0, own)  # fail for an invalid value before the first trial
-    with _progress_bar(record, budget) as report:
-        study = Study(space, search, record, training, report)
-        execute(study)
-    best = Outcome(study, run.recipe, out, run.command).write()
-    return best if config.then_fit else None
 
+    def report(trial: Trial) -> None:
+        outcome = visible(trial.error or f"{trial.objective:.4g}")
+        best = record.best
+        text = f"; best {best.objective:.4g} at trial {best.number}" if best else ""
+        count = f"[{len(record.trials)}/{budget.trials}]"
+        print(f"{count} trial {trial.number}: {outcome} ({trial.seconds:.0f} s){text}")
 
-@dataclass(frozen=True)
-class Training:
-    """Trains a recipe with the values of a trial.
-
-    Args:
-        recipe: the whole configuration.
-        space: makes a trial cheap.
-        seed: of the study.
-        folder: for the trials' recipes.
-        build: builds the training of a recipe file.
-    """
-
-    recipe: dict[str, Any]
-    space: Space
-    seed: int
-    folder: Path
-    build: Build
-
-    def __call__(self, number: int, values: Point) -> dict[str, float]:
-        """Return the metrics that were logged last."""
-        with quiet_lightning():
-            built = self.build_trial(number, values)
-            built.trainer.fit(built.model, datamodule=built.datamodule)
-            metrics = {name: float(v) for name, v in built.trainer.callback_metrics.items()}
-        del built
-        gc.collect()  # reference cycles would keep the networks of earlier trials
-        return metrics
-
-    def build_trial(self, number: int, values: Point) -> Any:
-        """Return trainer, model and data of a trial, and write its recipe to its folder."""
-        folder = trial_folder(self.folder, number)
-        seed = {"seed_everything": derive_seed(self.seed, number) % 2**32}
-        place = {"trainer.default_root_dir": str(folder)}
-        recipe = replaced(self.recipe, QUIET | place | seed | self.space.trial | values)
-        recipe, _ = self.space.pruned(recipe, values)
-        trainer = recipe["trainer"]
-        unfit = () if trainer["logger"] else NEEDS_LOGGER
-        given = trainer.get("callbacks+", ())
-        trainer["callbacks+"] = [c for c in given if class_name(c["class_path"]) not in unfit]
-        write_config(recipe, folder / "config.yaml")
-        return self.build(folder / "config.yaml")
-
-
-def trial_folder(study: Path, number: int) -> Path:
-    """The folder of a trial's recipe."""
-    return study / "trials" / f"{number:04}"
-
-
-def _executor(config: TuneConfig) -> Callable[[Study], None]:
-    """Return the function that runs the trials of a study."""
-    if not config.ray:
-        return Study.run
-    from lightning_rob.commands.tune_ray import run_with_ray  # needs an extra
-
-    return partial(run_with_ray, concurrent=config.concurrent or 2)
-
-
-def read_space(path: Path) -> Space:
-    """Read a search space.
-
-    Raises:
-        ValueError: no such file, or not a space.
-    """
-    if not path.is_file():
-        raise ValueError(f"there is no search space {path}")
-    content = load_file(path, "a search space")
-    try:
-        return Space.read(content)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _study_key(run: Run, space: Space, seed: int) -> str:
-    """Return a key of all that an objective depends on."""
-    bounds = {k: str(b) for k, b in space.variables.items()}
-    contents = [bounds, space.objective, space.trial, space.prune]
-    return cache_key(recipe=run.recipe, space=contents, seed=seed)
+    study = Study(search, record, training, report)
+    if config.ray:
+        run_with_ray(study, config.concurrent or 2)
+    else:
+        study.run()
+    path = write_outcome(study, run, out)
+    return path if config.then_fit else None
 
 
 def _earlier_trials(
@@ -173,7 +112,7 @@ def _earlier_trials(
                 continue
             trained = {}
             if trial.values.keys() != space.variables.keys():
-                file = trial_folder(path.parent, trial.number) / "config.yaml"
+                file = path.parent / "trials" / f"{trial.number:04}" / "config.yaml"
                 trained = load_file(file, "the recipe of a trial")
             point = space.point(trial.values, trained, recipe)
             if point and space.contains(point):
@@ -183,86 +122,80 @@ def _earlier_trials(
     return found
 
 
-@contextmanager
-def _progress_bar(record: Record, budget: Budget) -> Iterator[Callable[..., None]]:
-    """Show a bar with the best objective; yield the function that updates it."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn()) as progress:
-        bar = progress.add_task("Tuning", total=budget.trials)
-
-        def update(_: Trial | None = None) -> None:
-            best = record.best
-            text = f", best {best.objective:.4g} (trial {best.number})" if best else ""
-            progress.update(bar, completed=len(record.trials), description=f"Tuning{text}")
-
-        update()
-        yield update
-
-
 @dataclass(frozen=True)
-class Outcome:
-    """The result of a finished study of a recipe: a table, the best recipe and a figure."""
+class Training:
+    """Trains a recipe with the values of a trial, made cheap as the space says."""
 
-    study: Study
     recipe: dict[str, Any]
-    folder: Path
-    command: str
+    space: Space
+    seed: int
+    folder: Path  # of the study
+    build: Build
 
-    def write(self) -> Path:
-        """Print the table, write recipe and figure, and return the recipe's file.
+    def __call__(self, number: int, values: Point) -> dict[str, float]:
+        """Return the metrics that were logged last."""
+        with quiet_lightning():
+            built = self.build_trial(number, values)
+            built.trainer.fit(built.model, datamodule=built.datamodule)
+            metrics = {name: float(v) for name, v in built.trainer.callback_metrics.items()}
+        del built
+        gc.collect()  # reference cycles would keep the networks of earlier trials
+        return metrics
 
-        Raises:
-            ValueError: all trials failed.
-        """
-        study, best = self.study, self.study.record.best
-        if best is None:
-            raise ValueError(f"all {len(study.record.trials)} trials failed")
-        recipe, dropped = study.space.pruned(replaced(self.recipe, best.values), best.values)
-        Console().print(self.table(best, dropped))
-        header = f"# Trial {best.number} of: {self.command}\n"
-        header += f"# Pruned: {', '.join(dropped)}\n" if dropped else ""
-        path = self.folder / "best.yaml"
-        write_config(recipe, path, header)
-        objectives = [trial.objective for trial in study.record.ended]
-        figure = convergence(objectives, study.search.initial, self.label())
-        save(figure, self.folder / "convergence.png")
-        print(self.summary(best))
-        print(f"Wrote {self.folder}/trials.jsonl, best.yaml and convergence.png")
-        print(f"Train with the best: lightning-rob fit --config {path}")
-        return path
-
-    def label(self) -> str:
-        """The objective as a formula."""
-        terms = self.study.space.objective.items()
-        return " + ".join(m if w == 1 else f"{w:g} {m}" for m, w in terms if w)
-
-    def summary(self, best: Trial) -> str:
-        """The best objective beside that of the recipe's own values."""
-        trials = self.study.record.ended
-        failed = sum(trial.error is not None for trial in trials)
-        own = self.study.record.trials.get(0)
-        untuned = "failed" if own is None or own.objective is None else f"{own.objective:.4g}"
-        return (
-            f"{self.label()}: {best.objective:.4g} at trial {best.number} of {len(trials)}"
-            f"{f' ({failed} failed)' if failed else ''}; untuned: {untuned}"
-        )
-
-    def table(self, best: Trial, dropped: list[str]) -> Table:
-        """Bounds, own and best value of each variable."""
-        table = Table(title="Best values", title_justify="left", title_style="bold")
-        for name in ("variable", "bounds", "untuned", "best"):
-            table.add_column(name, justify="left" if name == "variable" else "right")
-        variables, own = self.study.space.variables, self.study.search.own
-        shared = _shared_prefix([*variables])
-        for key, (low, high, *_) in variables.items():
-            pruned = " (pruned)" if key.rpartition(".")[0].rpartition(".")[2] in dropped else ""
-            values = f"{own[key]:.4g}", f"{best.values[key]:.4g}{pruned}"
-            table.add_row(key[shared:], f"{low:g} … {high:g}", *values)
-        return table
+    def build_trial(self, number: int, values: Point) -> Any:
+        """Return trainer, model and data of a trial, and write its recipe to its folder."""
+        folder = self.folder / "trials" / f"{number:04}"
+        seed = {"seed_everything": derive_seed(self.seed, number) % 2**32}
+        place = {"trainer.default_root_dir": str(folder)}
+        recipe = replaced(self.recipe, QUIET | place | seed | self.space.trial | values)
+        recipe, _ = self.space.pruned(recipe, values)
+        trainer = recipe["trainer"]
+        unfit = () if trainer["logger"] else NEEDS_LOGGER
+        given = trainer.get("callbacks+", ())
+        trainer["callbacks+"] = [c for c in given if class_name(c["class_path"]) not in unfit]
+        write_config(recipe, folder / "config.yaml")
+        return self.build(folder / "config.yaml")
 
 
-def _shared_prefix(keys: list[str]) -> int:
-    """Return the length of the dotted parts that all keys begin with; 0 for a single key."""
-    parts = [key.split(".")[:-1] for key in keys] if len(keys) > 1 else []
-    shared = takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False))
-    return sum(len(same[0]) + 1 for same in shared)
+def write_outcome(study: Study, run: Run, folder: Path) -> Path:
+    """Print the table, write recipe and figure of a finished study, and return the recipe's file.
+
+    Raises:
+        ValueError: all trials failed.
+    """
+    trials, best = study.record.ended, study.record.best
+    space, own = study.search.space, study.search.own
+    if best is None:
+        raise ValueError(f"all {len(trials)} trials failed")
+    recipe, dropped = space.pruned(replaced(run.recipe, best.values), best.values)
+    table = Table(title="Best values", title_justify="left", title_style="bold")
+    for name in ("variable", "bounds", "untuned", "best"):
+        table.add_column(name, justify="left" if name == "variable" else "right")
+    shared = os.path.commonpath([key.replace(".", "/") for key in space.variables])
+    for key, (low, high, *_) in space.variables.items():
+        pruned = " (pruned)" if key.rpartition(".")[0].rpartition(".")[2] in dropped else ""
+        values = f"{own[key]:.4g}", f"{best.values[key]:.4g}{pruned}"
+        name = key.removeprefix(shared.replace("/", ".") + ".")
+        table.add_row(name, f"{low:g} … {high:g}", *values)
+    Console().print(table)
+
+    header = f"# Trial {best.number} of: {run.command}\n"
+    header += f"# Pruned: {', '.join(dropped)}\n" if dropped else ""
+    path = folder / "best.yaml"
+    write_config(recipe, path, header)
+    terms = space.objective.items()
+    label = " + ".join(m if w == 1 else f"{w:g} {m}" for m, w in terms if w)
+    objectives = [trial.objective for trial in trials]
+    save(convergence(objectives, study.search.initial, label), folder / "convergence.png")
+
+    failed = sum(trial.error is not None for trial in trials)
+    first = objectives[0] if trials[0].number == 0 else None
+    print(
+        f"{label}: {best.objective:.4g} at trial {best.number} of {len(trials)}"
+        f"{f' ({failed} failed)' if failed else ''}; "
+        f"untuned: {'failed' if first is None else f'{first:.4g}'}"
+    )
+    print(f"Wrote {folder}/trials.jsonl, best.yaml and convergence.png")
+    allowance = "".join(f" {OPTION} {name}" for name in sorted(allowed()))
+    print(f"Train with the best: lightning-rob fit --config {path}{allowance}")
+    return path

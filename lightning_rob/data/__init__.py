@@ -1,11 +1,9 @@
 """Data modules: images in [0, 1] with their labels and indices."""
 
 from lightning_rob.data.base import ImageData
-from lightning_rob.data.cifar import CIFAR10, CIFAR100, SVHN
+from lightning_rob.data.downloads import CIFAR10, CIFAR100, GTSRB, MNIST, SVHN, FashionMNIST
+from lightning_rob.data.embedded import Digits5k, Patches10
 from lightning_rob.data.folders import Images
-from lightning_rob.data.gtsrb import GTSRB
-from lightning_rob.data.mnist import MNIST, Digits5k, FashionMNIST
-from lightning_rob.data.patches import Patches10
 from lightning_rob.data.source_target import SourceTargetData
 
 __all__ = [

@@ -33,12 +33,7 @@ class Source(Protocol):
 
 
 class InMemoryImages:
-    """A source that lies in memory.
-
-    Args:
-        images: [N, C, H, W] uint8.
-        labels: [N] integers.
-    """
+    """A source in memory: images [N, C, H, W] uint8 and labels [N]."""
 
     def __init__(self, images: Tensor, labels: Any) -> None:
         self.images = images
@@ -88,22 +83,18 @@ class IndexedSubset(Dataset[Sample]):
         key = torch.tensor(keys)
         index = self.indices[key % len(self)]
         if not self.augmentations:
-            return [self._sample(i) for i in index.tolist()]
+            return [(*self.source[i], i) for i in index.tolist()]
         image_in_epoch = key // len(self) * len(self.source) + index
         seeds = Streams.from_index(image_in_epoch, self.seed).keys
+        samples = []
         with torch.random.fork_rng(devices=[]):
-            return [
-                self._sample(i, seed)
-                for i, seed in zip(index.tolist(), seeds.tolist(), strict=True)
-            ]
-
-    def _sample(self, index: int, seed: int = 0) -> Sample:
-        x, y = self.source[index]
-        if self.augmentations:
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPU too
-        for augment in self.augmentations:
-            x = augment(x)
-        return x, y, index
+            for i, seed in zip(index.tolist(), seeds.tolist(), strict=True):
+                x, y = self.source[i]
+                torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds the GPU too
+                for augment in self.augmentations:
+                    x = augment(x)
+                samples.append((x, y, i))
+        return samples
 
 
 def packaged_file(package: str, path: str) -> Path:

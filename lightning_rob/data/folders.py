@@ -1,5 +1,6 @@
 """Images from folders with a subfolder per class (ImageNet, Imagenette …), and from one file."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,20 @@ def read_images(path: str) -> Tensor:
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file of images {path}")
-    content = read_file(path) if path.endswith(".pt") else _arrays(path)
-    if not isinstance(content, Tensor):
-        if not (isinstance(content, dict) and isinstance(content.get("x"), Tensor)):
+    content: Any
+    if path.endswith(".pt"):
+        content = read_file(path)
+    else:
+        try:
+            content = np.load(path, allow_pickle=False)
+        except ValueError as error:
+            raise ValueError(f"{path} is not a file of images: .pt, .npy or .npz") from error
+    if not isinstance(content, Tensor | np.ndarray):
+        content = content.get("x") if isinstance(content, Mapping) else None
+        if not isinstance(content, Tensor | np.ndarray):
             raise ValueError(f"{path} must hold a tensor, or one called x among others")
-        content = content["x"]
-    images = content.float() / 255 if content.dtype == torch.uint8 else content.float()
+    images = torch.as_tensor(content)
+    images = images.float() / 255 if images.dtype == torch.uint8 else images.float()
     if images.ndim != 4 or not len(images):
         raise ValueError(f"{path} must hold images [N, C, H, W], got {list(images.shape)}")
     if not (images.min() >= 0 and images.max() <= 1):
@@ -51,16 +60,6 @@ def read_images(path: str) -> Tensor:
             f"[{float(images.min()):.4g}, {float(images.max()):.4g}]"
         )
     return images
-
-
-def _arrays(path: str) -> Tensor | dict[str, Tensor]:
-    try:
-        content: Any = np.load(path, allow_pickle=False)
-    except ValueError as error:
-        raise ValueError(f"{path} is not a file of images: .pt, .npy or .npz") from error
-    if isinstance(content, np.ndarray):
-        return torch.from_numpy(content)
-    return {name: torch.from_numpy(content[name]) for name in content.files if name == "x"}
 
 
 class Images(ImageData):
@@ -93,12 +92,24 @@ class Images(ImageData):
         self.root = Path(root)
         self.resize = resize
         self.size = crop
-        names = {part: self._names(part) for part in ("train", "test", "val")}
+        names = {}
+        for part in ("train", "test", "val"):
+            folder = self.root / part
+            inside = folder.iterdir() if folder.is_dir() else ()
+            names[part] = sorted(file.name for file in inside if file.is_dir())
         self.test = "test" if names["test"] else "val"
         self.has_val_folder = bool(names["test"] and names["val"])
-        for part in ("train", self.test, "val" if names["val"] else "train"):
-            self._check(part, names)
         self.classes = len(names["train"])
+        for part in dict.fromkeys(["train", self.test, "val" if names["val"] else "train"]):
+            if not names[part]:
+                raise FileNotFoundError(
+                    f"no folders of images in {self.root.absolute() / part}: put one there for each"
+                    " class, or pass --data.root=… if they are elsewhere"
+                )
+            if odd := sorted({*names[part]} ^ {*names["train"]}):
+                raise ValueError(
+                    f"{part} and train do not have the same classes: {odd} in one only"
+                )
 
     def preprocessing(self) -> list[Augment]:
         """Resize, then crop the centre."""
@@ -134,17 +145,3 @@ class Images(ImageData):
         from torchvision.datasets import ImageFolder
 
         return ImageFolder(str(self.root / part), transform=_pixels)
-
-    def _names(self, part: str) -> list[str]:
-        folder = self.root / part
-        return sorted(f.name for f in folder.iterdir() if f.is_dir()) if folder.is_dir() else []
-
-    def _check(self, part: str, names: dict[str, list[str]]) -> None:
-        if not names[part]:
-            raise FileNotFoundError(
-                f"no folders of images in {self.root.absolute() / part}: put one there for each"
-                " class, or pass --data.root=… if they are elsewhere"
-            )
-        if names[part] != names["train"]:
-            odd = sorted({*names[part]} ^ {*names["train"]})
-            raise ValueError(f"{part} and train do not have the same classes: {odd} in one only")

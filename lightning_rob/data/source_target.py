@@ -16,11 +16,7 @@ NO_LABEL = -1  # every loss refuses it
 
 
 class Unlabelled:
-    """Images of a source, all with the label -1.
-
-    Args:
-        source: items are (x, y) or (x,).
-    """
+    """Images of a source of (x, y) or (x,), all with the label -1."""
 
     def __init__(self, source: Source) -> None:
         self.source = source

@@ -218,7 +218,7 @@ COMMANDS: dict[str, tuple[Make, str]] = {
     "sweep missing": (SWEEP("--over=eps", "--values=1/255"), r"no checkpoint no\.ckpt"),
     "tune missing": (
         lambda f: ["tune", "--config", recipe(f), "--space", f / "no.yaml"],
-        "there is no search space",
+        "cannot be read as a search space",
     ),
     "tune key twice": (
         lambda f: ["tune", "--config", recipe(f), "--space", put(f, "s.yaml", "a: 1\na: 2\n")],

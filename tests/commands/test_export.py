@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_rob.commands.configs import ExportConfig
-from lightning_rob.commands.export import export, is_randomized, read_card
+from lightning_rob.commands.export import export, read_card
 from lightning_rob.defenses import (
     DENT,
     Ensemble,
@@ -29,9 +29,9 @@ LOADER = """
 import json, sys, torch
 given = torch.load(sys.argv[1], weights_only=True)
 program = torch.export.load(sys.argv[2]).module()
-answers = [program(*(part[:n] for part in given)) for n in (1, 3, 8)]
+found = [program(*(part[:n] for part in given)) for n in (1, 3, 8)]
 assert not any("lightning" in name for name in sys.modules), "the package was imported"
-print(json.dumps([a.tolist() for a in answers]))
+print(json.dumps([each.tolist() for each in found]))
 """
 
 
@@ -155,8 +155,8 @@ def test_it_runs_where_this_package_is_not_imported(written, x, keys, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     expected = defense(x, Streams.from_index(keys, SEED))
-    for answers in map(torch.tensor, json.loads(done.stdout)):
-        torch.testing.assert_close(answers, expected[: len(answers)], rtol=0, atol=1e-6)
+    for found in map(torch.tensor, json.loads(done.stdout)):
+        torch.testing.assert_close(found, expected[: len(found)], rtol=0, atol=1e-6)
 
 
 def test_the_defense_is_left_as_it_was(x, tmp_path):
@@ -169,24 +169,19 @@ def test_the_defense_is_left_as_it_was(x, tmp_path):
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_the_file_says_what_it_is(x, tmp_path):
-    card = export(CASES["majority"](), tmp_path / "x.pt2", x, batch=4)
-    assert card.pop("largest_difference") <= 1e-5
-    assert read_card(tmp_path / "x.pt2") == card
-    assert card["inputs"]["images"]["shape"] == [4, 3, 8, 8]
+def test_the_file_says_what_it_is(written, x, tmp_path):
+    _, path, card = written("majority")
+    stored = {name: part for name, part in card.items() if name != "largest_difference"}
+    assert read_card(path) == stored
+    assert card["inputs"]["images"]["shape"] == ["1 to 4096", 3, 8, 8]
     assert (card["rule"], card["draws"], card["classes"]) == ("majority", 3, 4)
     assert not card["randomized"]
     changed = CASES["majority"]()
     changed.members[0].last.bias.data += 1
-    assert export(changed, tmp_path / "y.pt2", x)["weights"] != card["weights"]
-
-
-def test_a_fixed_batch_takes_no_other(x, tmp_path):
-    export(CASES["single"](), tmp_path / "x.pt2", x, batch=4)
-    program = torch.export.load(str(tmp_path / "x.pt2")).module()
-    assert program(x[:4]).shape == (4, 4)
-    with pytest.raises(AssertionError, match="4"):
-        program(x[:3])
+    # A single image is compared twice: a graph of one image would take no other number.
+    other = export(changed, tmp_path / "y.pt2", x[:1])
+    assert other["weights"] != card["weights"]
+    assert other["compared_images"] == 2
 
 
 class Fickle(TinyNet):
@@ -199,7 +194,7 @@ class Fickle(TinyNet):
 def test_a_program_with_other_predictions_is_not_written(x, tmp_path):
     net = Fickle().eval()
     net.load_state_dict(nets(1)[0].state_dict())
-    with pytest.raises(ValueError, match="answers otherwise, by up to 1 where 1e-05 is allowed"):
+    with pytest.raises(ValueError, match="predicts otherwise, by up to 1 where 1e-05 is allowed"):
         export(Single(net), tmp_path / "x.pt2", x)
     assert list(tmp_path.iterdir()) == []
 
@@ -212,10 +207,6 @@ def test_a_transductive_defense_is_refused(x, tmp_path):
 def test_a_transform_that_is_no_program_is_named(x, tmp_path):
     with pytest.raises(ValueError, match="cannot be exported because of denoise_tv_chambolle "):
         export(behind("clean", "denoise_tv_chambolle"), tmp_path / "x.pt2", x)
-
-
-def test_randomized_defenses_are_recognized(x):
-    assert [is_randomized(CASES[case](), x) for case in CASES] == [c in RANDOMIZED for c in CASES]
 
 
 @pytest.mark.slow
@@ -231,19 +222,13 @@ def test_transforms_that_choose_by_value_have_a_program_too(x, keys, tmp_path):
         ({}, "say where the program goes to"),
         ({"out": Path("x.pt")}, "--out must name a file.pt2 or file.onnx, got 'x.pt'"),
         ({"format": "onnx"}, "--out must name a file.onnx, got 'x.pt2'"),
-        ({"batch": -3}, "--batch must be a number or dynamic, got '-3'"),
-        ({"batch": 0}, "--batch must be at least 1, got 0"),
         ({"images": 0}, "--images must be at least 1, got 0"),
+        ({"format": "safetensors"}, "must name a folder for safetensors, got x.pt2"),
     ],
 )
 def test_invalid_options(options, message):
     with pytest.raises(ValueError, match=message):
         ExportConfig(**({"out": Path("x.pt2")} | options if options else {}))
-
-
-def test_options():
-    assert ExportConfig(Path("x.pt2")).batch_size is None
-    assert ExportConfig(Path("x.pt2"), 8).batch_size == 8
 
 
 def test_the_command_exports_a_checkpoint(tmp_path, capsys, monkeypatch):

@@ -7,6 +7,7 @@ import shutil
 import zipfile
 from pathlib import Path
 from pickle import UnpicklingError
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from lightning_rob.commands.monitor import folder
 from lightning_rob.commands.monitor.source import LocalFolder
 from lightning_rob.commands.report import report
 from lightning_rob.commands.scores import ScoreFiles
-from lightning_rob.commands.tune_trials import Record, Study, Trial
+from lightning_rob.commands.tune_study import Record, Study, Trial
 from lightning_rob.evaluation.per_image import as_text, name_of, read_result_file
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import weights
@@ -292,7 +293,7 @@ def test_a_later_trial_without_the_objective_is_a_failed_trial(tmp_path):
             return metrics["acc"]
 
     def study(path):
-        return Study(Space(), None, Record(path, "s"), None)
+        return Study(SimpleNamespace(space=Space()), Record(path, "s"), None)
 
     first = study(tmp_path / "a.jsonl")
     with pytest.raises(ValueError, match="no acc"):

@@ -10,7 +10,6 @@ import torch
 from huggingface_hub import constants
 
 import lightning_rob
-from lightning_rob.commands.configs import ExportConfig
 from lightning_rob.recipes.trust import VARIABLE
 from lightning_rob.runtime.errors import InputError
 from tests.tiny import ROOT, Blobs, pgd, recipe, robust_eval, run
@@ -151,15 +150,3 @@ def test_a_folder_that_would_not_be_whole_is_refused(exported, tmp_path, monkeyp
         run(*export, *plug)
     assert "preprocess is an option of a plug-in" in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"format": "safetensors"}, "--out must name a folder for safetensors, got None"),
-        ({"format": "safetensors", "out": Path("x.pt2")}, "must name a folder .*got x.pt2"),
-    ],
-)
-def test_invalid_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        ExportConfig(**options)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
-from lightning_rob.commands.tune_trials import attempt, read_trials
+from lightning_rob.commands.tune_study import attempt, read_trials
 from tests.commands.test_tune import files, hill, points, study
 from tests.tiny import ROOT, shell
 

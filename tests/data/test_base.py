@@ -5,7 +5,7 @@ import torch
 from jsonargparse import ArgumentParser
 from torchvision.transforms import v2
 
-from lightning_rob.data import CIFAR100, Digits5k, ImageData, Patches10
+from lightning_rob.data import Digits5k, ImageData, Patches10
 from lightning_rob.data.base import packaged_file
 from tests.data import dots
 
@@ -66,9 +66,6 @@ def test_an_empty_list_turns_augmentation_off():
         one.setup("fit")
     assert data.parts["train"].augmentations == ()
     assert len(plain.parts["train"].augmentations) == 2
-    kinds = [type(step).__name__ for step in CIFAR100().default_augment()]
-    assert kinds == ["RandomCrop", "RandomHorizontalFlip", "RandomRotation"]
-    assert CIFAR100().default_augment()[2].degrees == [-15, 15]
 
 
 def collected(data, epochs=2):

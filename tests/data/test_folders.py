@@ -104,19 +104,15 @@ def saved(path, images):
         ("c.npy", lambda x: x.numpy()),
         ("d.npz", lambda x: {"x": x.numpy(), "y": np.zeros(len(x))}),
         ("e.npz", lambda x: {"x": x.double().numpy()}),
+        ("f.pt", lambda x: (255 * x).round().byte()),
     ],
 )
 def test_images_from_a_file(tmp_path, name, wrap):
-    images = torch.rand(40, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    path = saved(tmp_path / name, wrap(images))
-    assert torch.equal(read_images(path), images)
-
-
-def test_bytes_from_a_file(tmp_path):
     pixels = torch.randint(
-        256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+        256, (40, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
     )
-    assert torch.equal(read_images(saved(tmp_path / "x.pt", pixels)), pixels / 255)
+    path = saved(tmp_path / name, wrap(pixels / 255))
+    assert torch.equal(read_images(path), pixels / 255)
 
 
 @pytest.mark.parametrize(

@@ -88,14 +88,11 @@ class Large(Blobs):
     size = 16
 
 
-def test_targets_that_cannot_be():
+def test_targets_that_cannot_be(tmp_path):
     with pytest.raises(ValueError, match="not both"):
         SourceTargetData(Blobs(), Blobs(), "x.pt")
     with pytest.raises(ValueError, match=r"must be \[3, 8, 8\], Large has \[3, 16, 16\]"):
         SourceTargetData(Blobs(), Large())
-
-
-def test_a_file_of_another_shape(tmp_path):
     path = str(tmp_path / "x.pt")
     torch.save(torch.rand(4, 1, 8, 8), path)
     with pytest.raises(ValueError, match=r"must be \[3, 8, 8\], .*x.pt has \[1, 8, 8\]"):

@@ -1,11 +1,13 @@
 """Attacks on random transformations: gradients, mixtures, and refused nesting."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_rob.attacks import PGD
-from lightning_rob.commands.tune_search import Space
+from lightning_rob.commands.tune_space import Space
 from lightning_rob.defenses import Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.objectives import expected_margin, linear
 from lightning_rob.randomness import Streams
@@ -109,4 +111,4 @@ def test_two_variables_of_a_transform_that_both_end_at_zero_prune_it_once():
 def test_prune_at_most_zero_is_not_never():
     content = {"variables": {"a": [0, 1]}, "objective": {"val/acc": 1}}
     assert Space.read(content | {"prune": 0}).prune == 0
-    assert Space.read(content | {"prune": False}).prune is None
+    assert Space.read(content | {"prune": False}).prune == -math.inf

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from lightning_rob.data.mnist import _digits
+from lightning_rob.data.embedded import _digits
 from lightning_rob.randomness import Streams
 from lightning_rob.transforms.color import jitter_hsv
 

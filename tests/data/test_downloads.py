@@ -9,8 +9,9 @@ import pytest
 import scipy.io
 import torch
 import torchvision.datasets
+from PIL import Image, ImageOps
 
-from lightning_rob.data import CIFAR10, CIFAR100, MNIST, SVHN, FashionMNIST
+from lightning_rob.data import CIFAR10, CIFAR100, GTSRB, MNIST, SVHN, FashionMNIST
 from tests.data import check_batches
 
 
@@ -106,16 +107,76 @@ def test_files_of_the_debian_package_are_unpacked(archive, tmp_path, monkeypatch
 
 def test_missing_archives_are_named_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(FashionMNIST, "packaged", tmp_path / "none")
-    for kind in ARCHIVES:
+    for kind in (*ARCHIVES, GTSRB):
         message = f"{kind.__name__} is not in {tmp_path}/.*download"
         with pytest.raises(FileNotFoundError, match=message):
             kind(root=str(tmp_path)).prepare_data()
 
 
 def test_an_archive_that_lacks_a_file_is_named(archive, tmp_path):
+    (tmp_path / "gtsrb").mkdir()
+    with pytest.raises(FileNotFoundError, match="GTSRB is missing, incomplete or corrupt"):
+        GTSRB(root=str(tmp_path)).setup("test")
     data, _ = archive(SVHN)
     (tmp_path / "test_32x32.mat").unlink()
     data.prepare_data()
     data.setup("fit")
     with pytest.raises(FileNotFoundError, match="SVHN is missing, incomplete or corrupt"):
         data.setup("test")
+
+
+def picture(rng, size=(40, 36)):
+    return Image.fromarray(rng.integers(256, size=(*size, 3), dtype=np.uint8))
+
+
+@pytest.fixture
+def signs(tmp_path):
+    """The files as the archives have them: a folder to each class, test labels in a table."""
+    rng, base = np.random.default_rng(0), tmp_path / "gtsrb"
+    for k in range(4):
+        folder = base / "GTSRB/Training" / f"{k:05}"
+        folder.mkdir(parents=True)
+        for i in range(5):
+            picture(rng).save(folder / f"00000_{i:05}.ppm")
+    (base / "GTSRB/Final_Test/Images").mkdir(parents=True)
+    rows = ["Filename;Width;Height;Roi.X1;Roi.Y1;Roi.X2;Roi.Y2;ClassId"]
+    for i in range(8):
+        picture(rng).save(base / "GTSRB/Final_Test/Images" / f"{i:05}.ppm")
+        rows.append(f"{i:05}.ppm;36;40;5;5;30;30;{i % 4}")
+    (base / "GT-final_test.csv").write_text("\n".join(rows))
+    return tmp_path
+
+
+def test_the_first_classes_at_one_size(signs):
+    data = GTSRB(str(signs), classes=3, val_size=4, batch_size=4)
+    data.prepare_data()
+    data.setup()
+    assert [len(data.parts[name]) for name in ("train", "val", "test")] == [11, 4, 6]
+    for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader()):
+        x, y, _ = next(iter(loader))
+        assert x.shape[1:] == (3, 32, 32)
+        assert 0 <= float(x.min()) < 0.1 and 0.9 < float(x.max()) <= 1
+        assert int(y.max()) < 3
+    labels = [data.parts["test"].source[i][1] for i in range(6)]
+    assert labels == [0, 1, 2, 0, 1, 2]
+
+
+@pytest.mark.parametrize("equalize", [True, False])
+def test_pixels_are_those_of_the_file(signs, equalize):
+    data = GTSRB(str(signs), classes=2, equalize=equalize)
+    x, label = data.source(train=True)[7]
+    path = signs / "gtsrb/GTSRB/Training/00001/00000_00002.ppm"
+    expected = Image.open(path).resize((32, 32), Image.Resampling.BILINEAR)
+    expected = ImageOps.equalize(expected) if equalize else expected
+    found = (255 * x).round().byte().permute(1, 2, 0).numpy()
+    assert label == 1
+    assert np.abs(found.astype(int) - np.asarray(expected).astype(int)).max() <= 1
+    spread = torch.std(x).item()
+    assert (spread > 0.27) == equalize
+
+
+def test_classes_out_of_range_are_named():
+    with pytest.raises(ValueError, match="at most 43, got 44"):
+        GTSRB(classes=44)
+    with pytest.raises(ValueError, match="at least 2, got 1"):
+        GTSRB(classes=1)

@@ -1,6 +1,7 @@
-"""Patches10: crops of ten photographs, a colour task without a download."""
+"""Data sets without a download: 5,000 MNIST digits, and crops of ten photographs."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,42 @@ PHOTOS = {
     "china": ("sklearn", "datasets/images/china.jpg"),  # CC BY 2.0, danielbuechele
     "flower": ("sklearn", "datasets/images/flower.jpg"),  # CC BY 2.0, vultilion
 }
+
+
+@cache
+def _digits() -> Tensor:
+    """Read 500 images of each digit: [10, 500, 1, 28, 28] uint8."""
+    with np.load(Path(__file__).with_name("mnist_5k.npz")) as file:
+        return torch.from_numpy(file["digits"])
+
+
+class Digits5k(ImageData):
+    """5,000 MNIST digits, part of this package: 400 of each digit to train, 100 to test.
+
+    Results on them cannot be compared with results on MNIST.
+
+    Args:
+        val_size: training images held out for validation.
+        **options: see `ImageData`; the split into training and test images depends on
+            `split_seed`.
+    """
+
+    classes = 10
+    channels = 1
+    size = 28
+    mean = (0.1307,)
+    std = (0.3081,)
+
+    def __init__(self, val_size: int = 500, **options: Any) -> None:
+        super().__init__(val_size=val_size, **options)
+
+    def source(self, train: bool) -> InMemoryImages:
+        """Return the images, ten different digits in every ten in a row."""
+        # Each digit has an order of its own, the same for the training and the test images.
+        draws = torch.rand(10, 500, generator=self.split_generator(1))
+        chosen = draws.argsort(1)[:, 100:] if train else draws.argsort(1)[:, :100]
+        images = _digits()[torch.arange(10), chosen.T]
+        return InMemoryImages(images.flatten(0, 1), torch.arange(10).repeat(len(images)))
 
 
 @cache
@@ -63,6 +100,7 @@ def crops(photo: Tensor, kind: str, count: int, generator: torch.Generator) -> T
     place = cell + torch.randint(CELL - CROP + 1, (count, 2), generator=generator)
     rows, columns = (place[..., None] + torch.arange(0, CROP, 2)).unbind(1)
     row, column = rows[:, :, None], columns[:, None, :]
+    # The mean of 2x2 neighbours halves the size without aliasing.
     four = [photo[:, row + i, column + j].float() for i in (0, 1) for j in (0, 1)]
     return torch.stack(four).mean(0).round().to(torch.uint8).transpose(0, 1)
 

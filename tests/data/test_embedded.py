@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_rob.data import Digits5k, Patches10
 from lightning_rob.data.base import packaged_file
-from lightning_rob.data.patches import CROP, KINDS, PHOTOS, cells, crops
+from lightning_rob.data.embedded import CROP, KINDS, PHOTOS, cells, crops
 from tests.data import check_batches
 
 

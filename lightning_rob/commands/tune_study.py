@@ -1,0 +1,233 @@
+"""The search of `tune`: where to try next, the record of trials, and the study that runs them."""
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from bayes_opt import BayesianOptimization
+from bayes_opt.acquisition import UpperConfidenceBound
+
+from lightning_rob.commands.tune_space import Budget, Point, Space
+from lightning_rob.evaluation.records import versions
+from lightning_rob.randomness import derive_seed
+from lightning_rob.runtime.files import append_lines, read_json_lines
+
+Observation = tuple[Point, float | None]  # None: the trial failed
+Evaluate = Callable[[int, Point], dict[str, float]]  # metrics of a trial by number and values
+
+KAPPA = 2.576  # the library's default, and that of Ray Tune when the authors used it
+
+
+@dataclass(frozen=True)
+class Search:
+    """Proposes points: the recipe's own, random ones, then the optimizer's.
+
+    Each proposal has its own random stream: it depends on the seed, its number and the trials so
+    far, and not on interruptions.
+
+    Args:
+        space: the variables and their bounds.
+        own: the recipe's values, trial 0.
+        budget: number of trials of each kind.
+        seed: seed of all randomness.
+        earlier: results of another study; they replace as many random trials.
+    """
+
+    space: Space
+    own: Point
+    budget: Budget
+    seed: int
+    earlier: Sequence[tuple[Point, float]] = ()
+
+    @property
+    def initial(self) -> int:
+        """The number of trials before the optimizer proposes."""
+        return 1 + max(self.budget.random - len(self.earlier), 0)
+
+    def propose(
+        self, number: int, trials: Sequence[Observation], pending: Sequence[Point] = ()
+    ) -> Point:
+        """Return the values of a trial; those that are running count as average until they end."""
+        if number == 0:
+            return self.own
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Non-float parameters are experimental")
+            # New for each trial and taught all results: a resumed study proposes the same.
+            optimizer = BayesianOptimization(
+                None,
+                dict(self.space.variables),
+                UpperConfidenceBound(KAPPA),
+                random_state=derive_seed(self.seed, number) % 2**32,
+                verbose=0,
+            )
+        if number < self.initial:
+            proposed: dict[str, Any] = optimizer.random_sample(1)[0]
+        else:
+            for point, objective in self.observations(trials, pending):
+                optimizer.register(point, objective)
+            proposed = optimizer.suggest()
+        return {
+            key: (round if len(bound) == 3 else float)(proposed[key])
+            for key, bound in self.space.variables.items()
+        }
+
+    def observations(
+        self, trials: Sequence[Observation], pending: Sequence[Point]
+    ) -> list[tuple[Point, float]]:
+        """Return each point within the bounds once, with its mean objective.
+
+        A failed trial counts as the worst one: it may not be missing, or its neighbourhood would
+        be tried again.
+        """
+        ended = [(p, o) for p, o in chain(self.earlier, trials) if o is not None]
+        found = [objective for _, objective in ended] or [0.0]
+        failed = ((point, min(found)) for point, o in trials if o is None)
+        running = ((point, fmean(found)) for point in pending)
+        places: dict[tuple[float, ...], list[float]] = {}
+        for point, objective in chain(ended, failed, running):
+            if self.space.contains(point):  # the recipe's own values may lie outside
+                at = tuple(point[key] for key in self.space.variables)
+                places.setdefault(at, []).append(objective)
+        return [
+            (dict(zip(self.space.variables, at, strict=True)), fmean(o)) for at, o in places.items()
+        ]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A training with its own values of the variables."""
+
+    number: int  # from 0
+    values: Point
+    metrics: dict[str, float]  # the last logged ones
+    seconds: float
+    objective: float | None = None  # the maximized sum; None if the trial failed
+    error: str | None = None
+    versions: dict[str, str] = field(default_factory=versions)
+
+
+def attempt(evaluate: Evaluate, number: int, values: Point) -> Trial:
+    """Run a trial; an exception becomes its error."""
+    began, metrics, error = time.perf_counter(), {}, None
+    try:
+        metrics = evaluate(number, values)
+    except Exception as reason:  # extreme values may make a training fail in any way
+        lines = str(reason).strip().splitlines() or [""]
+        error = f"{type(reason).__name__}: {lines[0][:300]}"
+    return Trial(number, values, metrics, time.perf_counter() - began, error=error)
+
+
+def read_trials(path: Path) -> Iterator[tuple[str, Trial]]:
+    """Yield the trials of a file with their study's key; skip a line of another kind."""
+    for content in read_json_lines(path):
+        try:
+            study, trial = content.pop("study"), Trial(**content)
+        except (KeyError, TypeError):
+            continue
+        yield study, trial
+
+
+class Record:
+    """The trials of a study, in a file of one line each.
+
+    Args:
+        path: the file.
+        study: key of recipe and space, which the recorded trials must share.
+
+    Raises:
+        ValueError: the file is of another study.
+    """
+
+    def __init__(self, path: Path, study: str) -> None:
+        self.path = path
+        self.study = study
+        self.trials: dict[int, Trial] = {}
+        for key, trial in read_trials(path):
+            if key != study:
+                raise ValueError(
+                    f"{path} is of another recipe, space or seed: choose another --out, "
+                    f"or learn from it with --warm_start {path}"
+                )
+            self.trials.setdefault(trial.number, trial)
+
+    @property
+    def ended(self) -> list[Trial]:
+        """The trials by number."""
+        return [self.trials[number] for number in sorted(self.trials)]
+
+    @property
+    def best(self) -> Trial | None:
+        """The first trial with the highest objective."""
+        found = [trial for trial in self.ended if trial.objective is not None]
+        return max(found, key=lambda trial: trial.objective or 0.0, default=None)
+
+    def add(self, trial: Trial) -> None:
+        """Append a trial; it is on the disk when this returns."""
+        append_lines(self.path, [json.dumps({"study": self.study, **asdict(trial)})])
+        self.trials[trial.number] = trial
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs trials until the budget or the patience is exhausted; `report` is called after each."""
+
+    search: Search
+    record: Record
+    evaluate: Evaluate
+    report: Callable[[Trial], None] = lambda _: None
+
+    def run(self) -> None:
+        """Run one trial after the other.
+
+        Raises:
+            ValueError: a trial does not log the objective, or all of them fail.
+        """
+        while proposal := self.next():
+            self.add(attempt(self.evaluate, *proposal))
+
+    def next(self, pending: Sequence[tuple[int, Point]] = ()) -> tuple[int, Point] | None:
+        """Return number and values of the next trial; None when the study is finished.
+
+        Raises:
+            ValueError: all trials failed.
+        """
+        ended, budget, running = self.record.ended, self.search.budget, dict(pending)
+        enough = len(ended) >= min(self.search.initial, budget.trials)
+        if enough and all(trial.error is not None for trial in ended):
+            raise ValueError(f"all {len(ended)} trials failed, the last by {ended[-1].error}")
+        known = [(trial.values, trial.objective) for trial in ended]
+        full = len(ended) + len(running) >= budget.trials
+        if full or budget.is_finished([objective for _, objective in known]):
+            return None
+        # A trial that was lost with its process leaves a gap, which is filled first.
+        taken = {*self.record.trials, *running}
+        number = next(n for n in range(budget.trials) if n not in taken)
+        return number, self.search.propose(number, known, [*running.values()])
+
+    def add(self, trial: Trial) -> None:
+        """Score a trial and record it.
+
+        Raises:
+            ValueError: it does not log the objective, and no earlier one did.
+        """
+        if trial.error is None:
+            try:
+                objective = self.search.space.score(trial.metrics)
+            except ValueError as reason:
+                if self.record.best is None:
+                    raise  # it is not a matter of this trial's values
+                trial = replace(trial, error=str(reason))
+            else:
+                if math.isfinite(objective):
+                    trial = replace(trial, objective=objective)
+                else:
+                    trial = replace(trial, error=f"the objective is {objective}")
+        self.record.add(trial)
+        self.report(trial)

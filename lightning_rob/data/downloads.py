@@ -1,0 +1,241 @@
+"""Data sets that torchvision downloads and reads: MNIST, Fashion-MNIST, CIFAR, SVHN and GTSRB."""
+
+import gzip
+import shutil
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lightning_rob.data.base import Augment, ImageData, InMemoryImages
+from lightning_rob.runtime.errors import at_least
+
+
+class TorchvisionData(ImageData):
+    """Data set that torchvision downloads, verifies and reads.
+
+    Args:
+        root: folder that contains, or will receive, the files in `location`.
+        download: download the files if they are missing.
+        **options: see `ImageData`.
+    """
+
+    torchvision_name: ClassVar[str]  # its class in `torchvision.datasets`
+    location: ClassVar[str]  # file or folder under `root` that a complete data set has
+    by_split: ClassVar[bool] = False  # torchvision takes a split instead of train=True or False
+
+    def __init__(self, root: str = "data", download: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.root = root
+        self.download = download
+
+    def prepare_data(self) -> None:
+        """Download the files if asked to.
+
+        Raises:
+            FileNotFoundError: the files are missing.
+        """
+        if self.download:
+            for train in (True, False):
+                self.open(train, download=True)
+        elif not (Path(self.root) / self.location).exists():
+            raise self._missing("not in")
+
+    def source(self, train: bool) -> InMemoryImages:
+        """Return all images of the training or the test set.
+
+        Raises:
+            FileNotFoundError: files are missing or fail torchvision's checksum.
+        """
+        opened = self.open(train)
+        images = torch.as_tensor(opened.data)
+        if images.ndim == 3:
+            images = images[:, None]
+        elif images.shape[-1] == 3:
+            images = images.permute(0, 3, 1, 2).contiguous()
+        return InMemoryImages(images, getattr(opened, "labels" if self.by_split else "targets"))
+
+    def open(self, train: bool, download: bool = False) -> Any:
+        """Return torchvision's training or test set.
+
+        Raises:
+            FileNotFoundError: files are missing or fail torchvision's checksum.
+        """
+        from torchvision import datasets  # here: the embedded data sets work without torchvision
+
+        split = {"split": "train" if train else "test"} if self.by_split else {"train": train}
+        try:
+            return getattr(datasets, self.torchvision_name)(self.root, download=download, **split)
+        except (RuntimeError, FileNotFoundError) as error:
+            if download:
+                raise
+            raise self._missing("missing, incomplete or corrupt in") from error
+
+    def _missing(self, how: str) -> FileNotFoundError:
+        return FileNotFoundError(
+            f"{self.torchvision_name} is {how} {Path(self.root).absolute() / self.location}:"
+            " pass --data.download=true, or --data.root=… if it is elsewhere"
+        )
+
+
+class MNIST(TorchvisionData):
+    """Handwritten digits (LeCun et al. 1998): 60,000 images to train, 10,000 to test."""
+
+    torchvision_name, location = "MNIST", "MNIST/raw"
+    classes, channels, size = 10, 1, 28
+    mean, std = (0.1307,), (0.3081,)
+
+
+class FashionMNIST(TorchvisionData):
+    """Ten kinds of clothes (Xiao et al. 2017): 60,000 images to train, 10,000 to test.
+
+    Where the Debian package `dataset-fashion-mnist` is installed, its files in the folder
+    `packaged` are unpacked into `root` instead of downloaded.
+    """
+
+    torchvision_name, location = "FashionMNIST", "FashionMNIST/raw"
+    packaged: ClassVar[Path] = Path("/usr/share/datasets/fashion-mnist")
+    classes, channels, size = 10, 1, 28
+    mean, std = (0.2860,), (0.3530,)
+
+    def prepare_data(self) -> None:
+        """Unpack Debian's files if they are installed, else download if asked to.
+
+        Raises:
+            FileNotFoundError: the files are missing.
+        """
+        target = Path(self.root) / self.location
+        if self.packaged.exists() and not target.exists():
+            unfinished = target.with_name("unfinished")
+            unfinished.mkdir(parents=True, exist_ok=True)
+            for file in self.packaged.glob("*.gz"):
+                with gzip.open(file) as packed, (unfinished / file.stem).open("wb") as unpacked:
+                    shutil.copyfileobj(packed, unpacked)
+            unfinished.rename(target)  # after a kill the folder is whole or missing
+        super().prepare_data()
+
+
+def shift_and_flip() -> list[Augment]:
+    """Return the usual augmentation of 32x32 images: crop after padding by 4 pixels, and flip."""
+    from torchvision.transforms import v2
+
+    return [v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()]
+
+
+class CIFAR10(TorchvisionData):
+    """Ten kinds of objects (Krizhevsky 2009): 50,000 images to train, 10,000 to test.
+
+    Training images are shifted and flipped unless `augment` is given.
+    """
+
+    torchvision_name, location = "CIFAR10", "cifar-10-batches-py"
+    classes, channels, size = 10, 3, 32
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)
+
+    def default_augment(self) -> list[Augment]:
+        """Shift and flip."""
+        return shift_and_flip()
+
+
+class CIFAR100(TorchvisionData):
+    """A hundred kinds of objects (Krizhevsky 2009): 50,000 images to train, 10,000 to test.
+
+    Training images are shifted, flipped and rotated unless `augment` is given.
+    """
+
+    torchvision_name, location = "CIFAR100", "cifar-100-python"
+    classes, channels, size = 100, 3, 32
+    mean, std = (0.50708, 0.48655, 0.44092), (0.26733, 0.25644, 0.27615)
+
+    def default_augment(self) -> list[Augment]:
+        """Shift, flip and rotate by up to 15 degrees, as the ARC authors' code does."""
+        from torchvision.transforms import v2
+
+        return [*shift_and_flip(), v2.RandomRotation(15)]
+
+
+class SVHN(TorchvisionData):
+    """Single digits of house numbers (Netzer et al. 2011): 73,257 images to train, 26,032 to test.
+
+    Training images are shifted and flipped unless `augment` is given.
+    """
+
+    torchvision_name, location, by_split = "SVHN", "train_32x32.mat", True
+    classes, channels, size = 10, 3, 32
+    mean, std = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+
+    def default_augment(self) -> list[Augment]:
+        """Shift and flip, as the ARC authors' code does even to digits."""
+        return shift_and_flip()
+
+
+class GTSRB(TorchvisionData):
+    """German traffic signs at 32x32 (Stallkamp et al. 2012), by default of the first ten classes.
+
+    Training images are those of the 2011 competition, as torchvision downloads them: fewer than in
+    other copies. The data set has 30 photographs of each sign in a row, so that validation images,
+    drawn at random, resemble some of the training images. The ten classes have 4,800 test images.
+
+    Training images are rotated by up to 15 degrees, shifted by up to 2.5 pixels and seen at an
+    angle, unless `augment` is given.
+
+    Args:
+        root: folder that contains, or will receive, `gtsrb`.
+        download: download the files if they are missing.
+        classes: K, the signs of classes 0 … K - 1, at most 43; URejectron's experiments have 10.
+        equalize: equalise the histogram of each channel of an image, as those experiments do.
+        **options: see `ImageData`.
+
+    Raises:
+        ValueError: more classes than the data set has.
+    """
+
+    torchvision_name, location, by_split = "GTSRB", "gtsrb", True
+    signs: ClassVar[int] = 43  # classes of the data set
+    channels, size = 3, 32
+    mean = (0.5, 0.5, 0.5)  # of a flat histogram: its standard deviation is 1 / sqrt(12)
+    std = (0.29, 0.29, 0.29)
+
+    def __init__(
+        self,
+        root: str = "data",
+        download: bool = False,
+        classes: int = 10,
+        equalize: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(root, download, **options)
+        at_least(2, classes=classes)
+        if classes > self.signs:
+            raise ValueError(f"classes must be at most {self.signs}, got {classes}")
+        self.classes = classes
+        self.equalize = equalize
+
+    def source(self, train: bool) -> InMemoryImages:
+        """Return all training or test images of the classes."""
+        samples = self.open(train)._samples  # not public, but else every image would be read
+        files = [(path, label) for path, label in samples if label < self.classes]
+        images = torch.stack([self._read(path) for path, _ in files])
+        return InMemoryImages(images, [label for _, label in files])
+
+    def _read(self, path: str) -> Tensor:
+        """Read an image, [3, 32, 32] uint8."""
+        from torchvision.transforms.v2 import functional
+
+        with Image.open(path) as image:
+            small = image.convert("RGB").resize((self.size,) * 2, Image.Resampling.BILINEAR)
+            pixels: Tensor = functional.pil_to_tensor(small)
+        return functional.equalize(pixels) if self.equalize else pixels
+
+    def test_order(self, count: int) -> Tensor:
+        """Return a shuffled order, because an evaluation may stop early."""
+        return torch.randperm(count, generator=self.split_generator(1))
+
+    def default_augment(self) -> list[Augment]:
+        """Rotate, shift and change the perspective."""
+        from torchvision.transforms import v2
+
+        moved = v2.RandomAffine(15, translate=(2.5 / 32, 2.5 / 32))
+        return [moved, v2.RandomPerspective(distortion_scale=0.15)]
