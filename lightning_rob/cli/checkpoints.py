@@ -75,15 +75,13 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """Return the content, on the CPU, refusing code even if Lightning would allow it."""
         if Path(path).name == HANDED_OVER:
             return dict(read_file(path))
-        content = self._take(str(path)) or read_checkpoint(str(path))
+        kept, self._kept = self._kept, None
+        # `peek` may have read it already, and the file may have changed since.
+        unchanged = kept is not None and kept[:2] == (str(path), stamp_of(Path(path)))
+        content = kept[2] if kept and unchanged else read_checkpoint(str(path))
         names = {"epoch": "epoch", "step": "global_step"}
         self.loaded = {name: content[key] for name, key in names.items() if key in content}
         return content
-
-    def _take(self, path: str) -> dict[str, Any] | None:
-        """Hand over the content kept by `peek`, unless the file has changed since."""
-        kept, self._kept = self._kept, None
-        return kept[2] if kept and kept[:2] == (path, stamp_of(Path(path))) else None
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove it with its manifest."""

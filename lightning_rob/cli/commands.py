@@ -18,7 +18,7 @@ from lightning_rob.cli.models import read_models
 from lightning_rob.cli.options import CONFIG, CommandLine, read_command_line
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.checkpoints import load_weights
-from lightning_rob.commands.configs import CONFIGS
+from lightning_rob.commands.config import config_of
 from lightning_rob.data import ImageData
 from lightning_rob.recipes.safe_yaml import load_file, one_line, reading_recipes
 from lightning_rob.runtime.errors import InputError
@@ -65,12 +65,12 @@ class CommandCLI(RobustCLI):
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add the command's options, which configuration files may hold, to those of the run."""
         super().add_arguments_to_parser(parser)
-        parser.add_class_arguments(CONFIGS[self.line.command], instantiate=False)
+        parser.add_class_arguments(config_of(self.line.command), instantiate=False)
 
     def before_instantiate_classes(self) -> None:
         """Leave the options of the run alone, so that its recipe is one for `fit` and `test`."""
         super().before_instantiate_classes()
-        for option in fields(CONFIGS[self.line.command]):
+        for option in fields(type(self.line.options)):
             del self.config[option.name]
 
     def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
@@ -135,7 +135,7 @@ def _with_checkpoints(line: CommandLine) -> None:
     if models:
         starts = {
             label: partial(_started, line, [*own, f"--label={label}", "--models=null"])
-            for label, own in read_models(models, CONFIGS[line.command]).items()
+            for label, own in read_models(models, type(line.options)).items()
         }
     function_of(line.command)(line.options, starts)
 
@@ -174,15 +174,18 @@ def build_training(recipe: Path) -> Any:
 
 
 def _with_data(line: CommandLine) -> None:
+    config = config_of(line.command)
+    own = {option.name for option in fields(config)} if config else set()
     with reading_recipes():
         parser = Parser(prog=f"lightning-rob {line.command}")
-        parser.add_class_arguments(CONFIGS[line.command], instantiate=False)  # for its page
+        parser.add_class_arguments(config, instantiate=False)  # for its page
         parser.add_lightning_class_args(ImageData, "data", subclass_mode=True, required=False)
         args = []
         for arg, part in zip(line.args, line.parts, strict=True):
-            if arg.partition("=")[0] in CONFIG:
+            option = arg.partition("=")[0]
+            if option in CONFIG:
                 args += [f"--data={one_line(part['data'])}"] if "data" in part else []
-            elif re.match(r"--(data|help)\b|-h", arg):
+            elif option.removeprefix("--").rstrip("+") not in own:
                 args.append(arg)
         parsed = parser.parse_args(args)
         if parsed.data is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning_rob.cli.options import allows, option_types
 from lightning_rob.cli.spelling import PARTS
-from lightning_rob.commands.configs import CommandConfig
+from lightning_rob.commands.config import CommandConfig
 from lightning_rob.recipes.safe_yaml import load_file
 from lightning_rob.runtime.errors import nearest
 

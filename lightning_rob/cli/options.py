@@ -12,7 +12,7 @@ import jsonargparse
 
 from lightning_rob.cli.errors import shorten_jsonargparse_error
 from lightning_rob.cli.spelling import PARTS, check_recipe, refuse_unknown
-from lightning_rob.commands.configs import CONFIGS, CommandConfig
+from lightning_rob.commands.config import CommandConfig, config_of
 from lightning_rob.commands.specs import short
 from lightning_rob.recipes.plugins import expand, expand_recipe
 from lightning_rob.recipes.safe_yaml import (
@@ -93,7 +93,7 @@ def read_command_line(command: str, *args: str) -> CommandLine:
         InputError: a name does not exist.
         ValueError, ModuleNotFoundError, yaml.YAMLError: an option has no meaning.
     """
-    config = CONFIGS.get(command)
+    config = config_of(command)
     kinds = option_types(config) if config else {}
     name = config.positional if config else "ckpt_path"
     joined = join_values(args, kinds)
@@ -199,7 +199,7 @@ def _own_options(
             found |= config.from_recipe(content)
             found |= {key: value for key, value in content.items() if f"--{key}" in kinds}
     own = [arg for arg in args if arg.partition("=")[0].rstrip("+") in kinds]
-    parser = build_parser(command)
+    parser = build_parser(command, config)
     with reading_recipes():
         parsed = parser.parse_args(own, parser.parse_object(found))
     return config(**{option.name: parsed[option.name] for option in fields(config)})
@@ -212,10 +212,10 @@ def parse_records(command: str, args: Sequence[str]) -> Any:
         InputError: the command line has no meaning.
         ValueError: an option has no meaning.
     """
-    config = CONFIGS[command]
+    config: Any = config_of(command)
     joined = join_values(args, option_types(config))
     refuse_unknown(joined, (option.name for option in fields(config)))
-    parsed = build_parser(command).parse_args(joined)
+    parsed = build_parser(command, config).parse_args(joined)
     options = {option.name: parsed[option.name] for option in fields(config)}
     return config(**options | {config.positional: tuple(options[config.positional])})
 
@@ -284,9 +284,8 @@ class OptionParser(jsonargparse.ArgumentParser):
         raise InputError(shorten_jsonargparse_error(message)) from ex
 
 
-def build_parser(command: str) -> OptionParser:
+def build_parser(command: str, config: type[CommandConfig]) -> OptionParser:
     """Build the parser of a command's own options."""
-    config = CONFIGS[command]
     parser = OptionParser(
         usage=f"lightning-rob {command} {config.usage}",
         description=cleandoc(config.__doc__ or "").partition("\n\nArgs:")[0],

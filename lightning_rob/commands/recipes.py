@@ -3,14 +3,16 @@
 import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_rob.commands.configs import RecipesConfig
+from lightning_rob.commands.config import CommandConfig
 from lightning_rob.recipes.shipped import shipped_folder
 from lightning_rob.runtime.errors import InputError, nearest
 
@@ -23,6 +25,35 @@ FOLDERS = {
 }
 PIPED = 100  # columns of a file or pipe, which has no width
 CARD = "README.md"  # of a trained network, whose folder is that of a run
+
+
+@dataclass(frozen=True)
+class RecipesConfig(CommandConfig):
+    """List the recipes, plug-ins and trained networks that are found by short name.
+
+      lightning-rob recipes                        all, with what each is for
+      lightning-rob recipes demo                   print a file; of a network, its card
+      lightning-rob recipes demo --copy            write it as demo.yaml here, to be edited
+      lightning-rob recipes digits_robust --copy   write the folder of this network's run
+
+    Args:
+        names: short names; none lists all
+        copy: write the files into the current folder
+
+    Raises:
+        ValueError: a copy of nothing.
+    """
+
+    positional: ClassVar[str] = "names"
+    reads_records: ClassVar[bool] = True
+    usage: ClassVar[str] = "[NAME ...] [options]"
+
+    names: tuple[str, ...] = ()
+    copy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.copy and not self.names:
+            raise ValueError("say which recipe to copy: lightning-rob recipes demo --copy")
 
 
 def run(config: RecipesConfig) -> None:

@@ -158,7 +158,9 @@ def said(capsys, *args) -> list[str]:
     return [m[0] for m in re.finditer(SAID, capsys.readouterr().out, re.M)]
 
 
-def test_a_test_reports_another_radius_than_that_of_the_training(trained, capsys):
+def test_a_test_reports_another_radius_than_that_of_the_training(
+    trained, tmp_path, monkeypatch, capsys
+):
     pgd = "--trainer.callbacks+=pgd"
     (line,) = said(capsys, trained / CKPT, pgd)
     assert line == (
@@ -166,14 +168,9 @@ def test_a_test_reports_another_radius_than_that_of_the_training(trained, capsys
         "taken by --trainer.callbacks.eps=16/255"
     )
     assert said(capsys, trained / CKPT, pgd, "--trainer.callbacks.eps=16/255") == []
-    assert said(capsys, trained / CKPT) == []
-
-
-def test_a_run_without_a_logger_writes_no_configuration(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.yaml").write_text("mine")
-    said(capsys, trained / CKPT)
-    assert (tmp_path / "config.yaml").read_text() == "mine"
+    assert said(capsys, trained / CKPT) == []
+    assert not list(tmp_path.iterdir())  # a run without a logger writes no configuration
 
 
 def test_a_test_of_an_untrained_network_says_so(trained, tmp_path, capsys):
@@ -214,20 +211,15 @@ def test_lengths_may_be_fractions_on_the_command_line(tmp_path):
     assert built.model.attack.step_size == 1 / 255
 
 
-def test_advertisements_of_lightning_are_left_out(trained, tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    run("test", "--ckpt_path", trained / CKPT, "--trainer.accelerator=cpu")
-    assert "GPU available" in caplog.text
-    assert "Tip" not in caplog.text
-
-
-def test_a_test_does_not_warn_that_it_writes_to_another_folder(trained, tmp_path, monkeypatch):
-    """Lightning's ModelCheckpoint warns of it, which matters to a fit alone."""
+def test_a_test_leaves_out_what_does_not_concern_it(trained, tmp_path, monkeypatch, caplog):
+    """Advertisements of Lightning, and a warning of its ModelCheckpoint that matters to a fit."""
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         run("test", trained / CKPT, "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=other")
     assert not [one for one in found if "dirpath" in str(one.message)]
+    assert "GPU available" in caplog.text
+    assert "Tip" not in caplog.text
 
 
 def test_a_checkpoint_is_read_once(trained, tmp_path, monkeypatch, capsys):

@@ -16,15 +16,15 @@ from lightning_rob.callbacks.robust_eval import full_defense
 from lightning_rob.cli.lightning_cli import RobustCLI
 from lightning_rob.cli.options import read_command_line
 from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
-from lightning_rob.commands.configs import SweepConfig
-from lightning_rob.commands.sweep import (
+from lightning_rob.commands.sweep import SweepConfig
+from lightning_rob.commands.sweep.study import (
     ResultCache,
     with_count,
     with_members,
     with_probability,
 )
-from lightning_rob.commands.sweep_table import SweepTable
-from lightning_rob.commands.sweep_values import parse_values
+from lightning_rob.commands.sweep.table import SweepTable
+from lightning_rob.commands.sweep.values import parse_values
 from lightning_rob.defenses import Ensemble, first_member
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.runtime.identity import fingerprint
