@@ -115,7 +115,7 @@ def watched(folder):
     target, port = free_port(), free_port()
     with Receiver() as receiver:
         receiver.statuses = [500, 503]
-        options = ["--drop=significant", "--notify", receiver.url, f"--metrics-port={target}"]
+        options = ["--drop=significant", "--notify", receiver.url]
         options += [f"--serve={target}", "--every=1", "--until", over, "--trainer.accelerator=cpu"]
         monitor = subprocess.Popen(
             program("monitor", folder / "run", "--suite", suite(folder), *options)

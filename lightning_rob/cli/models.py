@@ -11,8 +11,8 @@ from lightning_rob.recipes.safe_yaml import load_file
 from lightning_rob.runtime.errors import nearest
 
 OF_PROCESS = {  # options that all models share
-    *("models", "label", "once", "minutes", "until", "every", "stop_at_alarm"),
-    *("serve", "serve_host", "template", "metrics_port", "metrics_host", "metrics_file"),
+    *("models", "label", "once", "until", "every", "stop_at_alarm"),
+    *("serve", "serve_host", "template", "metrics_file"),
 }
 
 

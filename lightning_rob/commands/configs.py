@@ -34,17 +34,14 @@ class MonitorConfig(CommandConfig):
         alarm: alarm below robust/worst=0.40,acc=0.80, or above blind=0.02
         drop: alarm if worst fell since last or best, p < N; significant: 0.05
         notify: POST alarms and recoveries to this URL; slack://… by apprise
-        serve: show a page on localhost at this port, such as 9108
+        serve: page, /metrics for Prometheus and /healthz at this port of localhost, such as 9108
         serve_host: address of that port
         template: Jinja template of the page, else the shipped one
-        metrics_port: serve metrics for Prometheus, and /healthz
-        metrics_host: address of that port
-        metrics_file: the same as FILE.prom, for node exporter
+        metrics_file: write the metrics to FILE.prom, for node exporter
         reevaluate: evaluate the newest checkpoint again after N hours
         stop_at_alarm: end with the first alarm, of any model
         every: seconds between two looks into the folder
         once: evaluate the checkpoints that are there, and end
-        minutes: end after N minutes
         until: end when this file exists and no checkpoint is left
         models: YAML file of several models, each with its run and other options
         label: name in notifications and metrics; else the whole path or the URL
@@ -66,14 +63,11 @@ class MonitorConfig(CommandConfig):
     serve: int | None = None
     serve_host: str = LOCAL
     template: Path | None = None
-    metrics_port: int | None = None
-    metrics_host: str = LOCAL
     metrics_file: Path | None = None
     reevaluate: float | None = None
     stop_at_alarm: bool = False
     every: float = 30.0
     once: bool = False
-    minutes: float | None = None
     until: Path | None = None
     models: Path | None = None
     label: str | None = None
@@ -81,34 +75,25 @@ class MonitorConfig(CommandConfig):
 
     def __post_init__(self) -> None:
         self._check_run()
-        for name in ("every", "minutes", "reevaluate"):
+        for name in ("every", "reevaluate"):
             time = getattr(self, name)
             if time is not None and not 0 < time < float("inf"):
                 raise ValueError(f"--{name} must be above 0, got {time:g}")
         _ = self.level, self.minima  # raise errors before anything is built
         check_destinations(self.notify or ())
-        self._check_metrics()
-        self._check_page()
+        self._check_server()
 
-    def _check_page(self) -> None:
-        """Refuse options of a page that cannot be served."""
-        if self.serve is None:
-            for name, given in (
-                ("serve_host", self.serve_host != LOCAL),
-                ("template", self.template),
-            ):
-                if given:
-                    raise ValueError(f"--{name} is for --serve, which is not given")
-            return
-        if not 0 <= self.serve < 65536:
+    def _check_server(self) -> None:
+        """Refuse a page that cannot be served, and metrics that cannot be written."""
+        for name in ("serve_host", "template"):
+            if self.serve is None and getattr(self, name) not in (LOCAL, None):
+                raise ValueError(f"--{name} is for --serve, which is not given")
+        if self.serve is not None and not 0 <= self.serve < 65536:
             raise ValueError(f"--serve must be in 0 … 65535, got {self.serve}")
-        shared = self.serve > 0 and self.serve == self.metrics_port  # 0 takes any
-        if shared and self.serve_host != self.metrics_host:
-            raise ValueError(
-                f"--serve shares port {self.serve} with --metrics_port, but --serve_host is "
-                f"{self.serve_host} and --metrics_host is {self.metrics_host}: give both the same "
-                "address, or --serve another port"
-            )
+        if self.metrics_file and self.metrics_file.suffix != ".prom":
+            raise ValueError(f"--metrics_file must name a FILE.prom, got {self.metrics_file}")
+        if self.metrics_file and find_spec("prometheus_client") is None:
+            raise ValueError("metrics need a package: pip install 'lightning-rob[prometheus]'")
 
     def _check_run(self) -> None:
         """Refuse a run that cannot be watched.
@@ -128,19 +113,6 @@ class MonitorConfig(CommandConfig):
                 raise ValueError(f"{self.url} needs --out FOLDER: the history is a local file")
         elif not Path(self.run).exists():
             raise MissingRun(f"there is no folder or checkpoint {self.run}")
-
-    def _check_metrics(self) -> None:
-        """Refuse options of metrics that cannot be served or written."""
-        if self.metrics_port is None and self.metrics_file is None:
-            if self.metrics_host != LOCAL:
-                raise ValueError("--metrics_host is for --metrics_port, which is not given")
-            return
-        if self.metrics_port is not None and not 0 <= self.metrics_port < 65536:
-            raise ValueError(f"--metrics_port must be in 0 … 65535, got {self.metrics_port}")
-        if self.metrics_file and self.metrics_file.suffix != ".prom":
-            raise ValueError(f"--metrics_file must name a FILE.prom, got {self.metrics_file}")
-        if find_spec("prometheus_client") is None:
-            raise ValueError("metrics need a package: pip install 'lightning-rob[prometheus]'")
 
     @property
     def is_over(self) -> bool:

@@ -43,40 +43,35 @@ def check_destinations(urls: Sequence[str]) -> None:
         ValueError: not a URL, user info in a URL of http, a missing package, one secret for
             several hosts, or a secret that is not a header.
     """
-    for url in urls:
-        _check_url(url)
-    hosts = {urlsplit(url).netloc for url in urls if urlsplit(url).scheme in WEB}
-    if authorization() and len(hosts) > 1:
-        raise ValueError(
-            f"--notify: {AUTHORIZATION} is the secret of one host, got {', '.join(sorted(hosts))}"
-        )
-
-
-def _check_url(url: str) -> None:
-    """Refuse a URL that cannot be notified."""
     wanted = "--notify takes a URL such as https://host/path"
-    try:
-        parts = urlsplit(url)
-        web = parts.scheme in WEB
-        _ = parts.port if web else None  # raises a ValueError for a port that is no number
-    except ValueError:
-        raise ValueError(f"{wanted}, in ASCII without spaces") from None
-    host = parts.netloc.rpartition("@")[2] if web else ""
-    readable = url.isascii() and url.isprintable() and " " not in url and "://" in url
-    if not (readable and parts.scheme and HOST.fullmatch(host)):
-        # A host of other characters, which is printed, might hold a part of the path.
-        raise ValueError(f"{wanted}, in ASCII without spaces")
-    if not web:
-        if find_spec("apprise") is None:
+    hosts = set()
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            _ = parts.port if parts.scheme in WEB else None  # an error for one that is no number
+        except ValueError:
+            raise ValueError(f"{wanted}, in ASCII without spaces") from None
+        is_web = parts.scheme in WEB
+        host = parts.netloc.rpartition("@")[2] if is_web else ""
+        readable = url.isascii() and url.isprintable() and " " not in url and "://" in url
+        if not (readable and parts.scheme and HOST.fullmatch(host)):
+            # A host of other characters, which is printed, might hold a part of the path.
+            raise ValueError(f"{wanted}, in ASCII without spaces")
+        if is_web and not parts.hostname:
+            raise ValueError(f"{wanted}, got one without a host")
+        if is_web and "@" in parts.netloc:
+            raise ValueError(
+                f"--notify {public_name(url)} has user info, which every user of the machine can "
+                f"see: put the Authorization header into the environment variable {AUTHORIZATION}"
+            )
+        if not is_web and find_spec("apprise") is None:
             raise ValueError(
                 f"--notify {public_name(url)} needs apprise: pip install 'lightning-rob[notify]'"
             )
-    elif not parts.hostname:
-        raise ValueError(f"{wanted}, got one without a host")
-    elif "@" in parts.netloc:
+        hosts |= {host} if is_web else set()
+    if authorization() and len(hosts) > 1:
         raise ValueError(
-            f"--notify {public_name(url)} has user info, which every user of the machine can see: "
-            f"put the Authorization header into the environment variable {AUTHORIZATION}"
+            f"--notify: {AUTHORIZATION} is the secret of one host, got {', '.join(sorted(hosts))}"
         )
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from configparser import RawConfigParser
-from contextlib import closing
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -18,8 +17,8 @@ import yaml
 from lightning_rob.cli.options import read_command_line
 from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.history import History, timestamp
+from lightning_rob.commands.monitor.page import Snapshot, newest_group
 from lightning_rob.commands.monitor.publish import Publisher
-from lightning_rob.commands.monitor.state import Snapshot, newest_first, newest_group
 from lightning_rob.runtime.errors import InputError
 from tests.commands.test_compare import record
 from tests.commands.test_notify import evaluation
@@ -40,28 +39,16 @@ def lines_of(step, alarm=()):
 @pytest.fixture
 def published(tmp_path):
     """Metrics of a history with two evaluations, an alarm and a missed checkpoint."""
-    config = MonitorConfig(tmp_path, metrics_port=0, metrics_file=tmp_path / "m/rob.prom")
+    config = MonitorConfig(tmp_path, serve=0, metrics_file=tmp_path / "m/rob.prom")
     publisher, history = Publisher(config), History(tmp_path)
     history.append(*lines_of(1))
     history.append(*lines_of(2, ["low"]))
     history.append({"event": "missed", "checkpoint": "3.ckpt"})
-    group = newest_group(history, "s", [("1", "r"), ("2", "r")])
+    group = newest_group(history, "s")
     publisher.update(str(tmp_path), Snapshot(group, history, 4, {"https://a.com": 2}))
     yield publisher
     publisher.close()
     history.close()
-
-
-def test_of_checkpoints_of_a_step_the_one_evaluated_later_is_the_newest(tmp_path):
-    """Also if an older one is evaluated again, or no file is there any more."""
-    with closing(History(tmp_path)) as history:
-        for weights, accuracy in (("old", 0.9), ("new", 0.8), ("new", 0.1), ("old", 0.9)):
-            figure, event = evaluation(1, accuracy)
-            history.append(figure, event | {"weights": weights})
-        present = newest_first({("new", "r"): 1, ("old", "r"): 1, ("older", "r"): 0}, history)
-        assert present == [("new", "r"), ("old", "r"), ("older", "r")]
-        assert newest_group(history, "s", present)[0]["accuracy"] == 0.1
-        assert newest_group(history, "s", [])[0]["accuracy"] == 0.9
 
 
 def samples(families):
@@ -73,13 +60,12 @@ def samples(families):
 
 
 def get(publisher, path, **headers):
-    url = f"http://127.0.0.1:{publisher.servers[0].server_port}{path}"
+    url = f"http://127.0.0.1:{publisher.server.server_port}{path}"
     with urlopen(Request(url, headers=headers), timeout=10) as reply:
         return reply.read().decode()
 
 
 def test_every_figure_is_served_with_its_interval(published, tmp_path):
-    """The newest checkpoint is the one whose file is there, also after an older one returned."""
     text = get(published, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
     assert text.endswith("# EOF\n")
     served = samples(openmetrics.text_string_to_metric_families(text))
@@ -92,7 +78,7 @@ def test_every_figure_is_served_with_its_interval(published, tmp_path):
         assert values["lightning_rob_images", "worst"] == 8
         assert values["lightning_rob_notifications_waiting", "https://a.com"] == 2
         expected = {
-            *(("checkpoint_step", 1), ("alarm", 1), ("alarms_total", 1), ("evaluations_total", 2)),
+            *(("checkpoint_step", 2), ("alarm", 1), ("alarms_total", 1), ("evaluations_total", 2)),
             *(("missed_total", 1), ("broken_total", 0), ("queue_length", 4)),
             ("checkpoint_info", 1),
         }
@@ -101,13 +87,16 @@ def test_every_figure_is_served_with_its_interval(published, tmp_path):
         assert 0 <= age < 60
         assert {s.labels["run"] for s in found.values()} == {str(tmp_path)}
         info = found["lightning_rob_checkpoint_info", None].labels
-        assert (info["checkpoint"], info["suite"]) == ("1.ckpt", "s")
+        assert (info["checkpoint"], info["suite"]) == ("2.ckpt", "s")
     assert [path.name for path in (tmp_path / "m").iterdir()] == ["rob.prom"]
 
 
 def test_health_is_that_of_the_last_look(published):
+    hangs = "the monitor does not look into its folder any more"
     assert json.loads(get(published, "/healthz"))["healthy"]
+    assert hangs not in get(published, "/")
     published.looked_at -= published.limit
+    assert hangs in get(published, "/")
     with pytest.raises(HTTPError) as failed:
         get(published, "/healthz")
     assert failed.value.code == 503
@@ -115,9 +104,9 @@ def test_health_is_that_of_the_last_look(published):
 
 
 def test_a_port_in_use_and_a_file_that_cannot_be_written(published, tmp_path, capsys):
-    port = published.servers[0].server_port
-    with pytest.raises(InputError, match=f"--metrics_port {port} on 127.0.0.1 cannot be used"):
-        Publisher(MonitorConfig(tmp_path, metrics_port=port))
+    port = published.server.server_port
+    with pytest.raises(InputError, match=f"--serve {port} on 127.0.0.1 cannot be used"):
+        Publisher(MonitorConfig(tmp_path, serve=port))
     (tmp_path / "file").touch()
     publisher = Publisher(MonitorConfig(tmp_path, metrics_file=tmp_path / "file/x.prom"))
     history = History(tmp_path / "other")
@@ -130,17 +119,15 @@ def test_a_port_in_use_and_a_file_that_cannot_be_written(published, tmp_path, ca
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"metrics_port": 70000}, "--metrics_port must be in 0 … 65535, got 70000"),
         ({"metrics_file": "x.txt"}, "--metrics_file must name a FILE.prom, got x.txt"),
-        ({"metrics_host": "0.0.0.0"}, "--metrics_host is for --metrics_port"),
         ({"serve": 70000}, "--serve must be in 0 … 65535, got 70000"),
         ({"serve_host": "0.0.0.0"}, "--serve_host is for --serve"),
-        ({"serve": 9108, "metrics_port": 9108, "metrics_host": "::"}, "shares port 9108"),
+        ({"template": "x.txt"}, "--template is for --serve"),
         ({"reevaluate": 0.0}, "--reevaluate must be above 0"),
     ],
 )
 def test_options_without_meaning(tmp_path, options, reason):
-    paths = {k: tmp_path / v if k == "metrics_file" else v for k, v in options.items()}
+    paths = {k: tmp_path / v if isinstance(v, str) and "x" in v else v for k, v in options.items()}
     with pytest.raises(ValueError, match=reason.replace("got x.txt", "got .*x.txt")):
         MonitorConfig(tmp_path, **paths)
 
@@ -167,7 +154,7 @@ def test_deployed_commands_parse(name, tmp_path):
     line = read_command_line("monitor", str(tmp_path), *args)
     config = line.options
     assert config.minima == {"robust/worst": 0.4}
-    assert (config.metrics_port, config.reevaluate, config.level) == (9108, 24, 0.05)
+    assert (config.serve, config.reevaluate, config.level) == (9108, 24, 0.05)
     own = {arg.partition("=")[0].rstrip("+") for arg in line.args} - {"--trainer.accelerator"}
     assert own <= {f"--{name}" for name in MonitorConfig.__dataclass_fields__}
 

@@ -2,8 +2,6 @@
 
 import re
 import shutil
-import threading
-import time
 
 import pytest
 import yaml
@@ -124,7 +122,9 @@ def test_the_first_alarm_of_any_model_ends_all(listed, trained, tmp_path, capsys
     assert len(evaluated(tmp_path / "a")) == 1
     error = capsys.readouterr().err
     assert f"third: watching {tmp_path / 'c'}; the history is {tmp_path / 'c'}" in error
-    assert re.search(r"serving page http://[\d.:]+/, health check http://[\d.:]+/healthz\n", error)
+    assert re.search(
+        r"serving page http://[\d.:]+/, .*health check http://[\d.:]+/healthz\n", error
+    )
 
 
 def test_two_models_never_write_one_history(listed, trained, tmp_path, monkeypatch, capsys):
@@ -148,18 +148,3 @@ def test_two_models_never_write_one_history(listed, trained, tmp_path, monkeypat
     assert watch(listed, "--until", tmp_path / "done") == 2
     assert sorted(evaluated(tmp_path / "home")) == EPOCHS[:2]
     assert "third: first and third have one history" in capsys.readouterr().err
-
-
-def test_the_minutes_are_of_the_process(listed, trained, tmp_path, capsys):
-    """Also for a model whose checkpoints can never be listed, or that comes late."""
-    suite = str(trained / "suite0.yaml")
-    entries = {
-        "never": {"run": "memory://nothing.ckpt", "out": str(tmp_path / "never"), "suite": suite},
-        "late": {"run": str(tmp_path / "late"), "suite": suite},
-    }
-    listed.write_text(yaml.safe_dump(entries))
-    threading.Timer(0.5, (tmp_path / "late").mkdir).start()
-    start = time.monotonic()
-    assert watch(listed, "--minutes=0.03", "--every=1") == 2
-    assert time.monotonic() - start < 3.5
-    assert len(events(tmp_path / "never", "broken")) == 1

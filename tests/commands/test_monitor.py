@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import os
 import re
 import resource
@@ -49,7 +48,7 @@ from lightning_rob.metrics import holm, robust_accuracy
 from lightning_rob.threat import Threat
 from tests.commands.test_notify import Receiver, code_of, evaluation, forked
 from tests.schema import checked
-from tests.tiny import ROOT, arc, pgd, recipe, robust_eval, run
+from tests.tiny import ROOT, TinyNet, arc, pgd, recipe, robust_eval, run
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = (PGD(THREAT, 3, 8 / 255, random_start=False), ARC(THREAT, 3, 16 / 255))
@@ -123,6 +122,13 @@ def changed(source: Path, target: Path, change, step=None) -> None:
     content["state_dict"] = {k: change(k, v) for k, v in content["state_dict"].items()}
     content["global_step"] = step or content["global_step"]
     torch.save(content, target)
+
+
+class Odd(TinyNet):
+    """A network that fails in a way of its own."""
+
+    def forward(self, x):
+        raise KeyError("odd")
 
 
 def swapped(key, value):
@@ -434,15 +440,21 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
     (place / EPOCHS[2]).write_bytes(flipped)
     start = trained / "run/version_0/checkpoints" / EPOCHS[3]
     changed(start, place / "narrow.ckpt", lambda k, v: v[:2] if "last" in k else v, step=30)
+    odd = f"{__name__}.Odd"
     recipes = {
         "unknown.ckpt": lambda model: model["net"].update(class_path="tests.tiny.NoSuchNet"),
         "wide.ckpt": lambda model: model["net"]["init_args"].update(width=17),
+        "odd.ckpt": lambda model: model["net"].update(class_path=odd),
     }
     for name, change in recipes.items():
         rewritten(start, place / name, change)
     changed(start, place / "nan.ckpt", lambda _, v: v * torch.nan if v.dim() else v, step=31)
     put("last.ckpt")
-    assert monitor(trained, watched, "--once") == 1
+    prom = watched / "rob.prom"
+    with Receiver() as receiver:
+        options = ("--once", "--metrics_file", prom, "--notify", receiver.url)
+        assert monitor(trained, watched, *options) == 1
+        receiver.shutdown()
     assert evaluated(watched) == [EPOCHS[0], "last.ckpt"]
     reasons = {Path(e["checkpoint"]).name: e["alarm"][0] for e in events(watched, "broken")}
     names = {EPOCHS[1], EPOCHS[2], "page.ckpt", "narrow.ckpt", "nan.ckpt", *recipes}
@@ -453,7 +465,11 @@ def test_what_cannot_be_evaluated_is_named_and_the_rest_goes_on(
     assert "SHA-256" in reasons[EPOCHS[2]]
     assert "another architecture" in reasons["narrow.ckpt"]
     assert "not finite" in reasons["nan.ckpt"]
-    assert capsys.readouterr().err.count("lightning-rob: alarm:") == 7
+    assert "KeyError: 'odd'" in reasons["odd.ckpt"]
+    assert capsys.readouterr().err.count("lightning-rob: alarm:") == len(names) == 8
+    posts = [post["checkpoint"] for post in receiver.posts if post["kind"] == "alarm"]
+    assert sorted(posts) == sorted(f"checkpoints/{name}" for name in names)
+    assert re.search(r"^lightning_rob_broken_total\S* 8.0$", prom.read_text(), re.M)
     before = lines(watched)
     assert monitor(trained, watched, "--once") == 0
     assert [line["event"] for line in lines(watched)[len(before) :]] == ["ended"]
@@ -557,7 +573,7 @@ def test_a_full_disk_ends_it_with_2_and_the_next_start_goes_on(trained, watched,
     put(EPOCHS[1])
 
     def limited():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 1000, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 3000, resource.RLIM_INFINITY))
         return watch(trained, watched)
 
     assert code_of(forked(limited)) == 2
@@ -659,7 +675,7 @@ def test_a_logger_that_fails_takes_no_figures_from_the_others(tmp_path, capsys):
         def log_metrics(self, *_):
             raise ConnectionError("POST http://me:hidden@host/log?key=hidden")
 
-    watched = Watched("", None, MonitorConfig(tmp_path), None, {}, math.inf)
+    watched = Watched("", None, MonitorConfig(tmp_path), None, {})
     good = CSVLogger(tmp_path, "good")
     watched.loggers = [Failing(tmp_path, "bad"), good]
     for step in (1, 2):
@@ -709,7 +725,16 @@ def test_its_page_shows_the_figures_and_each_field_of_the_evidence_is_in_a_recor
     text = (ROOT / "docs/evidence.md").read_text()
     rows = re.findall(r"^\| [^|]*\? \| (.*) \|$", text, re.M)
     named = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
-    known = {"index", "scores", "worst", "broken", "missed", "notified", "ended"}  # no fields
+    known = {
+        "index",
+        "scores",
+        "worst",
+        "seen",
+        "broken",
+        "missed",
+        "notified",
+        "ended",
+    }  # no fields
     for line in lines(watched):
         known |= set(line)
         parts = {k: v for k, v in line.items() if isinstance(v, dict)}
@@ -796,10 +821,10 @@ def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, 
     put(EPOCHS[1], under="production.ckpt")
     assert watch(trained, path, "--alarm=robust/worst=0.999") == 1
     with closing(History(home)) as history:
-        assert history.open_alarm()
+        assert history.alarms().event
     assert watch(trained, path, "--data.test_size=16") == 0
     with closing(History(home)) as history:
-        assert not history.open_alarm()
+        assert not history.alarms().event
     assert [event["position"] for event in events(home, "evaluated")] == [0, 1, 2, 3, 4]
 
 
@@ -824,40 +849,6 @@ def test_the_newest_is_evaluated_again_when_it_is_due(trained, watched, put):
     assert len(evaluated(watched)) == 4
 
 
-def test_a_suite_that_cannot_be_built_again_is_an_alarm_until_it_can(
-    trained, watched, put, monkeypatch
-):
-    """It is built anew when the newest checkpoint is due; in between, the checkpoints wait."""
-    put(EPOCHS[0])
-    suite, clock, now = watched / "suite.yaml", [0.0], time.time
-    suite.write_text((trained / "suite0.yaml").read_text())
-
-    happens = iter(["break", "repair", "end"])
-
-    def happen(_):
-        event = next(happens)
-        clock[0] = 25 * 3600.0 if event == "break" else 0.0
-        text = (trained / "suite0.yaml").read_text()
-        suite.write_text("class_path: NoSuchCallback" if event == "break" else text)
-        if event == "repair":
-            put(EPOCHS[1])
-        if event == "end":
-            (watched / "done").touch()
-
-    monkeypatch.setattr(loop.time, "time", lambda: now() + clock[0])
-    monkeypatch.setattr(loop.time, "sleep", happen)
-    options = ("--until", watched / "done", "--reevaluate=24", "--trainer.accelerator=cpu")
-    with pytest.raises(SystemExit) as ended:
-        run("monitor", watched, "--suite", suite, *options)
-    assert ended.value.code == 1
-    (broken,) = events(watched, "broken")
-    assert "NoSuchCallback" in broken["alarm"][0]
-    assert broken["part"] == "suite"
-    kinds = [line.get("event") for line in lines(watched) if line.get("event") != "seen"]
-    known = [kind for kind in kinds if kind]
-    assert known == ["evaluated", "broken", "restored", "evaluated", "ended"]
-
-
 ODD = {
     "no step": {"global_step": None},
     "an endless step": {"global_step": float("inf")},
@@ -875,6 +866,5 @@ def test_a_checkpoint_of_odd_entries_does_not_end_the_monitor(entry, tmp_path, m
     recorded = []
     with closing(History(tmp_path)) as history:
         watched = folder.CheckpointFolder(LocalFolder(tmp_path), history, recorded.append)
-        for _ in range(2):
-            watched.scan()
+        watched.scan()
     assert [event["event"] for event in recorded] == ["broken"]

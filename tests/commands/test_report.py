@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lightning_rob.cli import main
-from lightning_rob.commands.report.blocks import Cell, html, markdown, table
-from lightning_rob.commands.report.formatting import NONE
+from lightning_rob.commands.report.blocks import NONE, Cell, html, markdown, table
 from lightning_rob.commands.report.runs import (
     Evaluations,
     attack_result,

@@ -1,16 +1,22 @@
 """Comparison of a checkpoint with earlier ones, and the alarms that follow from it."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_rob.commands.configs import MonitorConfig
-from lightning_rob.commands.monitor.history import Fields, History, Identity, identity, tag
+from lightning_rob.commands.monitor.history import (
+    Fields,
+    History,
+    Identity,
+    identity,
+    largest_blind,
+    tag,
+)
 from lightning_rob.commands.scores import Scores
 from lightning_rob.commands.thresholds import violations
 from lightning_rob.comparisons import rounded_down
@@ -27,51 +33,26 @@ ROBUST = rounded_down(0.5)  # score from which an image counts as robust, as in 
 
 @dataclass(frozen=True)
 class CheckpointResults:
-    """An evaluation of one checkpoint.
-
-    Args:
-        checkpoint: its name.
-        position: place in the order of checkpoints; the training step, or the number of the
-            evaluation where a single file is replaced.
-        accuracies: accuracy by name.
-        read: function that returns indices [N] and scores [N] under the worst attack.
-        fell: whether it was judged to be significantly worse than earlier ones.
-        blind: largest share of images, of any attack, without a gradient to follow.
-    """
+    """An evaluation of one checkpoint."""
 
     checkpoint: str
-    position: int
-    accuracies: dict[str, float]
-    read: Callable[[], Scores]
-    fell: bool = False
-    blind: float = 0.0
-
-    @property
-    def scores(self) -> Scores:
-        """Indices [N] and scores [N] under the worst attack, which are read from their file."""
-        return self.read()
+    position: int  # training step, or number of the evaluation where a single file is replaced
+    accuracies: dict[str, float]  # by name
+    read: Callable[[], Scores]  # returns indices [N] and scores [N] under the worst attack
+    fell: bool = False  # judged to be significantly worse than earlier ones
+    blind: float = 0.0  # largest share of images, of any attack, without a gradient to follow
 
 
 @dataclass(frozen=True)
 class Drop:
-    """The difference in accuracy to an earlier checkpoint, as it is judged.
+    """The difference in accuracy to an earlier checkpoint, as it is judged."""
 
-    Args:
-        to: "last" or "best".
-        since: the earlier checkpoint.
-        before: its accuracy under the worst attack.
-        after: accuracy of the judged checkpoint.
-        p: two-sided p of `paired`.
-        p_adjusted: p adjusted by all comparisons of the history, those to come included.
-        test: name of the test.
-    """
-
-    to: str
-    since: str
-    before: float
-    after: float
-    p: float
-    p_adjusted: float
+    to: str  # "last" or "best"
+    since: str  # the earlier checkpoint
+    before: float  # its accuracy under the worst attack
+    after: float  # that of the judged checkpoint
+    p: float  # two-sided
+    p_adjusted: float  # by all comparisons of the history, those to come included
     test: str
 
     def significant(self, level: float | None) -> bool:
@@ -91,40 +72,28 @@ def last_results(history: History, suite: str) -> dict[Identity, CheckpointResul
     """
     found: dict[Identity, CheckpointResults] = {}
     for *results, event in history.groups():
-        if event.get("suite") != suite:
+        if event["event"] != "evaluated" or event["suite"] != suite:
             continue
         level = event.get("limits", {}).get("drop")  # that of its time
-        fell = any(Drop(**drop).significant(level) for drop in event.get("drops", ()))
-        key, worst = identity(event), worst_of(results)
-        if event["event"] == "judged" and key in found:  # by an earlier version
-            found[key] = replace(found[key], fell=fell)
-        if event["event"] == "evaluated" and history.has_scores(worst):
-            found.pop(key, None)  # the order is that of the last evaluations
-            found[key] = CheckpointResults(
+        worst = worst_of(results)
+        if history.has_scores(worst):
+            found.pop(identity(event), None)  # the order is that of the last evaluations
+            found[identity(event)] = CheckpointResults(
                 event["checkpoint"],
                 event["position"],
                 {line["name"]: line["accuracy"] for line in results},
                 partial(_stored, history, worst),
-                fell,
-                blind_of(results),
+                any(Drop(**drop).significant(level) for drop in event.get("drops", ())),
+                largest_blind(results),
             )
     return found
 
 
 def _stored(history: History, line: Fields) -> Scores:
-    """Return indices [N] and mean scores [N] that a line names.
-
-    Raises:
-        InputError: their file was deleted after it was found.
-    """
-    if (found := history.scores.read(line)) is None:
+    """Return indices [N] and mean scores [N] that a line names."""
+    if (found := history.scores.read(line)) is None:  # deleted after it was found
         raise InputError(f"{history.path.parent / line['reuse']['scores']} cannot be read any more")
     return found[0], found[1].double().mean(1)
-
-
-def times_judged(history: History) -> int:
-    """Return how often a checkpoint of this history was compared with earlier ones so far."""
-    return sum("drops" in event for event in history.events("evaluated", "judged"))
 
 
 def current_results(
@@ -133,14 +102,9 @@ def current_results(
     """Return a new evaluation, from its results and their scores [N, R]."""
     accuracies = {result.name: result.accuracy for result, _ in results}
     index, scores = next(scores for result, scores in results if result.name == WORST)
-    blind = blind_of([result.details for result, _ in results])
+    blind = largest_blind([result.details for result, _ in results])
     mean = index, scores.double().mean(1)
     return CheckpointResults(checkpoint, position, accuracies, lambda: mean, blind=blind)
-
-
-def blind_of(lines: Iterable[Mapping[str, Any]]) -> float:
-    """Return the largest share of images, of any attack, without a gradient to follow."""
-    return max((line.get("blind") or 0.0 for line in lines), default=0.0)
 
 
 def change(before: CheckpointResults, after: CheckpointResults) -> Fields:
@@ -148,7 +112,7 @@ def change(before: CheckpointResults, after: CheckpointResults) -> Fields:
 
     The p is that of McNemar's exact two-sided test of one against the other.
     """
-    index, old, new = _common(before.scores, after.scores)
+    index, old, new = _common(before.read(), after.read())
     was, remains = old >= ROBUST, new >= ROBUST
     return {
         "since": before.checkpoint,
@@ -181,11 +145,7 @@ def drops(
     """Compare a checkpoint with the last and the best before it, on at least `MIN_IMAGES` images.
 
     The last is one that had not fallen itself, so that after a fall the alarm stays until a
-    checkpoint recovers. The n-th judgement of a history takes the share
-    1 / (3.94 n^1.3) of the level, half of it for each comparison; the half of the best is spread
-    over the k checkpoints of which it is the best. All shares sum to less than one, and half of
-    each is for a rise, so the probability of a false alarm in a lifetime is below half the level,
-    however the checkpoints depend on each other.
+    checkpoint recovers.
 
     Args:
         current: the checkpoint to be judged.
@@ -197,8 +157,13 @@ def drops(
     """
     earlier = [other for other in previous if other.position <= current.position]
     earlier.sort(key=lambda other: other.position)  # evaluated in any order, the same is the best
-    if not earlier or len(current.scores[0]) < MIN_IMAGES:
+    if not earlier or len(current.read()[0]) < MIN_IMAGES:
         return []
+    # The n-th judgement of a history takes the share 1 / (3.94 n^1.3) of the level, half of it for
+    # each comparison; the half of the best is spread over the k checkpoints of which it is the
+    # best. All shares sum to less than one, and half of each is for a rise, so the probability of a
+    # false alarm in a lifetime is below half the level, however the checkpoints depend on each
+    # other.
     k, n = len(earlier), len(earlier) if judged_before is None else judged_before + 1
     factor = SHARES * n**FADING
     last = next((other for other in reversed(earlier) if not other.fell), earlier[-1])
@@ -209,25 +174,22 @@ def drops(
 
 def _drop(to: str, before: CheckpointResults, after: CheckpointResults, factor: float) -> Drop:
     """Compare a checkpoint with an earlier one; p counts `factor` times."""
-    p = paired_p(*_common(before.scores, after.scores)[1:])
+    p = paired_p(*_common(before.read(), after.read())[1:])
     accuracies = before.accuracies[WORST], after.accuracies[WORST]
     test = "Gaffke, adjusted over the history"
     return Drop(to, before.checkpoint, *accuracies, p, min(1.0, factor * p), test)
 
 
-def judged(
-    config: MonitorConfig,
-    current: CheckpointResults,
-    previous: Sequence[CheckpointResults],
-    judged_before: int | None = None,
-) -> Fields:
+def judged(config: MonitorConfig, history: History, suite: str, now: CheckpointResults) -> Fields:
     """Return the fields of an event that compare a checkpoint with earlier ones, and the limits."""
-    before = last_before(previous, current.position)
-    found = drops(current, previous, judged_before)
-    fields: Fields = {"change": change(before, current)} if before else {}
+    previous = list(last_results(history, suite).values())
+    before = last_before(previous, now.position)
+    times = sum("drops" in event for event in history.events("evaluated"))
+    found = drops(now, previous, times)
+    fields: Fields = {"change": change(before, now)} if before else {}
     fields |= {"drops": [asdict(drop) for drop in found]} if found else {}
     fields |= {"limits": {"alarm": config.minima, "drop": config.level}}
-    return fields | {"alarm": alarms(config, current, found)}
+    return fields | {"alarm": alarms(config, now, found)}
 
 
 def alarms(config: MonitorConfig, current: CheckpointResults, found: Sequence[Drop]) -> list[str]:
@@ -247,9 +209,8 @@ def violated(config: MonitorConfig, current: CheckpointResults) -> list[str]:
         ValueError: an accuracy was not measured.
     """
     accuracies = {tag(name): accuracy for name, accuracy in current.accuracies.items()}
-    accuracies[tag("blind")] = current.blind
-    found = violations(config.minima, accuracies, "monitor")
-    images = len(current.scores[0])
+    found = violations(config.minima, accuracies | {tag("blind"): current.blind}, "monitor")
+    images = len(current.read()[0])
     if config.level is not None and images < MIN_IMAGES:
         found.append(
             f"--drop needs at least {MIN_IMAGES} images, there are {images}: none was judged"
@@ -257,9 +218,9 @@ def violated(config: MonitorConfig, current: CheckpointResults) -> list[str]:
     return found
 
 
-def final_alarms(config: MonitorConfig, previous: Sequence[CheckpointResults]) -> list[str]:
+def final_alarms(config: MonitorConfig, history: History, suite: str) -> list[str]:
     """Describe violations of the current options by the last checkpoint, or that there is none."""
-    if last := last_before(previous, math.inf):
+    if last := last_before(list(last_results(history, suite).values()), math.inf):
         return violated(config, last)
     asked = [*config.minima, *([] if config.level is None else ["--drop"])]
     return [f"no checkpoint was evaluated: no figure for {', '.join(asked)}"] if asked else []

@@ -10,18 +10,19 @@ from lightning_rob.commands.monitor.history import Fields
 from lightning_rob.runtime.errors import visible
 
 MAX_NAMED = 12  # images named in a row; the history has all of them
-WIDTHS = {"checkpoint": 24, "epoch": 5, "step": 7, "clean": 6, "worst": 12, "lost won p": 15}
+ROW = "{:<24}  {:>5}  {:>7}  {:>6}  {:>12}  {:>15}"
+HEAD = ROW.format("checkpoint", "epoch", "step", "clean", "worst", "lost won p")
 
 
 class Display:
     """Prints the lines that go into the history.
 
     Args:
-        name: name of the model, where there are several.
+        prefix: name of the model and a colon, where there are several.
     """
 
-    def __init__(self, name: str = "") -> None:
-        self.prefix = f"{name}: " if name else ""
+    def __init__(self, prefix: str = "") -> None:
+        self.prefix = prefix
         self.console = Console(highlight=False, soft_wrap=True)
         self.has_head = False
 
@@ -39,28 +40,30 @@ class Display:
     def _row(self, results: dict[str, Fields], event: Fields) -> None:
         """Print the figures of a checkpoint, and which images it lost and won."""
         if not self.has_head:
-            self.console.print(_columns(list(WIDTHS)), style="bold")
+            self.console.print(HEAD, style="bold")
             self.has_head = True
         name = event["checkpoint"].removeprefix("checkpoints/").removesuffix(".ckpt")
         low, high = results["worst"]["interval"]
-        change = event.get("change", {})
-        images = {"newly vulnerable": "newly_vulnerable", "won back": "won_back"}
-        p = "<.001" if change and change["p"] < 0.001 else f"{change.get('p', 0):.3f}"
-        counts = [len(change.get(key, ())) for key in images.values()]
-        cells = [
-            self.prefix + visible(name),
-            str(event["epoch"]),
-            str(event["step"]),
+        lost, won, changed = [], [], ""
+        if change := event.get("change"):
+            lost, won = change["newly_vulnerable"], change["won_back"]
+            p = "<.001" if change["p"] < 0.001 else f"{change['p']:.3f}"
+            changed = f"-{len(lost)} +{len(won)} {p}"
+        name = self.prefix + visible(name)
+        row = ROW.format(
+            name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}",
+            event["epoch"],
+            event["step"],
             f"{100 * results['clean']['accuracy']:.1f}",
             f"{100 * results['worst']['accuracy']:.1f} ± {50 * (high - low):.1f}",
-            f"-{counts[0]} +{counts[1]} {p}" if change else "",
-        ]
+            changed,
+        )
         alarm = "  ALARM" if event["alarm"] else ""
-        self.console.print(_columns(cells) + alarm, style="red" if alarm else "", markup=False)
-        for title, key in images.items():
-            if found := change.get(key):
-                more = len(found) - MAX_NAMED
-                named = ", ".join(map(str, found[:MAX_NAMED]))
+        self.console.print(row + alarm, style="red" if alarm else "", markup=False)
+        for title, images in (("newly vulnerable", lost), ("won back", won)):
+            if images:
+                named = ", ".join(map(str, images[:MAX_NAMED]))
+                more = len(images) - MAX_NAMED
                 named += f" and {more} more" if more > 0 else ""
                 self.console.print(f"  {title}: {named}", style="dim", markup=False)
 
@@ -69,14 +72,3 @@ def warn(text: str) -> None:
     """Print one line on stderr, if it can be written: its disk may be full."""
     with suppress(OSError):
         print(f"lightning-rob: {visible(' '.join(text.split()))}", file=sys.stderr, flush=True)
-
-
-def _columns(cells: Sequence[str]) -> str:
-    """Return the cells in columns, a long one cut in its middle; numbers to the right."""
-    found = []
-    for place, (text, width) in enumerate(zip(cells, WIDTHS.values(), strict=True)):
-        half = width // 2
-        if len(text) > width:
-            text = f"{text[: half - 1]}…{text[len(text) - width + half :]}"
-        found.append(text.rjust(width) if place else text.ljust(width))
-    return "  ".join(found)

@@ -5,60 +5,40 @@ import json
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
 
 import torch
 import yaml
 
 from lightning_rob.commands.checkpoints import config_in_checkpoint, read_checkpoint
 from lightning_rob.commands.monitor.history import Fields, History, Identity, identity, timestamp
-from lightning_rob.commands.monitor.source import Refused, Source, Stamp, Unreachable, Version
+from lightning_rob.commands.monitor.source import Refused, Replaced, Source, Stamp, Unreachable
 from lightning_rob.runtime.errors import visible
-from lightning_rob.runtime.files import digest
+from lightning_rob.runtime.files import digest, manifest_path
 
 SETTLE = 10.0  # seconds after which an unreadable file that does not change is broken
+HELD = 2**30  # bytes of checkpoints that stay in memory until they are evaluated
 FACTS = ("file", "weights", "recipe", "epoch", "step")  # of a checkpoint, in a line
+
+READ, REFUSED = "stamp", "refused"  # fields of the stamp of a file that was read, or was not
+
+Content = dict[str, Any]  # of a checkpoint
+Version = tuple[str, Stamp]
 
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """A complete checkpoint file.
+    """A complete checkpoint file."""
 
-    Args:
-        source: place that has the file.
-        name: name in the source.
-        stamp: values that change when the file is overwritten.
-        file: SHA-256 of its bytes.
-        weights: SHA-256 of its weights.
-        recipe: SHA-256 of its recipe's model.
-        epoch: epoch of training, counted from 0.
-        step: step of training.
-    """
-
-    source: Source
-    name: str
+    name: str  # in the source
     stamp: Stamp
-    file: str
+    file: str  # SHA-256 of its bytes, of its weights, and of its recipe's model
     weights: str
     recipe: str
-    epoch: int
+    epoch: int  # of training, counted from 0
     step: int
-
-    @property
-    def version(self) -> Version:
-        """Name and stamp."""
-        return self.name, self.stamp
-
-    @property
-    def path(self) -> Path:
-        """The local file; that of a remote source is fetched if necessary."""
-        return self.source.path(self.version)
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether the file is still the one that was read."""
-        return self.source.holds(self.version)
+    config: str | None  # model and data of its recipe, YAML
 
     @property
     def identity(self) -> Identity:
@@ -78,8 +58,20 @@ class CheckpointFile:
         return {"checkpoint": self.name, **known, "date": timestamp()}
 
 
+class Waiting(NamedTuple):
+    """A file that cannot be read, perhaps because it is being written."""
+
+    stamp: Stamp
+    key: str  # `REFUSED` where it could not even be fetched, and is tried again all the same
+    reason: str
+    since: float  # time of the first attempt, by `monotonic`
+
+
 class CheckpointFolder:
     """Scans a source, and records checkpoints that appear, are broken or are deleted too soon.
+
+    A version of a checkpoint is read once: its facts stand in the history, and its content stays in
+    memory until it is evaluated, as far as `HELD` allows.
 
     Args:
         source: place of the checkpoints.
@@ -92,7 +84,8 @@ class CheckpointFolder:
         self.history = history
         self.record = record
         self.found: dict[str, CheckpointFile] = {}
-        self.waiting: dict[str, tuple[Stamp, float]] = {}  # unreadable, since when
+        self.waiting: dict[str, Waiting] = {}
+        self.held: dict[Version, tuple[Content, int]] = {}  # content and bytes of the file
         self.in_evaluation: Identity | None = None
 
     @property
@@ -113,106 +106,100 @@ class CheckpointFolder:
         """
         stamps = self.source.stamps()
         self.found = {n: f for n, f in self.found.items() if stamps.get(n) == f.stamp}
-        for name, (stamp, _) in list(self.waiting.items()):
-            if stamps.get(name) != stamp:
+        for name, waiting in list(self.waiting.items()):
+            if stamps.get(name) != waiting.stamp:
                 # Of an object that could not be fetched the history has no other trace.
-                if self.source.remote and not self.source.holds((name, stamp)):
+                if waiting.key == REFUSED:
                     self.record({"event": "missed", "checkpoint": name, "date": timestamp()})
                 del self.waiting[name]
-        refusals = [self._read(n, stamp) for n, stamp in stamps.items() if n not in self.found]
-        if not self.found and (refused := next(filter(None, refusals), None)):
-            raise refused
+        refusals = [self._find(n, stamp) for n, stamp in stamps.items() if n not in self.found]
+        if not self.found and (refusal := next(filter(None, refusals), None)):
+            raise refusal
         known = {self.in_evaluation, *(file.identity for file in self.found.values())}
         known |= set(map(identity, self.history.events("evaluated", "missed", "broken")))
         for line in {identity(line): line for line in self.history.events("seen")}.values():
             if identity(line) not in known:
                 self.record(line | {"event": "missed", "date": timestamp()})
 
-    def forget(self, pending: Collection[CheckpointFile]) -> None:
-        """Delete copies of remote checkpoints that no longer wait.
+    def read(self, file: CheckpointFile) -> Content:
+        """Return the content of a checkpoint, which is read unless it is held.
 
-        That of the first stays, by whose recipe the attacks are built.
+        Raises:
+            Replaced: it was replaced or deleted.
+            Unreachable: it cannot be fetched.
+            InputError: it is not a checkpoint, or damaged.
         """
-        kept = [file.version for file in (*pending, *self.files[:1])]
-        self.source.keep([*kept, *((name, stamp) for name, (stamp, _) in self.waiting.items())])
+        version = file.name, file.stamp
+        return self.held[version][0] if version in self.held else self._read(*version)[0]
 
-    def _events(self, kind: str, name: str, stamp: Stamp) -> list[Fields]:
-        """Return the events of a version of a checkpoint; those of local files have no stamp."""
-        stamps = (list(stamp),)
-        return [
-            event
-            for event in self.history.events(kind)
-            if event["checkpoint"] == name and event.get("stamp", event.get("refused")) in stamps
-        ]
+    def hold(self, files: Collection[CheckpointFile]) -> None:
+        """Forget the content of all other checkpoints."""
+        kept = {(file.name, file.stamp) for file in files}
+        self.held = {version: content for version, content in self.held.items() if version in kept}
 
-    def _read(self, name: str, stamp: Stamp) -> Refused | None:
-        """Keep a file if it is complete; otherwise it may be being written.
+    def _read(self, name: str, stamp: Stamp) -> tuple[Content, str]:
+        """Return content and SHA-256 of a file, which is compared with its manifest."""
+        with self.source.local(name, stamp) as path:
+            content = read_checkpoint(str(path))
+            manifest = manifest_path(path)  # which was compared with the file just now
+            file = manifest.read_text().split()[0].lower() if manifest.exists() else digest(path)
+            size = path.stat().st_size
+        if not self.held or size + sum(other for _, other in self.held.values()) <= HELD:
+            self.held[name, stamp] = content, size
+        return content, file
+
+    def _find(self, name: str, stamp: Stamp) -> Refused | None:
+        """Keep a file if it is complete; record it as broken when it stays unreadable for a while.
 
         Returns:
             The error of one that cannot be fetched, which the others do not wait for.
         """
-        remote = self.source.remote
-        # A local file is read again: its manifest may have changed.
-        if remote and (seen := self._events("seen", name, stamp)):
-            facts = {fact: seen[0][fact] for fact in FACTS}
-            self.found[name] = CheckpointFile(self.source, name, stamp, **facts)
+        seen = self._event("seen", name, stamp, READ)
+        if seen and "config" in seen:  # that of an earlier version has none
+            known = {key: seen[key] for key in (*FACTS, "config")}
+            self.found[name] = CheckpointFile(name, stamp, **known)
+        if name in self.found or self._event("broken", name, stamp, READ):
             return None
-        if remote and any("stamp" in event for event in self._events("broken", name, stamp)):
-            return None
-        try:
-            file = self._complete(name, stamp)
-        except Refused as error:
-            self._wait(name, stamp, str(error), "refused")
-            return error
-        except Unreachable:
-            raise
-        except Exception as error:  # of any kind: the file is of anybody's making
-            if remote or self.source.holds((name, stamp)):
-                self._wait(name, stamp, str(error) or type(error).__name__, "stamp")
-            return None
-        if file.unchanged:
-            self.waiting.pop(name, None)
-            self.found[name] = file
-            if remote:
-                self.record({"event": "seen", "stamp": list(stamp)} | file.facts)
-            elif self._seen(file.file) is None:
-                self.record({"event": "seen"} | file.facts)
-        return None
-
-    def _complete(self, name: str, stamp: Stamp) -> CheckpointFile:
-        """Return a file with its facts, from the history where its bytes were seen before."""
-        path = self.source.path((name, stamp))
-        file = digest(path)
-        if seen := self._seen(file):
-            facts = {fact: seen[fact] for fact in FACTS}
-            return CheckpointFile(self.source, name, stamp, **facts)
-        checkpoint = read_checkpoint(str(path))
-        epoch, step = (int(checkpoint.get(key, 0)) for key in ("epoch", "global_step"))
-        hashes = file, weights_of(checkpoint), recipe_of(checkpoint, path)
-        return CheckpointFile(self.source, name, stamp, *hashes, epoch, step)
-
-    def _seen(self, file: str) -> Fields | None:
-        """Return the event in which a file's bytes were first seen."""
-        return next((x for x in self.history.events("seen") if x["file"] == file), None)
-
-    def _wait(self, name: str, stamp: Stamp, reason: str, key: str) -> None:
-        """Wait for a file to become complete; record it as broken when it no longer changes.
-
-        Args:
-            name: its name.
-            stamp: its stamp.
-            reason: why it cannot be read.
-            key: field of the stamp: "refused" where the file is tried again all the same.
-        """
-        if any(key in event for event in self._events("broken", name, stamp)):
-            self.waiting.pop(name, None)
-            return
-        before, since = self.waiting.get(name, (None, 0.0))
-        if before != stamp:
-            self.waiting[name] = stamp, time.monotonic()
-        elif time.monotonic() - since >= SETTLE:
-            self.record(broken_event(name, reason) | {key: list(stamp)})
+        refused, waiting = None, self.waiting.get(name)
+        if waiting is None or waiting.key == REFUSED:
+            try:
+                self._add(name, stamp)
+                self.waiting.pop(name, None)
+                return None
+            except Replaced:
+                return None
+            except Refused as error:
+                refused, reason = error, str(error)
+            except Unreachable:
+                raise
+            except Exception as error:  # of any kind: the file is of anybody's making
+                reason = str(error) or type(error).__name__
+            key = REFUSED if refused else READ
+            if waiting is None or waiting.key != key:
+                waiting = self.waiting[name] = Waiting(stamp, key, reason, time.monotonic())
+        if self._event("broken", name, stamp, waiting.key):
             del self.waiting[name]
+        elif time.monotonic() - waiting.since >= SETTLE:
+            self.record(broken_event(name, waiting.reason) | {waiting.key: list(stamp)})
+            del self.waiting[name]
+        return refused
+
+    def _add(self, name: str, stamp: Stamp) -> None:
+        """Read a file, and record that it was seen."""
+        content, file = self._read(name, stamp)
+        epoch, step = (int(content.get(key, 0)) for key in ("epoch", "global_step"))
+        config = config_in_checkpoint(content, name)
+        model = (yaml.safe_load(config or "") or {}).get("model")
+        recipe = hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode())
+        hashes = file, weights_of(content), recipe.hexdigest()
+        self.found[name] = found = CheckpointFile(name, stamp, *hashes, epoch, step, config)
+        self.record({"event": "seen", READ: list(stamp), "config": config} | found.facts)
+
+    def _event(self, kind: str, name: str, stamp: Stamp, key: str) -> Fields | None:
+        """Return an event of a version of a checkpoint, whose stamp is in the field `key`."""
+        version = name, list(stamp)
+        events = self.history.events(kind)
+        return next((e for e in events if (e["checkpoint"], e.get(key)) == version), None)
 
 
 def broken_event(name: str, reason: str) -> Fields:
@@ -221,22 +208,11 @@ def broken_event(name: str, reason: str) -> Fields:
     return {"event": "broken", "checkpoint": name, "date": timestamp(), "alarm": alarm}
 
 
-def recipe_of(checkpoint: dict[str, Any], path: Path) -> str:
-    """Return the SHA-256 of the model in a checkpoint's recipe.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    recipe = config_in_checkpoint(checkpoint, str(path))
-    model = (yaml.safe_load(recipe or "") or {}).get("model")
-    return hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def weights_of(checkpoint: dict[str, Any]) -> str:
+def weights_of(content: Content) -> str:
     """Return the SHA-256 of a checkpoint's weights."""
     # No tensor holds how many members of an ensemble are trained.
-    digest = hashlib.sha256(repr(checkpoint.get("staged", {}).get("stage")).encode())
-    for name, value in sorted(checkpoint["state_dict"].items()):
+    digest = hashlib.sha256(repr(content.get("staged", {}).get("stage")).encode())
+    for name, value in sorted(content["state_dict"].items()):
         if isinstance(value, torch.Tensor):
             digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
             digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())

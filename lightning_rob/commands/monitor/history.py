@@ -18,7 +18,7 @@ from lightning_rob.runtime.files import Stamp, stamp_of
 
 Fields = dict[str, Any]
 Identity = tuple[str | None, str | None]  # SHA-256 of the weights and of the recipe's model
-JUDGED = ("evaluated", "judged", "broken", "ended", "restored")  # open or end alarms
+JUDGED = ("evaluated", "broken", "ended", "restored")  # open or end alarms
 RECORD, SCORES = "monitor.jsonl", "monitor_scores"
 
 
@@ -28,11 +28,7 @@ def timestamp() -> str:
 
 
 def seconds_of(date: str) -> float:
-    """Return the Unix time of a line's date.
-
-    Raises:
-        ValueError: it is no date.
-    """
+    """Return the Unix time of a line's date; raise ValueError if it is no date."""
     return datetime.fromisoformat(date).timestamp()
 
 
@@ -56,7 +52,7 @@ class History:
         folder: folder of the file; created if necessary.
 
     Raises:
-        ValueError: another monitor has it open.
+        ValueError: it is open already, or of an earlier version.
         OSError: it cannot be written.
     """
 
@@ -74,16 +70,20 @@ class History:
                 # It ends with a killed process, even if a child of it lives on.
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.file.seek(0)
-            self.lines, end = _groups(self.file.read())
+            self.lines, end = _whole_groups(self.file.read())
+            if any(line.get("event") == "judged" for line in self.lines):
+                raise ValueError(
+                    f"{self.path} has events 'judged' of an earlier version: choose another --out "
+                    "for new checkpoints; lightning-rob report shows the old ones"
+                )
             self.file.truncate(end)
             os.fsync(self.file.fileno())
-        except (BlockingIOError, PermissionError) as error:
+        except BaseException as error:
             self.file.close()
-            raise ValueError(
-                f"another monitor writes to {self.path}: end it, or choose another --out"
-            ) from error
-        except BaseException:
-            self.file.close()
+            if isinstance(error, BlockingIOError | PermissionError):
+                raise ValueError(
+                    f"another monitor writes to {self.path}: end it, or choose another --out"
+                ) from error
             raise
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class History:
     def unreported(self) -> list[str]:
         """Return the alarms since a monitor last ended, with an exit code that reported them."""
         alarms: list[str] = []
-        for line in self.events("evaluated", "judged", "broken", "ended"):
+        for line in self.events("evaluated", "broken", "ended"):
             alarms = [] if line["event"] == "ended" else [*alarms, *line["alarm"]]
         return alarms
 
@@ -144,23 +144,16 @@ class History:
         """Return the alarms that are open after the last event."""
         return reduce(AlarmState.after, self.events(*JUDGED), AlarmState())
 
-    def open_alarm(self) -> Fields | None:
-        """Return the event of the last alarm since which no checkpoint recovered."""
-        return self.alarms().event
-
 
 class AlarmState(NamedTuple):
     """The alarms that are open.
 
-    Args:
-        checkpoint: event of the last alarm since which no checkpoint recovered, with the position
-            of the latest alarmed one: an older checkpoint may be alarmed after it, and one between
-            them must not end both.
-        suite: event of a suite that cannot be built, until one is built.
+    That of a checkpoint has the position of the latest alarmed one: an older checkpoint may be
+    alarmed after it, and one between them must not end both.
     """
 
-    checkpoint: Fields | None = None
-    suite: Fields | None = None
+    checkpoint: Fields | None = None  # event of the last alarm since which none recovered
+    suite: Fields | None = None  # event of a suite that cannot be built, until one is built
 
     @property
     def event(self) -> Fields | None:
@@ -175,11 +168,8 @@ class AlarmState(NamedTuple):
         if event.get("alarm"):
             position = max(e.get("position", 0) for e in (alarm or {}, event))
             return self._replace(checkpoint=event | {"position": position})
-        # Only earlier versions deferred a judgement.
-        complete = kind == "judged" or (kind == "evaluated" and "deferred" not in event)
-        fine = complete and not event.get("alarmed")
-        recovers = alarm and fine and event["position"] >= alarm.get("position", 0)
-        return self._replace(checkpoint=None) if recovers else self
+        later = kind == "evaluated" and alarm and event["position"] >= alarm.get("position", 0)
+        return self._replace(checkpoint=None) if later else self
 
 
 def as_record(line: Fields) -> Fields:
@@ -187,21 +177,29 @@ def as_record(line: Fields) -> Fields:
     return with_schema({"kind": "monitor_event" if "event" in line else "accuracy"} | line)
 
 
-def _groups(content: bytes) -> tuple[list[Fields], int]:
+def _whole_groups(content: bytes) -> tuple[list[Fields], int]:
     """Return the lines up to the last event, and the position where that ends."""
     lines: list[Fields] = []
     end = place = kept = 0
     for text in content.splitlines(keepends=True):
         place += len(text)
-        try:
+        with suppress(ValueError):
             line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and text.endswith(b"\n"):
-            lines.append(line)
-            if "event" in line:
-                kept, end = len(lines), place
+            if isinstance(line, dict) and text.endswith(b"\n"):
+                lines.append(line)
+                if "event" in line:
+                    kept, end = len(lines), place
     return lines[:kept], end
+
+
+def finding_count(lines: Sequence[Fields]) -> int:
+    """Return the number of different findings in some lines."""
+    return len({one["text"] for line in lines for one in line.get("findings", ())})
+
+
+def largest_blind(lines: Sequence[Fields]) -> float:
+    """Return the largest share of images, of any attack, without a gradient to follow."""
+    return max((line.get("blind") or 0.0 for line in lines), default=0.0)
 
 
 def scalars(lines: Sequence[Fields]) -> dict[str, float]:
@@ -213,12 +211,10 @@ def scalars(lines: Sequence[Fields]) -> dict[str, float]:
         for key in ("newly_vulnerable", "won_back")
         if key in change
     }
-    if event["event"] != "evaluated":
-        return found
-    texts = {one["text"] for line in results for one in line.get("findings", ())}
-    found |= {tag(line["name"]): line["accuracy"] for line in results}
-    found |= {tag("findings"): len(texts)}
-    return found | {tag("blind"): max((line.get("blind") or 0.0 for line in results), default=0.0)}
+    if event["event"] == "evaluated":
+        found |= {tag(line["name"]): line["accuracy"] for line in results}
+        found |= {tag("findings"): finding_count(results), tag("blind"): largest_blind(results)}
+    return found
 
 
 class TensorBoardHistory:
@@ -241,15 +237,13 @@ class TensorBoardHistory:
 
     def add(self, lines: Sequence[Fields]) -> None:
         """Add the points of some lines, the last of which is an event."""
-        event = lines[-1]
-        date = None
+        event, date = lines[-1], None
         with suppress(ValueError):
             date = seconds_of(str(event.get("date")))
-        step = event.get("step")
         for name, value in scalars(lines).items():
-            self.writer.add_scalar(name, value, step, date)
+            self.writer.add_scalar(name, value, event.get("step"), date)
         for alarm in event.get("alarm", ()):
-            self.writer.add_text("monitor/alarm", alarm, step, date)
+            self.writer.add_text("monitor/alarm", alarm, event.get("step"), date)
         self.writer.flush()
 
     def close(self) -> None:

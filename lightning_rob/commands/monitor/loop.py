@@ -6,19 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic
 
+import torch
 from lightning.pytorch.loggers import Logger
 
-from lightning_rob.commands.base import Run, quiet_lightning, without_reporting
-from lightning_rob.commands.checkpoints import load_weights, read_checkpoint
+from lightning_rob.commands.base import Run, quiet_lightning
+from lightning_rob.commands.checkpoints import RECIPE, load_weights
 from lightning_rob.commands.configs import MissingRun, MonitorConfig
 from lightning_rob.commands.monitor.comparison import (
     current_results,
     final_alarms,
     judged,
-    last_results,
-    times_judged,
     worst_of,
 )
 from lightning_rob.commands.monitor.display import Display, warn
@@ -35,16 +35,17 @@ from lightning_rob.commands.monitor.history import (
     timestamp,
 )
 from lightning_rob.commands.monitor.notify import PATIENCE, Outbox
+from lightning_rob.commands.monitor.page import Snapshot, newest_group
 from lightning_rob.commands.monitor.publish import Publisher
 from lightning_rob.commands.monitor.source import (
     Bucket,
     LocalFolder,
     RegisteredModel,
+    Replaced,
     Source,
     Unreachable,
     without_secrets,
 )
-from lightning_rob.commands.monitor.state import Snapshot, newest_first, newest_group
 from lightning_rob.commands.monitor.suite import Suite
 from lightning_rob.commands.scores import Scores
 from lightning_rob.commands.thresholds import violations
@@ -54,7 +55,7 @@ from lightning_rob.runtime.files import UNWRITABLE, raise_thread_errors
 from lightning_rob.runtime.identity import cache_key
 
 NICE = 10
-CACHE = "monitor_cache"  # in the folder of the history, for remote checkpoints
+CACHE = "monitor_cache"  # in the folder of the history, for a remote checkpoint that is read
 
 Build = Callable[[Path], Run]  # checkpoint -> module, data and trainer by its recipe
 Start = Callable[[], tuple[MonitorConfig, Build]]
@@ -78,19 +79,16 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
     for name, start in starts.items() if config.models else ():
         with suppress(MissingRun):  # its checkpoints may come later
             claim(start()[0], name, homes)  # any other mistake ends the process at once
-    end = monotonic() + 60 * (float("inf") if config.minutes is None else config.minutes)
     with ExitStack() as stack:
         stack.enter_context(raise_thread_errors())
         stack.enter_context(quiet_lightning())
         publisher = stack.enter_context(closing(Publisher(config)))
-        sources = [
-            Watched(name, start, config, publisher, homes, end) for name, start in starts.items()
-        ]
+        sources = [Watched(name, start, config, publisher, homes) for name, start in starts.items()]
         for source in sources:
             stack.callback(source.close)
         while waiting := [source for source in sources if source.code is None]:
             following = min(waiting, key=lambda source: source.due)
-            if (pause := min(following.due, end) - monotonic()) > 0:
+            if (pause := following.due - monotonic()) > 0:
                 time.sleep(pause)
             following.turn()
             if config.stop_at_alarm and following.code == 1:
@@ -100,12 +98,7 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
 
 
 def claim(config: MonitorConfig, name: str, homes: dict[Path, str]) -> None:
-    """Note that a history is that of a source; its lock is of the whole process.
-
-    Args:
-        config: options of the source.
-        name: name of the source.
-        homes: source of each history so far.
+    """Note whose history it is; its lock is of the whole process, and keeps no other source out.
 
     Raises:
         ValueError: another source has the same history.
@@ -124,8 +117,7 @@ class Watched:
         start: function that returns its options; raises an error if nothing is there.
         config: options of the process, until it is opened; then its own.
         publisher: place of the state of all sources.
-        homes: source of each history.
-        end: end of the process, by `monotonic`.
+        homes: source of each history, which no other may write.
     """
 
     name: str
@@ -133,34 +125,22 @@ class Watched:
     config: MonitorConfig
     publisher: Publisher
     homes: dict[Path, str]
-    end: float
     due: float = 0.0  # time of the next turn, by `monotonic`
     code: int | None = None  # exit code, once it has ended
-    patience: float = 0.0  # seconds for the receivers of notifications
     failure: str = ""  # why the last turn failed
-    away: bool = False  # whether the source cannot be read since an earlier look
     looked_at: float | None = None  # by `monotonic`, None before the first look
     suite: Suite | None = None
-    was_built: bool = False
+    key: str = ""  # of the suite
     recipe: str | None = None  # recipe of the suite's module
     done: set[Identity] = field(default_factory=set)  # need no evaluation by the suite
     loggers: list[Logger] = field(default_factory=list)  # beside TensorBoard
-    logging: bool = True  # whether they could take the last figures
+    failing: set[Logger] = field(default_factory=set)  # could not take the last figures
     opened: ExitStack | None = None
 
-    def __post_init__(self) -> None:
-        self.several = bool(self.config.models)
-        self.display = Display(self.name)
-
     @property
-    def key(self) -> str:
-        """The key of the suite."""
-        return self.suite.key if self.suite else ""
-
-    @property
-    def left(self) -> float:
-        """Seconds until the end that `--minutes` names."""
-        return self.end - monotonic()
+    def label(self) -> str:
+        """The beginning of a line about the source, where there are several."""
+        return f"{self.name}: " if self.name else ""
 
     def turn(self) -> None:
         """Take a step; a failure of one of several sources is an alarm, and is tried again.
@@ -168,42 +148,37 @@ class Watched:
         Raises:
             Exception: the only source failed, which ends the process.
         """
-        last = self.config.is_over or self.left <= 0
+        last = self.config.is_over
         try:
             if self.opened is None:
                 self.open()
             self.due = monotonic() + self.step()
-            if self.away:
-                warn(f"{self.config.run} can be read again")
-            self.failure, self.away = "", False
+            if self.failure:
+                warn(f"{self.label}{self.config.run} can be watched again")
+            self.failure = ""
         except Exception as error:
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 # All that was evaluated is on the disk: a supervisor starts the monitor again.
                 raise InputError(f"the history cannot be written: {error}; see --out") from error
-            self.due = monotonic() + self.config.every
-            if isinstance(error, Unreachable) and self.looked_at is not None and not last:
-                if not self.away:
-                    warn(f"{error}; trying again")
-                self.away = True
-                return
-            # A suite that was in use before is an alarm as well, until it can be built again.
-            rebuilding = self.suite is None and self.was_built and not last
-            if not (self.several or rebuilding) or os.environ.get("LIGHTNING_ROB_DEBUG"):
+            away = isinstance(error, Unreachable) and self.looked_at is not None and not last
+            if not (self.name or away):
                 raise
-            self._report_failure(_reason(error), last)
+            self.due = monotonic() + self.config.every
+            reason = _reason(error)
+            if self.opened and not (away or last):
+                self.record_failure(reason)
+            elif reason != self.failure:
+                warn(f"{self.label}{reason}" + ("" if last else "; trying again"))
+            self.failure, self.code = reason, 2 if last else None
         if self.code is not None:
             self.close()
 
-    def _report_failure(self, reason: str, last: bool) -> None:
-        """Record a failure as an alarm if there is a history, and report others once."""
-        if self.opened and not last:
-            known = self.history.alarms().suite
-            if known is None or not known["alarm"][0].endswith(reason):
-                self.record(broken_event(self.config.name, reason) | {"part": "suite"})
-        elif reason != self.failure:
-            warn(f"{self.name}: {reason}" + ("" if last else "; trying again"))
-        self.failure, self.code = reason, 2 if last else None
-        self.suite, self.done = None, set()
+    def record_failure(self, reason: str) -> None:
+        """Record that the whole source fails as an alarm, which ends when a suite is built."""
+        known = self.history.alarms().suite
+        if known is None or not known["alarm"][0].endswith(reason):
+            self.record(broken_event(self.config.name, reason) | {"part": "suite"})
+        self.suite, self.key, self.done = None, "", set()
 
     def open(self) -> None:
         """Open source and history; a failure leaves no thread or lock behind.
@@ -225,39 +200,36 @@ class Watched:
                 raise InputError(f"the history cannot be written: {error}; see --out") from error
             self.board = TensorBoardHistory(home / "monitor", self.history)
             stack.callback(self.board.close)
+            self.display = Display(self.label)
             self.outbox = Outbox(self.config.notify or (), self.history, self.config.name)
             self.folder = CheckpointFolder(source, self.history, self.record)
             stack.callback(self.publish)  # after the last deliveries
-            stack.callback(lambda: self.outbox.close(self.patience))
+            # The next monitor delivers the rest.
+            stack.callback(lambda: self.outbox.close(PATIENCE if self.code in (0, 1) else 0.0))
             self.opened = stack.pop_all()
-        label = f"{self.name}: " if self.name else ""
-        warn(f"{label}watching {self.config.run}; the history is {self.history.path}")
+        warn(f"{self.label}watching {self.config.run}; the history is {self.history.path}")
 
     def close(self) -> None:
-        """End; what is not delivered yet is left for the next monitor."""
-        if self.opened is None:
-            return
-        for logger in self.loggers:
-            with suppress(Exception):  # of any package; the history has the figures
-                logger.finalize("success")
-        opened, self.opened = self.opened, None
-        opened.close()
+        """End, once."""
+        if self.opened is not None:
+            for logger in self.loggers:
+                with suppress(Exception):  # of any package; the history has the figures
+                    logger.finalize("success")
+            opened, self.opened = self.opened, None
+            opened.close()
 
     def step(self) -> float:
         """Look, and evaluate the next checkpoint; return the seconds until the next step."""
         over = self.config.is_over  # before the look: what came before the end is evaluated
         self.look()
         pending = self.pending()
-        if self.left <= 0 and pending:
-            warn(f"time is up, {len(pending)} checkpoints were not evaluated: run it again")
         stopped = self.config.stop_at_alarm and self.history.unreported()
-        if self.left <= 0 or stopped or (over and not pending and not self.folder.waiting):
+        if stopped or (over and not pending and not self.folder.waiting):
             self.finish()
             return 0.0
         if not pending:
             return min(1.0, self.config.every) if self.folder.waiting else self.config.every
         if self.suite is None or pending[0].identity in self.done:  # its images are read anew
-            self.suite = None
             self.build_suite()
         if self.suite and (pending := self.pending()):
             self.evaluate(pending[0])
@@ -271,13 +243,13 @@ class Watched:
         """
         self.folder.scan()
         self.looked_at = monotonic()
-        self.folder.forget(self.pending())
+        self.folder.hold(self.pending())
         self.publish()
 
     def publish(self) -> None:
         """Publish the state as metrics and as a page."""
         if self.publisher.wanted:
-            group = newest_group(self.history, self.key, self._newest_first())
+            group = newest_group(self.history, self.key)
             state = Snapshot(group, self.history, len(self.pending()), self.outbox.waiting)
             self.publisher.update(self.config.name, state)
 
@@ -287,17 +259,14 @@ class Watched:
         The newest waits again `--reevaluate` hours after its last evaluation.
         """
         done = self.done
-        if self.config.reevaluate is not None and self.suite:
-            newest = set(self._newest_first()[:1])
+        if self.config.reevaluate is not None and self.suite and self.folder.files:
+            newest = self.folder.files[-1].identity
             events = [e for e in self.history.events("evaluated") if e["suite"] == self.key]
-            dates = [seconds_of(e["date"]) for e in events if identity(e) in newest]
+            dates = [seconds_of(e["date"]) for e in events if identity(e) == newest]
             # A date ahead is that of a clock that was set back.
             if dates and abs(time.time() - dates[-1]) >= 3600 * self.config.reevaluate:
-                done = done - newest
+                done = done - {newest}
         return self.folder.pending(done)
-
-    def _newest_first(self) -> list[Identity]:
-        return newest_first({file.identity: file.step for file in self.folder.files}, self.history)
 
     def _done(self) -> set[Identity]:
         """Return the checkpoints that need no evaluation by this suite.
@@ -314,6 +283,14 @@ class Watched:
         ]
         return set(done[-1:] if self.config.is_single else done)
 
+    def built(self, file: CheckpointFile) -> Run:
+        """Build what the recipe of a checkpoint describes; its weights are not read again."""
+        recipe = {} if file.config is None else {RECIPE: file.config}
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "recipe.ckpt"
+            torch.save({"state_dict": {}} | recipe, path)
+            return self.build(path)
+
     def build_suite(self) -> None:
         """Build the suite by the recipe of the first checkpoint for which that is possible.
 
@@ -322,30 +299,27 @@ class Watched:
         Raises:
             Exception: that of the first recipe, if none can be built.
         """
+        self.suite, self.key = None, ""
         failures: dict[str, Exception] = {}
         for file in self.folder.files:
             if file.recipe in failures:
                 continue
             try:
-                built = self.build(file.path)
-                with without_reporting(built.trainer) as (evaluations, others):
-                    suite = Suite(built, evaluations, others)
+                built = self.built(file)
+                loggers = built.trainer.loggers
+                suite = Suite(built)
                 known = {tag(name): 1.0 for name in (*suite.names, "blind")}
                 violations(self.config.minima, known, "monitor")  # raises for an unknown name
-            except Unreachable:
-                raise
             except Exception as error:  # of any kind: the file is of anybody's making
-                if file.unchanged:
-                    failures[file.recipe] = error
+                failures[file.recipe] = error
                 continue
-            self.loggers, built.trainer.loggers = self.loggers or built.trainer.loggers, []
-            self.suite, self.was_built = suite, True
-            self.recipe = file.recipe if file.unchanged else None
+            self.loggers = self.loggers or loggers
+            self.suite, self.key, self.recipe = suite, suite.key, file.recipe
             self.done = self._done()
             if self.history.alarms().suite:
                 self.record({"event": "restored", "date": timestamp(), "suite": self.key})
             return
-        if failures:  # else all were deleted before they were read
+        if failures:
             raise next(iter(failures.values()))
 
     def evaluate(self, file: CheckpointFile) -> None:
@@ -356,15 +330,14 @@ class Watched:
         facts = file.facts | {"suite": self.key, "position": position}
         self.folder.in_evaluation = file.identity
         try:
-            results = self._results(file)
-            if results is None:
-                return
+            results = self.results(file)
             again = [e for e in earlier if (e["suite"], *identity(e)) == (self.key, *file.identity)]
             lines = [self._line(*each, facts, len(again)) for each in results]
             event = facts | {"event": "evaluated", "date": timestamp(), "session": SESSION}
             current = current_results(file.name, position, results)
-            previous = list(last_results(self.history, self.key).values())
-            event |= judged(self.config, current, previous, times_judged(self.history))
+            event |= judged(self.config, self.history, self.key, current)
+        except Replaced:
+            return  # the next look finds its successor
         except Unreachable:
             raise
         except Exception as error:  # of any kind: the others are evaluated
@@ -377,20 +350,18 @@ class Watched:
         self.record(*lines, event)
         self.done = self._done()
 
-    def _results(self, file: CheckpointFile) -> list[tuple[Result, Scores]] | None:
-        """Return a checkpoint's results; None if the file changes before it is loaded."""
+    def results(self, file: CheckpointFile) -> list[tuple[Result, Scores]]:
+        """Return the results of a checkpoint by the module of its own recipe.
+
+        Raises:
+            Replaced: the file changed before it was read.
+        """
         assert self.suite is not None
-        try:
-            if file.recipe != self.recipe:
-                self.suite.replace_module(self.build(file.path).model)
-                self.recipe = file.recipe
-            load_weights(self.suite.module, read_checkpoint(str(file.path)))
-        except Exception as error:
-            if file.unchanged or isinstance(error, Unreachable):
-                raise
-        if not file.unchanged:
-            self.recipe = None  # the module may be that of the new file
-            return None
+        content = dict(self.folder.read(file))
+        if file.recipe != self.recipe:
+            self.suite.replace_module(self.built(file).model)
+            self.recipe = file.recipe
+        load_weights(self.suite.module, content)
 
         def look_in_time() -> None:
             # An evaluation may last longer than a file is there; the next step reports errors.
@@ -410,7 +381,7 @@ class Watched:
         return replace(result, details=details).record() | facts | {"stage": "monitor"}
 
     def record(self, *lines: Fields) -> None:
-        """Record lines, the last of which is an event, show and notify them."""
+        """Record lines, the last of which is an event, show, log and notify them."""
         event = lines[-1] | self.outbox.mark(lines[-1])
         lines = (*lines[:-1], event)
         self.history.append(*lines)
@@ -421,18 +392,17 @@ class Watched:
 
     def log(self, lines: Sequence[Fields]) -> None:
         """Log the figures of an evaluation; a server that is away does not end the monitor."""
-        failures: list[Exception] = []
         figures = scalars(lines)
         for logger in self.loggers if figures else ():
             try:
                 logger.log_metrics(figures, lines[-1]["step"])
                 logger.save()
+                self.failing.discard(logger)
             except Exception as error:  # of any package; the other loggers get theirs
-                failures.append(error)
-        if failures and self.logging:
-            reason = f"{type(failures[0]).__name__}: {failures[0]}"
-            warn(f"figures could not be logged ({without_secrets(reason)})")
-        self.logging = not failures if figures else self.logging
+                if logger not in self.failing:
+                    reason = without_secrets(f"{type(error).__name__}: {error}")
+                    warn(f"figures could not be logged ({reason})")
+                self.failing.add(logger)
 
     def finish(self) -> None:
         """Record the exit code: 1 after an alarm since the last end, else 0.
@@ -445,11 +415,10 @@ class Watched:
         if not self.history.lines:
             raise ValueError(f"there is no checkpoint in {self.config.run}")
         alarmed = bool(self.history.unreported())
-        last = list(last_results(self.history, self.key).values())
-        found = [] if alarmed else final_alarms(self.config, last)
+        found = [] if alarmed else final_alarms(self.config, self.history, self.key)
         code = int(alarmed or bool(found))
         self.record({"event": "ended", "date": timestamp(), "alarm": found, "code": code})
-        self.code, self.patience = code, PATIENCE
+        self.code = code
 
 
 def _reason(error: Exception) -> str:

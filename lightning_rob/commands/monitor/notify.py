@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -49,7 +49,10 @@ class Outbox:
         self.history, self.run = history, run
         self.changed = threading.Condition()
         self.closed = False
-        senders = {receiver_name(url): sender(url) for url in urls}
+        senders = {
+            receiver_name(url): _webhook(url) if urlsplit(url).scheme in WEB else _apprise(url)
+            for url in urls
+        }
         self.names = list(senders)
         for each in senders.items():
             threading.Thread(target=self._deliver_all, args=each, daemon=True).start()
@@ -70,7 +73,7 @@ class Outbox:
         """The number of undelivered notifications by destination, earlier ones included."""
         notes = [event["notify"] for event in list(self.history.lines) if "notify" in event]
         names = dict.fromkeys([*self.names, *(name for note in notes for name in note["to"])])
-        return {name: len(list(self._undelivered(name))) for name in names}
+        return {name: len(self._undelivered(name)) for name in names}
 
     def close(self, patience: float) -> None:
         """End; wait `patience` seconds for the receivers, and report what is left."""
@@ -87,20 +90,18 @@ class Outbox:
             if count:
                 warn(f"notifications: {count} left for {name}{rest}")
 
-    def _undelivered(self, name: str) -> Iterator[list[Fields]]:
-        """Yield the lines of each event that a destination has not accepted yet."""
+    def _undelivered(self, name: str) -> list[list[Fields]]:
+        """Return the lines of each event that a destination has not accepted yet."""
         done = {e["id"] for e in self.history.events("notified") if e["to"] == name}
-        for group in self.history.groups():
-            note = group[-1].get("notify", {"to": ()})
-            if name in note["to"] and note["id"] not in done:
-                yield group
+        notes = [(group, group[-1].get("notify")) for group in self.history.groups()]
+        return [group for group, n in notes if n and name in n["to"] and n["id"] not in done]
 
     def _deliver_all(self, name: str, send: Send) -> None:
         """Deliver until closed, with pauses that double as long as the destination fails."""
         pause, failing, accepted = PAUSES[0], False, set[str]()
         while not self.closed:
             reason, left = "", 0
-            for group in list(self._undelivered(name)):
+            for group in self._undelivered(name):
                 note = group[-1]["notify"]
                 if self.closed or (reason and note["kind"] == "recovery"):
                     left += 1  # no recovery arrives before its alarm
@@ -109,7 +110,10 @@ class Outbox:
                     if note["id"] not in accepted:
                         send(notification(group, self.run))
                         accepted.add(note["id"])
-                    self._record(note["id"], name)
+                    line = {"event": "notified", "id": note["id"], "to": name}
+                    with self.changed:
+                        self.history.append(line | {"date": timestamp()})
+                        self.changed.notify_all()
                 except Exception as error:  # nothing that a receiver does may end the thread
                     # The text of an error of a package may have the URL.
                     reason = str(error) if isinstance(error, Undelivered) else type(error).__name__
@@ -119,29 +123,16 @@ class Outbox:
                 warn(f"notifications: {name} {state}")
             failing = bool(reason)
             with self.changed:
-                self.changed.wait_for(
-                    partial(self._has_more, name, left), pause if reason else None
-                )
-            pause = min(2 * pause, PAUSES[1]) if reason else PAUSES[0]
+                has_more = partial(self._has_more, name, left)
+                self.changed.wait_for(has_more, pause if failing else None)
+            pause = min(2 * pause, PAUSES[1]) if failing else PAUSES[0]
 
     def _has_more(self, name: str, left: int) -> bool:
-        """Return whether more notifications wait than were left, or none will be delivered."""
-        return self.closed or len(list(self._undelivered(name))) > left
-
-    def _record(self, key: str, name: str) -> None:
-        """Record a delivery."""
-        with self.changed:
-            self.history.append({"event": "notified", "id": key, "to": name, "date": timestamp()})
-            self.changed.notify_all()
+        return self.closed or len(self._undelivered(name)) > left
 
 
 def kind_of(event: Fields, before: AlarmState) -> str | None:
-    """Return "alarm" or "recovery"; None for an event that is not notified.
-
-    Args:
-        event: event before it is recorded.
-        before: alarms that are open before it.
-    """
+    """Return "alarm" or "recovery", or None for an event that is not notified, by alarms before."""
     if event["event"] not in JUDGED:
         return None
     known = before.event
@@ -153,12 +144,7 @@ def kind_of(event: Fields, before: AlarmState) -> str | None:
 
 
 def notification(lines: Sequence[Fields], run: str) -> Fields:
-    """Return the content of a notification.
-
-    Args:
-        lines: lines that were recorded together, the last of which is the event.
-        run: name of the monitored run.
-    """
+    """Return the content of a notification of lines that were recorded together, the event last."""
     *results, event = lines
     note = event["notify"]
     known = ("date", "checkpoint", "epoch", "step", "file", "weights", "suite")
@@ -184,15 +170,6 @@ class _NoRedirect(HTTPRedirectHandler):
         """Return no request: the redirect becomes an `HTTPError`."""
 
 
-def sender(url: str) -> Send:
-    """Return the function that delivers to a URL.
-
-    Raises:
-        ValueError: apprise does not understand it.
-    """
-    return _webhook(url) if urlsplit(url).scheme in WEB else _apprise(url)
-
-
 def _webhook(url: str) -> Send:
     """Return a function that sends JSON by POST; any status of 200 to 299 accepts it."""
     opener = build_opener(_NoRedirect)
@@ -207,20 +184,15 @@ def _webhook(url: str) -> Send:
         except HTTPError as error:
             error.close()
             raise Undelivered(f"HTTP status {error.code}") from None
-        except URLError as error:
-            raise Undelivered(str(error.reason)) from None
         except OSError as error:  # such as no response in time
-            raise Undelivered(str(error) or type(error).__name__) from None
+            reason = error.reason if isinstance(error, URLError) else error
+            raise Undelivered(str(reason) or type(error).__name__) from None
 
     return send
 
 
 def _apprise(url: str) -> Send:
-    """Return a function that sends the text by apprise, to Slack, mail and many others.
-
-    Raises:
-        ValueError: apprise does not understand the URL.
-    """
+    """Return a function that sends the text by apprise, to Slack, mail and many others."""
     import apprise
 
     log = logging.getLogger("apprise")  # without a handler it prints URLs on stderr

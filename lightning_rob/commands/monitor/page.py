@@ -1,94 +1,79 @@
-"""The page of a monitor: open alarm, figures by checkpoint, deliveries, and its own state."""
+"""The state of a monitored run, and how its page shows it."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import version
-from ipaddress import ip_address
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from jinja2 import Environment, TemplateError
+from jinja2 import Environment, FileSystemLoader, Template, TemplateError
 
-from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.history import (
     JUDGED,
     AlarmState,
     Fields,
     History,
-    identity,
-    timestamp,
+    seconds_of,
 )
 from lightning_rob.commands.monitor.notify import kind_of
-from lightning_rob.commands.monitor.state import Snapshot
 from lightning_rob.evaluation.results import WORST
 from lightning_rob.runtime.errors import InputError
 from lightning_rob.tables import CLEAN
 
-REFRESH = 30  # seconds
-HELD = "refresh=off"  # the query of a page that does not refresh itself
-HEADERS = [
-    ("Server", "lightning-rob"),
-    ("Content-Type", "text/html; charset=utf-8"),
-    # The page has neither scripts nor forms, and loads nothing; its style is inline.
-    (
-        "Content-Security-Policy",
-        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    ),
-    ("X-Content-Type-Options", "nosniff"),
-    ("Referrer-Policy", "no-referrer"),
-    ("Cache-Control", "no-store"),
-]
 UNITS = (("days", 2 * 86400, 86400), ("h", 7200, 3600), ("min", 120, 60), ("s", 0, 1))
 
 
-def page_app(config: MonitorConfig, publisher: Any) -> Callable[..., Iterable[bytes]]:
-    """Return the page as a WSGI application, by the user's template or our own.
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a source."""
 
-    Args:
-        config: options.
-        publisher: object with the `snapshots` of all runs, and the `age` of the last look.
+    group: Sequence[Fields]  # lines of the newest checkpoint, their event last; may be empty
+    history: History
+    queue: int  # checkpoints that wait, with the one that is being evaluated
+    waiting: Mapping[str, int]  # undelivered notifications by destination
+    looked_at: float = field(default_factory=time.time)  # Unix time
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Numbers of events since the history began."""
+        events = Counter(line["event"] for line in self.history.lines if "event" in line)
+        alarms = sum(len(line.get("alarm", ())) for line in self.history.lines)
+        names = {"evaluations": "evaluated", "missed": "missed", "broken": "broken"}
+        return {"alarms": alarms} | {name: events[kind] for name, kind in names.items()}
+
+    @property
+    def evaluated_at(self) -> float | None:
+        """The end of the last evaluation, Unix time."""
+        dates = [event["date"] for event in self.history.events("evaluated")]
+        return seconds_of(dates[-1]) if dates else None
+
+
+def newest_group(history: History, suite: str) -> list[Fields]:
+    """Return the lines of the newest checkpoint by a suite, those of its last evaluation."""
+    groups = [g for g in history.groups() if g[-1]["event"] == "evaluated"]
+    groups = [g for g in groups if g[-1]["suite"] == suite]
+    # Of equal positions max returns the first, and the later one counts.
+    return max(reversed(groups), key=lambda group: group[-1]["position"], default=[])
+
+
+def page_template(path: Path | None) -> Template:
+    """Return the template of the user, or else that of this package.
 
     Raises:
-        InputError: the template cannot be read.
+        InputError: it cannot be read.
     """
-    place = config.template or Path(__file__).with_name("page.html")
-    environment = Environment(autoescape=True)
-    environment.filters |= {"ago": ago, "percent": percent}
+    place = path or Path(__file__).with_name("page.html")
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    environment.filters |= {"ago": ago, "percent": "{:.1%}".format}
     try:
-        template = environment.from_string(place.read_text("utf-8"))
+        return environment.from_string(place.read_text("utf-8"))
     except (OSError, ValueError, TemplateError) as error:
         raise InputError(f"the template {place} cannot be used: {error}") from error
-    local = is_local(config.serve_host)
-
-    def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        # A page on this machine is only for names of this machine: the name of another that was
-        # made to lead here belongs to a website, whose scripts could read the page.
-        if local and not is_local(_host_of(environ)):
-            start_response("403 Forbidden", [("Content-Type", "text/plain")])
-            return [b"open this page as localhost, or give its address to --serve_host\n"]
-        held = environ["QUERY_STRING"] == HELD
-        runs = [view(name, snapshot) for name, snapshot in list(publisher.snapshots.items())]
-        text = template.render(
-            {"runs": runs, "held": held, "healthy": publisher.healthy, "age": publisher.age}
-            | {"now": timestamp(), "version": version("lightning-rob"), "refresh": REFRESH}
-        )
-        content = text.encode(errors="backslashreplace")
-        headers = HEADERS if held else [*HEADERS, ("Refresh", str(REFRESH))]
-        start_response("200 OK", [*headers, ("Content-Length", str(len(content)))])
-        return [content]
-
-    return app
 
 
 def view(name: str, snapshot: Snapshot) -> dict[str, Any]:
-    """Return what a template shows of a run.
-
-    Args:
-        name: name of the run.
-        snapshot: state of the run.
-    """
+    """Return what a template shows of a run of this name."""
     at, group = snapshot.evaluated_at, snapshot.group
     rows = list(checkpoints(snapshot.history))
     attacks = list(dict.fromkeys(name for row in rows for name in row["results"]))
@@ -97,7 +82,7 @@ def view(name: str, snapshot: Snapshot) -> dict[str, Any]:
     return {
         "name": name,
         "short": Path(name).name,
-        "alarm": snapshot.history.open_alarm(),
+        "alarm": snapshot.history.alarms().event,
         "queue": snapshot.queue,
         "waiting": snapshot.waiting,
         "since": None if at is None else time.time() - at,
@@ -115,28 +100,22 @@ def view(name: str, snapshot: Snapshot) -> dict[str, Any]:
 def checkpoints(history: History) -> Iterator[dict[str, Any]]:
     """Yield results and event of each evaluation by the last suite, in the order of training."""
     groups = [g for g in history.groups() if g[-1]["event"] == "evaluated"]
-    # A history of an earlier version may have compared a checkpoint once more.
-    later = {(e["suite"], *identity(e)): e for e in history.events("judged")}
     for *results, event in sorted(groups, key=lambda group: group[-1]["position"]):
         if event["suite"] == groups[-1][-1]["suite"]:
-            judged = later.get((event["suite"], *identity(event)), {})
-            alarms = [*event["alarm"], *judged.get("alarm", ())]
-            fields = event | judged | {"alarm": alarms, "change": None}
-            change = judged.get("change", event.get("change"))
-            yield fields | {"change": change, "results": {r["name"]: r for r in results}}
+            results_by_name = {line["name"]: line for line in results}
+            yield {"change": None} | event | {"results": results_by_name}
 
 
 def curve(rows: Sequence[Mapping[str, Any]], attack: str) -> list[tuple[float, float]]:
     """Return the points of a curve in a box of 600 by 200, over the order of checkpoints."""
     first, last = rows[0]["position"], rows[-1]["position"]
-    points = [
-        (row["position"], row["results"][attack]["accuracy"])
+    known = [
+        (row["position"] - first, row["results"][attack]["accuracy"])
         for row in rows
         if attack in row["results"]
     ]
-    span = max(last - first, 1)
-    known = ((x, y) for x, y in points if y == y)  # a NaN has no place
-    return [(600 * (x - first) / span, 200 * (1 - y)) for x, y in known]
+    # A NaN has no place.
+    return [(600 * x / max(last - first, 1), 200 * (1 - y)) for x, y in known if y == y]
 
 
 def alarms_of(history: History) -> Iterator[Fields]:
@@ -152,28 +131,7 @@ def alarms_of(history: History) -> Iterator[Fields]:
             yield {"kind": kind, "event": event, "to": to}
 
 
-def is_local(host: str) -> bool:
-    """Return whether an address or a name can only be of this machine."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host.lower().rstrip(".") == "localhost"
-
-
-def _host_of(environ: dict[str, Any]) -> str:
-    """Return the host that a browser asked for, without its port."""
-    try:
-        return urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname or ""
-    except ValueError:
-        return ""
-
-
 def ago(seconds: float) -> str:
     """Return a time span in the largest unit of which there are at least two."""
     unit, _, size = next(each for each in UNITS if seconds >= each[1] or each[2] == 1)
     return f"{max(0, seconds) // size:.0f} {unit}"
-
-
-def percent(share: float) -> str:
-    """Return a share with one digit after the point."""
-    return f"{share:.1%}"

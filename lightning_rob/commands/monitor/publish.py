@@ -5,61 +5,63 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from socketserver import ThreadingMixIn
+from collections.abc import Mapping
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
+from importlib.util import find_spec
+from ipaddress import ip_address
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from urllib.parse import urlsplit
 
 from lightning_rob.commands.configs import MonitorConfig
 from lightning_rob.commands.monitor.display import warn
-from lightning_rob.commands.monitor.page import page_app
-from lightning_rob.commands.monitor.state import Snapshot
+from lightning_rob.commands.monitor.history import timestamp
+from lightning_rob.commands.monitor.page import Snapshot, page_template, view
 from lightning_rob.runtime.errors import InputError
 
-NAMES = {"/": "page", "/metrics": "metrics", "/healthz": "health check"}
 LIFE = 3600.0  # /healthz fails after as many seconds, and --every, without a look into the folder
+REFRESH = 30  # seconds between two loads of the page
+HELD = "/?refresh=off"  # the page that does not refresh itself
+PAGE = {
+    "Content-Type": "text/html; charset=utf-8",
+    # The page has neither scripts nor forms, and loads nothing; its style is inline.
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
 
-App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]  # of WSGI
+Response = tuple[int, Mapping[str, str], bytes]  # status, headers, content
 
 
 class Publisher:
     """Publishes snapshots over HTTP and as a file, where the options ask for it.
 
-    Page and metrics of one address share a server; each server has /healthz.
-
     Args:
         config: options.
 
     Raises:
-        InputError: a port cannot be used, or the page's template cannot be read.
+        InputError: the port cannot be used, or the page's template cannot be read.
     """
 
     def __init__(self, config: MonitorConfig) -> None:
         self.looked_at, self.limit = time.monotonic(), LIFE + config.every
         self.snapshots: dict[str, Snapshot] = {}  # by run
         self.metrics: Any = None
-        apps: dict[tuple[str, int], dict[str, App]] = {}
-        options: dict[tuple[str, int], str] = {}
-        if config.serve is not None:
-            address = config.serve_host, config.serve
-            apps[address], options[address] = {"/": page_app(config, self)}, "--serve"
-        if config.metrics_port is not None or config.metrics_file is not None:
+        self.server: Server | None = None
+        self.local = is_local(config.serve_host)
+        if find_spec("prometheus_client"):
             from lightning_rob.commands.monitor.metrics import Metrics  # the package is an extra
 
             self.metrics = Metrics(self.snapshots, config.metrics_file)
-        if config.metrics_port is not None:
-            address = config.metrics_host, config.metrics_port
-            apps.setdefault(address, {})["/metrics"] = self.metrics.app
-            options.setdefault(address, "--metrics_port")
-        self.servers = [
-            Server(*address, own | {"/healthz": self._health}, options[address])
-            for address, own in apps.items()
-        ]
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the options ask for anything."""
-        return bool(self.servers or self.metrics)
+        if config.serve is not None:
+            self.template = page_template(config.template)
+            self.server = Server(config.serve_host, config.serve, self)
+        self.wanted = bool(self.server or config.metrics_file)
 
     def update(self, run: str, snapshot: Snapshot) -> None:
         """Publish the state of a source, which was looked at now."""
@@ -68,82 +70,107 @@ class Publisher:
         if self.metrics:
             self.metrics.write()
 
-    @property
-    def age(self) -> float:
-        """Seconds since the last look."""
-        return time.monotonic() - self.looked_at
-
-    @property
-    def healthy(self) -> bool:
-        """Whether the last look is recent."""
-        return self.age < self.limit
-
     def close(self) -> None:
-        """End the servers."""
-        for server in self.servers:
-            server.shutdown()
-            server.server_close()
+        """End the server."""
+        if self.server:
+            self.server.shutdown()
+            self.server.server_close()
 
-    def _health(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        """Respond with status 200, or 503 after too long without a look."""
-        status = "200 OK" if self.healthy else "503 Service Unavailable"
-        start_response(status, [("Content-Type", "application/json")])
-        return [json.dumps({"healthy": self.healthy, "seconds_since_look": self.age}).encode()]
+    def respond(self, path: str, headers: "Message[str, str]") -> Response:
+        """Return the response to a request; no other path is read."""
+        age = time.monotonic() - self.looked_at
+        healthy = age < self.limit
+        if path == "/healthz":
+            content = json.dumps({"healthy": healthy, "seconds_since_look": age}).encode()
+            return 200 if healthy else 503, {"Content-Type": "application/json"}, content
+        if path == "/metrics" and self.metrics:
+            return 200, *self.metrics.encoded(headers.get("Accept", ""))
+        if path not in ("/", HELD):
+            return 404, {}, b"only /, /healthz and, with the extra prometheus, /metrics\n"
+        # A page on this machine is only for names of this machine: the name of another that was
+        # made to lead here belongs to a website, whose scripts could read the page.
+        if self.local and not is_local(_host_of(headers)):
+            return 403, {}, b"open this page as localhost, or give its address to --serve_host\n"
+        text = self.template.render(
+            runs=[view(name, snapshot) for name, snapshot in list(self.snapshots.items())],
+            held=path == HELD,
+            healthy=healthy,
+            age=age,
+            now=timestamp(),
+            version=version("lightning-rob"),
+            refresh=REFRESH,
+        )
+        refresh = {} if path == HELD else {"Refresh": str(REFRESH)}
+        return 200, PAGE | refresh, text.encode(errors="backslashreplace")
 
 
-class Server(ThreadingMixIn, WSGIServer):
-    """Serves WSGI applications, each at one path, to GET and HEAD.
+class Server(ThreadingHTTPServer):
+    """Serves the responses of a publisher to GET and HEAD.
 
     Args:
         host: address to listen on.
         port: port; 0 takes any that is free.
-        apps: application of each path, one of `NAMES`.
-        option: option that is named in the error.
+        publisher: the publisher.
 
     Raises:
         InputError: the port cannot be used.
     """
 
-    daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, apps: Mapping[str, App], option: str) -> None:
-        self.apps = apps
+    def __init__(self, host: str, port: int, publisher: Publisher) -> None:
+        self.publisher = publisher
         try:
             info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self.address_family = info[0]
-            super().__init__((info[4][0], port), _Handler)  # type: ignore[arg-type]
+            super().__init__((str(info[4][0]), port), _Handler)
         except (OSError, OverflowError) as error:
-            raise InputError(f"{option} {port} on {host} cannot be used: {error}") from error
-        self.set_app(self._respond)
+            raise InputError(f"--serve {port} on {host} cannot be used: {error}") from error
         threading.Thread(target=self.serve_forever, daemon=True, name="server").start()
-        name = f"[{host}]" if ":" in host else host
-        root = f"http://{name}:{self.server_port}"
-        warn("serving " + ", ".join(f"{NAMES[path]} {root}{path}" for path in apps))
+        root = f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}"
+        metrics = f"metrics {root}/metrics, " if publisher.metrics else ""
+        warn(f"serving page {root}/, {metrics}health check {root}/healthz")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Report errors, but not that a client was slow or closed its connection."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
-    def _respond(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        """Call the application of a path; one that is unknown has status 404, a POST 405."""
-        app, method = self.apps.get(environ["PATH_INFO"]), environ["REQUEST_METHOD"]
-        if method not in ("GET", "HEAD"):
-            start_response("405 Method Not Allowed", [("Allow", "GET, HEAD")])
-            return []
-        if app is None:
-            start_response("404 Not Found", [("Content-Type", "text/plain")])
-            body: Iterable[bytes] = [f"only {', '.join(self.apps)}\n".encode()]
-        else:
-            body = app(environ | {"REQUEST_METHOD": "GET"}, start_response)
-        return body if method == "GET" else []
 
-
-class _Handler(WSGIRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
     """Serves one request, and ends a connection that stays silent."""
 
     timeout = 10.0
+    server: Server
+    server_version, sys_version = "lightning-rob", ""
+
+    def do_GET(self) -> None:
+        """Send the response, to HEAD without its content."""
+        status, headers, content = self.server.publisher.respond(self.path, self.headers)
+        self.send_response(status)
+        for header in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(*header)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    do_HEAD = do_GET
 
     def log_message(self, *_: Any) -> None:
         """Log no request."""
+
+
+def is_local(host: str) -> bool:
+    """Return whether an address or a name can only be of this machine."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
+
+
+def _host_of(headers: "Message[str, str]") -> str:
+    """Return the host that a browser asked for, without its port."""
+    try:
+        return urlsplit(f"//{headers.get('Host', '')}").hostname or ""
+    except ValueError:
+        return ""

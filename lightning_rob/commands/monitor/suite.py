@@ -1,16 +1,14 @@
 """The suite of attacks by which all checkpoints of a run are evaluated."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-
-from lightning.pytorch import Callback
 
 from lightning_rob.attacks import Attack
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.callbacks.measurement import Measurement, measure
 from lightning_rob.callbacks.robust_eval import full_defense
-from lightning_rob.commands.base import Run
+from lightning_rob.commands.base import Run, without_reporting
 from lightning_rob.commands.scores import Scores, scores_by_name
 from lightning_rob.evaluation.evaluate import as_defense
 from lightning_rob.evaluation.records import Result
@@ -24,31 +22,30 @@ from lightning_rob.threat import Threat
 class Suite:
     """Evaluates the current weights of a module, without any output.
 
+    Its attacks are those of the trainer's `RobustEval`; without one `default_attacks` in the ball
+    of the training.
+
     Args:
-        run: module, data and trainer of the first checkpoint.
-        evaluations: attacks and their targets; empty for `default_attacks` in the ball of the
-            training.
-        others: other callbacks of the trainer.
+        run: module, data and trainer of the first checkpoint; the trainer loses its loggers.
 
     Raises:
         ValueError: no attack on the full defense, or several devices.
     """
 
-    def __init__(
-        self, run: Run, evaluations: Sequence[RobustEval], others: Sequence[Callback]
-    ) -> None:
+    def __init__(self, run: Run) -> None:
         self.run, self.module = run, run.model
-        self.others = list(others)
         trainer = run.trainer
         if trainer.world_size > 1:
             raise ValueError(f"monitor runs on one device, got {trainer.world_size}")
-        if not evaluations:
-            attack = getattr(run.model, "attack", None)
-            threat = attack.threat if isinstance(attack, Attack) else Threat("linf", 8 / 255)
-            evaluations = [RobustEval(default_attacks(run.defense, threat), panel=0)]
-        trainer.callbacks = [*others, *evaluations]  # type: ignore[attr-defined]
-        for evaluation in evaluations:
-            evaluation.setup(trainer, run.model, "test")  # renames clashing attacks
+        with without_reporting(trainer) as (evaluations, self.others):
+            if not evaluations:
+                attack = getattr(run.model, "attack", None)
+                threat = attack.threat if isinstance(attack, Attack) else Threat("linf", 8 / 255)
+                evaluations = [RobustEval(default_attacks(run.defense, threat), panel=0)]
+            trainer.callbacks = [*self.others, *evaluations]  # type: ignore[attr-defined]
+            for evaluation in evaluations:
+                evaluation.setup(trainer, run.model, "test")  # renames clashing attacks
+        trainer.loggers = []
         self.evaluations = [
             Measurement(e.attacks, e.target, e.settings, **e.inputs) for e in evaluations
         ]
@@ -100,7 +97,7 @@ class Suite:
             after_batch: function that is called after every group of images.
 
         Returns:
-            Each result with its scores [N, R].
+            Each result, which names the attacked part of the defense, with its scores [N, R].
         """
         for evaluation in self.evaluations:
             evaluation.after_batch = after_batch
@@ -108,17 +105,15 @@ class Suite:
         results = measure(run.trainer, self.module, run.data, self.others, self.evaluations)
         pairs = [*zip(self.evaluations, results, strict=True)]
         full = [result for evaluation, result in pairs if evaluation.target is full_defense]
-        found: dict[str, tuple[Result, Scores]] = {}
+        worst = worst_over(full)
+        found = {WORST: (_on(full_defense, worst_measurement(full)), (worst.index, worst.scores))}
         # Clean images are those of the full defense, which therefore comes last.
         for evaluation, result in sorted(pairs, key=lambda pair: pair[0].target is full_defense):
             for name, scores in scores_by_name(result).items():
                 found[name] = _on(evaluation.target, result.measurement(name)), scores
-        worst, measured = worst_over(full), worst_measurement(full)
-        found[WORST] = _on(full_defense, measured), (worst.index, worst.scores)
         return [found[name] for name in self.names]
 
 
 def _on(target: Callable[..., Any], result: Result) -> Result:
-    """Return a result that names the attacked part of the defense."""
     name = getattr(target, "__name__", repr(target))
     return replace(result, details=result.details | {"target": name})

@@ -15,9 +15,8 @@ from lightning_rob.commands.report.blocks import (
     html,
     markdown,
 )
-from lightning_rob.commands.report.comparison import comparison
 from lightning_rob.commands.report.runs import Run, find_runs
-from lightning_rob.commands.report.sections import run_section
+from lightning_rob.commands.report.sections import comparison, run_section
 from lightning_rob.runtime.errors import visible
 
 __all__ = ["report", "run"]

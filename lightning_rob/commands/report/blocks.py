@@ -1,9 +1,9 @@
 """Parts of a report as plain data, and the templates that write them as HTML and Markdown."""
 
 import base64
+import math
 import os
 import re
-import struct
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from html import escape
@@ -12,10 +12,15 @@ from typing import NamedTuple, get_args
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
+from PIL import Image
 
 from lightning_rob.runtime.errors import visible
 
-SIGNATURE = b"\x89PNG\r\n\x1a\n"
+NONE = "\N{EN DASH}"
+WHOLE = "full_defense"  # the target that is the complete defense
+WORST = ("worst", WHOLE)
+Point = tuple[float, float]
+Interval = Sequence[float] | None  # two shares; None where they are not known
 
 
 class Heading(NamedTuple):
@@ -47,21 +52,13 @@ class Headline(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A PNG file, which the page embeds and Markdown links.
-
-    Args:
-        name: name of the file.
-        caption: text below it.
-        link: path from the folder of the report.
-        data: content in base 64; empty if it is not a PNG image.
-        width, height: size in the page's pixels.
-    """
+    """A PNG file, which the page embeds and Markdown links."""
 
     name: str
     caption: str
-    link: str
-    data: str = ""
-    width: int = 0
+    link: str  # path from the folder of the report
+    data: str = ""  # content in base 64; empty if it is not a PNG image
+    width: int = 0  # in the page's pixels
     height: int = 0
 
 
@@ -69,7 +66,11 @@ class Code(NamedTuple):
     """Preformatted YAML, which Markdown fences by more backticks than stand together in it."""
 
     text: str
-    fence: str
+
+    @property
+    def fence(self) -> str:
+        """The backticks."""
+        return "`" * max(3, 1 + max(map(len, re.findall("`+", self.text)), default=0))
 
 
 class Details(NamedTuple):
@@ -79,40 +80,37 @@ class Details(NamedTuple):
     blocks: Sequence["Block"]
 
 
+class Line(NamedTuple):
+    """A line of a figure, in the colour of a CSS variable; `band` is an area around it."""
+
+    name: str
+    value: str
+    color: str
+    dashed: bool
+    points: Sequence[Point]
+    band: Sequence[Point]
+
+
 class Curve(NamedTuple):
-    """A figure with a legend, which the page alone shows.
+    """A figure with a legend, which the page alone shows."""
 
-    Args:
-        svg: drawing inside the box.
-        box: left, top, width and height of the drawing.
-        alt: what the figure shows, in words.
-        legend: colour, dashes, width, name and last value of each line.
-        caption: text below it.
-    """
-
-    svg: Markup
-    box: str
-    alt: str
-    legend: Sequence[tuple[str, bool, int, str, str]]
+    lines: Sequence[Line]  # in a box of 600 by 200
+    ticks: Sequence[tuple[float, int]]  # place and number
+    peak: Point | None
+    marked: bool  # whether each point of a line has a mark
+    by: str  # text below the ticks
+    alt: str  # content of the figure in words
     caption: str
 
 
 class Cell(NamedTuple):
-    """A cell of a table.
-
-    Args:
-        text: its content.
-        small: more, in smaller print.
-        link: the `id` of a section of the page.
-        shade: a share in [0, 1] that colours the cell.
-        span: two shares, drawn as a range on a scale with `shade` as the point in it.
-    """
+    """A cell of a table."""
 
     text: str
-    small: str = ""
-    link: str = ""
-    shade: float | None = None
-    span: Sequence[float] | None = None
+    small: str = ""  # more, in smaller print
+    link: str = ""  # the `id` of a section of the page
+    shade: float | None = None  # a share in [0, 1] that colours the cell
+    span: Interval = None  # drawn as a range on a scale with `shade` as the point in it
 
 
 class Table(NamedTuple):
@@ -133,20 +131,15 @@ Block = Heading | Paragraph | Warned | Headline | Picture | Code | Details | Cur
 def picture(path: Path, caption: str, folder: Path) -> Picture:
     """Return a PNG file for a report in `folder`."""
     link = os.path.relpath(path.resolve(), folder.resolve()).replace(os.sep, "/")
-    png = path.read_bytes()
-    if png[:8] != SIGNATURE or len(png) < 24:
+    try:
+        with Image.open(path, formats=["PNG"]) as image:
+            # The page has 96 pixels an inch, whatever resolution the file was drawn in.
+            scale = 96 / (image.info.get("dpi") or (96,))[0]
+            width, height = (round(size * scale) for size in image.size)
+    except (OSError, SyntaxError, ZeroDivisionError, Image.DecompressionBombError):
         return Picture(path.name, caption, link)
-    # The page has 96 pixels an inch, whatever resolution the file was drawn in.
-    at = png.find(b"pHYs", 0, 500)
-    per_metre = int.from_bytes(png[at + 4 : at + 8], "big") if at > 0 else 0
-    scale = 96 / (per_metre * 0.0254) if per_metre else 1.0
-    width, height = (round(size * scale) for size in struct.unpack(">II", png[16:24]))
-    return Picture(path.name, caption, link, base64.b64encode(png).decode(), width, height)
-
-
-def code(text: str) -> Code:
-    """Return preformatted YAML."""
-    return Code(text, "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0)))
+    data = base64.b64encode(path.read_bytes()).decode()
+    return Picture(path.name, caption, link, data, width, height)
 
 
 def table(
@@ -180,6 +173,42 @@ def table(
     return Table(caption, heads, numeric, cells, strong, kind, shown)
 
 
+def percent(share: float | None) -> str:
+    """Return a share with one digit after the point; a dash where it is not known."""
+    return NONE if share is None or not math.isfinite(share) else f"{share:.1%}"
+
+
+def between(interval: Interval) -> str:
+    """Return an interval; an empty text where it is unknown."""
+    return f"{interval[0]:.1%} … {interval[1]:.1%}" if interval else ""
+
+
+def accuracy_cell(share: float | None, interval: Interval = None, shaded: bool = False) -> Cell:
+    """Return an accuracy above its interval, shaded by it where it is known."""
+    known = share is not None and math.isfinite(share)
+    return Cell(percent(share), between(interval), shade=share if shaded and known else None)
+
+
+def line_name(key: tuple[str, str]) -> str:
+    """Return the attack, and its target unless that is the whole defense."""
+    return key[0] if key[1] == WHOLE else f"{key[0]} on {key[1].replace('_', ' ')}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def extent(counts: Sequence[int]) -> str:
+    """Return one count, or the smallest and the largest."""
+    return " to ".join(f"{n:,}" for n in sorted({min(counts), max(counts)})) if counts else ""
+
+
+def split_of(stage: str) -> str:
+    """Return the split that a stage evaluates."""
+    return {"val": "validation"}.get(stage, stage)
+
+
 def plain(text: object) -> str:
     """Return text on one line in which Markdown finds nothing to interpret."""
     line = escape(visible(" ".join(str(text).split())), quote=False)
@@ -199,6 +228,7 @@ TEMPLATES = Environment(
 )
 TEMPLATES.filters["plain"] = plain
 TEMPLATES.filters["clamp"] = lambda share: 100 * min(max(share, 0.0), 1.0)
+TEMPLATES.filters["points"] = lambda points: " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 # The templates ask for the class of a block by its name: {% if block is Heading %}.
 TEMPLATES.tests |= {kind.__name__: partial(_is, kind) for kind in get_args(Block)}
 

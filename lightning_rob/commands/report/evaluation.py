@@ -1,30 +1,30 @@
-"""One evaluation of a run: the accuracy to cite, what limits it, and tables."""
+"""One evaluation of a run: the accuracy to cite, what limits it, tables; the curve of several."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_rob.commands.report.blocks import (
-    Block,
-    Cell,
-    Headline,
-    Paragraph,
-    Table,
-    Warned,
-    table,
-)
-from lightning_rob.commands.report.formatting import (
     NONE,
     WHOLE,
     WORST,
+    Block,
+    Cell,
+    Curve,
+    Headline,
+    Line,
+    Paragraph,
+    Table,
+    Warned,
     accuracy_cell,
     between,
+    extent,
     line_name,
     listed,
     percent,
     split_of,
-    target,
+    table,
 )
-from lightning_rob.commands.report.runs import AttackResult
+from lightning_rob.commands.report.runs import AttackResult, Key
 from lightning_rob.commands.specs import (
     Spec,
     arguments,
@@ -37,12 +37,17 @@ from lightning_rob.commands.specs import (
 )
 
 FEW = 100  # images below which an accuracy is hardly one
-SCALE = Cell("", small="0 to 100 %")  # the heading of a column that only the page has
+LOUD = ("severe", "warning")  # findings that are warnings
 WHICH = "docs/which_attack.md"
 SUITE = (
     "the plug-in for its kind of defense, such as autoattack for a single network and rec_suite "
     f"for a randomized ensemble: see {WHICH}"
 )
+WIDTH, HEIGHT = 600, 200  # of the drawing, without the texts around it
+COLORS = 8  # of the page
+MANY_EPOCHS = 40
+TICKS = 6
+Series = Mapping[Key, Sequence[AttackResult]]
 
 
 def evaluation(final: Sequence[AttackResult]) -> Iterator[Block]:
@@ -56,8 +61,7 @@ def evaluation(final: Sequence[AttackResult]) -> Iterator[Block]:
     found = {one["text"]: one for result in final for one in result.findings}  # each once
     for one in found.values():
         text = f"{one['text']} {one['advice']}"
-        is_loud = one["severity"] in ("severe", "warning")
-        yield Warned(text, "Finding") if is_loud else Paragraph(text, "note")
+        yield Warned(text, "Finding") if one["severity"] in LOUD else Paragraph(text, "note")
     yield accuracy_table(final)
 
 
@@ -95,27 +99,22 @@ def _cautions(final: Sequence[AttackResult]) -> Iterator[str]:
             f"{final[0].epoch}; no test is recorded."
         )
     yield from few_images(final)
+    plug_in = next((r.plug_in for r in final if r.plug_in), "")
+    advice = f"{plug_in}, the plug-in for its kind of defense: see {WHICH}" if plug_in else SUITE
+    is_own = any(f"/{r.name}.yaml" in plug_in for r in final)
+    advice = "" if is_own else f" Add {advice}."
     if not attacks:
-        yield f"no attack on the whole defense is recorded.{_advice(final)}"
+        yield f"no attack on the whole defense is recorded.{advice}"
     elif len(attacks) == 1:
         yield (
             f"{attacks[0].name} is the only attack. Accuracy under one attack is an upper bound "
-            f"of robustness; another may find more.{_advice(final)}"
+            f"of robustness; another may find more.{advice}"
         )
     if unknown := [line_name(r.key) for r in final if math.isnan(r.accuracy)]:
         yield f"no number was recorded for {listed(unknown)}."
     over = {threat for r in attacks for threat in threats(r, final)}
     if len(over) > 1:
         yield f"worst mixes attacks of different threats: {listed(sorted(over))}."
-
-
-def _advice(final: Sequence[AttackResult]) -> str:
-    """Return which plug-in to add; empty if it is that of the only attack."""
-    own = next((r.plug_in for r in final if r.plug_in), "")
-    if any(f"/{r.name}.yaml" in own for r in final):
-        return ""
-    advice = f"{own}, the plug-in for its kind of defense: see {WHICH}" if own else SUITE
-    return f" Add {advice}."
 
 
 def few_images(results: Sequence[AttackResult]) -> Iterator[str]:
@@ -131,11 +130,12 @@ def few_images(results: Sequence[AttackResult]) -> Iterator[str]:
 def accuracy_table(final: Sequence[AttackResult]) -> Table:
     """Return a row per attack, that of the accuracy to cite in bold type."""
     stage, cite = split_of(final[0].stage), result_to_cite(final)
-    measured = ["accuracy>", "95 % interval>", SCALE, "images>", "seconds>"]
+    scale = Cell("", small="0 to 100 %")  # the heading of a column that only the page has
+    measured = ["accuracy>", "95 % interval>", scale, "images>", "seconds>"]
     rows = [
         [
             r.name,
-            target(r.target),
+            r.target.replace("_", " "),
             percent(r.accuracy),
             between(r.interval),
             Cell("", shade=r.accuracy, span=r.interval),
@@ -162,16 +162,72 @@ def attack_table(
 ) -> Table:
     """Return the arguments of each attack, a row each."""
     columns = ["attack", "on", "method", "norm", "eps>", "steps>", "step size>", "other arguments"]
-    attacks = [r for r in results if r.is_attack]
-    rows = [row for r in attacks for row in _attack_rows(r.name, target(r.target), r.attack)]
+    rows = [row for r in results if r.is_attack for row in _attack_rows(r.name, r.target, r.attack)]
     return table(caption, columns, rows, kind="fine")
 
 
-def _attack_rows(name: str, on: str, attack: Spec) -> Iterator[list[str]]:
+def _attack_rows(name: str, target: str, attack: Spec) -> Iterator[list[str]]:
     """Yield a row for an attack and for each attack inside it."""
     threat, own = arguments(threat_of(attack)), arguments(attack)
     pairs = ((threat, "norm"), (threat, "eps"), (own, "steps"), (own, "step_size"))
     shown = [short(v) if (v := found.get(key)) is not None else NONE for found, key in pairs]
-    yield [name, on, class_name(attack.get("class_path")), *shown, other_arguments(attack)]
+    head = [name, target.replace("_", " "), class_name(attack.get("class_path"))]
+    yield [*head, *shown, other_arguments(attack)]
     for i, part in enumerate(inner_attacks(attack), start=1):
-        yield from _attack_rows(f"{name}, part {i}", on, part)
+        yield from _attack_rows(f"{name}, part {i}", target, part)
+
+
+def best(series: Series) -> AttackResult | None:
+    """Return the result with the best worst case, or the best under the only attack."""
+    attacked = [records for key, records in series.items() if key[1] == WHOLE and key[0] != "clean"]
+    ranked = series.get(WORST) or (attacked[0] if len(attacked) == 1 else [])
+    known = [record for record in ranked if record.accuracy == record.accuracy]
+    return max(known, key=lambda record: record.accuracy, default=None)
+
+
+def curve(series: Series, by: str = "epoch", of: str = "validation") -> Curve:
+    """Return the figure; of clean images the whole defense alone is shown.
+
+    Args:
+        series: (attack, target) -> results by epoch.
+        by: unit of `AttackResult.epoch` here.
+        of: split of the images.
+    """
+    shown = {k: records for k, records in series.items() if k[1] == WHOLE or k[0] != "clean"}
+    epochs = sorted({record.epoch for records in shown.values() for record in records})
+    first, span = epochs[0], max(epochs[-1] - epochs[0], 1)
+
+    def place(epoch: int, share: float) -> tuple[float, float]:
+        return WIDTH * (epoch - first) / span, HEIGHT * (1 - share)
+
+    lines = []
+    for i, (key, records) in enumerate(shown.items()):
+        known = [r for r in records if r.accuracy == r.accuracy]  # a NaN has no place
+        low, high = (
+            [place(r.epoch, (r.interval or (r.accuracy, r.accuracy))[end]) for r in known]
+            for end in (0, 1)
+        )
+        band = low + high[::-1] if key == WORST else []
+        color = {"clean": "--grey", "worst": "--ink"}.get(key[0], f"--line-{i % COLORS}")
+        points = [place(r.epoch, r.accuracy) for r in known]
+        value = percent(records[-1].accuracy)
+        lines.append(Line(line_name(key), value, color, key[1] != WHOLE, points, band))
+    values = ", ".join(f"{line.name} {line.value}" for line in lines)
+    alt = f"Accuracy on the {of} images by {by}, at the last {by}: {values}."
+    sentences = ["The band is the 95 % interval of worst."] if WORST in shown else []
+    if peak := best(series):
+        was = f"{peak.name} was best at {by} {peak.epoch}: {percent(peak.accuracy)}."
+        alt += f" {was}"
+        sentences.append(f"The circle marks where {was.replace(' at ', ', at ', 1)}")
+    n = extent([record.n for records in shown.values() for record in records])
+    sentences.append(f"The numbers are those of the last {by}; {n} {of} images.")
+    step = max(1, -(-len(epochs) // TICKS))
+    return Curve(
+        lines,
+        [(place(epoch, 0)[0], epoch) for epoch in epochs[::step]],
+        place(peak.epoch, peak.accuracy) if peak else None,
+        len(epochs) <= MANY_EPOCHS,
+        by,
+        alt,
+        " ".join(sentences),
+    )

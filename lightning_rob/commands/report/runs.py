@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from lightning_rob.commands.report.formatting import WHOLE, Interval
+from lightning_rob.commands.report.blocks import WHOLE, Interval
 from lightning_rob.commands.specs import Spec, class_name, is_spec
 
 SCHEMA = 1  # the version of the records that a report reads
@@ -21,12 +21,16 @@ Fields = dict[str, Any]
 Key = tuple[str, str]  # attack and target
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number."""
+def is_interval(value: Any) -> bool:
+    """Return whether a value is a list of two finite numbers."""
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+
+
+def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def is_matrix(value: Any) -> bool:
+def _is_matrix(value: Any) -> bool:
     """Return whether a value is a list of rows of numbers, all of one length."""
     is_table = isinstance(value, list) and all(isinstance(row, list) for row in value)
     if not (is_table and value and value[0] and len(set(map(len, value))) == 1):
@@ -34,13 +38,13 @@ def is_matrix(value: Any) -> bool:
     return all(isinstance(x, int | float) for row in value for x in row)
 
 
-def is_interval(value: Any) -> bool:
-    """Return whether a value is a list of two finite numbers."""
-    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
+def _is_finding(value: Any) -> bool:
+    names = ("name", "severity", "text", "advice")
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in names)
 
 
-def _is(kind: type) -> Callable[[Any], bool]:
-    return lambda value: type(value) is kind
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in kinds
 
 
 VALID: dict[str, Callable[[Any], bool]] = {  # the values that a report reads
@@ -49,18 +53,13 @@ VALID: dict[str, Callable[[Any], bool]] = {  # the values that a report reads
     **dict.fromkeys(("attack", "threat"), is_spec),
     **dict.fromkeys(("alarm", "intervals"), _is(list)),
     **dict.fromkeys(("versions", "change"), _is(dict)),
-    "accuracy": lambda value: value is None or type(value) in (int, float),
+    "accuracy": _is(type(None), int, float),
     "findings": lambda value: isinstance(value, list) and all(map(_is_finding, value)),
-    "seconds": is_number,
+    "seconds": _is_number,
     "interval": is_interval,
-    "matrix": is_matrix,
+    "matrix": _is_matrix,
     "over": lambda value: isinstance(value, list) and all(map(_is(str), value)),
 }
-
-
-def _is_finding(value: Any) -> bool:
-    names = ("name", "severity", "text", "advice")
-    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in names)
 
 
 def readable(fields: Fields) -> Fields:
@@ -83,23 +82,8 @@ def records_in(path: Path) -> Iterator[Fields]:
 class AttackResult:
     """Accuracy under one attack in one evaluation; `docs/evaluation.md` explains the fields.
 
-    Args:
-        name: name of the attack, or "clean" or "worst".
-        stage: "test" or "val".
-        accuracy: accuracy in [0, 1]; NaN where no image was attacked.
-        epoch: epoch, counted from 0.
-        target: attacked part of the defense.
-        interval: 95 % interval; None where it is not known.
-        n: number of images.
-        seconds: time of the attack.
-        attack: attack with its arguments; empty for "clean" and "worst".
-        threat: threat of the attack.
-        over: attacks that "worst" is the strongest of.
-        seed: seed of the evaluation's noise.
-        repeats: number of evaluations with fresh noise.
-        versions: versions of the packages.
-        plug_in: plug-in that the evaluation came from.
-        findings: findings of the checks, with "severity", "text" and "advice".
+    The name is that of the attack, or "clean" or "worst"; a stage is "test" or "val". The accuracy
+    is NaN where no image was attacked, and `attack` is empty for "clean" and "worst".
     """
 
     name: str
@@ -177,33 +161,18 @@ class Evaluations:
 
 @dataclass(frozen=True)
 class Run:
-    """A folder with records.
-
-    Args:
-        folder: path of the folder.
-        label: name that no other run on the page has.
-        evaluations: results of `RobustEval`.
-        matrices: records of `TransferMatrixEval`, the last of each stage and attack.
-        votes: records of `VotingRuleEval`, the last of each stage, attack, ensemble and rule.
-        sweep: records of `lightning-rob sweep`.
-        monitor: records of `lightning-rob monitor`.
-        audit: record of `RobustAudit`; empty where there is none.
-        others: last record of a gallery by the name of its file.
-        recipe: text of config.yaml; empty where there is none.
-        config: content of config.yaml.
-        pictures: paths of PNG files.
-    """
+    """A folder with records."""
 
     folder: Path
-    label: str
-    evaluations: Evaluations
-    matrices: list[Fields]
-    votes: list[Fields]
+    label: str  # that no other run on the page has
+    evaluations: Evaluations  # of `RobustEval`
+    matrices: list[Fields]  # of `TransferMatrixEval`, the last of each stage and attack
+    votes: list[Fields]  # of `VotingRuleEval`, the last of each stage, attack, ensemble and rule
     sweep: list[Fields]
     monitor: list[Fields]
-    audit: Fields
-    others: dict[str, Fields]
-    recipe: str
+    audit: Fields  # of `RobustAudit`; empty where there is none
+    others: dict[str, Fields]  # last record of a gallery by the name of its file
+    recipe: str  # text of config.yaml, and its content
     config: Fields
     pictures: list[Path]
 
@@ -254,15 +223,27 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
         raise ValueError(
             f"no records in {searched}: RobustEval writes robust.jsonl to the folder of a run"
         )
-    return _labelled(runs)
+    # The label is as little of the path as distinguishes the run.
+    parents = [run.folder.resolve().parent for run in runs]
+    top = Path(os.path.commonpath(parents)) if len(runs) > 1 else parents[0].parent
+    labels = [run.folder.resolve().relative_to(top).as_posix() for run in runs]
+    return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Return a key that sorts version_10 after version_9."""
+    return [(int(part or 0), word) for word, part in re.findall(r"(\D*)(\d*)", str(path))]
 
 
 def read_run(folder: Path) -> Run:
     """Read all records of a folder; their `kind` says what they are, not the file's name."""
     files = [path for path in sorted(folder.glob("*.jsonl")) if path.name != MONITOR]
     found = [(path.stem, fields) for path in files for fields in _of_last_test(records_in(path))]
-    records = [fields for _, fields in found if "variable" not in fields]
-    matrices = [fields for fields in _of_kind(records, "transfer_matrix") if "matrix" in fields]
+    kinds: dict[Any, list[Fields]] = {}
+    for _, fields in found:
+        if "variable" not in fields:
+            kinds.setdefault(fields.get("kind"), []).append(fields)
+    matrices = [fields for fields in kinds.get("transfer_matrix", ()) if "matrix" in fields]
     recipe = folder / "config.yaml"
     text = recipe.read_text(errors="replace") if recipe.is_file() else ""
     try:
@@ -272,9 +253,9 @@ def read_run(folder: Path) -> Run:
     return Run(
         folder=folder,
         label=folder.name,
-        evaluations=Evaluations(filter(None, map(attack_result, _of_kind(records, "accuracy")))),
+        evaluations=Evaluations(filter(None, map(attack_result, kinds.get("accuracy", ())))),
         matrices=_last(matrices, "name"),
-        votes=_last(_of_kind(records, "voting_rule"), "name", "ensemble", "rule"),
+        votes=_last(kinds.get("voting_rule", ()), "name", "ensemble", "rule"),
         sweep=[fields for _, fields in found if "variable" in fields],
         monitor=list(records_in(folder / MONITOR)),
         audit=_audit(folder / AUDIT),
@@ -283,10 +264,6 @@ def read_run(folder: Path) -> Run:
         config=config if isinstance(config, dict) else {},
         pictures=sorted(filter(Path.is_file, folder.glob("*.png"))),
     )
-
-
-def _of_kind(records: Iterable[Fields], kind: str) -> list[Fields]:
-    return [fields for fields in records if fields.get("kind") == kind]
 
 
 def _audit(path: Path) -> Fields:
@@ -313,18 +290,3 @@ def _last(records: Iterable[Fields], *names: str) -> list[Fields]:
     """Return the last record by stage and these fields; those of the test if there was one."""
     last = {tuple(str(fields.get(key)) for key in ("stage", *names)): fields for fields in records}
     return [f for f in last.values() if f.get("stage") == "test"] or list(last.values())
-
-
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Return a key that sorts version_10 after version_9."""
-    return [(int(part or 0), word) for word, part in re.findall(r"(\D*)(\d*)", str(path))]
-
-
-def _labelled(runs: list[Run]) -> list[Run]:
-    """Label each run with as little of its path as distinguishes it."""
-    folders = [run.folder.resolve() for run in runs]
-    top = Path(os.path.commonpath([folder.parent for folder in folders]))
-    if len(runs) == 1:
-        top = top.parent
-    labels = [folder.relative_to(top).as_posix() for folder in folders]
-    return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]

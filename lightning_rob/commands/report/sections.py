@@ -1,51 +1,126 @@
-"""The section of a run: evaluation, history, studies, pictures, recipe."""
+"""The sections of a report: the comparison of runs; of each run evaluation, history, studies."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_rob.commands.report.blocks import (
+    NONE,
+    WHOLE,
     Block,
     Cell,
+    Code,
     Details,
     Heading,
-    Paragraph,
-    Warned,
-    code,
-    picture,
-    table,
-)
-from lightning_rob.commands.report.curve import best, curve
-from lightning_rob.commands.report.evaluation import (
-    attack_table,
-    evaluation,
-    few_images,
-    result_cell,
-)
-from lightning_rob.commands.report.formatting import (
-    NONE,
     Interval,
+    Paragraph,
+    Table,
+    Warned,
     accuracy_cell,
     extent,
     line_name,
+    listed,
     percent,
+    picture,
     split_of,
+    table,
 )
-from lightning_rob.commands.report.monitor import monitor
+from lightning_rob.commands.report.evaluation import (
+    LOUD,
+    attack_table,
+    best,
+    curve,
+    evaluation,
+    few_images,
+    result_cell,
+    threats,
+)
 from lightning_rob.commands.report.runs import (
     AttackResult,
     Fields,
+    Key,
     Run,
     attack_result,
+    by_line,
     is_interval,
     setting,
 )
-from lightning_rob.commands.specs import class_name, short, threat_text
+from lightning_rob.commands.specs import class_name, flat, short, threat_text
+from lightning_rob.comparisons import holm
 
 LONG = 60  # letters of a field from which it is left out of a caption
 HIDDEN = ("schema", "kind", "name")  # fields that no caption shows
-LOUD = ("severe", "warning")
 TRANSFER, SWEEP = "transfer", "sweep"  # the beginnings of pictures' names
+Checkpoint = tuple[Fields, dict[Key, AttackResult]]  # the record that ends it, and its results
+Column = tuple[str, str, str]  # attack, target, threat
+Results = Mapping[Column, AttackResult]
+MARK = "\N{DAGGER}"
+
+
+def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
+    """Yield a table with a row per run and a column per attack within one threat, and warnings.
+
+    Each row links to the section of its run by that section's `id`, one of `names`.
+    """
+    rows = [(run, name, results_of(run)) for run, name in zip(runs, names, strict=True)]
+    rows = [row for row in rows if row[2]]
+    if not rows:
+        return
+    by_label = {run.label: found for run, _, found in rows}
+    columns = list(dict.fromkeys(column for found in by_label.values() for column in found))
+    apart = {column: differences(by_label, column) for column in columns}
+    heads = [
+        Cell(f"{line_name(column[:2])}{f' {MARK}' if apart[column] else ''}>", small=column[2])
+        for column in columns
+    ]
+    cells = []
+    for run, name, found in rows:
+        splits = dict.fromkeys(split_of(r.stage) for r in found.values())
+        results = [result_cell(found.get(column)) for column in columns]
+        n = extent([r.n for r in found.values()])
+        cells.append([Cell(run.label, link=name), run.title, listed(list(splits)), n, *results])
+    caption = "The last evaluation of each run, with 95 % intervals"
+    yield table(caption, ["run", "what", "split", "images>", *heads], cells, kind="runs")
+    yield from (Warned(f"{MARK} {line}") for line in apart.values() if line)
+    if len(data := {run.data for run, _, _ in rows if run.data}) > 1:
+        names = listed(sorted(data))
+        yield Warned(f"the runs are of different data ({names}): do not compare their accuracies.")
+    if len(of := {split_of(r.stage) for found in by_label.values() for r in found.values()}) > 1:
+        yield Warned(f"some accuracies are of {listed(sorted(of))} images: do not compare them.")
+
+
+def results_of(run: Run) -> Results:
+    """Return a run's last evaluation by column."""
+    final = run.evaluations.last()
+    shown = [r for r in final if r.target == WHOLE or r.name != "clean"]
+    return {(*r.key, listed(sorted(threats(r, final)))): r for r in shown}
+
+
+def differences(by_label: Mapping[str, Results], column: Column) -> str:
+    """Return how the attacks of one column differ between runs; empty where they do not."""
+    kinds: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for label, found in by_label.items():
+        if column in found:
+            one = found[column]
+            options = flat(one.attack) if one.is_attack else {"over": f"({', '.join(one.over)})"}
+            kinds.setdefault(tuple(options.items()), []).append(label)
+    title = f"{line_name(column[:2])} {column[2]}".strip()
+    if len(kinds) < 2:
+        parts = {c for found in by_label.values() for c in found if c[0] not in ("clean", "worst")}
+        mixed = column[0] == "worst" and any(
+            differences(by_label, part) for part in parts if part[1:] == column[1:]
+        )
+        return f"{title} is over attacks that are not the same in all runs." if mixed else ""
+    definitions = [dict(kind) for kind in kinds]
+    keys = dict.fromkeys(key for options in definitions for key in options)
+    apart = [key for key in keys if len({options.get(key) for options in definitions}) > 1]
+    described = [
+        f"{listed(labels)}: "
+        + ", ".join(f"{key}={options.get(key, 'not recorded')}" for key in apart)
+        for labels, options in zip(kinds.values(), definitions, strict=True)
+    ]
+    return f"{title} does not mean the same in all runs. {'; '.join(described)}."
 
 
 def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block]:
@@ -59,8 +134,8 @@ def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block
         yield Paragraph(" · ".join(about), "setup")
     if final:
         yield from evaluation(final)
-    yield from _history(run, name, below)
-    yield from monitor(run.monitor, f"{name}-monitor", below)
+    yield from _history(run, below)
+    yield from monitor(run.monitor, below)
     yield from _audit(run.audit, below)
     if any(result.is_attack for result in final):
         yield Heading(below, "Arguments of the attacks")
@@ -92,22 +167,21 @@ def _setup(run: Run) -> Iterator[str]:
         yield f"checkpoint {checkpoint}"
 
 
-def _history(run: Run, name: str, level: int) -> Iterator[Block]:
+def _history(run: Run, level: int) -> Iterator[Block]:
     """Yield the curve over the epochs, and its numbers."""
     series = run.evaluations.series()
     evaluated = sorted(run.evaluations.by_stage.get("val", {}).items(), reverse=True)
     if not evaluated:
         return
     yield Heading(level, "Epoch by epoch")
-    yield curve(series, name)
+    yield curve(series)
     rows = [
         [epoch, *(percent(at[key].accuracy) if key in at else NONE for key in series)]
         for epoch, at in evaluated
     ]
     peak = best(series)
     caption = "Accuracy on the validation images by epoch, the latest first"
-    if peak:
-        caption += f"; {peak.name} was best at epoch {peak.epoch}"
+    caption += f"; {peak.name} was best at epoch {peak.epoch}" if peak else ""
     strong = [i for i, (epoch, _) in enumerate(evaluated) if peak and peak.epoch == epoch]
     columns = ["epoch", *(f"{line_name(key)}>" for key in series)]
     yield Details("The numbers of every epoch", [table(caption, columns, rows, strong)])
@@ -191,13 +265,12 @@ def _matrices(matrices: Sequence[Fields], level: int) -> Iterator[Block]:
         columns = [f"member {j + 1} attacked>" for j in range(len(fields["matrix"][0]))]
         rows: list[list[object]] = []
         for i, shares in enumerate(fields["matrix"]):
-            intervals = [_interval(fields, i, j) for j in range(len(shares))]
-            pairs = zip(shares, intervals, strict=True)
+            pairs = ((share, _interval(fields, i, j)) for j, share in enumerate(shares))
             cells = [accuracy_cell(share, interval, shaded=True) for share, interval in pairs]
             rows.append([f"member {i + 1} predicts", *cells])
-        n, stage, threat = fields.get("n"), fields.get("stage"), threat_text(fields.get("threat"))
-        within = f" ({threat})" if threat else ""
-        of = f"{n:,} {split_of(str(stage))}" if isinstance(n, int) else split_of(str(stage))
+        n, stage, threat = fields.get("n"), str(fields.get("stage")), fields.get("threat")
+        within = f" ({threat_text(threat)})" if threat_text(threat) else ""
+        of = f"{n:,} {split_of(stage)}" if isinstance(n, int) else split_of(stage)
         epoch = f" at epoch {fields['epoch']}" if stage != "test" and "epoch" in fields else ""
         caption = f"{fields.get('name')}{within}: accuracy on {of} images{epoch}"
         yield table(caption, ["prediction", *columns], rows, kind="matrix")
@@ -267,4 +340,72 @@ def _provenance(run: Run, final: Sequence[AttackResult]) -> Iterator[Block]:
     if known:
         yield Paragraph("; ".join(known) + ".", "note")
     if run.recipe:
-        yield Details("The recipe: config.yaml", [code(run.recipe)])
+        yield Details("The recipe: config.yaml", [Code(run.recipe)])
+
+
+def monitor(records: Sequence[Fields], level: int) -> Iterator[Block]:
+    """Yield alarms, the curve of the last suite, and its numbers."""
+    alarms = dict.fromkeys(_alarms(records))  # a later end may repeat one
+    found = sorted(_evaluated(records), key=lambda checkpoint: _position(checkpoint[0]))
+    if found or alarms:
+        yield Heading(level, "Checkpoint by checkpoint")
+    yield from map(Warned, alarms)
+    if found:
+        # Checkpoints of a training follow one another by step, models that replace one another
+        # in a single file by evaluation.
+        replaced = any(_position(event) != event["step"] for event, _ in found)
+        series, by = by_line(results for _, results in found), "evaluation" if replaced else "step"
+        yield curve(series, by, "test")
+        numbers = _numbers(found[::-1], list(series), by)
+        attacks = attack_table(list(found[-1][1].values()))
+        yield Details("The numbers of every checkpoint", [numbers, attacks])
+
+
+def _position(event: Fields) -> int:
+    return int(event["position"] if "position" in event else event["step"])
+
+
+def _evaluated(records: Sequence[Fields]) -> Iterator[Checkpoint]:
+    """Yield the complete evaluations by the suite that was used last."""
+    needed = {"step", "checkpoint"}
+    ends = [f for f in records if f.get("event") == "evaluated" and needed <= f.keys()]
+    results: list[Fields] = []
+    for fields in records:
+        if "event" not in fields:
+            results.append(fields)
+            continue
+        if fields in ends and fields.get("suite") == ends[-1].get("suite"):
+            known = filter(None, map(attack_result, results))
+            yield fields, {r.key: replace(r, epoch=_position(fields)) for r in known}
+        results = []
+
+
+def _alarms(records: Sequence[Fields]) -> Iterator[str]:
+    """Yield alarms by checkpoint, and checkpoints that were deleted too soon."""
+    for fields in records:
+        for alarm in fields.get("alarm", []):
+            yield f"{fields.get('checkpoint')}: {alarm}" if "step" in fields else str(alarm)
+        if fields.get("event") == "missed":
+            yield f"{fields.get('checkpoint')} went before it could be evaluated"
+
+
+def _numbers(found: Sequence[Checkpoint], keys: Sequence[Key], by: str) -> Table:
+    """Return a row for each checkpoint, in bold type where it has an alarm."""
+    p = {i: event["change"].get("p") for i, (event, _) in enumerate(found) if "change" in event}
+    p = {i: value for i, value in p.items() if isinstance(value, float) and 0 <= value <= 1}
+    adjusted = dict(zip(p, holm(list(p.values())), strict=True))
+    rows: list[list[object]] = []
+    for i, (event, results) in enumerate(found):
+        images = [event.get("change", {}).get(key) for key in ("newly_vulnerable", "won_back")]
+        counts = [len(of) if isinstance(of, list) else NONE for of in images]
+        row = [Cell(event["checkpoint"], small=str(event.get("date", ""))[:16]), _position(event)]
+        row += [*(result_cell(results.get(key)) for key in keys), *counts]
+        rows.append(row + [f"{of[i]:.3g}" if i in of else NONE for of in (p, adjusted)])
+    columns = ["checkpoint", f"{by}>", *(f"{line_name(key)}>" for key in keys)]
+    columns += ["newly vulnerable>", "won back>", "p>", "p, Holm>"]
+    caption = (
+        "Accuracy on the test images by checkpoint with 95 % intervals, the latest first; each "
+        "change is since the checkpoint before, p: McNemar's exact test"
+    ) + (f", Holm over {len(p)} comparisons" if p else "")
+    alarmed = [i for i, (event, _) in enumerate(found) if event.get("alarm")]
+    return table(caption, columns, rows, alarmed)
