@@ -1,10 +1,8 @@
 """Commands that need torch: `RobustCLI` builds what they work on."""
 
 import logging
-import os
 import re
 import shlex
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -102,16 +100,6 @@ class CommandCLI(RobustCLI):
         )
 
 
-class CheckpointCLI(CommandCLI):
-    """Builds what `test` would run for a checkpoint, without its weights, and does not run it."""
-
-    def test(self, model: Any, datamodule: Any, ckpt_path: str | None = None, **_: Any) -> None:
-        """Do nothing: the command decides when to evaluate."""
-
-    def after_test(self) -> None:
-        """Do nothing: no accuracies are logged."""
-
-
 def model_overrides(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield the options that change the model of a checkpoint; of a file, its content."""
     for arg in args:
@@ -151,13 +139,8 @@ def _build(line: CommandLine, path: Path) -> Run:
     plugged = [f"--trainer.callbacks+={file}" for file in line.options.suite or ()]
     own = ["--trainer.devices=1", "--trainer.logger=false", *plugged]
     line = read_command_line(line.command, *own, *line.given)
-    with tempfile.TemporaryDirectory() as folder:
-        given = path
-        if not os.fspath(path).isprintable():  # YAML has no text for such a name
-            given = Path(folder) / "given.ckpt"
-            given.symlink_to(path.absolute())
-        line = replace(line, args=[f"--ckpt_path={given}", *line.args])
-        return CheckpointCLI(line).built(str(path))
+    line = replace(line, args=[f"--ckpt_path={path}", *line.args])
+    return CommandCLI(line, run=False).built(str(path))
 
 
 def _with_trainings(line: CommandLine) -> None:

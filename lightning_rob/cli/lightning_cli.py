@@ -131,6 +131,8 @@ class RobustCLI(LightningCLI):
                 line = read_command_line(*line) if run else read_command_line("fit", *line)
             self.line = line
             self.method = self._method() if run else ""
+            # Without a run, the checkpoint says what to build, and its weights are not loaded.
+            args = [arg for arg in line.args if run or not arg.startswith("--ckpt_path=")]
             with raise_thread_errors(), supervised, reading_recipes():
                 super().__init__(
                     LightningModule,
@@ -143,7 +145,7 @@ class RobustCLI(LightningCLI):
                     auto_configure_optimizers=False,
                     load_from_checkpoint_support=False,
                     seed_everything_default=0,
-                    args=[*self._recipe_of_checkpoint(), *line.args],
+                    args=[*self._recipe_of_checkpoint(), *args],
                     run=False,
                 )
                 if self.method:

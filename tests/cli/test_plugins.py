@@ -12,7 +12,7 @@ import lightning_rob
 from lightning_rob.attacks import PGD
 from lightning_rob.callbacks import RobustEval
 from lightning_rob.cli.options import join_values, option_types, read_command_line
-from lightning_rob.commands.configs import MonitorConfig
+from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.recipes import safe_yaml
 from lightning_rob.recipes.plugins import expand
 from lightning_rob.recipes.safe_yaml import parse_fractions

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from lightning_rob.cli.options import read_command_line
-from lightning_rob.commands.configs import MonitorConfig
+from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.commands.monitor.history import History, timestamp
 from lightning_rob.commands.monitor.page import Snapshot, newest_group
 from lightning_rob.commands.monitor.publish import Publisher

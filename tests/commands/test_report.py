@@ -370,6 +370,17 @@ def test_files_go_to_the_run_or_here(tmp_path, whole, monkeypatch, capsys):
     assert "Wrote report.md" in capsys.readouterr().out
 
 
+def test_a_template_of_the_user_overrides_a_block(whole, capsys):
+    template = whole / "mine.html"
+    template.write_text('{% extends "page.html" %}{% block style %}p { color: red }{% endblock %}')
+    main(["report", str(whole), "--template", str(template)])
+    html = (whole / "report.html").read_text()
+    assert "p { color: red }" in html and "61.2%" in html
+    assert "--ink" not in html.partition("<body>")[0]
+    template.write_text("{% for %}")
+    assert "cannot be used" in fails(capsys, whole, "--template", template)
+
+
 def test_no_torch_is_needed(whole):
     code = (
         "import sys; from lightning_rob.cli import main; "

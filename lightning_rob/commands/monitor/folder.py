@@ -122,7 +122,7 @@ class CheckpointFolder:
                 self.record(line | {"event": "missed", "date": timestamp()})
 
     def read(self, file: CheckpointFile) -> Content:
-        """Return the content of a checkpoint, which is read unless it is held.
+        """Return the content of a checkpoint, which is read unless it is held, for its evaluation.
 
         Raises:
             Replaced: it was replaced or deleted.
@@ -130,23 +130,20 @@ class CheckpointFolder:
             InputError: it is not a checkpoint, or damaged.
         """
         version = file.name, file.stamp
-        return self.held[version][0] if version in self.held else self._read(*version)[0]
+        return (self.held.pop(version, None) or self._read(*version))[0]
 
     def hold(self, files: Collection[CheckpointFile]) -> None:
         """Forget the content of all other checkpoints."""
         kept = {(file.name, file.stamp) for file in files}
         self.held = {version: content for version, content in self.held.items() if version in kept}
 
-    def _read(self, name: str, stamp: Stamp) -> tuple[Content, str]:
-        """Return content and SHA-256 of a file, which is compared with its manifest."""
+    def _read(self, name: str, stamp: Stamp) -> tuple[Content, int, str]:
+        """Return content, bytes and SHA-256 of a file, which is compared with its manifest."""
         with self.source.local(name, stamp) as path:
             content = read_checkpoint(str(path))
             manifest = manifest_path(path)  # which was compared with the file just now
             file = manifest.read_text().split()[0].lower() if manifest.exists() else digest(path)
-            size = path.stat().st_size
-        if not self.held or size + sum(other for _, other in self.held.values()) <= HELD:
-            self.held[name, stamp] = content, size
-        return content, file
+            return content, path.stat().st_size, file
 
     def _find(self, name: str, stamp: Stamp) -> Refused | None:
         """Keep a file if it is complete; record it as broken when it stays unreadable for a while.
@@ -186,13 +183,15 @@ class CheckpointFolder:
 
     def _add(self, name: str, stamp: Stamp) -> None:
         """Read a file, and record that it was seen."""
-        content, file = self._read(name, stamp)
+        content, size, file = self._read(name, stamp)
         epoch, step = (int(content.get(key, 0)) for key in ("epoch", "global_step"))
         config = config_in_checkpoint(content, name)
         model = (yaml.safe_load(config or "") or {}).get("model")
         recipe = hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode())
         hashes = file, weights_of(content), recipe.hexdigest()
         self.found[name] = found = CheckpointFile(name, stamp, *hashes, epoch, step, config)
+        if not self.held or size + sum(other for _, other in self.held.values()) <= HELD:
+            self.held[name, stamp] = content, size
         self.record({"event": "seen", READ: list(stamp), "config": config} | found.facts)
 
     def _event(self, kind: str, name: str, stamp: Stamp, key: str) -> Fields | None:

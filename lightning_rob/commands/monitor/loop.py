@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_rob.commands.base import Run, quiet_lightning
 from lightning_rob.commands.checkpoints import RECIPE, load_weights
-from lightning_rob.commands.configs import MissingRun, MonitorConfig
+from lightning_rob.commands.monitor import MissingRun, MonitorConfig
 from lightning_rob.commands.monitor.comparison import (
     current_results,
     final_alarms,
@@ -357,11 +357,10 @@ class Watched:
             Replaced: the file changed before it was read.
         """
         assert self.suite is not None
-        content = dict(self.folder.read(file))
         if file.recipe != self.recipe:
             self.suite.replace_module(self.built(file).model)
             self.recipe = file.recipe
-        load_weights(self.suite.module, content)
+        load_weights(self.suite.module, self.folder.read(file))
 
         def look_in_time() -> None:
             # An evaluation may last longer than a file is there; the next step reports errors.

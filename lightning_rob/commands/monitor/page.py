@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, Template, TemplateError
+from jinja2 import Environment, FileSystemLoader
 
 from lightning_rob.commands.monitor.history import (
     JUDGED,
@@ -18,7 +18,6 @@ from lightning_rob.commands.monitor.history import (
 )
 from lightning_rob.commands.monitor.notify import kind_of
 from lightning_rob.evaluation.results import WORST
-from lightning_rob.runtime.errors import InputError
 from lightning_rob.tables import CLEAN
 
 UNITS = (("days", 2 * 86400, 86400), ("h", 7200, 3600), ("min", 120, 60), ("s", 0, 1))
@@ -55,21 +54,6 @@ def newest_group(history: History, suite: str) -> list[Fields]:
     groups = [g for g in groups if g[-1]["suite"] == suite]
     # Of equal positions max returns the first, and the later one counts.
     return max(reversed(groups), key=lambda group: group[-1]["position"], default=[])
-
-
-def page_template(path: Path | None) -> Template:
-    """Return the template of the user, or else that of this package.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    place = path or Path(__file__).with_name("page.html")
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    environment.filters |= {"ago": ago, "percent": "{:.1%}".format}
-    try:
-        return environment.from_string(place.read_text("utf-8"))
-    except (OSError, ValueError, TemplateError) as error:
-        raise InputError(f"the template {place} cannot be used: {error}") from error
 
 
 def view(name: str, snapshot: Snapshot) -> dict[str, Any]:
@@ -135,3 +119,7 @@ def ago(seconds: float) -> str:
     """Return a time span in the largest unit of which there are at least two."""
     unit, _, size = next(each for each in UNITS if seconds >= each[1] or each[2] == 1)
     return f"{max(0, seconds) // size:.0f} {unit}"
+
+
+TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+TEMPLATES.filters |= {"ago": ago, "percent": "{:.1%}".format}

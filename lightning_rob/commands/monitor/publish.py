@@ -14,10 +14,11 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_rob.commands.configs import MonitorConfig
+from lightning_rob.commands.monitor import MonitorConfig
 from lightning_rob.commands.monitor.display import warn
 from lightning_rob.commands.monitor.history import timestamp
-from lightning_rob.commands.monitor.page import Snapshot, page_template, view
+from lightning_rob.commands.monitor.page import TEMPLATES, Snapshot, view
+from lightning_rob.commands.report.blocks import page_template
 from lightning_rob.runtime.errors import InputError
 
 LIFE = 3600.0  # /healthz fails after as many seconds, and --every, without a look into the folder
@@ -59,7 +60,7 @@ class Publisher:
 
             self.metrics = Metrics(self.snapshots, config.metrics_file)
         if config.serve is not None:
-            self.template = page_template(config.template)
+            self.template = page_template(TEMPLATES, config.template)
             self.server = Server(config.serve_host, config.serve, self)
         self.wanted = bool(self.server or config.metrics_file)
 

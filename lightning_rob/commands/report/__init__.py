@@ -2,10 +2,12 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import ClassVar
 
-from lightning_rob.commands.configs import ReportConfig
+from lightning_rob.commands.config import CommandConfig
 from lightning_rob.commands.report.blocks import (
     TEMPLATES,
     Block,
@@ -14,12 +16,47 @@ from lightning_rob.commands.report.blocks import (
     Warned,
     html,
     markdown,
+    page_template,
 )
 from lightning_rob.commands.report.runs import Run, find_runs
 from lightning_rob.commands.report.sections import comparison, run_section
 from lightning_rob.runtime.errors import visible
 
 __all__ = ["report", "run"]
+
+
+@dataclass(frozen=True)
+class ReportConfig(CommandConfig):
+    """Turn the records of runs into one HTML page, complete in itself, and into Markdown.
+
+    A page shows the last evaluation of each run, its robust accuracy epoch by epoch, all
+    arguments of each attack, sweeps, matrices and pictures where a run has them, and the
+    recipe. Several runs are compared in one table.
+
+      lightning-rob report logs/version_0     logs/version_0/report.html and .md
+      lightning-rob report logs               all runs below logs, compared
+      lightning-rob report logs/version_0 logs/version_1 --out compared.html
+
+    Args:
+        runs: folders of runs, or folders above runs
+        out: the page, .html; else report.html in RUN, or here if there are several
+        template: Jinja template of the page, which may extend "page.html"
+
+    Raises:
+        ValueError: no run.
+    """
+
+    positional: ClassVar[str] = "runs"
+    reads_records: ClassVar[bool] = True
+    usage: ClassVar[str] = "RUN [RUN ...] [options]"
+
+    runs: tuple[Path, ...] = ()
+    out: Path | None = None
+    template: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ValueError("report takes at least one folder: lightning-rob report RUN")
 
 
 def run(config: ReportConfig) -> None:
@@ -30,7 +67,7 @@ def run(config: ReportConfig) -> None:
         if not any(path.is_relative_to(folder.resolve()) for path in known):
             print(visible(f"Nothing is recorded in {folder}"), file=sys.stderr)
     folder = config.runs[0] if len(config.runs) == 1 else Path()
-    for path in _write(runs, config.out or folder / "report.html"):
+    for path in _write(runs, config.out or folder / "report.html", config.template):
         print(visible(f"Wrote {path}"))
 
 
@@ -51,34 +88,38 @@ def report(folders: Sequence[str | Path], out: Path) -> tuple[Path, Path]:
     return _write(find_runs(folders), out)
 
 
-def _write(runs: Sequence[Run], out: Path) -> tuple[Path, Path]:
+def _write(runs: Sequence[Run], out: Path, template: Path | None = None) -> tuple[Path, Path]:
     if out.suffix != ".html":
         raise ValueError(f"--out is the page and ends in .html, got {out}")
     beside = out.with_suffix(".md")
     out.parent.mkdir(parents=True, exist_ok=True)
-    pages, texts = zip(*_sections(runs, out.parent), strict=True)
-    page = TEMPLATES.get_template("page.html").render(title=_title(runs), sections=pages)
+    evaluated = [found for found in runs if found.evaluations.by_stage]
+    title = runs[0].title if len(runs) == 1 else f"{len(evaluated or runs)} runs"
+    title = f"Robustness of {title}"
+    sections = list(_sections(runs, title, out.parent))
+    pages = [page for page, _ in sections]
+    page = page_template(TEMPLATES, template).render(title=title, sections=pages)
+    text = "\n\n".join(text for _, text in sections) + "\n"
     out.write_text(page, "utf-8", "backslashreplace")
-    beside.write_text("\n\n".join(texts) + "\n", "utf-8", "backslashreplace")
+    beside.write_text(text, "utf-8", "backslashreplace")
     return out, beside
 
 
-def _sections(runs: Sequence[Run], folder: Path) -> Iterator[tuple[str, str]]:
+def _sections(runs: Sequence[Run], title: str, folder: Path) -> Iterator[tuple[str, str]]:
     """Yield HTML and Markdown of the comparison and of each run, for a report in `folder`."""
     names = [f"run-{i}" for i in range(1, len(runs) + 1)]
-    several = len(runs) > 1
-    if several:
-        yield _written([Heading(1, _title(runs)), *comparison(runs, names)])
-    level = 2 if several else 1
+    level = 1
+    if len(runs) > 1:
+        level = 2
+        yield _written([Heading(1, title), *comparison(runs, names)])
     for found, name in zip(runs, names, strict=True):
         try:
-            section = _written(run_section(found, name, level, folder))
+            yield _written(run_section(found, name, level, folder))
         # Records may be of strangers: whatever they break, the other runs are shown.
         except Exception as error:
             reason = f"its records cannot be shown: {type(error).__name__}: {error}"
             print(visible(f"lightning-rob: {found.folder}: {reason}"), file=sys.stderr)
-            section = _written([Heading(level, found.title, name), Warned(reason)])
-        yield section
+            yield _written([Heading(level, found.title, name), Warned(reason)])
     yield _written(
         [Paragraph(f"Written by lightning-rob {version('lightning-rob')} report.", "note")]
     )
@@ -87,10 +128,3 @@ def _sections(runs: Sequence[Run], folder: Path) -> Iterator[tuple[str, str]]:
 def _written(blocks: Iterable[Block]) -> tuple[str, str]:
     shown = list(blocks)
     return html(shown), markdown(shown)
-
-
-def _title(runs: Sequence[Run]) -> str:
-    if len(runs) == 1:
-        return f"Robustness of {runs[0].title}"
-    evaluated = [found for found in runs if found.evaluations.by_stage]
-    return f"Robustness of {len(evaluated or runs)} runs"

@@ -10,11 +10,18 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from jinja2 import (
+    Environment,
+    FileSystemLoader,
+    StrictUndefined,
+    Template,
+    TemplateError,
+    select_autoescape,
+)
 from markupsafe import Markup
 from PIL import Image
 
-from lightning_rob.runtime.errors import visible
+from lightning_rob.runtime.errors import InputError, visible
 
 NONE = "\N{EN DASH}"
 WHOLE = "full_defense"  # the target that is the complete defense
@@ -231,6 +238,20 @@ TEMPLATES.filters["clamp"] = lambda share: 100 * min(max(share, 0.0), 1.0)
 TEMPLATES.filters["points"] = lambda points: " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 # The templates ask for the class of a block by its name: {% if block is Heading %}.
 TEMPLATES.tests |= {kind.__name__: partial(_is, kind) for kind in get_args(Block)}
+
+
+def page_template(environment: Environment, path: Path | None) -> Template:
+    """Return `page.html` of an environment, or a template of the user, which may extend it.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    if path is None:
+        return environment.get_template("page.html")
+    try:
+        return environment.from_string(path.read_text("utf-8"))
+    except (OSError, ValueError, TemplateError) as error:
+        raise InputError(f"the template {path} cannot be used: {error}") from error
 
 
 def html(blocks: Iterable[Block]) -> Markup:
