@@ -18,12 +18,6 @@ def holm(p: Sequence[float]) -> list[float]:
     Among the comparisons whose adjusted p is at most a level, the probability of any false one is
     at most that level, for any dependence between them.
 
-    Args:
-        p: of each comparison.
-
-    Returns:
-        The adjusted p of each, in the same order, at most 1.
-
     Raises:
         ValueError: a p outside [0, 1].
     """

@@ -63,15 +63,7 @@ def _grid_lines(axes: Axes) -> None:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of `curves`.
-
-    Args:
-        label: in the legend.
-        x: [N] where it was measured.
-        accuracy: [N] in [0, 1].
-        intervals: [N] (low, high) of each.
-        color: None takes the next of `COLORS`.
-    """
+    """A line of `curves`: accuracies [N] in [0, 1] at x [N]; None takes the next of `COLORS`."""
 
     label: str
     x: Sequence[float]
@@ -85,11 +77,6 @@ def curves(lines: Sequence[Curve], x_label: str, y_label: str) -> Figure:
 
     Lines differ by colour, marker and dashes, so that they remain distinct in grey.
 
-    Args:
-        lines: at least one.
-        x_label: what was varied, with its unit.
-        y_label: what was measured.
-
     Raises:
         ValueError: no line.
     """
@@ -100,9 +87,29 @@ def curves(lines: Sequence[Curve], x_label: str, y_label: str) -> Figure:
     colors = cycle(COLORS)
     looks = zip(lines, cycle(MARKERS), cycle(DASHES), strict=False)
     for depth, (line, marker, dashes) in enumerate(looks):
-        color, zorder = line.color or next(colors), 3 - 0.1 * depth
-        _draw_curve(axes, line, color, marker=marker, linestyle=dashes, zorder=zorder)
-    _scale(axes, sorted({x for line in lines for x in line.x}))
+        order = sorted(range(len(line.x)), key=lambda i: line.x[i])
+        x, color = [line.x[i] for i in order], line.color or next(colors)
+        low, high = ([100 * line.intervals[i][side] for i in order] for side in (0, 1))
+        axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
+        axes.plot(
+            x,
+            [100 * line.accuracy[i] for i in order],
+            color=color,
+            marker=marker,
+            linestyle=dashes,
+            zorder=3 - 0.1 * depth,
+            linewidth=1.4,
+            markersize=4.5,
+            markeredgecolor="white",
+            markeredgewidth=0.5,
+            label=line.label,
+        )
+    values = sorted({x for line in lines for x in line.x})
+    if values[0] > 0 and values[-1] / values[0] >= LOG_RATIO:
+        axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+    if len(values) < MOST_TICKS:
+        axes.set_xticks(values, [f"{value:.4g}" for value in values])
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     _grid_lines(axes)
@@ -111,40 +118,13 @@ def curves(lines: Sequence[Curve], x_label: str, y_label: str) -> Figure:
     return figure
 
 
-def _draw_curve(axes: Axes, line: Curve, color: str, **look: Any) -> None:
-    order = sorted(range(len(line.x)), key=lambda i: line.x[i])
-    x = [line.x[i] for i in order]
-    low, high = ([100 * line.intervals[i][side] for i in order] for side in (0, 1))
-    axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
-    axes.plot(
-        x,
-        [100 * line.accuracy[i] for i in order],
-        color=color,
-        linewidth=1.4,
-        markersize=4.5,
-        markeredgecolor="white",
-        markeredgewidth=0.5,
-        label=line.label,
-        **look,
-    )
-
-
-def _scale(axes: Axes, values: Sequence[float]) -> None:
-    """Set ticks at the measured values, on a logarithmic axis where they span a wide range."""
-    if values[0] > 0 and values[-1] / values[0] >= LOG_RATIO:
-        axes.set_xscale("log", base=2)
-        axes.minorticks_off()
-    if len(values) < MOST_TICKS:
-        axes.set_xticks(values, [f"{value:.4g}" for value in values])
-
-
 def convergence(objectives: Sequence[float | None], initial: int, label: str) -> Figure:
     """Draw the objective of each trial of a search, and the best so far.
 
     Args:
-        objectives: [N] of each trial, the first untuned; None if it failed.
+        objectives: [N] objective of each trial, the first untuned; None if it failed.
         initial: number of trials before the optimizer proposed any.
-        label: what is maximised.
+        label: name of the objective.
 
     Raises:
         ValueError: no trial, or all failed.
@@ -187,18 +167,9 @@ def heat_map(
     column_label: str = "attacked member",
     unit: str = "accuracy in %",
 ) -> Figure:
-    """Draw a matrix of shares as numbers in per cent, darker where they are larger.
+    """Draw a matrix [R, C] in [0, 1] as numbers in per cent, darker where they are larger.
 
     The shades span 0 to 100 %, so that figures are comparable side by side.
-
-    Args:
-        matrix: [R, C] in [0, 1].
-        rows: R names.
-        columns: C names.
-        title: above the figure; its lines are not broken.
-        row_label: of the vertical axis.
-        column_label: of the horizontal axis.
-        unit: of the shades.
 
     Raises:
         ValueError: the number of names is not that of the rows and columns.
@@ -242,13 +213,7 @@ def shade(axes: Axes, percent: Tensor, rows: Sequence[str], columns: Sequence[st
 
 @dataclass(frozen=True)
 class MemberPredictions:
-    """An image with the prediction of each member.
-
-    Args:
-        image: [C, H, W] in [0, 1], of one channel or three.
-        classes: [M] the class that each member predicts.
-        confidence: [M] its probability.
-    """
+    """An image [C, H, W] in [0, 1] with each member's predicted class [M] and its probability."""
 
     image: Tensor
     classes: Tensor
@@ -257,14 +222,7 @@ class MemberPredictions:
 
 @dataclass(frozen=True)
 class GalleryRow:
-    """An image, clean and under each of two attacks.
-
-    Args:
-        label: the true class.
-        clean: [C, H, W] in [0, 1].
-        weak: under the first attack.
-        strong: under the second attack.
-    """
+    """An image [C, H, W] in [0, 1], clean and under each of two attacks, with its true class."""
 
     label: int
     clean: Tensor
@@ -281,12 +239,7 @@ def gallery(
     """Draw a row per image: clean, then for each attack perturbation, image and predictions.
 
     All perturbations are amplified by one factor, which the figure states; mid-grey is no change.
-
-    Args:
-        rows: at least one.
-        attacks: names of the two attacks.
-        names: of the classes; None numbers them.
-        title: above the figure, broken into lines where it is long.
+    `attacks` are the names of the two attacks, `names` the classes' names; None numbers them.
 
     Raises:
         ValueError: no row.
@@ -294,7 +247,9 @@ def gallery(
     if not rows:
         raise ValueError("a gallery needs at least one case, got none")
     name = str if names is None else names.__getitem__
-    longest = max(len(name(k)) for row in rows for k in _classes(row))
+    shown = [p for row in rows for p in (row.weak, row.strong)]
+    classes = {row.label for row in rows} | {k for p in shown for k in p.classes.tolist()}
+    longest = max(len(name(k)) for k in classes)
     size = max(IMAGE, LINE * len(rows[0].weak.classes))
     text = LETTER * max(15, longest + 11)
     width = 5 * size + 2 * text + LETTER * longest + 0.8
@@ -303,7 +258,14 @@ def gallery(
     grid = figure.subplots(len(rows), 7, squeeze=False, width_ratios=ratios)
     factor = amplification(rows)
     for axes, row in zip(grid, rows, strict=True):
-        _draw_row(axes, row, factor, name, size / text)
+        _draw_image(axes[0], row.clean)
+        place: Any = {"rotation": 0, "ha": "right", "va": "center"}
+        axes[0].set_ylabel(name(row.label), fontsize=8, weight="bold", **place)
+        for column, attacked in ((1, row.weak), (4, row.strong)):
+            _draw_image(axes[column], 0.5 + factor * (attacked.image - row.clean))
+            _draw_image(axes[column + 1], attacked.image)
+            _write_predictions(axes[column + 2], attacked, row.label, name)
+            axes[column + 2].set_box_aspect(size / text)
     grid[0][0].set_title("clean", fontsize=8)
     for column, attack in ((1, attacks[0]), (4, attacks[1])):
         grid[0][column].set_title(f"change \N{MULTIPLICATION SIGN} {factor:g}", fontsize=8)
@@ -321,23 +283,6 @@ def amplification(rows: Sequence[GalleryRow]) -> float:
     parts = [attacked.image - row.clean for row in rows for attacked in (row.weak, row.strong)]
     largest = max(float(part.abs().max()) for part in parts)
     return float(f"{0.5 / max(largest, 1e-12):.2g}")
-
-
-def _classes(row: GalleryRow) -> list[int]:
-    return [row.label, *row.weak.classes.tolist(), *row.strong.classes.tolist()]
-
-
-def _draw_row(
-    axes: Sequence[Axes], row: GalleryRow, factor: float, name: Callable[[int], str], aspect: float
-) -> None:
-    _draw_image(axes[0], row.clean)
-    place: Any = {"rotation": 0, "ha": "right", "va": "center"}
-    axes[0].set_ylabel(name(row.label), fontsize=8, weight="bold", **place)
-    for column, attacked in ((1, row.weak), (4, row.strong)):
-        _draw_image(axes[column], 0.5 + factor * (attacked.image - row.clean))
-        _draw_image(axes[column + 1], attacked.image)
-        _write_predictions(axes[column + 2], attacked, row.label, name)
-        axes[column + 2].set_box_aspect(aspect)
 
 
 def _draw_image(axes: Axes, image: Tensor) -> None:

@@ -21,35 +21,24 @@ STYLE: dict[str, Any] = {
 }
 
 
-class Row(Protocol):
+class _Row(Protocol):
     """A row of the table of accuracies, such as `lightning_rob.evaluation.records.Result`."""
 
     @property
-    def name(self) -> str:
-        """The attack's name."""
-
+    def name(self) -> str: ...
     @property
-    def accuracy(self) -> float:
-        """In [0, 1]."""
-
+    def accuracy(self) -> float: ...
     @property
-    def interval(self) -> tuple[float, float]:
-        """Its 95 % interval."""
-
+    def interval(self) -> tuple[float, float]: ...
     @property
-    def n(self) -> int:
-        """The number of images."""
-
+    def n(self) -> int: ...
     @property
-    def seconds(self) -> float:
-        """The run time of the attack."""
-
+    def seconds(self) -> float: ...
     @property
-    def details(self) -> dict[str, Any]:
-        """Further fields of the record."""
+    def details(self) -> dict[str, Any]: ...
 
 
-def print_table(title: str, results: Iterable[Row], console: Console | None = None) -> None:
+def print_table(title: str, results: Iterable[_Row], console: Console | None = None) -> None:
     """Print a table of accuracies; columns with the same content in all rows are left out.
 
     The column "median distance", of attacks of smallest norm, is "beyond" where half of the images
@@ -77,7 +66,10 @@ def print_table(title: str, results: Iterable[Row], console: Console | None = No
         if sum(widths[k] for k in kept) + 3 * len(kept) + 1 > console.width:
             kept.remove(spare)
     covered = {str(result.details.get("interval_covers", "images")) for result in last.values()}
-    methods = [*_methods(kept, covered, len(compared)), *_left_out(last.values())]
+    methods = _methods(kept, covered, len(compared))
+    for result in last.values():
+        if "images" in result.details:  # the worst of attacks on other images
+            methods.append(f"{result.name}: on {result.n} images, {result.details['images']}")
     table = Table(title=title, caption="; ".join(methods), **STYLE)
     for name in kept:
         left = name in ("attack", "on", "within")
@@ -86,24 +78,18 @@ def print_table(title: str, results: Iterable[Row], console: Console | None = No
     for row in rows:
         table.add_row(*(row[name] for name in kept))
     console.print(table)
-    for line in _findings(last.values()):
+    found = [one for result in last.values() for one in result.details.get("findings", ())]
+    for line in finding_lines({one["text"]: one for one in found}.values()):
         console.print(line, highlight=False)
 
 
-def _findings(results: Iterable[Row]) -> Iterator[str]:
-    """Yield what the checks found, each once, with its remedy."""
-    found = [one for result in results for one in result.details.get("findings", ())]
-    for one in {finding["text"]: finding for finding in found}.values():
+def finding_lines(findings: Iterable[Mapping[str, str]]) -> Iterator[str]:
+    """Yield the lines, with markup, of each finding and its remedy."""
+    for one in findings:
         severity = f"[{SEVERITIES[one['severity']]}]{one['severity']:7}[/]"
         yield f"{severity} {escape(one['name'])}: {escape(one['text'])}"
         if one["advice"]:
             yield f"        → {escape(one['advice'])}"
-
-
-def _left_out(results: Iterable[Row]) -> list[str]:
-    """Name the images of results that leave out some: the worst of attacks on other images."""
-    named = [(r.name, r.n, r.details["images"]) for r in results if "images" in r.details]
-    return [f"{name}: on {n} images, {which}" for name, n, which in named]
 
 
 def _methods(columns: Collection[str], covered: Collection[str], compared: int) -> list[str]:
@@ -122,58 +108,43 @@ def _methods(columns: Collection[str], covered: Collection[str], compared: int) 
     return methods
 
 
-def _accuracy_cells(result: Row, adjusted: Iterator[float]) -> dict[str, str]:
-    details = result.details
+def _accuracy_cells(result: _Row, adjusted: Iterator[float]) -> dict[str, str]:
+    """Return the row's cells by column; a comparison takes the next adjusted p."""
+    details, against, distance = result.details, "", ""
     low, high = result.interval
     randomness = details.get("over_inferences") or details.get("over_private_draws")
+    if "median_distance" in details:
+        median = details["median_distance"]
+        distance = "beyond" if median is None or math.isinf(median) else f"{median:.4f}"
+    if other := details.get("against"):
+        p = next(adjusted)
+        shown = f"p {p:.3f}" if p >= 0.001 else "p < 0.001"
+        against = f"{other['attack']} {100 * other['difference']:+.1f}, {shown}"
+
+    def share(value: float | None) -> str:
+        return "" if value is None else f"{value:.1%}"
+
     return {
         "attack": result.name,
         "on": str(details.get("target", "")).replace("_", " "),
         "within": str(details.get("ball", "")),
-        "accuracy": f"{result.accuracy:.1%}",
+        "accuracy": share(result.accuracy),
         "95 % interval": f"{100 * low:.1f} … {100 * high:.1f}",
-        "rejected": _share(details.get("rejected")),
-        "accepted, wrong": _share(details.get("accepted_wrong")),
-        "blind": _share(details.get("blind") or None),
-        "median distance": _distance(details),
+        "rejected": share(details.get("rejected")),
+        "accepted, wrong": share(details.get("accepted_wrong")),
+        "blind": share(details.get("blind") or None),
+        "median distance": distance,
         "randomness": f"± {(randomness[1] - randomness[0]) / 2:.1%}" if randomness else "",
-        "against": _comparison(details.get("against"), adjusted),
+        "against": against,
         "images": str(result.n),
         "time": f"{result.seconds:.1f} s" if result.seconds else "",
     }
 
 
-def _share(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
-
-
-def _distance(details: Mapping[str, Any]) -> str:
-    """Return the median distance to the nearest image that fools, if the attack searches it."""
-    if "median_distance" not in details:
-        return ""
-    median = details["median_distance"]
-    return "beyond" if median is None or math.isinf(median) else f"{median:.4f}"
-
-
-def _comparison(against: Mapping[str, Any] | None, adjusted: Iterator[float]) -> str:
-    """Return the other attack's name, the difference to it and the next adjusted p."""
-    if not against:
-        return ""
-    value = next(adjusted)
-    p = f"p {value:.3f}" if value >= 0.001 else "p < 0.001"
-    return f"{against['attack']} {100 * against['difference']:+.1f}, {p}"
-
-
 def print_votes(
     title: str, results: Sequence[Mapping[str, Any]], console: Console | None = None
 ) -> None:
-    """Print accuracies by voting rule: a row per attack and ensemble, a column per rule.
-
-    Args:
-        title: begins the table's title.
-        results: records of the kind "voting_rule".
-        console: None prints to standard output.
-    """
+    """Print records "voting_rule": a row per attack and ensemble, a column per rule."""
     rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for result in results:
         rows.setdefault((result["name"], result["ensemble"]), []).append(result)
@@ -195,22 +166,18 @@ def print_votes(
         distance = found[0]["dissimilarity"]
         cells = [name, *([ensemble] if several else []), str(found[0]["members"])]
         cells.append("" if name == CLEAN or distance is None else f"{distance:.3f}")
-        by_rule = {result["rule"]: _half_width_cell(result) for result in found}
+        by_rule = {}
+        for result in found:
+            low, high = result["interval"]
+            by_rule[result["rule"]] = f"{result['accuracy']:.1%}\n± {50 * (high - low):.1f}"
         table.add_row(*cells, *(by_rule.get(rule, "") for rule in rules))
     (console or Console()).print(table)
-
-
-def _half_width_cell(result: Mapping[str, Any]) -> str:
-    low, high = result["interval"]
-    return f"{result['accuracy']:.1%}\n± {50 * (high - low):.1f}"
 
 
 def print_members(title: str, results: Sequence[Mapping[str, Any]]) -> None:
     """Print the accuracy of each member alone, clean and under an attack on itself.
 
-    Args:
-        title: begins the table's title.
-        results: records of the kind "transfer_matrix", that of clean images first.
+    `results` are records "transfer_matrix", that of clean images first.
     """
     n, probs = results[0]["n"], results[0]["probs"]
     title = f"{title}: each member alone, {n} images; below, the 95 % interval"
@@ -234,7 +201,7 @@ def print_members(title: str, results: Sequence[Mapping[str, Any]]) -> None:
             console.print(f"{result['name']} transfers best from: {', '.join(names)}")
 
 
-def table_text(title: str, results: Iterable[Row], width: int = 120) -> str:
+def table_text(title: str, results: Iterable[_Row], width: int = 120) -> str:
     """Return the table of accuracies as text."""
     file = io.StringIO()
     print_table(title, results, Console(file=file, width=width))

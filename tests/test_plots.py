@@ -46,9 +46,6 @@ def test_heat_map_says_each_number_in_its_place_and_readably():
     assert axes.get_ylabel() == "predicting member"
     assert [label.get_text() for label in axes.get_xticklabels()] == list("wxyz")
     assert figure.get_suptitle() == "a title"
-
-
-def test_heat_map_needs_a_name_for_each_row_and_column():
     with pytest.raises(ValueError, match=r"\[2, 3\] needs as many names, got 3 rows and 2 columns"):
         heat_map(torch.zeros(2, 3), list("abc"), list("ab"))
 
@@ -69,13 +66,11 @@ def case(label=1, channels=3, members=2, eps=0.1):
     generator = torch.Generator().manual_seed(label)
     clean = 0.2 + 0.6 * torch.rand(channels, 6, 6, generator=generator)
     classes = torch.arange(members) % 2
-    images_shown = [
-        MemberPredictions(
-            clean + eps * torch.rand(clean.shape, generator=generator), part, 0.5 + 0.1 * classes
-        )
-        for part in (classes, classes + 1)
-    ]
-    return GalleryRow(label, clean, *images_shown)
+    shown = []
+    for part in (classes, classes + 1):
+        image = clean + eps * torch.rand(clean.shape, generator=generator)
+        shown.append(MemberPredictions(image, part, 0.5 + 0.1 * classes))
+    return GalleryRow(label, clean, *shown)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -95,15 +90,7 @@ def test_figure_shows_the_images_and_the_amplified_change(channels):
             torch.testing.assert_close(drawn, expected)
     heads = [axes.get_title() or axes.get_title(loc="left") for axes in grid[0]]
     change = f"change × {factor:g}"  # noqa: RUF001
-    assert heads == [
-        "clean",
-        change,
-        "one",
-        "member: class",
-        change,
-        "two",
-        "member: class",
-    ]
+    assert heads == ["clean", *(change, "one", "member: class"), *(change, "two", "member: class")]
 
 
 def test_figure_says_what_each_member_classes():
@@ -114,6 +101,8 @@ def test_figure_says_what_each_member_classes():
     said = [[text.get_text() for text in grid[0, place].texts] for place in (3, 6)]
     assert said == [["✗ 1: north, 50%", "✓ 2: east, 60%"], ["✓ 1: east, 50%", "✗ 2: south, 60%"]]
     assert figure.get_suptitle() == "a title"
+    with pytest.raises(ValueError, match="at least one case"):
+        gallery([], ("one", "two"))
 
 
 def test_eight_members_fit_beside_an_image():
@@ -126,11 +115,6 @@ def test_eight_members_fit_beside_an_image():
     assert all(upper.y0 >= lower.y1 - 1 for upper, lower in pairwise(boxes))
     assert all(box.y0 >= 0 and box.y1 <= figure.bbox.y1 for box in boxes)
     assert all(box.x1 <= figure.axes[4].get_window_extent().x0 for box in boxes)
-
-
-def test_no_case_is_no_gallery():
-    with pytest.raises(ValueError, match="at least one case"):
-        gallery([], ("one", "two"))
 
 
 def test_curves_show_accuracy_and_interval_at_each_value():

@@ -1,34 +1,36 @@
-"""The audit of a defense: attacks by its kind, measurements of each image, and all checks."""
+"""The audit of a defense: attacks by its kind, columns over all images, and all checks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_rob.audit import gradients, predictions, strength
+from lightning_rob.audit import attacked, strength
 from lightning_rob.audit.report import Check, Report
 from lightning_rob.audit.target import AuditBatch, AuditTarget
 from lightning_rob.defenses import Defense
 from lightning_rob.evaluation import checks as basic
+from lightning_rob.evaluation import columns as basic_columns
 from lightning_rob.evaluation import worst_case
-from lightning_rob.evaluation.checks import LazyMeasurements, made
+from lightning_rob.evaluation.checks import made
+from lightning_rob.evaluation.columns import LazyColumns, Measure
 from lightning_rob.evaluation.findings import Columns, by_severity, known
 from lightning_rob.evaluation.records import Result, measured
 from lightning_rob.evaluation.suites import SuiteKind
 from lightning_rob.runtime.identity import attack_spec
 from lightning_rob.threat import Threat
 
-OWN = (*predictions.MEASUREMENTS, *gradients.MEASUREMENTS)
-MEASUREMENTS: dict[str, Callable[[AuditBatch], Tensor]] = {
-    **basic.MEASUREMENTS,
-    **{measure.__name__: measure for measure in OWN},
+COLUMNS: dict[str, Measure] = {
+    **basic_columns.COLUMNS,
+    **{measure.__name__: measure for measure in attacked.COLUMNS},
 }
 # With attacks the audit looks closer at three of the checks that every evaluation makes.
 CLOSER: dict[Check, Check] = {
-    basic.randomness: predictions.randomness,
-    basic.saturation: gradients.saturation,
-    basic.bounds: gradients.bounds,
+    basic.randomness: attacked.randomness,
+    basic.saturation: attacked.saturation,
+    basic.bounds: attacked.bounds,
 }
 CHECKS: tuple[Check, ...] = (*(CLOSER.get(one, one) for one in basic.CHECKS), *strength.CHECKS)
 KINDS: dict[SuiteKind, str] = {
@@ -58,49 +60,41 @@ def audit(
         y: [B] labels.
         threat: linf or l2; None is linf 8/255.
         index: [B] the images' indices, by which noise is keyed; None for the positions.
-        checks: which ones; only the measurements that they need are made.
+        checks: the checks that are made; only the columns that they need are measured.
         **options: see `AuditTarget`.
     """
     target = AuditTarget(defense, threat or Threat(), **options)
-    return build_report(target, AuditMeasurements(AuditBatch(target, x, y, index)), checks)
+    return build_report(target, lazy_columns(target, x, y, index), checks)
 
 
-class AuditMeasurements(LazyMeasurements):
-    """The columns [B] of a batch by name: scores under attacks, then measurements."""
-
-    batch: AuditBatch
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
-        return iter(column_names(self.batch.target))
-
-    def measure(self, name: str) -> Tensor:
-        """Measure a column [B]."""
-        attack, _, half = name.partition("/")
-        if attack in self.batch.target.attacks:
-            return self.batch.score(attack, half)
-        return MEASUREMENTS[name](self.batch).float()
+def lazy_columns(
+    target: AuditTarget, x: Tensor, y: Tensor, index: Tensor | None = None
+) -> LazyColumns:
+    """Return the columns [B] of a batch by name: scores under attacks, then `COLUMNS`."""
+    names = [*target.attacks, *target.half_columns]
+    scores: dict[str, Measure] = {n: methodcaller("score", *n.split("/")) for n in names}
+    return LazyColumns(AuditBatch(target, x, y, index), scores | COLUMNS)
 
 
 def column_names(target: AuditTarget) -> list[str]:
-    """Return the names of all columns: scores under attacks, then measurements."""
-    return [*target.attacks, *target.half_columns, *MEASUREMENTS]
+    """Return the names of all columns: scores under attacks, then `COLUMNS`."""
+    return [*target.attacks, *target.half_columns, *COLUMNS]
 
 
 def measure(target: AuditTarget, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
     """Return all columns of a batch: [B, len(column_names)]."""
-    measurements, columns = AuditMeasurements(AuditBatch(target, x, y, index)), []
-    for name in measurements:
+    columns, found = lazy_columns(target, x, y, index), []
+    for name in columns:
         try:
-            columns.append(measurements[name])
+            found.append(columns[name])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if name not in MEASUREMENTS:  # an attack: without it there is nothing to report
+            if name not in COLUMNS:  # an attack: without it there is nothing to report
                 raise
             target.failed[name] = error
-            columns.append(measurements.batch.unknown())
-    return torch.stack(columns, 1)
+            found.append(columns.batch.unknown())
+    return torch.stack(found, 1)
 
 
 class _Measured(dict[str, Tensor]):
@@ -131,11 +125,6 @@ def _results(target: AuditTarget, columns: Columns) -> list[Result]:
         details = {"attack": attack_spec(attack), "ball": ball}
         if len(known(columns[name])):
             found.append(measured(name, columns[name], target.seconds[name], details))
-    return [*found, _worst(target, columns)]
-
-
-def _worst(target: AuditTarget, columns: Columns) -> Result:
-    """Return the accuracy under the strongest attack, see `worst_case`."""
     names = target.half_columns or target.worst_over
     scores = torch.stack([columns[name].nan_to_num(torch.inf) for name in names], 1)
     scores = scores.reshape(len(scores), len(target.worst_over), -1)
@@ -143,4 +132,4 @@ def _worst(target: AuditTarget, columns: Columns) -> Result:
     table = torch.arange(len(scores)), scores
     worst = worst_case([table], random or not target.exact, joint=target.transductive)
     details = {"choice": worst.choice, "ball": str(target.threat)}
-    return measured("worst", worst.scores.mean(1), 0.0, details)
+    return [*found, measured("worst", worst.scores.mean(1), 0.0, details)]

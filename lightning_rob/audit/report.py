@@ -6,25 +6,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from lightning_rob.audit.target import AuditTarget
-from lightning_rob.evaluation.findings import Columns, Finding
+from lightning_rob.evaluation.findings import Columns, Finding, record
 from lightning_rob.evaluation.records import Result, with_schema
-from lightning_rob.tables import SEVERITIES, print_table
+from lightning_rob.tables import finding_lines, print_table
 
 Check = Callable[[AuditTarget, Columns], Finding]
 
 
 @dataclass(frozen=True)
 class Report:
-    """The report of an audit.
-
-    Args:
-        title: the defense and its kind, in words.
-        results: the accuracy on clean images, under each attack, and the worst case.
-        findings: the most severe first.
-    """
+    """The report of an audit: accuracies, and findings with the most severe first."""
 
     title: str
     results: list[Result]
@@ -55,11 +48,7 @@ class Report:
         print_table(f"Audit · {self.title}", self.results, console)
         console.print(self.summary(), style="bold")
         fine = [finding.name for finding in self.findings if finding.severity == "fine"]
-        lines = []
-        for finding in (f for f in self.findings if f.severity != "fine"):
-            severity = f"[{SEVERITIES[finding.severity]}]{finding.severity:7}[/]"
-            lines.append(f"{severity} {finding.name}: {escape(finding.text)}")
-            lines += [f"        → {escape(finding.advice)}"] if finding.advice else []
+        lines = list(finding_lines(record(f) for f in self.findings if f.severity != "fine"))
         lines += [f"fine    {', '.join(fine)}"] if fine else []
         for line in lines:
             console.print(line, highlight=False)

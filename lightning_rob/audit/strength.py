@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_rob.attacks import Attack
 from lightning_rob.attacks.base import walk
@@ -67,12 +66,11 @@ def radius(target: AuditTarget, columns: Columns) -> Finding:
     if reason := _why_not(columns, "unbounded"):
         return not_checked(reason)
     left = columns["unbounded"]
-    values = means(left=left)
     text = f"In a ball that holds every image the attack leaves {percent(left)}."
     if not many(left):
-        return Finding("fine", text, values=values)
+        return Finding("fine", text, values=means(left=left))
     text += " It could replace each image by that of another class, and leave nothing."
-    return Finding("severe", text, MASKED, values)
+    return Finding("severe", text, MASKED, means(left=left))
 
 
 def noise(target: AuditTarget, columns: Columns) -> Finding:
@@ -107,7 +105,9 @@ def black_box(target: AuditTarget, columns: Columns) -> Finding:
     """Find images that an attack without gradients breaks and no attack with gradients does."""
     if target.transductive:
         return not_checked(ADAPTS)
-    square, white = columns["square"], _white_box(target, columns)
+    square, names = columns["square"], target.suite.within(target.threat)
+    seeing = [columns[n].nan_to_num(torch.inf) for n in names if n not in GRADIENT_FREE]
+    white = torch.stack([columns["clean"], *seeing]).amin(0)
     lost = (white - square).clamp_min(0) if target.exact else white - square
     values = means(white_box=white, square=square, images=lost) | {"queries": target.queries}
     text = (
@@ -121,19 +121,15 @@ def black_box(target: AuditTarget, columns: Columns) -> Finding:
     return Finding("severe", text, MASKED, values)
 
 
-def _white_box(target: AuditTarget, columns: Columns) -> Tensor:
-    """Return the lowest score [N], clean and under attacks with gradients."""
-    names = [name for name in target.suite.within(target.threat) if name not in GRADIENT_FREE]
-    scores = [columns["clean"], *(columns[name].nan_to_num(torch.inf) for name in names)]
-    return torch.stack(scores).amin(0)
-
-
 def adaptive(target: AuditTarget, columns: Columns) -> Finding:
     """Find that the user's evaluation lacks the attack made for this kind of defense."""
     suite, lacking = target.suite, _lacking(target)
     if not suite.adaptive:
         return _pgd_is_adaptive(target, lacking)
-    default, best = columns[suite.default], _strongest_adaptive(target, columns)
+    inside = [columns[name] for name in suite.adaptive if name in suite.within(target.threat)]
+    # The minimum of noisy scores, image by image, would be too low.
+    best = torch.stack(inside).amin(0) if target.exact else min(inside, key=mean)
+    default = columns[suite.default]
     gain = is_gain(default - best, target.exact)
     values = means(default=default, adaptive=best)
     values["gap"] = values["default"] - values["adaptive"]
@@ -160,27 +156,14 @@ def _pgd_is_adaptive(target: AuditTarget, lacking: str) -> Finding:
     return Finding("warning", lacking, advice)
 
 
-def _strongest_adaptive(target: AuditTarget, columns: Columns) -> Tensor:
-    """Return the lowest scores [N] under the adaptive attacks of this threat."""
-    inside = target.suite.within(target.threat)
-    scores = [columns[name] for name in target.suite.adaptive if name in inside]
-    if not target.exact:  # the minimum of noisy scores, image by image, would be too low
-        return min(scores, key=mean)
-    return torch.stack(scores).amin(0)
-
-
 def _lacking(target: AuditTarget) -> str:
-    """Return what the user's attacks lack, in words; empty if nothing, or without such attacks.
-
-    One of them, or a part of one, has to be made for this kind of defense, in a ball that holds
-    the audit's, with steps enough to cross it.
-    """
+    """Return what the user's attacks lack, in words; empty if nothing, or without such attacks."""
     kind, rule = target.suite.kind, target.defense.rule
     if not target.other_attacks or kind == "single":
         return ""
     parts = [part for attack in target.other_attacks.values() for part in walk(attack)]
     fitting = [part for part in parts if part.is_made_for(kind, rule)]
-    if any(_covers(part, target) and _crosses_ball(part) for part in fitting):
+    if any(_is_strong_enough(part, target) for part in fitting):
         return ""
     if not fitting:
         names = ", ".join(target.other_attacks)
@@ -191,24 +174,22 @@ def _lacking(target: AuditTarget) -> str:
     )
 
 
-def _covers(attack: Attack, target: AuditTarget) -> bool:
-    """Return whether an attack's ball holds the audit's; PAA has a ball of its own."""
+def _is_strong_enough(attack: Attack, target: AuditTarget) -> bool:
+    """Return whether an attack's ball holds the audit's and its steps, if any, lead across it."""
     ball, threat = attack.threat, target.threat
-    if "transformed" in attack.made_for and ball.relative:
-        return ball.eps >= DISSIMILARITY
-    large = ball.eps >= threat.eps * (1 - 1e-6)
-    return large and ball.p == threat.p and not ball.relative
-
-
-def _crosses_ball(attack: Attack) -> bool:
-    """Return whether a search inside the attack has steps enough to cross its ball, if any has."""
+    if "transformed" in attack.made_for and ball.relative:  # PAA has a ball of its own
+        covers = ball.eps >= DISSIMILARITY
+    else:
+        large = ball.eps >= threat.eps * (1 - 1e-6)
+        covers = large and ball.p == threat.p and not ball.relative
     searches: list[Any] = [part for part in walk(attack) if "step_size" in part.lengths]
-    return not searches or any(
+    crosses = not searches or any(
         part.steps >= FEWEST_STEPS
         # Without a step size it is ARC with the paper's, which is at least eps / 4.
         and part.steps * (part.step_size or part.threat.eps / 4) >= part.threat.eps
         for part in searches
     )
+    return covers and crosses
 
 
 CHECKS = (steps, radius, noise, restarts, black_box, adaptive)

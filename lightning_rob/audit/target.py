@@ -11,7 +11,7 @@ from lightning_rob.attacks.sight import watching
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import working_copy
 from lightning_rob.evaluation import AttackerDefenderSession, NoAttack
-from lightning_rob.evaluation.checks import CheckBatch, CheckTarget
+from lightning_rob.evaluation.check_batch import CheckBatch, CheckTarget
 from lightning_rob.evaluation.evaluator import check_predictions
 from lightning_rob.evaluation.suites import suite_for
 from lightning_rob.metrics import robust_accuracy
@@ -29,9 +29,9 @@ class AuditTarget(CheckTarget):
     Args:
         defense: the defense; it is not changed.
         threat: linf or l2.
-        steps: of the default PGD.
-        queries: of the Square Attack.
-        seed: of all noise.
+        steps: steps of the default PGD.
+        queries: queries of the Square Attack.
+        seed: seed of all noise.
         other_attacks: name -> attack that the user runs beside the audit.
         progress: called with the name of an attack and the number of images that it attacked.
     """
@@ -56,18 +56,10 @@ class AuditTarget(CheckTarget):
         self.seconds = dict.fromkeys(self.attacks, 0.0)
         self.sessions: dict[str, AttackerDefenderSession] = {}
         self.failed: dict[str, Exception] = {}  # why a column could not be measured
-
-    @property
-    def worst_over(self) -> list[str]:
-        """The columns over which the worst case is taken."""
-        return ["clean", *self.suite.within(self.threat)]
-
-    @property
-    def half_columns(self) -> list[str]:
-        """The columns that choose and score the worst case of a random defense."""
-        if self.transductive:
-            return []
-        return [f"{name}/{half}" for name in self.worst_over for half in ("first", "second")]
+        self.worst_over = ["clean", *self.suite.within(threat)]
+        halves = () if self.transductive else ("first", "second")
+        # They choose and score the worst case of a random defense.
+        self.half_columns = [f"{name}/{half}" for name in self.worst_over for half in halves]
 
     def session(self, attack: Attack, name: str) -> AttackerDefenderSession:
         """Return the session of an attack; against a defense that adapts it continues."""
@@ -80,14 +72,7 @@ class AuditTarget(CheckTarget):
 
 
 class AuditBatch(CheckBatch):
-    """A batch of images, attacked and differentiated on demand.
-
-    Args:
-        target: the defense under audit.
-        x: [B, C, H, W] images.
-        y: [B] labels.
-        index: [B] the images' indices, by which noise is keyed; None for the positions.
-    """
+    """A batch of images, attacked and differentiated on demand; see `CheckBatch`."""
 
     def __init__(
         self, target: AuditTarget, x: Tensor, y: Tensor, index: Tensor | None = None
@@ -100,9 +85,7 @@ class AuditBatch(CheckBatch):
     def score(self, name: str, half: str = "") -> Tensor:
         """Return the probability [B] of a right prediction under an attack of the suite.
 
-        Args:
-            name: of the attack.
-            half: "first" or "second" for the mean over that half of the predictions alone.
+        `half` is "first" or "second" for the mean over that half of the predictions alone.
         """
         if name not in self.scores:
             began = time.perf_counter()
@@ -132,7 +115,12 @@ class AuditBatch(CheckBatch):
                 x_adv, found = session.step(x, y, self.index[rows], INFERENCES)
         except NonFiniteLogitsError as error:
             x_adv, scores = x.clone(), x.new_zeros(len(x), INFERENCES)
-            for part in () if self.target.transductive else _parts_to_retry(error.images, len(x)):
+            # Attack the finite images again; where they are unknown, each half.
+            count, nonfinite = len(x), error.images
+            parts = list(torch.arange(count, device=x.device).tensor_split(2))
+            if len(nonfinite) == count:  # no image had left when the attack stopped
+                parts = [(~nonfinite).nonzero()[:, 0]]
+            for part in () if self.target.transductive else parts:
                 if len(part):
                     x_adv[part], scores[part] = self._run(name, attack, rows[part])
             return x_adv, scores
@@ -142,10 +130,3 @@ class AuditBatch(CheckBatch):
         if name != "clean":  # an attack succeeds where the defense accepts and is wrong
             scores = scores + rejected_share(found, defense.rejects, defense.abstains).T
         return x_adv, scores
-
-
-def _parts_to_retry(nonfinite: Tensor, count: int) -> list[Tensor]:
-    """Return the rows to attack again: the finite ones or, if they are unknown, each half."""
-    if len(nonfinite) == count:  # no image had left when the attack stopped
-        return [(~nonfinite).nonzero()[:, 0]]
-    return list(torch.arange(count, device=nonfinite.device).tensor_split(2))

@@ -18,9 +18,9 @@ from lightning_rob.evaluation.evaluator import (
     check_indices,
 )
 from lightning_rob.evaluation.groups import Batch
-from lightning_rob.evaluation.per_image import PerImageResults
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.results import EvaluationResult
+from lightning_rob.evaluation.store import PerImageResults
 
 
 class Measurement(EvaluationCallback):

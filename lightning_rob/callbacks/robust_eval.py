@@ -27,7 +27,6 @@ from lightning_rob.evaluation.evaluator import (
 from lightning_rob.evaluation.findings import warn_of
 from lightning_rob.evaluation.groups import GROUP_SIZE, Unpack
 from lightning_rob.evaluation.images import save_images
-from lightning_rob.evaluation.per_image import PerImageResults
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import (
     SESSION,
@@ -37,6 +36,7 @@ from lightning_rob.evaluation.records import (
     versions,
 )
 from lightning_rob.evaluation.results import EvaluationResult, worst_measurement
+from lightning_rob.evaluation.store import PerImageResults
 from lightning_rob.evaluation.suites import RECIPES, suite_kind
 from lightning_rob.runtime.identity import attack_spec, cache_key, fingerprint
 from lightning_rob.tables import CLEAN, print_table

@@ -16,10 +16,6 @@ def common_corruptions(
 ) -> dict[str, Attack]:
     """Return the corruptions of ImageNet-C as attacks for `evaluate`, "fog_3" for severity 3.
 
-    Args:
-        names: of `lightning_rob.transforms.corruptions.Corruption`.
-        severities: 1 to 5.
-
     Raises:
         ValueError: a severity is none of 1 to 5, or a name or a severity is given twice.
     """
@@ -40,10 +36,7 @@ def corruption_errors(
 ) -> dict[str, list[float]]:
     """Return the error at each severity of each corruption, for `metrics.corruption_error`.
 
-    Args:
-        result: of an evaluation under `common_corruptions(names, severities)`.
-        names: of the corruptions.
-        severities: of each corruption.
+    The result is that of an evaluation under `common_corruptions(names, severities)`.
 
     Raises:
         KeyError: the evaluation left out a corruption.

@@ -37,10 +37,10 @@ from lightning_rob.evaluation.groups import (
     serves_once,
     with_index,
 )
-from lightning_rob.evaluation.per_image import PerImageResults
 from lightning_rob.evaluation.protocol import RoundProtocol
 from lightning_rob.evaluation.records import threat_model_card, versions
 from lightning_rob.evaluation.results import EvaluationResult
+from lightning_rob.evaluation.store import PerImageResults
 from lightning_rob.runtime.identity import cache_key, fingerprint
 from lightning_rob.tables import CLEAN
 
@@ -75,7 +75,7 @@ def evaluate(
         attacks: name -> attack.
         batches: (x, y) or (x, y, index): images in [0, 1], labels, and the images' indices, by
             which all noise is keyed; without them the position is the index.
-        seed: of all noise, and of the choice of `max_images`.
+        seed: seed of all noise, and of the choice of `max_images`.
         repeats: attacks of each image with fresh noise; the scores are averaged.
         inferences: predictions of each image, clean or perturbed once.
         private_draws: defenders, each with private randomness of its own, that adapt to the same
@@ -112,10 +112,11 @@ def evaluate(
         folder = Path(resume) / _resume_key(defense, attacks, size, details)
     joint = rounds is not None
     store = PerImageResults((CLEAN, *attacks), settings.columns, device, folder, joint)
+    images = len(batches.dataset) if serves_once(batches) else None  # type: ignore[attr-defined]
     with tqdm(
         desc="Attacking",
         unit="image",
-        total=_count(batches, max_images),
+        total=images if max_images is None or images is None else min(images, max_images),
         disable=not progress or None,
     ) as bar:
 
@@ -141,10 +142,6 @@ def evaluate(
 def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None = None) -> Defense:
     """Return a model as a defense: itself, its `defense`, or the network in `Single`.
 
-    Args:
-        model: a `Defense`, a module with a `defense`, or a network.
-        preprocess: what is applied to images before a network.
-
     Raises:
         TypeError: the model is no module.
         ValueError: `preprocess` for a defense, whose networks normalize inside themselves.
@@ -163,11 +160,9 @@ def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None =
             return candidate
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module or a Defense, got {type(model).__name__}")
-    if preprocess is None:
-        return Single(model)
     if isinstance(preprocess, nn.Module):
         preprocess.to(device_of(model))
-    return Single(Preprocessed(preprocess, model))
+    return Single(model if preprocess is None else Preprocessed(preprocess, model))
 
 
 def _resume_key(
@@ -188,12 +183,6 @@ def _resume_key(
         versions=versions(),
         **details,
     )
-
-
-def _count(batches: Any, max_images: int | None) -> int | None:
-    """Return the number of images to evaluate; None if it is not known."""
-    images = len(batches.dataset) if serves_once(batches) else None
-    return images if max_images is None or images is None else min(images, max_images)
 
 
 def _batches(

@@ -19,10 +19,10 @@ from lightning_rob.attacks.sight import watching
 from lightning_rob.defenses import Defense
 from lightning_rob.defenses.copies import fresh, working_copy
 from lightning_rob.defenses.network import CHANGES_INPUT
-from lightning_rob.evaluation.checks import CheckTarget, checked, randomness, slope
+from lightning_rob.evaluation.check_batch import CheckTarget
+from lightning_rob.evaluation.checks import checked, randomness, slope
 from lightning_rob.evaluation.findings import Finding
 from lightning_rob.evaluation.groups import GROUP_SIZE
-from lightning_rob.evaluation.per_image import PerImageResults, predicted_class
 from lightning_rob.evaluation.protocol import (
     AttackerDefenderSession,
     NoAttack,
@@ -31,6 +31,7 @@ from lightning_rob.evaluation.protocol import (
 )
 from lightning_rob.evaluation.results import WORST, EvaluationResult
 from lightning_rob.evaluation.resume_log import BatchOutcome
+from lightning_rob.evaluation.store import PerImageResults, predicted_class
 from lightning_rob.evaluation.worst import is_random
 from lightning_rob.metrics import robust_accuracy
 from lightning_rob.objectives import check_classes, check_labels

@@ -17,15 +17,10 @@ Columns = Mapping[str, Tensor]  # per image [N]: a score in [0, 1], or 1 where a
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check.
+    """The outcome of the check `name`: a finding in plain words, its remedy and measurements.
 
-    Args:
-        severity: "severe", an accuracy measured here cannot be trusted; "warning", look at it;
-            "note", of interest, or not checked; "fine".
-        text: the finding in plain words.
-        advice: the remedy; empty where there is nothing to do.
-        values: the measurements behind it.
-        name: of the check.
+    It is "severe" where an accuracy measured here cannot be trusted, a "warning" to look at it, a
+    "note" of interest, or that nothing was checked, or "fine".
     """
 
     severity: Severity
@@ -53,9 +48,8 @@ def images_finding(
     `few` is the severity where it holds for some images, but not for many.
     """
     severity = "severe" if many(found) else few if (found > 0).any() else "fine"
-    if severity == "fine":
-        return Finding("fine", fine, values=means(images=found))
-    return Finding(severity, text, advice, means(images=found))
+    said = (fine, "") if severity == "fine" else (text, advice)
+    return Finding(severity, *said, means(images=found))
 
 
 def known(column: Tensor) -> Tensor:
@@ -85,9 +79,10 @@ def significant(difference: Tensor) -> bool:
     if not many(difference):
         return False
     difference = known(difference)
-    count = len(difference)
-    error = float(difference.std()) / count**0.5 if count > 1 else float("inf")
-    return float(difference.mean()) > 2 * error
+    if len(difference) < 2:
+        return False
+    error = float(difference.std()) / len(difference) ** 0.5
+    return bool(float(difference.mean()) > 2 * error)
 
 
 def is_gain(difference: Tensor, exact: bool) -> bool:

@@ -11,20 +11,19 @@ from lightning_rob.runtime.files import atomic_write
 
 
 def save_images(folder: Path, index: Tensor, x: Tensor) -> None:
-    """Write each image as a file named after its index.
+    """Write each of the images [B, C, H, W] in [0, 1] as a file named after its index.
 
     A PNG where every pixel is a whole 255th, as `Quantized8Bit` makes them; else an `.npz` with the
     float32 array `image` [C, H, W], for rounding could undo the perturbation or leave the ball.
-
-    Args:
-        folder: made if it does not exist.
-        index: [B].
-        x: [B, C, H, W] in [0, 1].
     """
+    from PIL import Image
+
     for number, image in zip(index.tolist(), x.detach().cpu().float(), strict=True):
         levels = (image * 255).round()
         if image.shape[0] in (1, 3) and bool((levels / 255 == image).all()):
-            atomic_write(folder / f"{number}.png", partial(_write_png, levels))
+            pixels = levels.to(torch.uint8).permute(1, 2, 0).numpy()
+            png = Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
+            atomic_write(folder / f"{number}.png", partial(png.save, format="PNG"))
         else:
             atomic_write(folder / f"{number}.npz", partial(_write_array, image))
 
@@ -32,10 +31,3 @@ def save_images(folder: Path, index: Tensor, x: Tensor) -> None:
 def _write_array(image: Tensor, path: Path) -> None:
     with path.open("wb") as file:
         np.savez(file, image=image.numpy())
-
-
-def _write_png(levels: Tensor, path: Path) -> None:
-    from PIL import Image
-
-    pixels = levels.to(torch.uint8).permute(1, 2, 0).numpy()
-    Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels).save(path, format="PNG")

@@ -24,21 +24,15 @@ from lightning_rob.runtime.identity import attack_spec
 
 SCHEMA = 1
 SCHEMA_FILE = Path(__file__).with_name("record.schema.json")
-# Distinguishes the evaluations of this process from those of others in the same folder.
+# Distinguishes this process's evaluations from other processes' in the same folder.
 SESSION = f"{datetime.now().astimezone().isoformat(timespec='seconds')} {os.getpid()}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """Accuracy under one attack.
+    """Accuracy in [0, 1] on n images under one attack, with its 95 % interval.
 
-    Args:
-        name: the attack's name.
-        accuracy: in [0, 1].
-        interval: its 95 % interval.
-        n: number of images.
-        seconds: the attack took, on this process.
-        details: other fields of the record.
+    `seconds` is the attack's run time on this process; `details` are other fields of the record.
     """
 
     name: str
@@ -56,33 +50,26 @@ class Result:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """Return the result of which this is the record.
+        """Return the result that has this record.
 
         Raises:
             KeyError, TypeError, ValueError: the record is of another kind.
         """
         details = {name: v for name, v in record.items() if name not in ("schema", "kind")}
-        accuracy, (low, high) = (details.pop(name) for name in ("accuracy", "interval"))
+        name, accuracy, (low, high), n, seconds = (
+            details.pop(field) for field in ("name", "accuracy", "interval", "n", "seconds")
+        )
         low, high, accuracy = (math.nan if v is None else v for v in (low, high, accuracy))
-        name, n, seconds = (details.pop(name) for name in ("name", "n", "seconds"))
         return cls(name, accuracy, (low, high), n, seconds, details)
 
 
 def measured(
-    name: str,
-    scores: Tensor,
-    seconds: float,
-    details: dict[str, Any],
-    draws: Tensor | None = None,
+    name: str, scores: Tensor, seconds: float, details: dict[str, Any], draws: Tensor | None = None
 ) -> Result:
     """Return the mean of images' scores [N], NaN without images, and its interval.
 
-    Args:
-        name: the attack's.
-        scores: [N] in [0, 1].
-        seconds: the attack took.
-        details: other fields of the record.
-        draws: [N, D] the scores by private draw, if the interval is to cover their randomness too.
+    The interval covers the randomness of private draws too where the scores by draw are given:
+    `draws` [N, D].
     """
     n, accuracy = len(scores), float(scores.mean()) if len(scores) else float("nan")
     by_draw = [accuracy] if draws is None or not n else draws.mean(0).tolist()
@@ -97,10 +84,8 @@ def versions() -> dict[str, str]:
 def threat_model_card(attack: Attack) -> dict[str, Any]:
     """Return what an attacker may do and knows.
 
-    Returns:
-        Norm and radius; steps, or passes that decide their number, restarts and draws where the
-        attack or a part of it has them; the attacker's knowledge; and the attack with all its
-        arguments.
+    It has norm and radius; steps, or the passes that decide their number, restarts and draws where
+    the attack or a part of it has them; the attacker's knowledge; and the attack's arguments.
     """
     threat, every = attack.threat, list(walk(attack))
     card: dict[str, Any] = {
@@ -127,16 +112,16 @@ def knowledge_of(attack: Attack) -> str:
 
 def with_schema(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record with the version of its format, as data that JSON can hold."""
-    content: dict[str, Any] = _json_ready({"schema": SCHEMA, **record})
+
+    def ready(content: Any) -> Any:
+        if isinstance(content, Mapping):
+            return {str(key): ready(part) for key, part in content.items()}
+        if isinstance(content, list | tuple):
+            return [ready(part) for part in content]
+        return None if isinstance(content, float) and not math.isfinite(content) else content
+
+    content: dict[str, Any] = ready({"schema": SCHEMA, **record})
     return content
-
-
-def _json_ready(content: Any) -> Any:
-    if isinstance(content, Mapping):
-        return {str(key): _json_ready(part) for key, part in content.items()}
-    if isinstance(content, list | tuple):
-        return [_json_ready(part) for part in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

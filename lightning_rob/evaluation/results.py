@@ -22,8 +22,9 @@ from lightning_rob.evaluation.findings import (
     percent,
     record,
 )
-from lightning_rob.evaluation.per_image import PerImageRows, write_result_file
 from lightning_rob.evaluation.records import Result, measured, threat_model_card
+from lightning_rob.evaluation.result_file import write_result_file
+from lightning_rob.evaluation.store import PerImageRows
 from lightning_rob.evaluation.worst import Worst, worst_case
 from lightning_rob.metrics import Paired, paired, student
 from lightning_rob.runtime.identity import attack_spec
@@ -84,12 +85,20 @@ class EvaluationResult:
         """
         return self._by_draw(self.rows.scores)
 
+    @cached_property
+    def not_fooled(self) -> Tensor:
+        """As `scores`, with rejections counted as right on clean images too."""
+        if self.rows.rejected is None:
+            return self.scores
+        scores = self.scores.clone()
+        scores[:, 0] += self._by_draw(self.rows.rejected)[:, 0]
+        return scores
+
     def _by_draw(self, values: Tensor) -> Tensor:
         """Average values [N, 1 + A, R] over the inferences that share one adapted network."""
         if not self.joint:
             return values
-        shape = (*values.shape[:2], self.private_draws, -1)
-        return values.reshape(shape).mean(3)
+        return values.reshape(*values.shape[:2], self.private_draws, -1).mean(3)
 
     @cached_property
     def worst(self) -> Worst:
@@ -104,27 +113,24 @@ class EvaluationResult:
         """
         if name == WORST:
             return self.worst.scores.mean(1)
-        if name not in self.names:
-            raise KeyError(
-                f"no attack is called {name!r}: choose from {', '.join([*self.names, WORST])}"
-            )
+        _check_name(name, [*self.names, WORST])
         return self.scores[:, self.names.index(name)].mean(1)
 
     def accuracy(self, name: str) -> float:
         """Return the accuracy in [0, 1] under an attack, "clean" or "worst"."""
         return self.measurement(name).accuracy
 
-    def rejected(self, name: str) -> float:
-        """Return the share in [0, 1] of predictions that are rejections.
+    def interval(self, name: str) -> tuple[float, float]:
+        """Return the 95 % interval of the accuracy; `covers` says which randomness it holds."""
+        return self.measurement(name).interval
 
-        Args:
-            name: "clean" or an attack.
+    def rejected(self, name: str) -> float:
+        """Return the share in [0, 1] of predictions that are rejections, clean or under an attack.
 
         Raises:
             KeyError: no attack has this name.
         """
-        if name not in self.names:
-            raise KeyError(f"no attack is called {name!r}: choose from {', '.join(self.names)}")
+        _check_name(name, self.names)
         if self.rows.rejected is None:
             return 0.0
         return float(self.rows.rejected[:, self.names.index(name)].double().mean())
@@ -133,36 +139,19 @@ class EvaluationResult:
         """Return the share in [0, 1] of predictions that are accepted and wrong.
 
         Under an attack, and under "worst" over all attacks and no attack, it is its success.
-
-        Args:
-            name: "clean", "worst" or an attack.
         """
         if name == WORST:
             return 1 - float(worst_over([self], fooled=True).scores.mean())
         rejected = self.rejected(CLEAN) if name == CLEAN else 0.0  # elsewhere the scores hold it
         return 1 - float(self.per_image(name).double().mean()) - rejected
 
-    @cached_property
-    def not_fooled(self) -> Tensor:
-        """As `scores`, with rejections counted as right on clean images too."""
-        if self.rows.rejected is None:
-            return self.scores
-        scores = self.scores.clone()
-        scores[:, 0] += self._by_draw(self.rows.rejected)[:, 0]
-        return scores
-
     def blind(self, name: str) -> float:
         """Return the share of images without a useful gradient under an attack, or under all.
 
-        Of the images that are right without an attack, and of which it asked for gradients: the
-        share on which each of them was exactly zero or not finite. There the attack is blind, and
-        its score says nothing.
+        The images are right without an attack, and the attack asked for their gradients. Where each
+        was exactly zero or not finite the attack is blind, and its score says nothing.
 
-        Args:
-            name: an attack, or "worst" for the images on which all attacks by gradient are blind.
-
-        Returns:
-            A share in [0, 1]; NaN for an attack that asks for no gradients.
+        Under "worst" each attack by gradient is blind on them. NaN if it asks for no gradients.
 
         Raises:
             KeyError: no attack has this name.
@@ -171,8 +160,8 @@ class EvaluationResult:
 
     def _blind(self, name: str) -> Tensor:
         """Which images [N] that are right without an attack it is blind on; NaN for the others."""
-        if name not in (*self.attacks, WORST):
-            raise KeyError(f"no attack is called {name!r}: choose from {', '.join(self.attacks)}")
+        if name != WORST:
+            _check_name(name, list(self.attacks))
         if self.rows.blind is None:
             return torch.full_like(self.per_image(CLEAN), torch.nan)
         places = [self.names.index(n) for n in (self.attacks if name == WORST else [name])]
@@ -212,6 +201,7 @@ class EvaluationResult:
                 {"attack": name},
                 "above_clean",
             )
+        # An attack on a detector of attacks often reaches its class for rejections only.
         broken = (clean > 0.5) & (attacked < 0.5)
         classes = self.rows.predictions[:, self.names.index(name)][broken]
         if len(classes) < FEWEST_BROKEN or self.rows.rejected is not None:
@@ -239,10 +229,6 @@ class EvaluationResult:
         enough = len(self.rows.label) >= FEWEST_OF_CLASS * len(seen)
         return lacked not in seen and len(seen) > 1 and len(seen) >= 0.9 * others and enough
 
-    def interval(self, name: str) -> tuple[float, float]:
-        """Return the 95 % interval of the accuracy; `covers` says which randomness it holds."""
-        return self.measurement(name).interval
-
     def compare(self, first: str, second: str) -> Paired:
         """Compare two columns image by image: the second minus the first; see `metrics.paired`."""
         return paired(self.per_image(first), self.per_image(second))
@@ -251,15 +237,12 @@ class EvaluationResult:
         """Return the accuracy against an attacker who may submit each image several times.
 
         An image counts as right if all predictions of it are right: a randomized defense that is
-        right with probability p survives with probability p^n, not p.
+        right with probability p survives n submissions with probability p^n, not p. It is exact
+        for a randomized ensemble, and else the unbiased estimate from R >= n inferences.
 
         Args:
             name: "clean" or an attack.
-            times: n, how often each image is submitted.
-
-        Returns:
-            The mean over images of the probability that n independent predictions are right, exact
-            for a randomized ensemble, and else the unbiased estimate from R >= n inferences.
+            times: number of submissions of each image.
 
         Raises:
             ValueError: of a defense that predicts at random, fewer inferences than submissions or
@@ -290,9 +273,6 @@ class EvaluationResult:
         to its eps `(distances(name) > radius).float().mean()`. Of other attacks the distances are
         upper bounds, mostly eps.
 
-        Args:
-            name: an attack.
-
         Returns:
             [N] in units of the threat's eps: 0 where the clean image is accepted and wrong with
             certainty, infinite where the perturbed one is not.
@@ -306,8 +286,7 @@ class EvaluationResult:
             raise ValueError("distances are for defenses that predict the same each time")
         if self.details.get("repeats", 1) > 1:
             raise ValueError("distances are those of one run of the attack: give repeats=1")
-        if name not in self.attacks:
-            raise KeyError(f"no attack is called {name!r}: choose from {', '.join(self.attacks)}")
+        _check_name(name, list(self.attacks))
         sizes = self.rows.sizes[:, self.names.index(name)].double()
         # an image on the ball's surface is within it, though its float32 size may round to more
         within = sizes.clamp_max(self.attacks[name].threat.eps)
@@ -327,51 +306,41 @@ class EvaluationResult:
     def measurement(self, name: str, reference: "EvaluationResult | None" = None) -> Result:
         """Return the row of the table for one column, with all that its record holds.
 
-        Args:
-            name: "clean", "worst" or an attack.
-            reference: a result on the same defense; its first attack is compared with this one
-                where the images are the same.
+        It is compared with the first attack of a reference, a result on the same defense, where the
+        images are the same.
         """
-        details = {**self.details, "random": self.random, "interval_covers": self.covers}
-        found = [f for f in self.findings if name == WORST or f.values.get("attack", name) == name]
-        if found:
-            details["findings"] = [record(finding) for finding in found]
         if name == WORST:
-            return _worst_measurement([self], details)
-        place = self.names.index(name) if name in self.names else 0
-        draws = self.scores[:, place]
+            return worst_measurement([self])
+        details = {**self.details, "random": self.random, "interval_covers": self.covers}
+        if found := [f for f in self.findings if f.values.get("attack", name) == name]:
+            details["findings"] = [record(finding) for finding in found]
+        scores = self.per_image(name)
+        draws = self.scores[:, self.names.index(name)]
         if name in self.attacks:
-            attack = self.attacks[name]
-            details |= {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
-            details |= {"ball": str(attack.threat)} | self._against(name, reference or self)
-            details |= self._median_distance(name)
-            details |= {} if math.isnan(self.blind(name)) else {"blind": self.blind(name)}
+            details |= self._about_attack(name, reference or self)
         if draws.shape[1] > 1 and len(draws):
             over = "over_inferences" if self.private_draws == 1 else "over_private_draws"
             details[over] = student(draws.mean(0).tolist())
-        if self.rows.rejected is not None and name in self.names:
+        if self.rows.rejected is not None:
             details |= {"rejected": self.rejected(name)}
             details |= {"accepted_wrong": self.accepted_wrong(name)}
         seconds = self.seconds.get(name, 0.0)
-        by_draw = draws if self.private_draws > 1 else None
-        return measured(name, self.per_image(name), seconds, details, by_draw)
+        return measured(name, scores, seconds, details, draws if self.private_draws > 1 else None)
 
-    def _median_distance(self, name: str) -> dict[str, float]:
-        """The median of the distances, where the attack searches the smallest and they exist."""
-        searches = any(part.smallest_norm for part in walk(self.attacks[name]))
-        once = self.details.get("repeats", 1) == 1 and not (self.random or self.joint)
-        if not (searches and once and len(self.index)):
-            return {}
-        return {"median_distance": float(self.distances(name).median())}
-
-    def _against(self, name: str, reference: "EvaluationResult") -> dict[str, Any]:
-        """The paired comparison with the reference's first attack, on the same images."""
-        first = next(iter(reference.attacks))
+    def _about_attack(self, name: str, reference: "EvaluationResult") -> dict[str, Any]:
+        """The fields of an attack's record: its specification, comparison, distance, blindness."""
+        attack, first = self.attacks[name], next(iter(reference.attacks))
+        details = {"attack": attack_spec(attack), "threat": attack_spec(attack.threat)}
+        details["ball"] = str(attack.threat)
         same = torch.equal(reference.index, self.index) and reference.joint == self.joint
-        if (reference is self and name == first) or not same:
-            return {}
-        compared = paired(reference.per_image(first), self.per_image(name))
-        return {"against": {"attack": first, **asdict(compared)}}
+        if same and not (reference is self and name == first):
+            compared = paired(reference.per_image(first), self.per_image(name))
+            details["against"] = {"attack": first, **asdict(compared)}
+        searches = any(part.smallest_norm for part in walk(attack))
+        once = self.details.get("repeats", 1) == 1 and not (self.random or self.joint)
+        if searches and once and len(self.index):
+            details["median_distance"] = float(self.distances(name).median())
+        return details | ({} if math.isnan(blind := self.blind(name)) else {"blind": blind})
 
     def measurements(self, reference: "EvaluationResult | None" = None) -> list[Result]:
         """Return the rows of clean images and each attack, without "worst"."""
@@ -389,32 +358,27 @@ class EvaluationResult:
         return {**self.details, **known, **({"findings": findings} if findings else {})}
 
     def save(self, path: Path | str, card: Mapping[str, Any] | None = None) -> None:
-        """Write the per-image scores as CSV and, beside it, the card as JSON.
-
-        Args:
-            path: the CSV file.
-            card: what else belongs in the card.
-        """
-        worst = self.per_image(WORST)
-        write_result_file(
-            Path(path), self.names, self.rows, self.draws, self.card() | dict(card or {}), worst
-        )
+        """Write the per-image scores as CSV and, beside it, the card with more fields as JSON."""
+        worst, card = self.per_image(WORST), self.card() | dict(card or {})
+        write_result_file(Path(path), self.names, self.rows, self.draws, card, worst)
 
     def __str__(self) -> str:
         return self.table()
 
 
+def _check_name(name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        raise KeyError(f"no attack is called {name!r}: choose from {', '.join(names)}")
+
+
 def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Worst:
     """Return the scores under the strongest attack of several evaluations of one defense.
 
-    Args:
-        results: the evaluations.
-        fooled: whether a rejection counts as right without an attack too, so that what the scores
-            lack to one is the success of an attacker who may leave images as they are.
+    With `fooled` a rejection counts as right without an attack too: what the scores lack to one is
+    the success of an attacker who may leave images as they are.
     """
-    tables = [(one.index, one.not_fooled if fooled else one.scores) for one in results]
     return worst_case(
-        tables,
+        [(one.index, one.not_fooled if fooled else one.scores) for one in results],
         random=any(result.random for result in results),
         joint=any(result.joint for result in results),
     )
@@ -423,29 +387,24 @@ def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Wor
 def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
     """Return the row of the strongest attack over several evaluations of one defense.
 
-    Args:
-        results: on the same defense; the details of the record are those of the last.
+    The record has the details of the last one.
     """
-    last = results[-1]
+    first, last = results[0], results[-1]
     details = {**last.details, "random": last.random, "interval_covers": last.covers}
     found = {one.text: record(one) for result in results for one in result.findings}
     details |= {"findings": list(found.values())} if found else {}
-    return _worst_measurement(results, details)
-
-
-def _worst_measurement(results: Sequence[EvaluationResult], details: dict[str, Any]) -> Result:
-    worst = results[0].worst if len(results) == 1 else worst_over(results)
+    worst = first.worst if len(results) == 1 else worst_over(results)
     attacks = [(name, attack) for result in results for name, attack in result.attacks.items()]
-    threats = {str(attack.threat): attack_spec(attack.threat) for _, attack in attacks}
     details |= worst.details(result.index for result in results)
     details |= {"over": [name for name, _ in attacks]}
-    if len(results) == 1 and not math.isnan(blind := results[0].blind(WORST)):
+    if len(results) == 1 and not math.isnan(blind := first.blind(WORST)):
         details["blind"] = blind
-    if results[-1].rows.rejected is not None:
+    if last.rows.rejected is not None:
         details["accepted_wrong"] = 1 - float(worst_over(results, fooled=True).scores.mean())
+    threats = {str(attack.threat): attack_spec(attack.threat) for _, attack in attacks}
     if len(threats) == 1:
         (details["ball"], details["threat"]), *_ = threats.items()
     else:
         details["ball"] = "several"
-    draws = worst.scores if results[-1].private_draws > 1 else None
+    draws = worst.scores if last.private_draws > 1 else None
     return measured(WORST, worst.scores.mean(1), 0.0, details, draws)

@@ -29,8 +29,8 @@ class BatchOutcome(NamedTuple):
         predictions: [B] the most probable class; -1 where there is none.
         sizes: [B] of the perturbations, in the threat's norm.
         rejected: [B, R] the probability that the prediction is a rejection, by inference.
-        blind: [B] 1 where the attack asked for gradients and none was of use, 0 where one was, -1
-            where it asked for none.
+        blind: [B] 1 where the attack asked for gradients and each was exactly zero or not finite, 0
+            where one was of use, -1 where it asked for none.
     """
 
     scores: Tensor
@@ -54,25 +54,24 @@ class ResumeLog:
     the image is the same, pixel by pixel, with the same label.
 
     Args:
-        folder: of this evaluation and no other; made at the first line.
-        names: "clean" and those of the attacks.
-        inferences: R, how many predictions of the defense each image has.
-        joint: predictions depend on the whole batch: reuse results only for the same batch.
+        folder: folder of this evaluation and no other; made at the first line.
+        names: "clean" and the names of the attacks.
+        inferences: R, the number of predictions of each image.
+        joint: whether predictions depend on the whole batch: then only the same batch has results.
     """
 
     def __init__(
         self, folder: Path, names: Sequence[str], inferences: int, joint: bool = False
     ) -> None:
-        self.folder, self.names, self.inferences = folder, tuple(names), inferences
-        self.joint = joint
+        self.folder, self.names = folder, tuple(names)
+        self.inferences, self.joint = inferences, joint
         self.path = folder / f"{platform.node()}-{os.getpid()}.jsonl"
         self.known: dict[tuple[str, Key], Row] = {}
         self.seconds = dict.fromkeys(self.names, 0.0)  # by name, on the known images
         self.read = [path for path in sorted(folder.glob("*.jsonl")) if path.is_file()]
         for path in self.read:
             for line in path.read_text(errors="replace").splitlines():
-                # A broken line, or a foreign one.
-                with suppress(ValueError, KeyError, TypeError, OverflowError):
+                with suppress(ValueError, KeyError, TypeError, OverflowError):  # broken, foreign
                     self._keep(json.loads(line))
 
     def counts(self) -> dict[str, int]:
@@ -96,16 +95,10 @@ class ResumeLog:
         Raises:
             OSError: they cannot be written.
         """
-        fields = {
-            "name": name,
-            "keys": self._keys(x, y, index),
-            "scores": outcome.scores.float().tolist(),
-            "predictions": outcome.predictions.tolist(),
-            "sizes": outcome.sizes.float().tolist(),
-            "rejected": outcome.rejected.float().tolist(),
-            "blind": outcome.blind.float().tolist(),
-            "seconds": round(seconds, 3),
-        }
+        fields = {"name": name, "keys": self._keys(x, y, index), "seconds": round(seconds, 3)}
+        for field, values in outcome._asdict().items():
+            exact = values if field == "predictions" else values.float()
+            fields[field] = exact.tolist()
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             # The line break comes first, so that a line broken off before spoils no other.
@@ -123,12 +116,10 @@ class ResumeLog:
 
     def _keep(self, line: dict[str, Any]) -> None:
         name, seconds = line["name"], float(line["seconds"])
-        columns = [line[field] for field in BatchOutcome._fields]
+        outcomes = zip(*(line[field] for field in BatchOutcome._fields), strict=True)
         rows: dict[Key, Row] = {
-            (int(a), int(b), int(c), int(d)): (scores, prediction, size, rejected, blind)
-            for (a, b, c, d), scores, prediction, size, rejected, blind in zip(
-                line["keys"], *columns, strict=True
-            )
+            (int(a), int(b), int(c), int(d)): row
+            for (a, b, c, d), row in zip(line["keys"], outcomes, strict=True)
         }
         if name in self.names and all(map(self._is_plausible, rows.values())):
             self.known |= {(name, key): row for key, row in rows.items()}

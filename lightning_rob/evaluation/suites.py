@@ -99,7 +99,7 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
 
 @dataclass(frozen=True)
 class RandomCorners(Attack):
-    """The best of some random corners of the ball, without a search.
+    """The best of some random corners of an linf or l2 ball, without a search.
 
     Args:
         threat: linf or l2.
@@ -127,11 +127,7 @@ class RandomCorners(Attack):
 
 @dataclass(frozen=True)
 class RandomStart(Attack):
-    """One random point of the ball, without a prediction of the defense.
-
-    Args:
-        threat: linf or l2.
-    """
+    """One random point of an linf or l2 ball, without a prediction of the defense."""
 
     threat: Threat
 
@@ -142,11 +138,7 @@ class RandomStart(Attack):
 
 @dataclass(frozen=True)
 class DoublePrecision(Attack):
-    """An attack that computes in double precision, on a copy of the defense.
-
-    Args:
-        attack: the attack.
-    """
+    """An attack that computes in double precision, on a copy of the defense."""
 
     attack: Attack
 
@@ -178,7 +170,7 @@ class Auto(Attack):
     Raises:
         ValueError: no passes, another threat; when called, too few passes for the schedule.
         TypeError: when called on a defense that adapts: run its `schedule`; on a transformation
-            ensemble of which no member has a gradient.
+            ensemble without a member that has a gradient.
     """
 
     threat: Threat
@@ -194,16 +186,14 @@ class Auto(Attack):
             kind = type(defense).__name__
             raise TypeError(f"{kind} adapts to whole batches: attack it by Auto(…).schedule")
         count = PassCount(defense, x)
-        classes = count.classes
+        classes = count.classes  # takes passes, which `asked` counts
         left = replace(self, passes=max(self.passes - count.asked, 1))
         return left.schedule(defense, classes).perturb(defense, x, y, generator)
 
     def schedule(self, defense: Defense, classes: int = 10) -> Attack:
         """Return the attacks for this kind of defense, each with its share of the passes.
 
-        Args:
-            defense: the defense; the adaptations of one that adapts are not counted.
-            classes: their number: runs towards classes need four.
+        The adaptations of a defense that adapts are not counted. Runs towards classes need four.
         """
         kind, members = suite_kind(defense), len(defense.weights)
         if kind == "transductive":
@@ -221,7 +211,14 @@ class Auto(Attack):
             followed = sum(part.differentiable for part in defense.transforms.values())
             pgd = self._pgd(defense, self.passes, max(followed, 1))
             return OnDifferentiable(Budgeted(pgd, self.passes))
-        parts = self._shares(kind, defense, classes)
+        margin = APGD(self.threat, objective=margin_of_rule(defense.rule))
+        if kind == "randomized":
+            arc = ARC(self.threat, 1, self.threat.eps / 4, neighbours=4, early_stop=True)
+            parts: list[tuple[float, Attack]] = [(0.5, margin), (0.5, arc)]
+        elif classes < 4 or self.passes < TARGETS_FROM * members:
+            parts = [(1.0, margin)]
+        else:
+            parts = [(0.25, margin), (0.75, APGD(self.threat, targets=9))]
         free = self.passes - members * len(parts)  # Strongest evaluates each
         return Strongest(tuple(Budgeted(a, max(int(share * free), 1)) for share, a in parts))
 
@@ -231,37 +228,16 @@ class Auto(Attack):
         step_size = _step_size(self.threat.eps, steps, 10)
         return PGD(self.threat, 1, step_size, backward=surrogate_for(defense))
 
-    def _shares(
-        self, kind: SuiteKind, defense: Defense, classes: int
-    ) -> tuple[tuple[float, Attack], ...]:
-        """Return the attacks on fixed classifiers with their shares of the passes."""
-        margin = APGD(self.threat, objective=margin_of_rule(defense.rule))
-        if kind == "randomized":
-            arc = ARC(self.threat, 1, self.threat.eps / 4, neighbours=4, early_stop=True)
-            return (0.5, margin), (0.5, arc)
-        if classes < 4 or self.passes < TARGETS_FROM * len(defense.weights):
-            return ((1.0, margin),)
-        return (0.25, margin), (0.75, APGD(self.threat, targets=9))
-
 
 @dataclass(frozen=True)
 class AttackSuite:
-    """The attacks on a kind of defense.
-
-    Args:
-        kind: of the defense.
-        default: name of the attack that is mostly reported for it.
-        adaptive: names of the attacks made for its kind.
-        attacks: all attacks by name; "clean" is not among them.
-        averaged: the default attack with steps that average over draws (EoT); None where PGD does
-            not apply directly.
-    """
+    """The attacks on a kind of defense, without "clean"."""
 
     kind: SuiteKind
-    default: str
-    adaptive: tuple[str, ...]
+    default: str  # the attack that is mostly reported for it
+    adaptive: tuple[str, ...]  # those made for its kind
     attacks: dict[str, Attack]
-    averaged: Attack | None = None
+    averaged: Attack | None = None  # the default with EoT; None where PGD does not apply directly
 
     @property
     def recipe(self) -> str:
@@ -276,13 +252,9 @@ class AttackSuite:
 def suite_for(
     defense: Defense, threat: Threat, steps: int = 20, queries: int = 1000
 ) -> AttackSuite:
-    """Return the attacks that test a defense of this kind, within one threat.
+    """Return the attacks that test a defense of this kind, within an linf or l2 threat.
 
-    Args:
-        defense: the defense.
-        threat: linf or l2, in pixel units.
-        steps: of the default PGD; others have a multiple of it.
-        queries: of the Square Attack.
+    The default PGD has the given steps, other attacks a multiple; Square has the queries.
 
     Raises:
         ValueError: a threat that not all attacks support, or one without a radius.
@@ -290,12 +262,30 @@ def suite_for(
     _check_threat(threat)
     kind = suite_kind(defense)
     pgd = PGD(threat, steps, _step_size(threat.eps, steps, 4))
-    if kind == "transductive":
-        return _transductive_suite(replace(pgd, keep_best=True))
-    objective = ce_of_rule(defense.rule) if len(defense.weights) > 1 else expected_ce
+    if kind == "transductive":  # most papers report a transfer attack
+        pgd = replace(pgd, keep_best=True)
+        rounds: dict[str, Attack] = {
+            "noise": RandomStart(threat),
+            "transfer": TransferFromStatic(pgd),
+            "gmsa_avg": GMSA(pgd, rounds=5),
+            "unbounded": GMSA(_unbounded(pgd), rounds=2),
+        }
+        return AttackSuite(kind, "transfer", ("gmsa_avg",), rounds)
+    several = len(defense.weights) > 1
+    objective = ce_of_rule(defense.rule) if several else expected_ce
+    margin = margin_of_rule(defense.rule) if several else linear
     pgd = replace(pgd, objective=objective, backward=surrogate_for(defense))
+    longer = _step_size(threat.eps, 5 * steps, 10)
+    by_gradient = {  # each should be about as strong as the default
+        "fgsm": replace(pgd, steps=1, step_size=threat.eps, random_start=False),
+        "pgd": pgd,
+        "longer": replace(pgd, steps=5 * steps, step_size=longer),
+        "restarts": replace(pgd, restarts=5),
+        "margin": replace(pgd, objective=margin, keep_best=True),
+        "unbounded": _unbounded(pgd),
+    }
     attacks: dict[str, Attack] = {"noise": RandomCorners(threat)}
-    attacks |= _gradient_attacks(defense, pgd)
+    attacks |= {name: _on_differentiable(defense, attack) for name, attack in by_gradient.items()}
     attacks["square"] = Square(threat, queries)
     adaptive = _adaptive_attacks(defense, kind, pgd)
     averaged = None if kind == "transformed" else replace(pgd, draws=DRAWS)
@@ -328,21 +318,6 @@ def _on_differentiable(defense: Defense, attack: Attack) -> Attack:
         return attack
     with_gradient = any(kind.differentiable for kind in defense.transforms.values())
     return OnDifferentiable(attack) if with_gradient else TAA(attack)
-
-
-def _gradient_attacks(defense: Defense, pgd: PGD) -> dict[str, Attack]:
-    """Return the default PGD and its variants, each of which should be about as strong."""
-    eps, steps = pgd.threat.eps, 5 * pgd.steps
-    margin = margin_of_rule(defense.rule) if len(defense.weights) > 1 else linear
-    attacks = {
-        "fgsm": replace(pgd, steps=1, step_size=eps, random_start=False),
-        "pgd": pgd,
-        "longer": replace(pgd, steps=steps, step_size=_step_size(eps, steps, 10)),
-        "restarts": replace(pgd, restarts=5),
-        "margin": replace(pgd, objective=margin, keep_best=True),
-        "unbounded": _unbounded(pgd),
-    }
-    return {name: _on_differentiable(defense, attack) for name, attack in attacks.items()}
 
 
 def _unbounded(pgd: PGD) -> PGD:
@@ -380,14 +355,3 @@ def _adaptive_attacks(defense: Defense, kind: SuiteKind, pgd: PGD) -> dict[str, 
             "paa": PAA(inner, "AvgP", DISSIMILARITY, project_last=True),
         }
     return {}
-
-
-def _transductive_suite(pgd: PGD) -> AttackSuite:
-    """Return the attacks on a defense that adapts; most papers report a transfer attack."""
-    attacks: dict[str, Attack] = {
-        "noise": RandomStart(pgd.threat),
-        "transfer": TransferFromStatic(pgd),
-        "gmsa_avg": GMSA(pgd, rounds=5),
-        "unbounded": GMSA(_unbounded(pgd), rounds=2),
-    }
-    return AttackSuite("transductive", "transfer", ("gmsa_avg",), attacks)

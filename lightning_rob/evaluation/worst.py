@@ -28,7 +28,7 @@ class Worst:
     Args:
         index: [n] the images' indices, rising.
         scores: [n, R] in [0, 1]; columns are independent draws where there are several.
-        choice: how the attack was chosen.
+        choice: the way in which the attack was chosen.
     """
 
     index: Tensor
@@ -36,11 +36,7 @@ class Worst:
     choice: str
 
     def details(self, indices: Iterable[Tensor]) -> dict[str, str]:
-        """Return fields of the record: the choice, and which images if some are left out.
-
-        Args:
-            indices: those of the images of each attack.
-        """
+        """Return fields of the record: the choice, and which images if an attack has more."""
         left_out = any(len(index) > len(self.index) for index in indices)
         return {"choice": self.choice} | ({"images": COMMON} if left_out else {})
 
@@ -51,10 +47,10 @@ def worst_case(
     """Return the scores under the strongest attack, on the images that all tables have.
 
     - Without randomness: the attack is chosen for each image (its minimum).
-    - With it, and at least two inferences: for each image, on half of the inferences; the scores
-      are those of the other half.
-    - With one inference: once for all images, on every second image; the scores are those of the
-      other images.
+    - With it, and at least two inferences: for each image, on half of the inferences; the other
+      half gives the scores.
+    - With one inference: once for all images, on every second image; the other images give the
+      scores.
     - Where predictions depend on the whole batch, once for all images: on half of the private
       draws if there are several, else by the lowest mean.
 
@@ -78,7 +74,10 @@ def worst_case(
         return _by_inferences(index, parts, joint)
     if joint or len(index) < 2:
         return Worst(index, means[:, [_strongest(means)]], "attack with the lowest mean")
-    return Worst(index, _by_images(means), "one attack, chosen on the other half of the images")
+    even, chosen = torch.arange(len(means)) % 2 == 0, means[:, :1].clone()
+    for half in (even, ~even):
+        chosen[half, 0] = means[half, _strongest(means[~half])]
+    return Worst(index, chosen, "one attack, chosen on the other half of the images")
 
 
 def _strongest(means: Tensor) -> int:
@@ -87,14 +86,14 @@ def _strongest(means: Tensor) -> int:
 
 
 def _by_inferences(index: Tensor, parts: list[Tensor], joint: bool) -> Worst:
-    """Choose on half of the inferences of scores n x [n, A, R], take those of the other half."""
-    halves = [[part[..., : part.shape[2] // 2], part[..., part.shape[2] // 2 :]] for part in parts]
-    first, second = ([pair[side] for pair in halves] for side in (0, 1))
-    if joint:
-        once = torch.cat([_picked(first, second), _picked(second, first)], 1)
-        return Worst(index, once, "one attack, chosen on the other half of the private draws")
+    """Choose by half of the inferences of scores [n, A, R], and take scores of the other half."""
+    first = [part[..., : part.shape[2] // 2] for part in parts]
+    second = [part[..., part.shape[2] // 2 :] for part in parts]
     sides = [(first, second), (second, first)]
-    each = torch.stack([_picked_by_image(own, other) for own, other in sides], 1)
+    if joint:
+        once = torch.cat([_picked(by, scores) for by, scores in sides], 1)
+        return Worst(index, once, "one attack, chosen on the other half of the private draws")
+    each = torch.stack([_picked_by_image(by, scores) for by, scores in sides], 1)
     return Worst(index, each, "per image, chosen on the other half of the inferences")
 
 
@@ -118,26 +117,12 @@ def _picked(by: list[Tensor], scores: list[Tensor]) -> Tensor:
     return [part[:, a] for part in scores for a in range(part.shape[1])][place]
 
 
-def _by_images(means: Tensor) -> Tensor:
-    """Choose on every second image of scores [n, A], take those of the others: [n, 1]."""
-    even = torch.arange(len(means)) % 2 == 0
-    scores = torch.empty(len(means), 1, dtype=means.dtype)
-    for half in (even, ~even):
-        scores[half, 0] = means[half, _strongest(means[~half])]
-    return scores
-
-
 def is_random(defense: Defense, x: Tensor, index: Tensor) -> bool:
     """Return whether a defense predicts at random: two predictions differ by more than rounding.
 
-    Args:
-        defense: asked in eval mode, twice, with different noise.
-        x: [B, C, H, W] images.
-        index: [B] their indices, by which the noise is keyed.
+    They are made in eval mode, with different noise, which is keyed by the images' indices [B].
     """
-    own = torch.Generator().manual_seed(
-        derive_seed(*index.tolist())
-    )  # for noise from global streams
+    own = torch.Generator().manual_seed(derive_seed(*index.tolist()))  # of torch's own streams
     with seeded_global_rng(own, x.device), evaluating(defense) as copied, torch.no_grad():
         first, second = (copied.logits(x, Streams.from_index(index, key)) for key in (0, 1))
     largest = float(first.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if first.numel() else 0.0

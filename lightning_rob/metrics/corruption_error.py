@@ -55,10 +55,7 @@ def check_reference(
 ) -> None:
     """Raise ValueError unless mCE by this reference is defined for these corruptions.
 
-    Args:
-        names: of the corruptions.
-        severities: the number of severities of each.
-        reference: corruption -> the reference's mean error.
+    `severities` are their numbers of severities.
     """
     if set(names) != set(reference):
         raise ValueError(

@@ -42,46 +42,37 @@ def p_at_most(values: Floats, mean: float = 0.0) -> float:
 
 
 def mean_interval(values: Floats, level: float = 0.95) -> tuple[float, float]:
-    """Compute the interval of the mean of numbers in [-1, 1]: all means that `p_at_most` leaves.
+    """Compute the interval of the mean of numbers [N] in [-1, 1]: all that `p_at_most` leaves.
 
-    Args:
-        values: [N] independent draws from one distribution.
-        level: the probability that the interval covers the mean.
-
-    Returns:
-        (low, high), which lies outside 0 exactly if the smaller p of both sides is below
-        (1 - level) / 2.
+    It covers the mean with probability `level`, and leaves out 0 exactly if the smaller p of both
+    sides is below (1 - level) / 2.
     """
-    alpha = (1 - level) / 2
-    return _lower_end(values, alpha), -_lower_end(-values, alpha)
-
-
-def _lower_end(values: Floats, alpha: float) -> float:
-    """Return the smallest mean whose one-sided p is not below alpha."""
     from scipy.optimize import brentq
 
-    if not (values > -1).any():
-        return -1.0
+    alpha = (1 - level) / 2
 
-    high = float(values.mean())
-    return float(brentq(lambda m: math.log(p_at_most(values, m) / alpha), -1.0, high, xtol=1e-8))
+    def lower_end(values: Floats) -> float:
+        if not (values > -1).any():
+            return -1.0
+        high = float(values.mean())
+        return float(brentq(lambda m: math.log(p_at_most(values, m) / alpha), -1, high, xtol=1e-8))
+
+    return lower_end(values), -lower_end(-values)
 
 
 def _below_zero(weights: Floats, counts: NDArray[np.int64]) -> float:
     """Compute the probability that a weighted sum of exponential variables is at most 0.
 
-    It is the integral of the moment generating function over a line in the complex plane, here
-    through the saddle point, where nothing cancels: the smallest probability is as exact as 0.5.
-
-    Args:
-        weights: [K] different weights.
-        counts: [K] number of variables with each weight.
+    Of `counts` [K] variables each has one of the different `weights` [K]. It is the integral of the
+    moment generating function over a line in the complex plane, here through the saddle point,
+    where nothing cancels: the smallest probability is as exact as 0.5.
     """
     weights, counts = weights[weights != 0], counts[weights != 0]
     if not (weights > 0).any():
         return 1.0
     if not (weights < 0).any():
         return 0.0
+    # The exponent is convex between 0 and the pole of the smallest weight: bisect its slope.
     low, high = 0.0, -1 / float(weights.min())
     for _ in range(50):
         saddle = (low + high) / 2

@@ -15,16 +15,9 @@ from lightning_rob.metrics.gaffke import SMALLEST, Floats, mean_interval, p_at_m
 def wilson(mean: float, n: int, level: float = 0.95) -> tuple[float, float]:
     """Compute the score interval of a mean of n numbers in [0, 1] (Wilson 1927).
 
-    It is derived for 0/1 scores; for a randomized ensemble's expected accuracies, which vary less
-    than 0/1 scores of the same mean, it is too wide rather than too narrow.
-
-    Args:
-        mean: the observed mean.
-        n: number of images.
-        level: the probability that the interval covers the truth.
-
-    Returns:
-        (low, high).
+    It covers the truth with probability `level`. It is derived for 0/1 scores; for a randomized
+    ensemble's expected accuracies, which vary less than 0/1 scores of the same mean, it is too wide
+    rather than too narrow.
     """
     if n < 1:
         return 0.0, 1.0
@@ -38,16 +31,10 @@ def wilson(mean: float, n: int, level: float = 0.95) -> tuple[float, float]:
 def clopper_pearson(successes: int, n: int, level: float = 0.95) -> tuple[float, float]:
     """Compute the exact interval of a proportion (Clopper and Pearson 1934); wider than `wilson`.
 
-    Args:
-        successes: number of correct predictions.
-        n: number of images.
-        level: lower bound of the probability that the interval covers the truth.
-
-    Returns:
-        (low, high).
+    It covers the truth with probability `level` at least.
 
     Raises:
-        ValueError: more successes than images.
+        ValueError: more successes than n.
     """
     from scipy.stats import binomtest
 
@@ -58,15 +45,7 @@ def clopper_pearson(successes: int, n: int, level: float = 0.95) -> tuple[float,
 
 
 def student(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """Compute the t interval of the mean of independent numbers, such as repeats or seeds.
-
-    Args:
-        values: at least two numbers.
-        level: the probability that the interval covers the truth.
-
-    Returns:
-        (low, high).
-    """
+    """Compute the t interval of the mean of two independent numbers or more, such as repeats."""
     from scipy.stats import t
 
     half = float(t.ppf((1 + level) / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
@@ -84,9 +63,6 @@ def wilson_over_draws(values: Sequence[float], n: int, level: float = 0.95) -> t
         values: accuracy of the same n images by draw; of a single draw the interval is Wilson's.
         n: number of images.
         level: the probability that the interval covers the truth.
-
-    Returns:
-        (low, high).
     """
     mean = fmean(values)
     low, high = wilson(mean, n, level)
@@ -128,14 +104,10 @@ class Paired:
 
 
 def mcnemar(first: Tensor, second: Tensor) -> float:
-    """Compute the exact two-sided p-value of predictions of the same images (McNemar 1947).
+    """Compute the exact two-sided p-value of scores [N] of the same images (McNemar 1947).
 
-    Args:
-        first: [N] scores, correct from 0.5 on.
-        second: [N] scores of the same images.
-
-    Returns:
-        The probability that the images correct under one of the two split at least as unevenly.
+    Scores are correct from 0.5 on. It is the probability that the images that are correct under one
+    of the two split at least as unevenly.
     """
     from scipy.stats import binomtest
 
@@ -145,14 +117,10 @@ def mcnemar(first: Tensor, second: Tensor) -> float:
 
 
 def paired(first: Tensor, second: Tensor) -> Paired:
-    """Compare two scores of the same images: attacks or checkpoints.
+    """Compare two scores [N] in [0, 1] of the same images: attacks or checkpoints.
 
     The test is `gaffke.p_at_most` of the differences, on both sides: it holds for any scores in
     [0, 1], however few or skewed. Where all scores are 0 or 1 it is McNemar's exact test.
-
-    Args:
-        first: [N] in [0, 1].
-        second: [N] of the same images.
 
     Raises:
         ValueError: different numbers of scores, or a score is NaN.
@@ -165,15 +133,7 @@ def paired(first: Tensor, second: Tensor) -> Paired:
 
 
 def paired_p(first: Tensor, second: Tensor) -> float:
-    """Compute the two-sided p-value of `paired` alone, which is fast.
-
-    Args:
-        first: [N] in [0, 1].
-        second: [N] of the same images.
-
-    Raises:
-        ValueError: different numbers of scores, or a score is NaN.
-    """
+    """Compute the two-sided p-value of `paired` alone, which is fast."""
     gaps = _gaps(first, second)
     return min(1.0, 2 * p_at_most(gaps), 2 * p_at_most(-gaps))
 

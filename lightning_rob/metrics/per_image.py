@@ -4,9 +4,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
@@ -36,11 +33,7 @@ class PerImage(Metric):
         self.add_state("scores", default=[], dist_reduce_fx="cat")
 
     def update(self, index: Tensor, scores: Tensor) -> None:
-        """Add a batch: indices [B], scores [B, A].
-
-        Raises:
-            ValueError: tensors of other shapes.
-        """
+        """Add a batch: indices [B], scores [B, A]."""
         if index.dim() != 1 or scores.shape != (len(index), self.columns):
             raise ValueError(
                 f"scores must be [{len(index)}, {self.columns}] for indices [B], got "
@@ -67,28 +60,3 @@ class PerImage(Metric):
         scores = dim_zero_cat(self.scores).cpu().to(exact)
         unique, first = np.unique(index, return_index=True)
         return torch.from_numpy(unique), scores[torch.from_numpy(first)]
-
-    def plot(
-        self, val: tuple[Tensor, Tensor] | None = None, ax: Axes | None = None
-    ) -> tuple[Figure | None, Axes]:
-        """Draw each column's scores, sorted, against the share of images.
-
-        Args:
-            val: the result of `compute`; None computes it.
-            ax: draw here instead of in a new figure.
-
-        Returns:
-            The new figure, None if `ax` was given; and the axes.
-        """
-        scores = (self.rows() if val is None else val)[1].reshape(-1, self.columns)
-        figure, ax = plt.subplots() if ax is None else (None, ax)
-        for number, column in enumerate(scores.sort(0, descending=True).values.T, start=1):
-            heights = column.numpy()
-            ax.stairs(
-                heights, np.linspace(0, 1, len(heights) + 1), baseline=None, label=f"{number}"
-            )
-        ax.set_xlabel("share of images")
-        ax.set_ylabel("score of at least")
-        if self.columns > 1:
-            ax.legend(title="column")
-        return figure, ax

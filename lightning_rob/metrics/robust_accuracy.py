@@ -8,14 +8,9 @@ from torchmetrics import Metric
 
 
 def robust_accuracy(predictions: Tensor, y: Tensor) -> Tensor:
-    """Compute the probability that the prediction is correct, per image.
+    """Compute the probability [B] that the prediction [B, K] of a defense is the label [B].
 
-    Args:
-        predictions: [B, K] probability of each class, as returned by a defense.
-        y: [B] labels.
-
-    Returns:
-        [B]: 0 or 1, or between the two for a randomized ensemble; 0 if it is non-finite.
+    It is 0 or 1, or between the two for a randomized ensemble; 0 if the prediction is non-finite.
 
     Raises:
         ValueError: there is not one label for each prediction.

@@ -14,11 +14,7 @@ NAMES = ("rejected_clean", "rejected", "error")
 
 
 def selective_error(
-    predictions: Tensor,
-    y: Tensor,
-    clean: Tensor,
-    per: Per = "image",
-    rejects: int | None = None,
+    predictions: Tensor, y: Tensor, clean: Tensor, per: Per = "image", rejects: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the two errors of selective classification (Chen et al. 2022, eq. 1).
 
@@ -51,7 +47,7 @@ def rejection_curves(
     """Compute the errors of `selective_error` by the threshold above which an image is rejected.
 
     Args:
-        scores: [B] of each image of x~, the larger the less like a training image.
+        scores: [B] score of each image of x~, the larger the less like a training image.
         wrong: [B] whether the classifier is wrong on it, or with which probability.
         clean: [B] mask of the images of x~ that are the clean ones, z.
         thresholds: [T]; None: 100 from 0 to 1, as in Fig. 1 of Chen et al. (2022).
@@ -59,9 +55,6 @@ def rejection_curves(
 
     Returns:
         Each [T] in float64: the rejected share of z, the rejected share of x~, the error.
-
-    Raises:
-        ValueError: `per` is neither "image" nor "prediction".
     """
     _check(per)
     if thresholds is None:
@@ -106,15 +99,7 @@ def _errors(sums: Tensor, counts: Tensor, per: Per) -> tuple[Tensor, Tensor, Ten
 
 
 class SelectiveError(Metric):
-    """`selective_error` over all batches and processes.
-
-    Args:
-        per: denominator of the error, see `selective_error`.
-        rejects: class that stands for rejection, beside rows of zeros.
-
-    Raises:
-        ValueError: `per` is neither "image" nor "prediction".
-    """
+    """`selective_error` over all batches and processes, with its `per` and `rejects`."""
 
     is_differentiable = False
     higher_is_better = False

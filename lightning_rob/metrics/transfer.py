@@ -3,17 +3,11 @@
 from abc import abstractmethod
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_rob.metrics.robust_accuracy import check_lengths
-
-DARK = 0.7  # values from which white has more contrast with the shade than black
 
 
 def transfer_matrix(predictions: Tensor, y: Tensor) -> Tensor:
@@ -54,29 +48,19 @@ def transferability(predictions: Tensor, y: Tensor) -> Transfer:
         predictions: [M, M, B, K], by [i, j] the class probabilities of member i on the images that
             attack member j alone, as for `transfer_matrix`; the result is transposed to that.
         y: [B] labels.
-
-    Returns:
-        The shares and the numbers of images they refer to.
     """
     return _shares(_fooled_both(predictions, y).sum(-1))
 
 
 def transfer_ranking(accuracy: Tensor) -> list[int]:
-    """Rank members by how well attacks on them transfer (Liao et al. 2020, Algorithm 2).
+    """Rank the M members by how well attacks on them transfer (Liao et al. 2020, Algorithm 2).
 
-    The criterion is the mean accuracy of the other members on images that attack a member, the
-    lowest first, ties by order. Line 8 of the algorithm scores a member on its own images, which
-    measures how weak it is; the text of the paper means the accuracy of the others.
-
-    Args:
-        accuracy: [M, M] entry [i, j] is the accuracy of member i on images that attack member j,
-            as of `transfer_matrix`.
-
-    Returns:
-        The M members, the most transferable first.
+    The criterion is the mean accuracy, as of `transfer_matrix`, of the other members on images that
+    attack a member: the lowest first, ties by order. Line 8 of the algorithm scores a member on its
+    own images, which measures how weak it is; the text of the paper means the others.
 
     Raises:
-        ValueError: not a square of numbers.
+        ValueError: `accuracy` is no square of numbers.
     """
     if accuracy.dim() != 2 or len(accuracy) != accuracy.shape[1] or accuracy.isnan().any():
         raise ValueError(f"accuracy must be [M, M] and known, got {accuracy.tolist()}")
@@ -107,16 +91,10 @@ def _shares(fooled: Tensor) -> Transfer:
 
 
 class _MemberPairs(Metric):
-    """Base class of the metrics over pairs of members.
-
-    Args:
-        members: M, the number of members.
-    """
+    """Base class of the metrics over pairs of M members."""
 
     is_differentiable = False
     full_state_update = False
-    row_label: str
-    column_label: str
     total: Tensor
     count: Tensor
 
@@ -145,32 +123,11 @@ class _MemberPairs(Metric):
     def _per_image(self, predictions: Tensor, y: Tensor) -> Tensor:
         """Return the numbers that are summed over images, [M, M, B]."""
 
-    def _plot_matrix(self, matrix: Tensor, ax: Axes | None) -> tuple[Figure | None, Axes]:
-        figure, ax = plt.subplots(layout="constrained") if ax is None else (None, ax)
-        # `compute` squeezes a single number.
-        values = matrix.reshape(self.members, self.members).cpu().numpy()
-        ax.imshow(values, cmap="Blues", vmin=0, vmax=1)
-        for (i, j), value in np.ndenumerate(values):
-            color = "white" if value > DARK else "black"
-            ax.text(j, i, f"{value:.2f}", ha="center", va="center", color=color)
-        names = [str(i + 1) for i in range(self.members)]
-        ax.set_xticks(range(self.members), names)
-        ax.set_yticks(range(self.members), names)
-        ax.set_xlabel(self.column_label)
-        ax.set_ylabel(self.row_label)
-        return figure, ax
-
 
 class TransferMatrix(_MemberPairs):
-    """`transfer_matrix` over all batches and processes.
-
-    Args:
-        members: M, the number of members.
-    """
+    """`transfer_matrix` of M members over all batches and processes; see `plots.heat_map`."""
 
     higher_is_better = True
-    row_label = "predicting member"
-    column_label = "attacked member"
 
     def _per_image(self, predictions: Tensor, y: Tensor) -> Tensor:
         return _correct(predictions, y)
@@ -179,21 +136,11 @@ class TransferMatrix(_MemberPairs):
         """Return the accuracies over all images: [M, M] float64; a scalar if M is 1."""
         return self.total / self.count
 
-    def plot(self, val: Tensor | None = None, ax: Axes | None = None) -> tuple[Figure | None, Axes]:
-        """Draw the accuracies as a heat map; see `torchmetrics.Metric.plot`."""
-        return self._plot_matrix(self.compute() if val is None else val, ax)
-
 
 class Transferability(_MemberPairs):
-    """`transferability` over all batches and processes.
-
-    Args:
-        members: M, the number of members.
-    """
+    """`transferability` of M members over all batches and processes; see `plots.heat_map`."""
 
     higher_is_better = False
-    row_label = "source (attacked)"
-    column_label = "target"
 
     def _per_image(self, predictions: Tensor, y: Tensor) -> Tensor:
         return _fooled_both(predictions, y)
@@ -201,9 +148,3 @@ class Transferability(_MemberPairs):
     def compute(self) -> Transfer:
         """Return the shares and counts over all images; scalars if M is 1."""
         return _shares(self.total)
-
-    def plot(
-        self, val: Transfer | None = None, ax: Axes | None = None
-    ) -> tuple[Figure | None, Axes]:
-        """Draw the shares as a heat map; see `torchmetrics.Metric.plot`."""
-        return self._plot_matrix((self.compute() if val is None else val)[0], ax)

@@ -79,23 +79,19 @@ class Decoy(nn.Module):
         return self.net(x).detach() + shown - shown.detach()
 
 
-def _half(x):
-    """Return the same images; a fixed random half of the pixels has no gradient."""
-    kept = torch.randint(2, x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x)
-    return x * kept + (x * (1 - kept)).detach()
+def _only(seen):
+    """Return the same images; only values in a mask, by an image's shape, have a gradient."""
+
+    def before(x):
+        kept = seen(x.shape[1:]).to(x)
+        return x * kept + (x * (1 - kept)).detach()
+
+    return before
 
 
-def _third(x):
-    """Return the same images; only the last third of the values (channel B) has a gradient."""
-    values = x.flatten(1)
-    cut = values.shape[1] * 2 // 3
-    return torch.cat([values[:, :cut].detach(), values[:, cut:]], 1).view_as(x)
-
-
-def _last_rows(x):
-    """Return the same images; only the last quarter of the rows has a gradient."""
-    cut = x.shape[2] * 3 // 4
-    return torch.cat([x[:, :, :cut].detach(), x[:, :, cut:]], 2)
+_half = _only(lambda shape: torch.randint(2, shape, generator=torch.Generator().manual_seed(0)))
+_third = _only(lambda shape: torch.arange(shape.numel()).view(shape) >= shape.numel() * 2 // 3)
+_last_rows = _only(lambda shape: torch.arange(shape[1])[:, None] >= shape[1] * 3 // 4)
 
 
 def _scaled(x):

@@ -8,14 +8,14 @@ from torch import nn
 
 from lightning_rob.audit.auditor import (
     CHECKS,
-    AuditMeasurements,
     audit,
     build_report,
     column_names,
+    lazy_columns,
     measure,
 )
 from lightning_rob.audit.strength import steps
-from lightning_rob.audit.target import AuditBatch, AuditTarget
+from lightning_rob.audit.target import AuditTarget
 from lightning_rob.defenses import DENT, Ensemble, Single, TransformEnsemble
 from lightning_rob.nets import SmallCNN
 from lightning_rob.rules import random_member
@@ -74,7 +74,7 @@ def test_the_same_audit_twice_finds_the_same(nets, blobs):
 
 def test_a_check_alone_runs_what_it_needs(nets, blobs):
     target = AuditTarget(Single(nets[0]), THREAT)
-    columns = AuditMeasurements(AuditBatch(target, *blobs))
+    columns = lazy_columns(target, *blobs)
     assert steps(target, columns).severity in ("fine", "note")
     assert set(columns.columns) == {"fgsm", "pgd", "longer"}
 
@@ -134,7 +134,7 @@ class Pairs(nn.Module):
         return self.net(x)
 
 
-def test_a_check_in_which_the_network_fails_is_told_and_stops_no_other():
+def test_a_check_in_which_the_network_fails_is_reported_and_stops_no_other():
     torch.manual_seed(0)
     net, x, index = Pairs().eval(), torch.rand(20, 1, 8, 8), torch.arange(20)
     y = (net(x).argmax(1) + 1) % 4  # no attack has to look at an image that is left

@@ -4,23 +4,15 @@ import pytest
 import torch
 
 from lightning_rob.attacks import ARC, PGD, Strongest
-from lightning_rob.audit.auditor import MEASUREMENTS, audit
 from lightning_rob.audit.strength import adaptive, black_box
 from lightning_rob.audit.target import AuditTarget
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single
 from lightning_rob.evaluation.findings import many, significant
-from lightning_rob.evaluation.suites import suite_for
 from lightning_rob.objectives import ce_of_mean_logits, ce_of_mean_probs, expected_ce
 from lightning_rob.rules import majority, mean_logits, mean_probs
 from lightning_rob.threat import Threat
 from tests.audit.planted import THREAT
 from tests.tiny import TinyNet
-
-
-def made_up(**given):
-    """Made-up columns of fifty images; those not given are zero."""
-    names = [*MEASUREMENTS, *suite_for(Single(TinyNet()), THREAT).attacks, "clean"]
-    return {name: torch.zeros(50) for name in names} | given
 
 
 def part(count, value=1.0):
@@ -31,14 +23,8 @@ def part(count, value=1.0):
 def test_how_many_images_are_enough(lost, flagged):
     target = AuditTarget(Single(TinyNet()), THREAT)
     assert many(part(lost)) == flagged
-    found = black_box(
-        target,
-        made_up(
-            clean=torch.ones(50),
-            **dict.fromkeys(("fgsm", "pgd", "longer", "restarts", "margin"), torch.ones(50)),
-            square=1 - part(lost),
-        ),
-    )
+    seeing = dict.fromkeys(("clean", "fgsm", "pgd", "longer", "restarts", "margin"), torch.ones(50))
+    found = black_box(target, seeing | {"square": 1 - part(lost)})
     assert found.flagged == flagged
     assert found.values["images"] == pytest.approx(lost / 50)
 
@@ -51,40 +37,22 @@ def test_noisy_scores_need_more_than_two_images():
     assert many(torch.ones(1))
 
 
-def test_the_adaptive_attack_was_not_run(nets, blobs):
-    """The user's own evaluation runs PGD on a randomized ensemble, for which ARC was made."""
-    ensemble = Ensemble([nets[0], nets[1]], [0.5, 0.5])
-    pgd = PGD(THREAT, 3, 0.05)
-    arc = Strongest((ARC(THREAT, 5, 0.15),))
-    found = {}
-    for name, other_attacks in {
-        "pgd": {"mine": pgd},
-        "arc": {"mine": pgd, "arc": arc},
-        "none": {},
-    }.items():
-        (found[name],) = audit(
-            ensemble, *blobs, THREAT, checks=[adaptive], other_attacks=other_attacks
-        ).findings
-    assert found["pgd"].flagged and not found["arc"].flagged and not found["none"].flagged
-    assert "runs mine, but not ARC" in found["pgd"].text
-    assert "callbacks/arc_two_radii.yaml" in found["pgd"].advice
-    values = found["pgd"].values
-    assert values["gap"] == pytest.approx(values["default"] - values["adaptive"])
-
-
 @pytest.mark.parametrize(
     ("attack", "words"),
     [
+        (None, ""),
         (ARC(THREAT, 5, 0.15), ""),
+        (Strongest((ARC(THREAT, 5, 0.15),)), ""),
         (ARC(Threat("linf", 1e-4), 5, 0.15), "too weakly"),
         (ARC(Threat("l2", 0.15), 5, 0.15), "too weakly"),
         (ARC(THREAT, 1, 0.15), "too weakly"),
         (ARC(THREAT, 5, 0.001), "too weakly"),
-        (PGD(THREAT, 20, 0.05), "not ARC"),
+        (PGD(THREAT, 20, 0.05), "runs mine, but not ARC"),
     ],
 )
 def test_an_adaptive_attack_may_be_too_weak(attack, words):
-    target = AuditTarget(Ensemble([TinyNet(), TinyNet()]), THREAT, other_attacks={"mine": attack})
+    others = {} if attack is None else {"mine": attack}
+    target = AuditTarget(Ensemble([TinyNet(), TinyNet()]), THREAT, other_attacks=others)
     found = adaptive(target, {"pgd": part(31), "arc": part(31), "arc_two_radii": part(31)})
     assert found.flagged == bool(words)
     assert words in found.text
@@ -113,8 +81,10 @@ def test_the_text_names_the_gap():
     columns = {"pgd": part(31), "arc": part(31), "arc_two_radii": part(20)}
     found = adaptive(target, columns)
     assert "leaves 62 %, those for its kind 40 %" in found.text
+    assert found.values["gap"] == pytest.approx(found.values["default"] - found.values["adaptive"])
     target.other_attacks = {"apgd": target.attacks["pgd"]}
-    assert adaptive(target, columns).severity == "severe"
+    found = adaptive(target, columns)
+    assert found.severity == "severe" and "callbacks/arc_two_radii.yaml" in found.advice
     assert adaptive(target, columns | {"arc_two_radii": part(31)}).severity == "warning"
 
 

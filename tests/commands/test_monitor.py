@@ -1,6 +1,7 @@
 """The command `monitor`: no checkpoint twice, none missed, the images by name, alarms."""
 
 import csv
+import hashlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -309,6 +311,22 @@ def test_weights_and_model_count_and_nothing_is_evaluated_twice(trained, watched
     options.rename(watched / "renamed.yaml")
     assert watch(trained, watched, f"--config={watched / 'renamed.yaml'}") == 0
     assert evaluated(watched) == found
+
+
+def test_a_history_of_an_earlier_version_goes_on_or_is_refused_by_name(
+    trained, watched, put, capsys
+):
+    put(EPOCHS[0])
+    assert watch(trained, watched) == 0
+    record = watched / "monitor.jsonl"
+    old = [{k: v for k, v in x.items() if k not in ("stamp", "config")} for x in lines(watched)]
+    record.write_text("".join(json.dumps(line) + "\n" for line in old))
+    assert watch(trained, watched) == 0
+    assert evaluated(watched) == [EPOCHS[0]]
+    with record.open("a") as file:
+        file.write('{"event": "judged", "alarm": []}\n')
+    assert watch(trained, watched) == 2
+    assert "has events 'judged' of an earlier version" in capsys.readouterr().err
 
 
 def noisy(alpha):
@@ -734,6 +752,17 @@ BAD = {
     "no checkpoint in": [".", "--once"],
     "leave out --ckpt_path": [".", "--ckpt_path=x.ckpt"],
     "--drop takes": [".", "--drop=often"],
+    "--reevaluate must be above 0": [".", "--reevaluate=0"],
+    "--serve must be in 0 … 65535, got 70000": [".", "--serve=70000"],
+    "--serve_host is for --serve": [".", "--serve_host=0.0.0.0"],
+    "--template is for --serve": [".", "--template=x"],
+    "--metrics_file must name a FILE.prom": [".", "--metrics-file=x.txt"],
+    "needs --out FOLDER": ["memory://bucket/run"],
+    "user info": ["s3://key:hidden@bucket/run", "--out=x"],
+    "is a chain of URLs": ["simplecache::s3://key:hidden@bucket/run", "--out=x"],
+    "nosuch://bucket/run cannot be read": ["nosuch://bucket/run", "--out=x"],
+    "a registered model is mlflow:models/NAME@ALIAS": ["mlflow:net", "--out=x"],
+    "there is no checkpoint in memory:": ["memory://bucket/run", "--out=x", "--once"],
     "the history cannot be written": [".", "--once", "--out=file/folder"],
     "a threshold is": [".", "--alarm=robust/worst"],
 }
@@ -746,8 +775,10 @@ def test_bad_input_gets_one_line(reason, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         run("monitor", *BAD[reason])
     assert stop.value.code == 2
-    (told,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    error = capsys.readouterr().err
+    (told,) = [line for line in error.splitlines() if "error:" in line]
     assert reason in told
+    assert "hidden" not in error
 
 
 def test_options_that_change_the_model():
@@ -755,9 +786,20 @@ def test_options_that_change_the_model():
     assert list(model_overrides(["--model.draws=3", "--once"])) == [("--model.draws", "3")]
 
 
-def test_an_evaluation_reads_only_scores_that_it_compares(trained, watched, put, monkeypatch):
-    files, counts = [], []
+def test_each_checkpoint_is_read_and_hashed_once_and_only_scores_that_are_compared(
+    trained, watched, put, monkeypatch
+):
+    files, counts, opened = [], [], Counter()
     read, record = ScoreFiles.read, Watched.record
+    load, hashed = torch.load, hashlib.file_digest
+
+    def loaded(path, **options):
+        opened["load", Path(path).name] += 1
+        return load(path, **options)
+
+    def digested(file, kind):
+        opened["hash", Path(file.name).name] += 1
+        return hashed(file, kind)
 
     def counted(self, line):
         files.append(line)
@@ -773,9 +815,14 @@ def test_an_evaluation_reads_only_scores_that_it_compares(trained, watched, put,
     put(EPOCHS[0])
     for step in range(5, 11):
         changed(source, source.with_name(f"{step}.ckpt"), lambda _, v, n=step: v + n * 1e-4, step)
+    monkeypatch.setattr(torch, "load", loaded)
+    monkeypatch.setattr(hashlib, "file_digest", digested)
     assert watch(trained, watched, "--drop=0.5") in (0, 1)
     assert len(counts) == 7
     assert max(b - a for a, b in pairwise(counts)) <= 4  # a new file, twice the last, the best
+    del opened["load", "recipe.ckpt"]
+    assert len(opened) == 14
+    assert set(opened.values()) == {1}
 
 
 def test_a_single_file_is_compared_in_the_order_of_deployment(trained, watched, put, capsys):

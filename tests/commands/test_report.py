@@ -137,7 +137,8 @@ def whole(tmp_path):
 
 
 def test_accuracies_of_the_records_are_in_both_files(whole):
-    _, text, markdown = made(whole)
+    """The worst is the accuracy to cite, and the best epoch is marked."""
+    page, text, markdown = made(whole)
     for number in ("86.1%", "61.2%", "55.7%", "53.1%", "50.0% … 56.4%", "34.5%", "43.4%"):
         assert number in text
         assert number in markdown
@@ -150,10 +151,6 @@ def test_accuracies_of_the_records_are_in_both_files(whole):
     assert "evaluation seed 5" in text
     card = ["apgd", "full defense", "PGD", "linf", "8/255", "20", "0.1", "objective=expected_ce"]
     assert card in rows(markdown)
-
-
-def test_the_worst_is_the_accuracy_to_cite_and_the_best_epoch_is_marked(whole):
-    page, text, markdown = made(whole)
     assert "53.1% of 400 test images, each counted under the worst of apgd and arc" in text
     assert "where worst was best, at epoch 1: 34.5%" in text
     assert "| **1** | **71.2%** | **52.3%** | **43.4%** | **34.5%** |" in markdown

@@ -238,25 +238,6 @@ def test_an_object_that_cannot_be_fetched_and_goes_is_missed_unless_it_is_report
     assert (recorded("missed"), recorded("broken")) == ([places[3]], [places[2]])
 
 
-BAD = {
-    "needs --out FOLDER": [URL],
-    "user info": ["s3://key:hidden@bucket/run", "--out=x"],
-    "is a chain of URLs": ["simplecache::s3://key:hidden@bucket/run", "--out=x"],
-    "nosuch://bucket/run cannot be read": ["nosuch://bucket/run", "--out=x"],
-    "a registered model is mlflow:models/NAME@ALIAS": ["mlflow:net", "--out=x"],
-    "there is no checkpoint in memory://bucket/run": [URL, "--out=x", "--once"],
-}
-
-
-@pytest.mark.parametrize("reason", BAD)
-def test_urls_that_cannot_be_watched(reason, trained, bucket, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert monitor(trained, *BAD[reason]) == 2
-    error = capsys.readouterr().err
-    assert reason in error
-    assert "hidden" not in error
-
-
 def test_a_file_system_that_fails_to_open(tmp_path):
     with pytest.raises(Unreachable, match="cannot be opened: ValueError: Protocol not known"):
         Bucket("nosuch://bucket", tmp_path)

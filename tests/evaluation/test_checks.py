@@ -178,15 +178,9 @@ def test_a_figure_that_misleads_has_a_finding(name):
         found = evaluate(net, PLAIN, [batch()])
     assert finding in names(found)
     assert finding in found.table()
-    assert finding in {one["name"] for one in found.measurement("worst").details["findings"]}
-
-
-def test_advice_about_a_class_without_images_is_conditional():
-    with pytest.warns(FindingWarning):
-        found = evaluate(Around(after=detecting), PLAIN, [batch()])
-    (finding,) = (finding for finding in found.findings if finding.name == "only_one_class")
-    assert "Only if class 4 means that the image is rejected" in finding.advice
-    assert "untrained" in finding.text
+    recorded = {one["name"]: one for one in found.measurement("worst").details["findings"]}
+    condition = "Only if class 4 means that" if finding == "only_one_class" else ""
+    assert condition in recorded[finding]["advice"]
 
 
 @pytest.mark.parametrize("sample", ["few images of each class", "images of one class"])

@@ -8,22 +8,25 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
-from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_rob import PGD, Ensemble, Foreign, RobustEval, Single, Strongest, Threat, evaluate
 from lightning_rob.attacks import Attack, MinimalNorm
 from lightning_rob.defenses import DENT
 from lightning_rob.evaluation import EvaluationResult, RoundProtocol
-from lightning_rob.evaluation.per_image import PerImageRows, read_result_file
+from lightning_rob.evaluation.result_file import read_result_file
+from lightning_rob.evaluation.store import PerImageRows
 from lightning_rob.metrics import paired, wilson
 from lightning_rob.modules import AdversarialTraining
 from lightning_rob.nets import SmallCNN
-from lightning_rob.runtime.identity import attack_spec, fingerprint
+from lightning_rob.runtime.identity import attack_spec
 from tests.attacks.test_smallest_norm import plane
 from tests.tiny import Blobs, TinyNet
 
 THREAT = Threat("linf", 16 / 255)
 ATTACKS = {"weak": PGD(THREAT, 1, 4 / 255), "pgd": PGD(THREAT, 3, 8 / 255)}
+QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+QUIET |= {"enable_progress_bar": False, "enable_model_summary": False}
 
 
 class Centering(nn.Module):
@@ -44,16 +47,25 @@ class OneLogit(Single):
         return self.net(x).unsqueeze(0)
 
 
-class Counting(Attack):
-    """Count the batches it is given; fail at one of them."""
+STATE = WeakKeyDictionary()
+
+
+class Stopping(Attack):
+    """Counts its batches, and stops at one; equal to others of its class for a cache."""
 
     def __init__(self, fail_at=None):
-        self.threat, self.sizes, self.fail_at = THREAT, [], fail_at
+        self.threat = THREAT
+        STATE[self] = [fail_at, []]
+
+    @property
+    def sizes(self):
+        return STATE[self][1]
 
     def perturb(self, defense, x, y, generator):
-        if len(self.sizes) == self.fail_at:
+        fail_at, sizes = STATE[self]
+        if len(sizes) == fail_at:
             raise KeyboardInterrupt
-        self.sizes.append(len(x))
+        sizes.append(len(x))
         return x.clone()
 
 
@@ -74,8 +86,7 @@ def test_scores_are_those_of_the_callback():
     torch.manual_seed(0)
     module, blobs = AdversarialTraining(TinyNet), Blobs(test_size=40)
     callback = RobustEval(ATTACKS, group_size=16)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="cpu", enable_checkpointing=False, callbacks=[callback], **quiet)
+    trainer = Trainer(callbacks=[callback], **QUIET)
     logged = trainer.test(module, blobs, verbose=False)[0]
     found = evaluate(module, ATTACKS, blobs.test_dataloader(), group_size=16, progress=False)
     assert torch.equal(found.scores, callback.result.scores)
@@ -122,10 +133,12 @@ def test_a_part_of_the_images_is_chosen_by_the_seed():
     assert first == again != other
 
 
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + 0.5 * torch.randn_like(x)
+
+
 def test_several_inferences_of_a_random_defense_have_an_interval_of_their_own():
-    defense = Ensemble([net(0), net(1)])
-    exact = evaluate(defense, ATTACKS, DataLoader(data(), 50), progress=False)
-    assert exact.covers == "images"
     noisy = Single(nn.Sequential(net(), nn.Dropout(0.0), Noise()))
     found = evaluate(noisy, ATTACKS, DataLoader(data(), 50), inferences=4, progress=False)
     assert found.scores.shape == (50, 3, 4)
@@ -136,6 +149,7 @@ def test_several_inferences_of_a_random_defense_have_an_interval_of_their_own():
 def test_resubmission_of_an_ensemble_is_exact():
     defense = Ensemble([net(0), net(1)], [0.8, 0.2])
     found = evaluate(defense, ATTACKS, DataLoader(data(), 50), progress=False)
+    assert found.covers == "images"
     p = found.per_image("pgd")
     assert found.resubmitted("pgd", 1).accuracy == pytest.approx(float(p.mean()))
     assert found.resubmitted("pgd", 3).accuracy == pytest.approx(float((p**3).mean()))
@@ -191,19 +205,14 @@ def test_images_on_the_surface_are_fooled_within_eps():
         evaluate(net(), attacks, [(X, Y)], repeats=2, progress=False).distances("pgd")
 
 
-class Noise(nn.Module):
-    def forward(self, x):
-        return x + 0.5 * torch.randn_like(x)
-
-
 def test_an_adapting_defense_is_attacked_in_rounds():
     torch.manual_seed(0)
-    defense, attack = DENT(SmallCNN(4, 3, 4)), Counting()
+    defense, attack = DENT(SmallCNN(4, 3, 4)), Stopping()
     loader = DataLoader(data(), batch_size=20)
     found = evaluate(defense, {"count": attack}, loader, progress=False)
     assert attack.sizes == [20, 20, 10]
     assert found.joint
-    attack = Counting()
+    attack = Stopping()
     rounds = RoundProtocol("by_label", images=15)
     again = evaluate(defense, {"count": attack}, loader, protocol=rounds, progress=False)
     assert attack.sizes == [15, 15, 15, 5]
@@ -211,40 +220,18 @@ def test_an_adapting_defense_is_attacked_in_rounds():
 
 
 def test_a_killed_evaluation_resumes_at_the_attack_it_had_reached(tmp_path):
-    batches, first = DataLoader(data(), 50), Stopping(99)
+    batches, first = DataLoader(data(), 50), Stopping()
     settings = {"group_size": 10, "progress": False}
     with pytest.raises(KeyboardInterrupt):
         evaluate(net(), {"a": first, "b": Stopping(3)}, batches, resume=tmp_path, **settings)
     assert len(first.sizes) == 4
     assert list(tmp_path.glob("*/*.jsonl"))
-    resumed = {"a": Stopping(99), "b": Stopping(99)}
+    resumed = {"a": Stopping(), "b": Stopping()}
     found = evaluate(net(), resumed, batches, resume=tmp_path, **settings)
     assert [len(attack.sizes) for attack in resumed.values()] == [1, 2]
-    expected = evaluate(net(), {"a": Counting(), "b": Counting()}, batches, **settings)
+    expected = evaluate(net(), {"a": Stopping(), "b": Stopping()}, batches, **settings)
     assert torch.equal(found.scores, expected.scores)
     assert not list(tmp_path.glob("*/*.jsonl"))
-
-
-STATE = WeakKeyDictionary()
-
-
-class Stopping(Attack):
-    """Equal to others of its class for a cache, whatever batch it stops at."""
-
-    def __init__(self, fail_at):
-        self.threat = THREAT
-        STATE[self] = [fail_at, []]
-
-    @property
-    def sizes(self):
-        return STATE[self][1]
-
-    def perturb(self, defense, x, y, generator):
-        fail_at, sizes = STATE[self]
-        if len(sizes) == fail_at:
-            raise KeyboardInterrupt
-        sizes.append(len(x))
-        return x.clone()
 
 
 def test_saved_scores_can_be_read(tmp_path):
@@ -283,11 +270,7 @@ def test_nothing_is_left_behind():
         ({"batches": [{"image": 1}]}, TypeError, "got dict: give unpack"),
         ({"batches": [(X, Y[0])]}, ValueError, r"5 images need labels \[5\], got \[\]"),
         ({"batches": [(255 * X, Y)]}, ValueError, r"images must lie in \[0.0, 1.0\]"),
-        (
-            {"batches": [(X, Y.float())]},
-            ValueError,
-            "labels must be whole numbers",
-        ),
+        ({"batches": [(X, Y.float())]}, ValueError, "labels must be whole numbers"),
         ({"attacks": {"a": PGD(Threat("linf", 8), 1, 2)}}, ValueError, "did you mean 8/255"),
         ({"attacks": {"a": PGD}}, TypeError, "attack 'a' must be such as PGD"),
         ({"batches": [(X, Y + 3)]}, ValueError, "labels must be 0 … 3 for 4 classes"),
@@ -298,11 +281,7 @@ def test_nothing_is_left_behind():
         ),
         ({"batches": [(X, torch.eye(4)[Y].long())]}, ValueError, r"images need labels \[5\], got"),
         ({"model": nn.Sequential(Centering(), net())}, ValueError, "changes its input"),
-        (
-            {"attacks": {"a": ATTACKS["pgd"], "a_size": ATTACKS["weak"]}},
-            ValueError,
-            "can be called 'a_size'",
-        ),
+        ({"attacks": ATTACKS | {"pgd_size": ATTACKS["weak"]}}, ValueError, "called 'pgd_size'"),
     ],
 )
 def test_bad_input(change, error, message):
@@ -335,16 +314,13 @@ def of_other_code():
     ids=["weights", "code", "attack", "seed", "repeats", "rounds"],
 )
 def test_another_evaluation_does_not_resume(tmp_path, change):
-    given = {
-        "model": net(),
-        "attacks": {"weak": ATTACKS["weak"]},
-        "batches": DataLoader(data(), 50),
-    }
+    weak = {"weak": ATTACKS["weak"]}
+    given = {"model": net(), "attacks": weak, "batches": DataLoader(data(), 50)}
     settings = {"group_size": 10, "progress": False, "resume": tmp_path}
     with pytest.raises(KeyboardInterrupt):
         evaluate(**given | {"attacks": given["attacks"] | {"a": Stopping(3)}}, **settings)
     given |= change
-    last = Stopping(99)
+    last = Stopping()
     evaluate(**given | {"attacks": given["attacks"] | {"a": last}}, **settings)
     assert len(last.sizes) == 5 * change.get("repeats", 1)
 
@@ -359,43 +335,10 @@ def test_a_shorter_round_does_not_resume_a_longer_one(tmp_path):
         return evaluate(dent(), names, batches, progress=False, resume=tmp_path)
 
     with pytest.raises(KeyboardInterrupt):
-        played(data(), Stopping(99), Stopping(1))  # the second round is known under one attack
-    resumed = Stopping(99), Stopping(99)
+        played(data(), Stopping(), Stopping(1))  # the second round is known under one attack
+    resumed = Stopping(), Stopping()
     played(Subset(data(), range(23)), *resumed)
     assert [attack.sizes for attack in resumed] == [[3], [3]]
-
-
-class Scaled(TinyNet):
-    """Has private state, a network in a list, a helper and a decorated forward."""
-
-    factor = 1.0
-
-    def __init__(self, others):
-        super().__init__()
-        self._temperature, self.others = 1.0, others
-
-    def forward(self, x, power=1.0):
-        return super().forward(x**power) / self._temperature * self.factor
-
-
-def test_whatever_a_network_reads_is_in_its_fingerprint():
-    def made(**changes):
-        torch.manual_seed(0)
-        net = Scaled([nn.Linear(2, 2)])
-        for name, value in changes.items():
-            setattr(net, name, value)
-        return fingerprint(net)
-
-    assert made() == made()
-    assert made(_temperature=2.0) != made()
-    torch.manual_seed(5)
-    assert made(others=[nn.Linear(2, 2)]) != made()
-    for kind in (
-        type("Scaled", (Scaled,), {"factor": 2.0}),
-        type("Scaled", (Scaled,), {"forward": lambda self, x, power=2.0: x}),
-    ):
-        torch.manual_seed(0)
-        assert fingerprint(kind([nn.Linear(2, 2)])) != made()
 
 
 def test_the_strongest_attack_has_a_threat_if_it_is_that_of_all():
@@ -431,16 +374,6 @@ def darkest_pixels(model, x, y):
     return flat.scatter(1, flat.topk(4, largest=False).indices, 1.0).view_as(x)
 
 
-def test_a_part_of_the_images_of_a_sampler():
-    images = TensorDataset(*data().tensors, torch.arange(50))
-    loader = DataLoader(images, 7, sampler=SubsetRandomSampler(range(20)))
-    callback = RobustEval(ATTACKS, max_images=10)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="cpu", enable_checkpointing=False, callbacks=[callback], **quiet)
-    trainer.test(AdversarialTraining(TinyNet), loader, verbose=False)
-    assert len(callback.result.index) == 10
-
-
 def test_images_of_equal_index_are_refused():
     x, y = data(6).tensors
     with pytest.raises(ValueError, match="two different images have the index 0"):
@@ -465,7 +398,7 @@ def test_attacks_in_another_order_do_not_resume(tmp_path):
     settings = {"group_size": 10, "progress": False, "resume": tmp_path}
     with pytest.raises(KeyboardInterrupt):
         evaluate(net(), {**ATTACKS, "a": Stopping(3)}, batches, **settings)
-    attacks = {"pgd": ATTACKS["pgd"], "weak": ATTACKS["weak"], "a": Stopping(99)}
+    attacks = {"pgd": ATTACKS["pgd"], "weak": ATTACKS["weak"], "a": Stopping()}
     found = evaluate(net(), attacks, batches, **settings)
     expected = evaluate(net(), ATTACKS, batches, group_size=10, progress=False)
     assert torch.equal(found.per_image("pgd"), expected.per_image("pgd"))
@@ -484,8 +417,8 @@ def test_a_callback_that_had_finished_before_a_crash_attacks_no_more(tmp_path):
         trainer.test(module, blobs, verbose=False)
 
     with pytest.raises(OSError):
-        tested(Stopping(99), Crash())
-    again = Stopping(99)
+        tested(Stopping(), Crash())
+    again = Stopping()
     tested(again)
     assert not again.sizes
     assert not list(tmp_path.rglob("unfinished/*"))
@@ -495,11 +428,8 @@ def test_worst_is_over_all_callbacks_that_evaluate_in_an_epoch():
     """Also where they leave out epochs, and in a test after the fit."""
     weak = RobustEval({"weak": ATTACKS["weak"]}, every_n_epochs=2)
     strong = RobustEval({"pgd": ATTACKS["pgd"]})
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     callbacks = [weak, strong]
-    trainer = Trainer(
-        max_epochs=3, accelerator="cpu", enable_checkpointing=False, callbacks=callbacks, **quiet
-    )
+    trainer = Trainer(max_epochs=3, callbacks=callbacks, **QUIET)
     module, blobs = AdversarialTraining(TinyNet), Blobs(test_size=40)
     trainer.fit(module, blobs)
     for _ in range(2):
@@ -509,6 +439,5 @@ def test_worst_is_over_all_callbacks_that_evaluate_in_an_epoch():
         assert "images" not in worst.details  # both have all
         assert [r.name for c in callbacks for r in c.results] == ["clean", "weak", "pgd", "worst"]
         assert logged["test/robust/worst"] <= logged["test/robust/pgd"]
-    alone = Trainer(accelerator="cpu", enable_checkpointing=False, callbacks=[strong], **quiet)
-    alone.test(module, blobs, verbose=False)
+    Trainer(callbacks=[strong], **QUIET).test(module, blobs, verbose=False)
     assert [r.name for r in strong.results] == ["clean", "pgd", "worst"]

@@ -167,7 +167,7 @@ def test_auto_is_as_strong_as_pgd_at_equal_passes(kind, passes):
     assert 0.1 < left[0] <= left[1] + 0.03
 
 
-@pytest.mark.parametrize("passes", [8, 40, 120, 600, 5000])
+@pytest.mark.parametrize("passes", [8, 120, 5000])
 @pytest.mark.parametrize("kind", ["random", "transformed", "transductive"])
 def test_steps_of_auto_lead_across_the_ball(kind, passes):
     (defense, eps), x = small(kind), torch.rand(2, 1, 6, 6)

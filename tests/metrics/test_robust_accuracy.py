@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from lightning_rob.metrics import RobustAccuracy, robust_accuracy
 
@@ -12,15 +11,8 @@ def test_by_hand():
     correct = robust_accuracy(p, torch.tensor([0, 1, 2, 1]))
     assert correct.tolist() == pytest.approx([0.9, 0.3, 0.0, 1.0])
     assert robust_accuracy(p[:0], torch.zeros(0, dtype=torch.int64)).shape == (0,)
-
-
-def test_is_plain_accuracy_for_certain_predictions():
-    generator = torch.Generator().manual_seed(0)
-    p = torch.rand((200, 3), generator=generator)
-    y = torch.randint(3, (200,), generator=generator)
-    certain = F.one_hot(p.argmax(1), 3).float()
-    expected = (p.argmax(1) == y).float().mean().item()
-    assert robust_accuracy(certain, y).mean().item() == pytest.approx(expected)
+    nonfinite = torch.tensor([[torch.nan, 1.0], [0.25, 0.75], [torch.inf, 0.0]])
+    assert robust_accuracy(nonfinite, torch.tensor([0, 0, 0])).tolist() == [0, 0.25, 0]
 
 
 def test_many_images_are_not_lost_in_rounding():
@@ -43,8 +35,3 @@ def test_forward_returns_the_batch_and_keeps_the_epoch():
         batch = metric(part, labels)
         assert batch.item() == pytest.approx(robust_accuracy(part, labels).mean().item())
     assert metric.compute().item() == pytest.approx(robust_accuracy(p, y).mean().item())
-
-
-def test_a_non_finite_prediction_is_wrong():
-    predictions = torch.tensor([[torch.nan, 1.0], [0.25, 0.75], [torch.inf, 0.0]])
-    assert robust_accuracy(predictions, torch.tensor([0, 0, 0])).tolist() == [0, 0.25, 0]

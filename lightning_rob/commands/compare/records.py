@@ -15,7 +15,7 @@ from lightning_rob.commands.compare import CompareConfig
 from lightning_rob.commands.report.blocks import plain
 from lightning_rob.commands.specs import differences
 from lightning_rob.comparisons import SIGNIFICANT, rounded_down
-from lightning_rob.evaluation.per_image import ResultFile, read_result_file
+from lightning_rob.evaluation.result_file import ResultFile, read_result_file
 from lightning_rob.metrics import Paired, holm, paired
 from lightning_rob.runtime.errors import visible
 from lightning_rob.runtime.files import atomic_write_text

@@ -15,11 +15,7 @@ HEAD = ROW.format("checkpoint", "epoch", "step", "clean", "worst", "lost won p")
 
 
 class Display:
-    """Prints the lines that go into the history.
-
-    Args:
-        prefix: name of the model and a colon, where there are several.
-    """
+    """Prints the lines that go into the history, after the name of a model if there are several."""
 
     def __init__(self, prefix: str = "") -> None:
         self.prefix = prefix

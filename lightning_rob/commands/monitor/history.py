@@ -92,12 +92,7 @@ class History:
             self.file.close()
 
     def append(self, *lines: Fields) -> None:
-        """Append lines, the last of which is an event, all of them or none.
-
-        Raises:
-            OSError: they cannot be written; the file is as before.
-            ValueError: the history is closed.
-        """
+        """Append lines, the last of which is an event: all of them or, after an error, none."""
         rest = "".join(json.dumps(as_record(line)) + "\n" for line in lines).encode()
         with self.writing:
             end = self.file.seek(0, os.SEEK_END)

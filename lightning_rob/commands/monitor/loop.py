@@ -76,9 +76,6 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
     if hasattr(os, "setpriority"):  # not on Windows; it leaves the processor to the training
         os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), NICE))
     homes: dict[Path, str] = {}
-    for name, start in starts.items() if config.models else ():
-        with suppress(MissingRun):  # its checkpoints may come later
-            claim(start()[0], name, homes)  # any other mistake ends the process at once
     with ExitStack() as stack:
         stack.enter_context(raise_thread_errors())
         stack.enter_context(quiet_lightning())
@@ -86,6 +83,8 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
         sources = [Watched(name, start, config, publisher, homes) for name, start in starts.items()]
         for source in sources:
             stack.callback(source.close)
+            with suppress(MissingRun):  # that of one of several may come later
+                source.prepare()  # any other mistake in the options ends the process at once
         while waiting := [source for source in sources if source.code is None]:
             following = min(waiting, key=lambda source: source.due)
             if (pause := following.due - monotonic()) > 0:
@@ -95,17 +94,6 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
                 break
     if code := max(source.code or 0 for source in sources):
         raise SystemExit(code)
-
-
-def claim(config: MonitorConfig, name: str, homes: dict[Path, str]) -> None:
-    """Note whose history it is; its lock is of the whole process, and keeps no other source out.
-
-    Raises:
-        ValueError: another source has the same history.
-    """
-    home = config.home.resolve()
-    if (other := homes.setdefault(home, name)) != name:
-        raise ValueError(f"{other} and {name} have one history, {home}: give each its out")
 
 
 @dataclass(eq=False)
@@ -125,6 +113,7 @@ class Watched:
     config: MonitorConfig
     publisher: Publisher
     homes: dict[Path, str]
+    build: Build | None = None
     due: float = 0.0  # time of the next turn, by `monotonic`
     code: int | None = None  # exit code, once it has ended
     failure: str = ""  # why the last turn failed
@@ -141,6 +130,21 @@ class Watched:
     def label(self) -> str:
         """The beginning of a line about the source, where there are several."""
         return f"{self.name}: " if self.name else ""
+
+    def prepare(self) -> None:
+        """Read the options, once there is anything to watch.
+
+        Raises:
+            ValueError: another source has the same history, whose lock is of the whole process.
+        """
+        if self.build is None:
+            config, build = self.start()
+            home = config.home.resolve()
+            if (other := self.homes.setdefault(home, self.name)) != self.name:
+                raise ValueError(
+                    f"{other} and {self.name} have one history, {home}: give each its out"
+                )
+            self.config, self.build = config, build
 
     def turn(self) -> None:
         """Take a step; a failure of one of several sources is an alarm, and is tried again.
@@ -166,29 +170,20 @@ class Watched:
             self.due = monotonic() + self.config.every
             reason = _reason(error)
             if self.opened and not (away or last):
-                self.record_failure(reason)
+                # An alarm, which ends when a suite is built.
+                known = self.history.alarms().suite
+                if known is None or not known["alarm"][0].endswith(reason):
+                    self.record(broken_event(self.config.name, reason) | {"part": "suite"})
+                self.suite, self.key, self.done = None, "", set()
             elif reason != self.failure:
                 warn(f"{self.label}{reason}" + ("" if last else "; trying again"))
             self.failure, self.code = reason, 2 if last else None
         if self.code is not None:
             self.close()
 
-    def record_failure(self, reason: str) -> None:
-        """Record that the whole source fails as an alarm, which ends when a suite is built."""
-        known = self.history.alarms().suite
-        if known is None or not known["alarm"][0].endswith(reason):
-            self.record(broken_event(self.config.name, reason) | {"part": "suite"})
-        self.suite, self.key, self.done = None, "", set()
-
     def open(self) -> None:
-        """Open source and history; a failure leaves no thread or lock behind.
-
-        Raises:
-            Unreachable: the source cannot be opened.
-            InputError: the history cannot be written.
-        """
-        self.config, self.build = self.start()
-        claim(self.config, self.name, self.homes)
+        """Open source and history; a failure leaves no thread or lock behind."""
+        self.prepare()
         home, url = self.config.home, self.config.url
         source: Source = LocalFolder(self.config.folder, self.config.file)
         if url is not None:
@@ -236,11 +231,7 @@ class Watched:
         return 0.0
 
     def look(self) -> None:
-        """Look for checkpoints, and publish the state.
-
-        Raises:
-            Unreachable: the source cannot be read; its checkpoints stay as they were.
-        """
+        """Look for checkpoints, and publish the state."""
         self.folder.scan()
         self.looked_at = monotonic()
         self.folder.hold(self.pending())
@@ -285,6 +276,7 @@ class Watched:
 
     def built(self, file: CheckpointFile) -> Run:
         """Build what the recipe of a checkpoint describes; its weights are not read again."""
+        assert self.build is not None
         recipe = {} if file.config is None else {RECIPE: file.config}
         with TemporaryDirectory() as folder:
             path = Path(folder) / "recipe.ckpt"
@@ -294,10 +286,7 @@ class Watched:
     def build_suite(self) -> None:
         """Build the suite by the recipe of the first checkpoint for which that is possible.
 
-        A mistake in the options fails with every recipe, one in a checkpoint with its own.
-
-        Raises:
-            Exception: that of the first recipe, if none can be built.
+        A mistake in the options fails with every recipe: then the first error is raised.
         """
         self.suite, self.key = None, ""
         failures: dict[str, Exception] = {}
@@ -351,11 +340,7 @@ class Watched:
         self.done = self._done()
 
     def results(self, file: CheckpointFile) -> list[tuple[Result, Scores]]:
-        """Return the results of a checkpoint by the module of its own recipe.
-
-        Raises:
-            Replaced: the file changed before it was read.
-        """
+        """Return the results of a checkpoint by the module of its own recipe."""
         assert self.suite is not None
         if file.recipe != self.recipe:
             self.suite.replace_module(self.built(file).model)
@@ -407,9 +392,6 @@ class Watched:
         """Record the exit code: 1 after an alarm since the last end, else 0.
 
         The last checkpoint is judged by the current options, however old its evaluation is.
-
-        Raises:
-            ValueError: there never was a checkpoint.
         """
         if not self.history.lines:
             raise ValueError(f"there is no checkpoint in {self.config.run}")

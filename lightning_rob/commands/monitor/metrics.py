@@ -31,12 +31,7 @@ GAUGES = {  # of each run
 
 
 class Metrics:
-    """Publishes the last snapshots; a scrape never waits for an evaluation.
-
-    Args:
-        snapshots: state of each run, which others change.
-        file: file that `write` writes; None for no file.
-    """
+    """Publishes the last snapshots, by run; a scrape never waits for an evaluation."""
 
     def __init__(self, snapshots: Mapping[str, Snapshot], file: Path | None = None) -> None:
         self.snapshots, self.file = snapshots, file

@@ -36,10 +36,7 @@ class Undelivered(Exception):
 class Outbox:
     """Decides which events are notified, and delivers them, each destination in its own thread.
 
-    Args:
-        urls: destinations, checked by `check_destinations`.
-        history: record of the events and their deliveries.
-        run: name of the monitored run in a notification.
+    The run is the name of the monitored run in a notification.
 
     Raises:
         ValueError: apprise does not understand a URL.

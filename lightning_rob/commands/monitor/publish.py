@@ -42,9 +42,6 @@ Response = tuple[int, Mapping[str, str], bytes]  # status, headers, content
 class Publisher:
     """Publishes snapshots over HTTP and as a file, where the options ask for it.
 
-    Args:
-        config: options.
-
     Raises:
         InputError: the port cannot be used, or the page's template cannot be read.
     """
@@ -106,16 +103,7 @@ class Publisher:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the responses of a publisher to GET and HEAD.
-
-    Args:
-        host: address to listen on.
-        port: port; 0 takes any that is free.
-        publisher: the publisher.
-
-    Raises:
-        InputError: the port cannot be used.
-    """
+    """Serves the responses of a publisher to GET and HEAD; port 0 takes any that is free."""
 
     request_queue_size = 64
 

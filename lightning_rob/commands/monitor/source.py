@@ -63,12 +63,7 @@ class Source(ABC):
 
 
 class LocalFolder(Source):
-    """The folder of a run, or of checkpoints.
-
-    Args:
-        folder: the folder.
-        single: the only file, which is replaced by each new checkpoint; None takes all.
-    """
+    """The folder of a run or of checkpoints, or a single file that is replaced by each new one."""
 
     def __init__(self, folder: Path, single: Path | None = None) -> None:
         self.folder, self.single = folder, single
@@ -126,10 +121,6 @@ class RemoteSource(Source):
 
 class Bucket(RemoteSource):
     """A folder of checkpoints, or a single one, at a URL of fsspec such as `s3://bucket/run`.
-
-    Args:
-        url: folder, or a file `.ckpt` that is replaced by each new checkpoint.
-        cache: folder of copies.
 
     Raises:
         Unreachable: the file system cannot be opened.
@@ -212,10 +203,6 @@ class RegisteredModel(RemoteSource):
     """The version of a registered model of MLflow that an alias names; another one is new.
 
     The server is that of the environment, `MLFLOW_TRACKING_URI` or `MLFLOW_REGISTRY_URI`.
-
-    Args:
-        url: `mlflow:models/NAME@ALIAS`.
-        cache: folder of copies.
 
     Raises:
         Unreachable: there is no such server.

@@ -51,7 +51,6 @@ from lightning_rob.comparisons import holm
 
 LONG = 60  # letters of a field from which it is left out of a caption
 HIDDEN = ("schema", "kind", "name")  # fields that no caption shows
-TRANSFER, SWEEP = "transfer", "sweep"  # the beginnings of pictures' names
 Checkpoint = tuple[Fields, dict[Key, AttackResult]]  # the record that ends it, and its results
 Column = tuple[str, str, str]  # attack, target, threat
 Results = Mapping[Column, AttackResult]
@@ -63,8 +62,12 @@ def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
 
     Each row links to the section of its run by that section's `id`, one of `names`.
     """
-    rows = [(run, name, results_of(run)) for run, name in zip(runs, names, strict=True)]
-    rows = [row for row in rows if row[2]]
+    rows: list[tuple[Run, str, Results]] = []
+    for run, name in zip(runs, names, strict=True):
+        final = run.evaluations.last()
+        shown = [r for r in final if r.target == WHOLE or r.name != "clean"]
+        by_column: Results = {(*r.key, listed(sorted(threats(r, final)))): r for r in shown}
+        rows += [(run, name, by_column)] if by_column else []
     if not rows:
         return
     by_label = {run.label: found for run, _, found in rows}
@@ -88,13 +91,6 @@ def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
         yield Warned(f"the runs are of different data ({names}): do not compare their accuracies.")
     if len(of := {split_of(r.stage) for found in by_label.values() for r in found.values()}) > 1:
         yield Warned(f"some accuracies are of {listed(sorted(of))} images: do not compare them.")
-
-
-def results_of(run: Run) -> Results:
-    """Return a run's last evaluation by column."""
-    final = run.evaluations.last()
-    shown = [r for r in final if r.target == WHOLE or r.name != "clean"]
-    return {(*r.key, listed(sorted(threats(r, final)))): r for r in shown}
 
 
 def differences(by_label: Mapping[str, Results], column: Column) -> str:
@@ -141,12 +137,10 @@ def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block
         yield Heading(below, "Arguments of the attacks")
         yield attack_table(final)
     yield from _sweeps(run.sweep, below)
-    yield from _pictures(run, SWEEP, folder)
     if run.matrices:
         yield from _matrices(run.matrices, below)
-        yield from _pictures(run, TRANSFER, folder)
     yield from votes(run.votes, below)
-    yield from _gallery(run, below, folder)
+    yield from _pictures(run, below, folder)
     yield from _provenance(run, final)
 
 
@@ -304,20 +298,11 @@ def votes(records: Sequence[Fields], level: int) -> Iterator[Block]:
     yield table(caption, columns, rows, kind="matrix")
 
 
-def _pictures(run: Run, prefix: str, folder: Path) -> Iterator[Block]:
-    """Yield the pictures whose names begin so."""
-    for path in run.pictures:
-        if path.name.startswith(prefix):
-            yield picture(path, path.stem.replace("_", " "), folder)
-
-
-def _gallery(run: Run, level: int, folder: Path) -> Iterator[Block]:
-    """Yield the pictures of no other section, each with the record of its name."""
-    shown = (SWEEP, TRANSFER) if run.matrices else (SWEEP,)
-    rest = [path for path in run.pictures if not path.name.startswith(shown)]
-    if rest:
+def _pictures(run: Run, level: int, folder: Path) -> Iterator[Block]:
+    """Yield the pictures, each with the record of its name."""
+    if run.pictures:
         yield Heading(level, "Pictures")
-    for path in rest:
+    for path in run.pictures:
         facts = [
             f"{key} {short(value)}"
             for key, value in run.others.get(path.stem, {}).items()

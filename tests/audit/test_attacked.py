@@ -1,12 +1,13 @@
-"""Checks of gradients: slopes of the predictions, and pixels at a bound."""
+"""Checks of gradients: slopes of the predictions, and pixels at a bound; and of one odd image."""
 
+import pytest
 import torch
 from torch.nn.functional import conv2d
 
+from lightning_rob.audit.attacked import bounds
 from lightning_rob.audit.auditor import audit
-from lightning_rob.audit.gradients import bounds
 from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single, TransformEnsemble
-from lightning_rob.evaluation.checks import slope
+from lightning_rob.evaluation.checks import numbers, slope
 from lightning_rob.nets import SmallCNN
 from lightning_rob.rules import mean_logits
 from tests.audit.planted import (
@@ -117,3 +118,17 @@ def test_few_pixels_at_a_bound_are_no_verdict(nets, blobs, contrasty):
         assert found.severity == "note" and "at least 2 are needed" in found.text
     adapts = by_bounds(DENT(SmallCNN(4, 3, 4), steps=1), x, y)
     assert adapts.severity == "note" and "adapts" in adapts.text
+
+
+def test_one_image_with_non_finite_logits_is_a_warning(nets, blobs):
+    x, y = blobs
+    mark = x[3].flatten()[:3].clone()
+
+    def one(images):
+        found = (images.flatten(1)[:, :3] == mark).all(1)
+        return torch.where(found[:, None, None, None], torch.nan, images)
+
+    (found,) = audit(Single(Through(nets[0], one)), x, y, THREAT, checks=[numbers]).findings
+    assert found.severity == "warning"
+    assert "1 of 50 images" in found.text
+    assert found.values["clean"] == pytest.approx(1 / 50)

@@ -1,0 +1,140 @@
+"""The CSV file with the results of every image, and its card beside it."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rob.evaluation.records import with_schema
+from lightning_rob.evaluation.store import PerImageRows
+from lightning_rob.runtime.files import atomic_write_text, check_regular
+
+FORMULA = tuple("=+-@\t\r\n'")  # what a spreadsheet takes for more than text
+
+
+def as_text(name: str) -> str:
+    """Return a name as a cell that a spreadsheet does not calculate; `name_of` reads it."""
+    return f"'{name}" if name.startswith(FORMULA) else name
+
+
+def name_of(cell: str) -> str:
+    """Return the name in a cell that `as_text` wrote."""
+    return cell.removeprefix("'")
+
+
+def write_result_file(
+    path: Path,
+    names: Sequence[str],
+    rows: PerImageRows,
+    draws: int,
+    card: Mapping[str, Any],
+    worst: Tensor,
+) -> None:
+    """Write the CSV file and, beside it, its card; neither ever exists in part.
+
+    Args:
+        path: the CSV file.
+        names: "clean" and the names of the attacks.
+        rows: results of all images.
+        draws: S, the number of classifiers of a prediction.
+        card: everything that the results depend on.
+        worst: [N] scores under the strongest attack.
+    """
+
+    def numbers(values: Tensor, digits: int = 7) -> list[str]:
+        return ["" if math.isnan(v) else f"{v:.{digits}g}" for v in values.tolist()]
+
+    means, inferences = rows.scores.mean(2), rows.scores.shape[2]
+    unknown = torch.full_like(means, torch.nan)
+    columns: dict[str, list[Any]] = {"index": rows.index.tolist(), "label": rows.label.tolist()}
+    for j, name in enumerate(names):
+        columns[name] = numbers(means[:, j])
+        columns[f"{name}_prediction"] = rows.predictions[:, j].tolist()
+        if j:
+            columns[f"{name}_size"] = numbers(rows.sizes[:, j], digits=6)
+            columns[f"{name}_blind"] = numbers(
+                (unknown if rows.blind is None else rows.blind)[:, j]
+            )
+        if rows.rejected is not None:
+            columns[f"{name}_rejected"] = numbers(rows.rejected[:, j].mean(1))
+        for r in range(inferences) if inferences > 1 else ():
+            columns[f"{name}_inference_{r + 1}"] = numbers(rows.scores[:, j, r])
+    columns["worst"] = numbers(worst)
+    columns["broken_by"] = [as_text(_broken_by(names, scores)) for scores in means.tolist()]
+    columns["draws"] = [draws] * len(means)
+    columns["checksum"] = rows.checksum.tolist()
+    table = io.StringIO()
+    lines = csv.writer(table, lineterminator="\n")
+    lines.writerow(map(as_text, columns))
+    lines.writerows(zip(*columns.values(), strict=True))
+    text = json.dumps(with_schema({"kind": "card", **card}), indent=1)
+    atomic_write_text(path.with_suffix(".json"), text + "\n")
+    atomic_write_text(path, table.getvalue())
+
+
+def _broken_by(names: Sequence[str], scores: Sequence[float]) -> str:
+    """Return the attack with the lowest score; "clean" where the image is wrong without one."""
+    if scores[0] <= 0:
+        return "clean"
+    lowest = min(scores)
+    return names[scores.index(lowest)] if lowest < scores[0] else ""
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """A CSV file of per-image results that was read, and its card.
+
+    `scores` [N] are by name: "clean", each attack, and "worst", the strongest by `worst_case`.
+    """
+
+    path: Path
+    card: dict[str, Any]
+    index: Tensor
+    label: Tensor
+    scores: dict[str, Tensor]
+    checksum: Tensor
+
+    @property
+    def attacks(self) -> list[str]:
+        """The attacks' names."""
+        return [name for name in self.scores if name not in ("clean", "worst")]
+
+
+def read_result_file(path: Path | str) -> ResultFile:
+    """Read the per-image results of an evaluation.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: the file is of another kind, or has no card.
+    """
+    path = Path(path)
+    card_path = path.with_suffix(".json")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no record {path}: name a CSV file in images/ of a run")
+    try:
+        check_regular(card_path)
+        card = json.loads(card_path.read_text())
+        with path.open(newline="") as file:
+            head, *lines = list(csv.reader(file))
+        head = list(map(name_of, head))
+        columns = {name: [line[head.index(name)] for line in lines] for name in head}
+        index, label, checksum = (
+            torch.tensor([int(cell) for cell in columns[name]], dtype=torch.int64)
+            for name in ("index", "label", "checksum")
+        )
+        scores = {
+            name: torch.tensor([float(cell) for cell in columns[name]], dtype=torch.float64)
+            for name in ("clean", *card["attacks"], "worst")
+        }
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is not a record: it has no card {card_path.name}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, csv.Error) as error:
+        raise ValueError(f"{path} is not a record of an evaluation: {error}") from error
+    return ResultFile(path, card, index, label, scores, checksum)

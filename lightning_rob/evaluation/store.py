@@ -1,0 +1,134 @@
+"""The results of every image of an evaluation, in memory; and a log from which it resumes."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_rob.evaluation.resume_log import BatchOutcome, ResumeLog, checksums
+from lightning_rob.metrics import PerImage
+
+
+def predicted_class(probabilities: Tensor, rejects: int | None = None) -> Tensor:
+    """Return the most probable class [B] of [B, K]; -1 for a rejected or non-finite prediction."""
+    known = probabilities.nan_to_num()
+    predicted = torch.where(known.sum(1) > 0, known.argmax(1), -1)
+    return predicted if rejects is None else predicted.masked_fill(predicted == rejects, -1)
+
+
+@dataclass(frozen=True)
+class PerImageRows:
+    """Results of N images, clean and under each attack: A `BatchOutcome`s side by side.
+
+    Scores and `rejected` are [N, A, R], predictions, sizes and `blind` [N, A], all else [N]. The
+    indices rise. `rejected` is None of a defense that rejects nothing; `blind` is NaN where an
+    attack asked for no gradients.
+    """
+
+    index: Tensor
+    label: Tensor
+    scores: Tensor
+    predictions: Tensor
+    sizes: Tensor
+    checksum: Tensor
+    rejected: Tensor | None = None
+    blind: Tensor | None = None
+
+
+class PerImageResults:
+    """Scores, predictions and perturbation sizes of every image, clean and under each attack.
+
+    Args:
+        names: "clean" and the names of the attacks, A together.
+        inferences: R, the number of predictions of each image.
+        device: device of the batches.
+        folder: folder of the log from which an interrupted evaluation resumes; None keeps no log.
+        joint: whether predictions depend on the whole batch.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        inferences: int,
+        device: torch.device | str = "cpu",
+        folder: Path | None = None,
+        joint: bool = False,
+    ) -> None:
+        self.names, self.inferences, self.folder = tuple(names), inferences, folder
+        # Scores and rejections by inference, sizes, blindness; and predictions, label, checksum,
+        # which are exact.
+        self.floats = PerImage(len(names) * (2 * inferences + 2)).to(device)
+        self.integers = PerImage(len(names) + 2, torch.int64).to(device)
+        self.checksums: dict[int, int] = {}  # of this process's images, by index
+        self.log = None if folder is None else ResumeLog(folder, names, inferences, joint)
+
+    def cached(self, x: Tensor, y: Tensor, index: Tensor) -> dict[str, BatchOutcome]:
+        """Return the outcomes of a batch that the log of an earlier run has, by name."""
+        return {} if self.log is None else self.log.load(x, y, index)
+
+    def log_outcome(
+        self, x: Tensor, y: Tensor, index: Tensor, name: str, outcome: BatchOutcome, seconds: float
+    ) -> None:
+        """Write the outcome of a batch under one attack to the log, where there is one."""
+        if self.log is not None:
+            self.log.add(x, y, index, name, outcome, seconds)
+
+    def add_batch(
+        self, x: Tensor, y: Tensor, index: Tensor, outcomes: Sequence[BatchOutcome]
+    ) -> None:
+        """Add the outcomes of a batch, one for each of the names.
+
+        Raises:
+            ValueError: two different images have the same index.
+        """
+        known = checksums(x)
+        for number, checksum in zip(index.tolist(), known, strict=True):
+            if self.checksums.setdefault(number, checksum) != checksum:
+                raise ValueError(
+                    f"two different images have the index {number}: give each image of a data set "
+                    "an index of its own, and augment none"
+                )
+        here = [BatchOutcome(*(part.to(index.device) for part in one)) for one in outcomes]
+        scores, predictions, sizes, rejected, blind = zip(*here, strict=True)
+        single = [torch.stack(sizes, 1), torch.stack(blind, 1)]
+        floats = torch.cat([*scores, *rejected, *single], 1).float()
+        about = [*predictions, y, torch.tensor(known)]
+        self.floats.update(index, floats.to(index.device))
+        self.integers.update(index, torch.stack([part.long().to(index) for part in about], 1))
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of images whose results the log has from an earlier run, by attack."""
+        known = {} if self.log is None else self.log.counts()
+        return {name: known[name] for name in self.names[1:] if name in known}
+
+    def seconds(self) -> dict[str, float]:
+        """Return the run time of each attack on the images of an earlier run, by name."""
+        return {} if self.log is None else {n: self.log.seconds[n] for n in self.names[1:]}
+
+    def rows(self) -> PerImageRows:
+        """Return the results of all images; a collective of all processes."""
+        index, floats = self.floats.rows()
+        _, integers = self.integers.rows()
+        count = len(self.names)
+        both = floats[:, : -2 * count].reshape(len(floats), 2, count, self.inferences)
+        scores, rejected = both.unbind(1)
+        predictions, label, checksum = torch.split(integers, [count, 1, 1], 1)
+        sizes, blind = floats[:, -2 * count :].chunk(2, 1)
+        blind = blind.masked_fill(blind < 0, torch.nan)
+        return PerImageRows(
+            index, label[:, 0], scores, predictions, sizes, checksum[:, 0], rejected, blind
+        )
+
+    def copy_images(self, folder: Path) -> None:
+        """Copy the images that were saved beside the log to another folder."""
+        for own in sorted(self.folder.iterdir()) if self.folder and self.folder.exists() else ():
+            if own.is_dir():
+                shutil.copytree(own, folder / own.name, dirs_exist_ok=True)
+
+    def delete(self) -> None:
+        """Remove this process's log, once the CSV file is written."""
+        if self.log is not None:
+            self.log.delete()
