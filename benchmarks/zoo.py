@@ -18,7 +18,7 @@ from tempfile import mkdtemp
 import torch
 
 from lightning_rob.commands.checkpoints import RECIPE
-from lightning_rob.commands.model_folder import TRAINING
+from lightning_rob.commands.export.model_folder import TRAINING
 from lightning_rob.runtime.files import atomic_save, write_manifest
 
 KEPT = ("state_dict", RECIPE)
