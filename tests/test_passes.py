@@ -175,7 +175,7 @@ def test_arc_drops_what_has_come_to_rest():
 
 def test_climb():
     """Each member alone, towards each class; no set holds a member that nothing fools."""
-    defense, nets = flat_ensemble()
+    _, nets = flat_ensemble()
     x, y = torch.rand(B, 3, 8, 8), torch.zeros(B, dtype=torch.long)
     LatticeClimber(LINF, 4, classes=2)(Ensemble(nets), x, y)
     tries = 2 * 2

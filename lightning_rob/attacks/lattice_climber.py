@@ -30,7 +30,7 @@ RELAXATION = 1.5  # of the projections, which converge for factors between 0 and
 
 @dataclass
 class Climb:
-    """What has been found on the images of a batch.
+    """The best images found so far for those of a batch.
 
     Args:
         x_best: [B, …] the images that fool the most weight of members.
@@ -210,9 +210,9 @@ class LatticeClimber(Attack):
         if done < SIGNED:
             # Divided by its slope a member counts by distance, however large its logits are.
             pull = (distances > -BEYOND * eps) / slopes.clamp_min(TINY)
-            total = sum(scale(g, share) for g, share in zip(gradients, pull, strict=True))
-            length = (self.step_size or eps / 4) * (1 - 0.9 * done / SIGNED)
-            return delta - length * self.threat.steepest(total)
+            total = torch.stack([scale(g, share) for g, share in zip(gradients, pull, strict=True)])
+            stride = (self.step_size or eps / 4) * (1 - 0.9 * done / SIGNED)
+            return delta - stride * self.threat.steepest(total.sum(0))
         # Projections onto the farthest of several half-spaces converge to a point of all of them.
         far, images = distances.argmax(0), torch.arange(len(x), device=x.device)
         g = gradients[far, images]
@@ -221,11 +221,13 @@ class LatticeClimber(Attack):
         if self.threat.p == math.inf:
             low, high = low.clamp_min(-eps), high.clamp_max(eps)
         g = g.masked_fill((delta <= low) & (g > 0) | (delta >= high) & (g < 0), 0)
-        largest = g.flatten(1).abs().amax(1).clamp_min(TINY)
-        g = scale(g, 1 / largest)  # whose squares do not underflow
+        largest = g.flatten(1).abs().amax(1)
+        g = scale(g, 1 / largest.clamp_min(TINY))  # whose squares do not underflow
+        squares = g.flatten(1).square().sum(1)
         way = gaps[far, images] + (1 - done) * BEYOND * eps * slopes[far, images]
-        length = RELAXATION * way / (largest * g.flatten(1).square().sum(1).clamp_min(TINY))
-        return delta - scale(g, length)
+        length = RELAXATION * way / (largest * squares)
+        # Without a pixel that can move the image stays where it is.
+        return delta - scale(g, torch.where(squares > 0, length, 0.0))
 
 
 @torch.no_grad()

@@ -111,7 +111,7 @@ ENTRIES = {
         ARC(L2, 3, 0.4, neighbours=1, random_start=True, early_stop=True),
         "ensemble",
     ),
-    "climb": (LatticeClimber(LINF, 4), "ensemble"),
+    "climb": (LatticeClimber(LINF, 4, LINF.eps / 4), "ensemble"),
     "climb-l2": (LatticeClimber(L2, 8, 0.2, start=PGD(L2, 3, 0.25)), "ensemble"),
     "cw": (CW(L2, 20, 0.05, binary_steps=3, initial_const=0.1), "ensemble"),
     "deepfool": (DeepFool(LINF), "ensemble"),

@@ -79,7 +79,7 @@ def lowest(defense, x, threat, least=1e-6):
 
 
 def found_and_lowest(defense, x, y, threat, steps):
-    """The expected accuracies [N] that the climb leaves, and the lowest with some room in the ball."""
+    """The expected accuracies [N] that the climb leaves, and the lowest with room in the ball."""
     x_adv = LatticeClimber(threat, steps)(defense, x, y)
     assert_inside(threat, x_adv, x)
     found = expected_accuracy(defense.members, defense.weights, x_adv, y).double()

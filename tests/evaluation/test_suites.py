@@ -119,7 +119,8 @@ def test_auto_stays_within_its_passes(name, passes):
     assert attack.threat.distance(x_adv, x) <= 1.1e-6
     used = sum(net.images() + sum(net.backwards) for net in [*nets_of(defense), *rehearsed])
     used -= 2 * len(rehearsed)  # of each, the prediction and the loss
-    assert 0.7 * passes <= used <= passes
+    # The climb tries no set with a member that nothing fools.
+    assert (0.4 if name == "drawn" else 0.7) * passes <= used <= passes
 
 
 def test_auto_leaves_the_rounds_to_the_evaluation():
