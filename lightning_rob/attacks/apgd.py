@@ -88,13 +88,11 @@ class APGD(Attack):
         return suite_kind == "ensemble" and self.objective in of_rule
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         runs = self.restarts * (min(self.targets, count.classes - 1) if self.targets else 1)
         run = 2 * (self.steps + 1) + (self.targets > 0)  # the start, and the value of its end
         return count.drawn(self.draws) * (2 + runs * run)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         y, certain = y.long(), is_certain(defense, self.objective)
         everyone = ActiveBatch(positions(x), x, y, derived(generator, 0))
         objective = ObjectiveGradient(self.objective, self.draws)

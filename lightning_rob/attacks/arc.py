@@ -112,7 +112,6 @@ class ARC(Attack):
         return self.threat.eps / (4 if self.threat.p == 2 else 1)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         gradients = min(self.neighbours or count.classes, count.classes - 1)
         members = len(member_order(count.defense.weights))
         step = members * (1 + gradients + count.networks)  # each scores a candidate on all
@@ -121,7 +120,6 @@ class ARC(Attack):
         return start + begin + self.steps * step
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         members, weights = defense.classifiers, defense.weights
         order, search = member_order(weights), self._begin(defense, x, y, generator)
         delta = search.delta.clone()

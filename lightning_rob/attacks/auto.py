@@ -69,7 +69,6 @@ class Auto(Attack):
         check_threat(self.threat)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if defense.transductive:
             kind = type(defense).__name__
             raise TypeError(f"{kind} adapts to whole batches: attack it by Auto(…).schedule")

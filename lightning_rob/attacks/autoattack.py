@@ -129,7 +129,6 @@ class AutoAttack(Attack):
         return not self.reference
 
     def require_package(self) -> None:
-        """Raise ModuleNotFoundError if the authors' code is to run and is missing."""
         if self.reference and find_spec("pyautoattack") is None:
             raise ModuleNotFoundError(
                 "AutoAttack(reference=True) needs pyautoattack: pip install "
@@ -141,17 +140,14 @@ class AutoAttack(Attack):
         return super().is_made_for(suite_kind, rule) and rule in (mean_logits, mean_probs)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         function = self._function(count)
         stages = self._stages_within(function)
         return (1 + sum(s.cost(function) + 1 for s in stages)) * count.drawn(self.draws)
 
     def least(self, count: PassCount) -> int:
-        """Return the passes that an image costs with the fewest steps of each stage."""
         return self._least(self._function(count)) * count.drawn(self.draws)
 
     def within(self, passes: int, count: PassCount) -> "AutoAttack":
-        """Return AutoAttack within these passes; see `passes` of the class."""
         return replace(self, passes=self.affordable(passes, count) // count.drawn(self.draws))
 
     def _function(self, count: PassCount) -> PassCount:
@@ -174,7 +170,6 @@ class AutoAttack(Attack):
         return shared(stages, self.passes - 1 - len(stages), function)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if self.reference:
             size = self.batch_size or len(x)
             found = run_in_chunks(self._by_package, size, defense, x, y, generator)
@@ -324,9 +319,7 @@ class MeanPrediction(Defense):
 
     @property
     def transductive(self) -> bool:
-        """Whether the defense's predictions depend on the whole batch."""
         return self.defense.transductive
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Compute the scores of [B, C, H, W] -> [1, B, K]."""
         return scores(self.defense, x, generator, self.draws)[None]

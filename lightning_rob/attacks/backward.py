@@ -88,8 +88,6 @@ class SGM(Backward):
             raise ValueError(f"gamma must be in (0, 1], got {self.gamma}")
 
     def __call__(self, defense: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the defense has these gradients."""
-
         def shrink(x: Tensor) -> Tensor:
             if x.requires_grad:
                 x.register_hook(lambda gradient: self.gamma * gradient)  # type: ignore[no-untyped-call]
@@ -139,7 +137,6 @@ class LinBP(Backward):
             raise ValueError(f"start must be a share of the branches in [0, 1), got {self.start}")
 
     def __call__(self, defense: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the defense has these gradients."""
         chosen: dict[fx.Node, Block] = {}
         for net in residual_blocks(defense):
             branches = [branch for block in net for branch in block.branches]
@@ -266,7 +263,6 @@ class InsideBounds(Backward):
             raise ValueError(f"hair must be positive and fit into {self.bounds}, got {self.hair}")
 
     def __call__(self, defense: Defense) -> AbstractContextManager[None]:
-        """Return a context in which the defense's networks have these gradients."""
         low, high = self.bounds
 
         def differentiate_inside(plain: Forward) -> Forward:
@@ -326,7 +322,6 @@ class SurrogateTransforms(Backward):
 
     @contextmanager
     def __call__(self, defense: Defense) -> Iterator[None]:
-        """Enter a context in which every `RandomTransforms` in the defense has these options."""
         found = random_transforms_in(defense)
         if not found:
             raise TypeError(f"{self} is for RandomTransforms, got {type(defense).__name__}")

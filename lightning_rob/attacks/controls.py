@@ -28,7 +28,6 @@ class NoAttack(Attack):
     threat: Threat
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the same images [B, C, H, W]."""
         return x
 
 
@@ -45,7 +44,6 @@ class RandomCorners(Attack):
     tries: int = 10
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         best, lowest = x, x.new_full((len(x),), torch.inf)
         for _ in range(self.tries):
             corner = self.threat.steepest(uniform(x, *x.shape[1:], generator=generator) - 0.5)
@@ -71,7 +69,6 @@ class RandomStart(Attack):
     threat: Threat
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]."""
         return self.threat.start(x, generator if isinstance(generator, Streams) else None)
 
 
@@ -92,7 +89,6 @@ class CommonCorruption(Attack):
         return Threat("linf", 1.0)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         return self.transform(x, *self.transform.sample(x, generator))
 
 
@@ -107,7 +103,6 @@ class DoublePrecision(AttackDecorator):
     strategies = Attack.strategies  # the attack sees the copy
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         found = self.attack(doubled(defense), x.double(), y, generator)
         return self.threat.project(found.to(x.dtype), x)
 

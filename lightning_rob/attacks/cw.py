@@ -142,11 +142,9 @@ class CW(Attack):
         check_norm(self, 2)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         return count.drawn(self.draws) * (1 + 2 * self.steps * self.binary_steps)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         evaluate = ObjectiveGradient(self.objective, self.draws)
         best = BestSoFar.begin(evaluate, defense, x, y, generator, self.confidence)
         const, low = (

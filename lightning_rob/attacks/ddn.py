@@ -67,11 +67,9 @@ class DDN(Attack):
         check_norm(self, 2)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         return count.networks * (1 + 2 * self.steps + HALVINGS)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if not is_certain(defense, expected_margin):
             raise TypeError(f"DDN is for fixed classifiers, not for {type(defense).__name__}")
         climbed, margin = ObjectiveGradient(log_expected_ce), ObjectiveGradient(expected_margin)

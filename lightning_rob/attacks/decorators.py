@@ -68,7 +68,6 @@ class WithBackward(AttackDecorator):
             object.__setattr__(self, "backward", tuple(self.backward))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         with entered(self.backward, defense):
             return self.attack.perturb(defense, x, y, generator)
 
@@ -103,7 +102,6 @@ class Budgeted(AttackDecorator):
         at_least(1, passes=self.passes)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         attack = self.attack.within(self.passes, PassCount(defense, x))
         return attack.perturb(defense, x, y, generator)
 
@@ -135,7 +133,6 @@ class Chunked(AttackDecorator):
             )
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if not is_batch_separable(self.attack, defense):
             kind = type(defense).__name__
             raise TypeError(f"{kind} adapts to whole batches: an attack on it cannot be chunked")
@@ -191,7 +188,6 @@ class Accelerated(AttackDecorator):
             raise ValueError(f"autocast must be of {get_args(Precision)}, got {self.autocast!r}")
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if self.compile == "reduce-overhead" and x.device.type != "cuda":
             raise ValueError(
                 f"reduce-overhead is for NVIDIA GPUs, got images on {x.device}: give compile: true"
@@ -237,7 +233,6 @@ class Quantized8Bit(AttackDecorator):
             raise ValueError(f"8-bit images range over (0, 1), got bounds {self.threat.bounds}")
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], rounded, inside `attacking`."""
         x_adv = self.attack(defense, x, y, generator)
         nearest = quantize(x_adv, x, self.threat)
         if defense.transductive:  # its predictions on a part of the round mean nothing

@@ -57,12 +57,10 @@ class DeepFool(Attack):
         check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         gradients = min(self.candidates or count.classes, count.classes - 1)
         return count.drawn(self.draws) * self.steps * (2 + gradients)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         x_adv, active = x.clone(), ActiveBatch(positions(x), x, y, generator)
         for step in range(self.steps):
             with torch.no_grad():

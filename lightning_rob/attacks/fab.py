@@ -67,14 +67,12 @@ class FAB(Attack):
         check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         wrong = count.classes - 1
         targets, gradients = (min(self.targets, wrong), 1) if self.targets else (1, wrong)
         run = self.steps * (2 + gradients)  # linearise, differentiate, evaluate
         return count.drawn(self.draws) * (1 + targets * self.restarts * run)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         noise, y = derived(generator, 0), y.long()
         with torch.no_grad():
             clean = scores(defense, x, noise, self.draws)

@@ -56,7 +56,6 @@ class Foreign(Attack):
         raise ValueError(f"give a Foreign for each radius: {self.threat} is fixed in its run")
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         drawn = uniform(torch.zeros(len(x), device=x.device), generator=generator)
         seed = seed_from(drawn)
         stream = torch.Generator(x.device).manual_seed(seed)
@@ -109,7 +108,6 @@ class ScoreNetwork(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, K] float32."""
         if x.requires_grad and torch.is_grad_enabled():
             x = x.view_as(x)  # a tensor of this call, whose gradient is that of this call
             hooked(x, self.generator)

@@ -68,7 +68,6 @@ class GMSA(Attack):
         return self.inner.threat
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         models, x_best, best_score = [defense.adapted_model], x, (-1.0, 0.0)
         if self.from_clean:
             _, best_score = self._rehearse(defense, x, y, generator)

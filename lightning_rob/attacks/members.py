@@ -34,7 +34,6 @@ class OnMember(AttackDecorator):
         at_least(0, member=self.member)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         members = defense.classifiers
         if self.member >= len(members):
             raise ValueError(f"member must be 0 … {len(members) - 1}, got {self.member}")
@@ -58,7 +57,6 @@ class RandomMember(AttackDecorator):
         return [(p, OnMember(self.attack, i)) for i, p in probs if p > 0]
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         probs, attacks = zip(*self.strategies(defense), strict=True)
         upper = torch.tensor(probs).cumsum(0)[:-1].to(x)
         drawn = torch.bucketize(uniform(x, generator=generator), upper, right=True)
@@ -100,20 +98,16 @@ class Strongest(Attack):
         return self.attacks[0].threat
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         return sum(attack.cost(count) + count.networks for attack in self.attacks)
 
     def least(self, count: PassCount) -> int:
-        """Return the passes that an image costs with the fewest steps of each attack."""
         return sum(attack.least(count) + count.networks for attack in self.attacks)
 
     def within(self, passes: int, count: PassCount) -> "Strongest":
-        """Return the strongest of the attacks with fewer or more steps, in the same proportions."""
         left = self.affordable(passes, count) - len(self.attacks) * count.networks
         return replace(self, attacks=tuple(shared(self.attacks, left, count)))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         if defense.transductive:
             raise TypeError(
                 f"{type(defense).__name__} adapts to whole batches: Strongest cannot pick image by "

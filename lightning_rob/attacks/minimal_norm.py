@@ -51,11 +51,9 @@ class MinimalNorm(AttackDecorator):
             raise TypeError(f"MinimalNorm searches the radius of PGD or APGD, not of {kind}")
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         return count.networks + self.radii * (self.attack.cost(count) + count.networks)
 
     def least(self, count: PassCount) -> int:
-        """Return the passes that an image costs with the fewest steps at each radius."""
         return count.networks + self.radii * (self.attack.least(count) + count.networks)
 
     def within(self, passes: int, count: PassCount) -> "MinimalNorm":
@@ -70,7 +68,6 @@ class MinimalNorm(AttackDecorator):
         return replace(self, attack=attack, radii=radii)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if not is_certain(defense, expected_ce):
             kind = type(defense).__name__
             raise TypeError(f"MinimalNorm is for fixed classifiers, not for {kind}")

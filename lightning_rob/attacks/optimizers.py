@@ -99,7 +99,6 @@ class AggMo(AttackOptimizer):
             raise ValueError(f"variant must be of {get_args(Variant)}, got {self.variant!r}")
 
     def init(self, threat: Threat) -> StepRule:
-        """Return the step rule of a new run."""
         own = {"gradients": _clamped, "normalized": _unit}
         accumulated = own.get(self.variant, threat.steepest)
         direction = torch.clone if self.variant == "paper" else threat.steepest
@@ -136,8 +135,6 @@ class Nesterov(AttackOptimizer):
             raise ValueError(f"momentum must be in [0, 1], got {self.momentum}")
 
     def init(self, threat: Threat) -> StepRule:
-        """Return the step rule of a new run."""
-
         def update(gradient: Tensor, state: State) -> tuple[Tensor, State]:
             g = _unit(gradient)
             velocity = self.momentum * state[0].to(g) + g
@@ -170,7 +167,6 @@ class Adam(AttackOptimizer):
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
 
     def init(self, threat: Threat) -> StepRule:
-        """Return the step rule of a new run."""
         first, second = self.betas
         steps = count(1)
 

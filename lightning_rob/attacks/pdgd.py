@@ -74,11 +74,9 @@ class PDGD(Attack):
         check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         return count.networks * (1 + 2 * self.steps + HALVINGS)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if not is_certain(defense, self.objective):
             raise TypeError(f"PDGD is for fixed classifiers, not for {type(defense).__name__}")
         evaluate = ObjectiveGradient(self.objective)

@@ -107,12 +107,10 @@ class PGD(Attack):
         return suite_kind == "random" and self.objective is linear and smoothed
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         clean, last = self.keep_best and self.random_start, self.keep_best or self.restarts > 1
         return count.drawn(self.draws) * self.restarts * (2 * self.steps + clean + last)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if self.early_stop:
             check_certain(defense, self.objective)
         objective = ObjectiveGradient(self.objective, self.draws)

@@ -66,12 +66,10 @@ class Square(Attack):
         check_norm(self, math.inf, 2)
 
     def cost(self, count: PassCount) -> int:
-        """Return the largest number of passes that an image costs."""
         return count.drawn(self.draws) * (2 + self.queries)  # the clean image, and the start
 
     @torch.no_grad()
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         if x.dim() != 4:
             raise ValueError(f"Square is for images [B, C, H, W], got shape {list(x.shape)}")
         walk = Walk(positions(x), x, y.long(), derived(generator, 0), x, x.new_zeros(len(x)), x)

@@ -68,7 +68,6 @@ class Targeted(AttackDecorator):
         return (self.rank,) if isinstance(self.rank, int) else tuple(self.rank)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         objective = self.attack.objective
         own = ObjectiveGradient(objective, self.attack.draws)
         away = replace(
@@ -143,7 +142,6 @@ class HighConfidence(AttackDecorator):
             )
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         x_best, best_confidence = x, self._confidence(defense, x, y, generator)
         with torch.no_grad():
             logits, _ = defense.sample_logits(x, generator, self.attack.draws)

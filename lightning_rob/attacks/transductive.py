@@ -29,7 +29,6 @@ class TransferFromStatic(AttackDecorator):
     strategies = Attack.strategies  # the attack sees the base model, not this defense
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         return self.attack(defense.base_model, x, y, generator)
 
 
@@ -48,7 +47,6 @@ class ThroughAdaptation(AttackDecorator):
     strategies = Attack.strategies  # the attack sees the adapting defense, not this one
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         return self.attack(_AdaptsToEveryBatch(defense), x, y, generator)
 
 
@@ -61,7 +59,6 @@ class _AdaptsToEveryBatch(Defense):
 
     @property
     def transductive(self) -> bool:
-        """True: predictions depend on the whole batch."""
         return True
 
     @property
@@ -70,7 +67,6 @@ class _AdaptsToEveryBatch(Defense):
         raise TypeError("an adapting defense copies its network: it has to stay as it is")
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Return logits [S, B, K] of the defense that has adapted to x [B, C, H, W]."""
         adapted = self.defense.adapt(x, generator)
         adapted.eval()
         return adapted.logits(x, generator)
@@ -119,7 +115,6 @@ class PartialBatchAttack(AttackDecorator):
         return torch.arange(len(y), device=y.device) < round(self.clean * len(y))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W], inside `attacking`."""
         x_adv, z = x.clone(), self.is_clean(y)
         for rows, attack in ((z, self.natural), (~z, self.attack)):
             if attack and rows.any():

@@ -60,7 +60,6 @@ class TAA(Attack):
         return self.inner.threat
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         ensemble = transformation_ensemble(defense, self)
         if self.target is not None:
             place = ensemble.place(self.target)
@@ -89,7 +88,6 @@ class OnDifferentiable(AttackDecorator):
         return super().strategies(self._part(defense))
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         return self.attack.perturb(self._part(defense), x, y, generator)
 
     def _part(self, defense: Defense) -> TransformEnsemble:
@@ -198,7 +196,6 @@ class PAA(Attack):
         return replace(self, max_dissimilarity=eps, mean_bound=mean)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
-        """Return the perturbed images [B, C, H, W]; called inside `attacking`."""
         ensemble = transformation_ensemble(defense, self)
         members = self._candidates(ensemble)
         x_adv, index = x.clone(), positions(x)

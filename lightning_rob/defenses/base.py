@@ -178,7 +178,6 @@ class Single(Defense):
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        """The network, without what preprocesses its images."""
         return [self.net.net if isinstance(self.net, Preprocessed) else self.net]
 
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:

@@ -64,7 +64,6 @@ class DENT(Transductive):
         self.diversity = diversity
 
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        """Return the defense with scales and shifts for each of the images [B, C, H, W]."""
         net = trainable(self.net).requires_grad_(False)
         device = next(net.parameters()).device
         norms = {name: m for name, m in net.named_modules() if isinstance(m, ADAPTED)}
@@ -130,7 +129,6 @@ class PerImageNorm(PerImageLayer):
             self.register_buffer(name, kept)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise [B, C, H, W], the B images of the layer's batch in their order."""
         rows = slice(None) if self.rows is None else self.rows
         weight, bias = self.weight[rows], self.bias[rows]
         if len(x) != len(weight):

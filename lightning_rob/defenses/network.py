@@ -25,7 +25,6 @@ class Preprocessed(nn.Module):
         self.net = net
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the network's logits [B, K] of the preprocessed images."""
         return network_logits(self.net, self.preprocess(x))
 
 

@@ -30,7 +30,6 @@ class PerImageValues(PerImageLayer):
         self.values = values
 
     def forward(self) -> Tensor:
-        """Return the values of the selected images."""
         return self.values if self.rows is None else self.values[self.rows]
 
 

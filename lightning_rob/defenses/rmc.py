@@ -130,7 +130,6 @@ class RMC(Transductive):
         self.moments: dict[str, Any] | None = None
 
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        """Return the defense with a network trained on the neighbours of images [B, C, H, W]."""
         images = self.store.build(self.net, self.source, x.device, self.progress)
         query = features(self.net, x, self.store.layer)
         found = nearest(images.features, query, self.neighbours).cpu()

@@ -205,7 +205,6 @@ class Retraining(Transductive):
         self.augment = augment
 
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        """Return the defense with a network that is drawn and trained by the generator."""
         net = reinitialized(self.net, generator).train()
         optimizer = self.optimizer(net.parameters())
         schedule = self.lr_scheduler and self.lr_scheduler(optimizer)

@@ -62,7 +62,6 @@ class TransformEnsemble(Defense):
 
     @property
     def names(self) -> list[str]:
-        """Names of the transformations, in the members' order."""
         return list(self.transforms)
 
     def place(self, name: str | int) -> int:

@@ -69,7 +69,6 @@ class URejectron(Transductive):
 
     @property
     def foldable_networks(self) -> list[nn.Module]:
-        """The classifier, which is never copied."""
         return [self.net]
 
     def forward(self, x: Tensor, generator: Generator = None) -> Tensor:
@@ -91,7 +90,6 @@ class URejectron(Transductive):
         return logits.softmax(1)[:, TEST]
 
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        """Return the defense with a discriminator of the training images against x [B, C, H, W]."""
         net = (self.discriminator or (lambda: SmallCNN(2, x.shape[1])))().to(x)
         source = self.source
         chosen = torch.randperm(len(source), generator=generator)[: self.source_size]

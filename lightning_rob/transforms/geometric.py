@@ -138,7 +138,6 @@ class Swirl(AlphaTransform):
         return place.floor(), radius, between(x, *(self.strength or (0, most)), generator=generator)
 
     def apply(self, x: Tensor, center: Tensor, radius: Tensor, strength: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]: as `skimage.transform.swirl`."""
         from kornia.geometry.transform import remap
 
         rows, columns = x.shape[2:]
