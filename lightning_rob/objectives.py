@@ -26,7 +26,6 @@ class Objective:
     """An objective, with what attacks use to evaluate it in parts and on confident networks.
 
     Args:
-        value: function of logits, weights and labels.
         reduction: how it reduces its values on single draws, "mean" with the draws' weights or
             "min" over those of positive weight. Attacks then evaluate the parts of a mixture one
             by one, in the memory of one part; `HighConfidence` accepts no other objectives.
@@ -241,9 +240,6 @@ def expected_dlr(logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
 
     It is the margin divided by the distance of the largest and the third largest logit, which makes
     it independent of the logits' scale and shift.
-
-    Raises:
-        ValueError: fewer than three classes.
     """
     if logits.shape[-1] < 3:
         raise ValueError(f"DLR needs three classes or more, the defense has {logits.shape[-1]}")

@@ -76,9 +76,6 @@ def curves(lines: Sequence[Curve], x_label: str, y_label: str) -> Figure:
     """Draw accuracies in per cent, each line with a band of its intervals.
 
     Lines differ by colour, marker and dashes, so that they remain distinct in grey.
-
-    Raises:
-        ValueError: no line.
     """
     if not lines:
         raise ValueError("curves needs at least one line, got none")
@@ -124,10 +121,6 @@ def convergence(objectives: Sequence[float | None], initial: int, label: str) ->
     Args:
         objectives: [N] objective of each trial, the first untuned; None if it failed.
         initial: number of trials before the optimizer proposed any.
-        label: name of the objective.
-
-    Raises:
-        ValueError: no trial, or all failed.
     """
     found = {i: o for i, o in enumerate(objectives) if o is not None}
     if not found:
@@ -170,9 +163,6 @@ def heat_map(
     """Draw a matrix [R, C] in [0, 1] as numbers in per cent, darker where they are larger.
 
     The shades span 0 to 100 %, so that figures are comparable side by side.
-
-    Raises:
-        ValueError: the number of names is not that of the rows and columns.
     """
     if matrix.shape != (len(rows), len(columns)):
         raise ValueError(
@@ -240,9 +230,6 @@ def gallery(
 
     All perturbations are amplified by one factor, which the figure states; mid-grey is no change.
     `attacks` are the names of the two attacks, `names` the classes' names; None numbers them.
-
-    Raises:
-        ValueError: no row.
     """
     if not rows:
         raise ValueError("a gallery needs at least one case, got none")

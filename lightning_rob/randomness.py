@@ -117,9 +117,6 @@ def uniform(x: Tensor, *shape: int, generator: Generator = None) -> Tensor:
 
     Returns:
         [B, *shape] in [0, 1), of x's dtype.
-
-    Raises:
-        ValueError: the numbers of streams and images differ.
     """
     below_one = 1 - torch.finfo(x.dtype).eps / 2  # half precision would round up to 1
     if isinstance(generator, Streams):
@@ -157,7 +154,6 @@ def seeded_global_rng(generator: torch.Generator, device: torch.device) -> Itera
 
     Args:
         generator: a generator on the CPU; one number is drawn.
-        device: the device whose stream is seeded in addition to the CPU's.
     """
     seed = int(torch.randint(2**62, (), generator=generator))
     on_gpu = device.type == "cuda"

@@ -33,7 +33,6 @@ def rejected_share(predictions: Tensor, rejects: int | None, abstained: bool) ->
     """Return the probability [...] of a rejection in predictions [..., K].
 
     Args:
-        predictions: probability of each class.
         rejects: class that stands for rejection, if there is one.
         abstained: whether a row's difference from one is rejected; else it counts as wrong, as
             where logits are not finite.

@@ -50,7 +50,6 @@ def print_table(title: str, results: Iterable[_Row], console: Console | None = N
     findings of the evaluation stand below.
 
     Args:
-        title: above the table.
         results: of one name, target and number of images the last counts.
         console: None prints to standard output.
     """

@@ -19,11 +19,7 @@ TINY = 1e-30
 
 
 def pixels(value: float | str) -> float:
-    """Return a length in pixel units, given as a number or a fraction such as "8/255".
-
-    Raises:
-        ValueError: a text that is neither.
-    """
+    """Return a length in pixel units, given as a number or a fraction such as "8/255"."""
     try:
         return float(Fraction(value)) if isinstance(value, str) else float(value)
     except (ValueError, ZeroDivisionError):
@@ -77,7 +73,6 @@ class Threat:
     Args:
         norm: "linf", "l2", "l1" or the p >= 1 of any p-norm.
         eps: radius in pixel units, images span `bounds`; "8/255" is accepted.
-        bounds: smallest and largest value of a pixel.
         relative: all lengths, of steps too, are shares of the image's own norm. With l2 that is
             the normalised l2 dissimilarity of Liao et al. (2020), eq. 1.
 
@@ -220,11 +215,7 @@ class ThreatPerImage(Threat):
     __hash__ = object.__hash__
 
     def unit(self, x: Tensor) -> Tensor:
-        """Return the unit of length at each image: its factor of eps; [B, …] -> [B].
-
-        Raises:
-            ValueError: x is not the batch of the radii.
-        """
+        """Return the unit of length at each image: its factor of eps; [B, …] -> [B]."""
         if len(x) != len(self.radii):
             raise ValueError(f"{len(self.radii)} radii for {len(x)} images: take `of` these rows")
         return super().unit(x) * self.radii.to(x)

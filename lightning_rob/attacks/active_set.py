@@ -11,10 +11,7 @@ from lightning_rob.randomness import Generator, Streams
 
 @dataclass
 class ActiveBatch:
-    """The images still attacked, with one row per image in every tensor.
-
-    Subclasses add the state of their search: tensors with one row per image.
-    """
+    """The images still attacked, with one row per image in every tensor."""
 
     index: Tensor  # [b] the images' positions in the whole batch
     x: Tensor  # [b, C, H, W] the clean images

@@ -48,7 +48,6 @@ class APGD(Attack):
 
     Args:
         threat: the ball and the bounds; linf or l2.
-        steps: number of gradient steps of a run.
         objective: the objective to maximise, of `lightning_rob.objectives`: `expected_ce`,
             `expected_dlr`, `expected_margin` …
         targets: number of wrong classes, by falling score of the clean image, towards each of which
@@ -217,10 +216,7 @@ class Ascent(ActiveBatch):
 
 
 def checkpoints(steps: int) -> dict[int, int]:
-    """Return the checkpoints w_j and the moves since the one before, as the authors round them.
-
-    The first interval is 0.22 of the steps, each is 0.03 shorter than the last, and at least 0.06.
-    """
+    """Return the checkpoints w_j and the moves since the one before, as the authors round them."""
     moves, shortest, shrink = (max(int(share * steps), 1) for share in (0.22, 0.06, 0.03))
     found, at = {}, moves
     while at <= steps:
@@ -233,10 +229,7 @@ def checkpoints(steps: int) -> dict[int, int]:
 def surface_point(
     threat: Threat, x: Tensor, generator: Generator = None, share: float = 1.0
 ) -> Tensor:
-    """Draw images [B, …] on the surface of the ball, or at a share of its radius.
-
-    The direction is uniform over the cube for linf, else over the sphere.
-    """
+    """Draw images [B, …] on the surface of the ball, or at a share of its radius."""
     if threat.p == math.inf:
         direction = 2 * uniform(x, *x.shape[1:], generator=generator) - 1
     else:

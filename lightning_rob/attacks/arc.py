@@ -27,11 +27,9 @@ RHO = 0.05  # distance to aim beyond a decision boundary, as a share of eps
 
 
 def member_order(probs: Tensor) -> list[int]:
-    """Return the members by falling probability; among equals the later one first.
-
-    The authors sort this way. Members of probability 0 are left out: moving towards their
-    boundaries would cost success on other members.
-    """
+    """Return the members by falling probability; among equals the later one first."""
+    # The authors sort this way. A step towards the boundary of a member of probability 0 could only
+    # cost success on the others.
     order, positive = probs.argsort(stable=True).flip(0).tolist(), (probs > 0).tolist()
     return [member for member in order if positive[member]]
 
@@ -199,10 +197,6 @@ def arc_suite(threat: Threat, steps: int) -> dict[str, Attack]:
 
     The radii are eps and eps / 4. The paper uses eps for linf, and for l2 its step size of PGD,
     eps / 4.
-
-    Args:
-        threat: the ball and the bounds; linf or l2.
-        steps: iterations over all members.
     """
     radii = (threat.eps, threat.eps / 4)
     large, small = (ARC(threat, steps, radius, early_stop=True) for radius in radii)
@@ -217,9 +211,6 @@ def nearest_boundary(
 
     Args:
         gaps: [B, G] values that are zero on one boundary each, computed from z.
-        z: [B, …] images that require gradients.
-        threat: its norm measures the distance.
-        generator: the source of the images' noise.
     """
     normal, distance = torch.zeros_like(z), z.new_full((len(z),), torch.inf)
     for rank, gap in enumerate(gaps.to(z).unbind(1), 1):

@@ -65,8 +65,6 @@ class AutoAttack(Attack):
             on other devices for the whole batch. The images that a stage leaves are put together
             for the next: give the evaluation a large `group_size`, and this the size that fills
             the device.
-        queries: number of queries of the Square Attack, for each image.
-        reference: run the authors' code.
         early_stop: let images leave a run of APGD as soon as they are misclassified, where the
             attacked function is what the defense predicts by, without randomness. Turn it off
             where the images are to fool another defense (`TransferFromStatic`, `OnMember`): the
@@ -205,11 +203,7 @@ class AutoAttack(Attack):
             return run_in_chunks(work, size, target, x, left.y, noise)
 
     def stages(self, classes: int, early_stop: bool = True) -> list[Attack]:
-        """Return the attacks of this version, APGD with early stopping or without.
-
-        Raises:
-            ValueError: an attack needs more classes.
-        """
+        """Return the attacks of this version, APGD with early stopping or without."""
         names = self.attacks or STAGES[self.version]
         self._check_classes(names, classes)
         ce = APGD(
@@ -297,13 +291,7 @@ def _logits(target: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tens
 
 
 class MeanPrediction(Defense):
-    """A defense as the single function that AutoAttack attacks; see `scores`.
-
-    Args:
-        defense: the defense.
-        draws: draws of a random defense for one prediction; None as many as the defense takes.
-        device: device of the images.
-    """
+    """A defense as the single function that AutoAttack attacks; see `scores`."""
 
     kind = "single"
 

@@ -187,7 +187,6 @@ class Attack(Counted, ABC):
         Attacks among its arguments are rescaled too.
 
         Args:
-            eps: the new radius, in pixel units.
             norm: the new norm; None keeps that of each attack.
 
         Raises:

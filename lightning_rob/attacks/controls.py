@@ -18,11 +18,7 @@ from lightning_rob.transforms import Transform
 
 @dataclass(frozen=True)
 class NoAttack(Attack):
-    """Return the images unchanged.
-
-    Args:
-        threat: the threat of the other attacks; its bounds hold for the images.
-    """
+    """Return the images unchanged."""
 
     ignores_state: ClassVar[bool] = True
     threat: Threat
@@ -33,12 +29,7 @@ class NoAttack(Attack):
 
 @dataclass(frozen=True)
 class RandomCorners(Attack):
-    """The best of some random corners of the ball, without a search.
-
-    Args:
-        threat: linf or l2.
-        tries: number of corners.
-    """
+    """The best of some random corners of the ball, without a search."""
 
     threat: Threat
     tries: int = 10
@@ -60,11 +51,7 @@ class RandomCorners(Attack):
 
 @dataclass(frozen=True)
 class RandomStart(Attack):
-    """One random point of the ball, without a prediction of the defense.
-
-    Args:
-        threat: linf or l2.
-    """
+    """One random point of the ball, without a prediction of the defense."""
 
     threat: Threat
 
@@ -74,11 +61,7 @@ class RandomStart(Attack):
 
 @dataclass(frozen=True)
 class CommonCorruption(Attack):
-    """Corrupt images by a random transform that does not depend on the defense.
-
-    Args:
-        transform: `lightning_rob.transforms.corruptions.Brightness` or any other transform.
-    """
+    """Corrupt images by a random transform that does not depend on the defense."""
 
     knowledge: ClassVar[str] = "nothing: images are corrupted whatever the defense"
     transform: Transform
@@ -94,11 +77,7 @@ class CommonCorruption(Attack):
 
 @dataclass(frozen=True)
 class DoublePrecision(AttackDecorator):
-    """An attack that computes in double precision, on a copy of the defense.
-
-    Args:
-        attack: the attack.
-    """
+    """An attack that computes in double precision, on a copy of the defense."""
 
     strategies = Attack.strategies  # the attack sees the copy
 

@@ -105,13 +105,11 @@ class CW(Attack):
     correct.
 
     Args:
-        threat: the ball and the bounds; l2.
         steps: Adam steps for one c; fewer for images whose cost stops falling.
         step_size: Adam's learning rate, on the scale of tanh's argument; from 0.1 on it is too
             coarse for most images.
         binary_steps: number of values of c; c grows tenfold until it succeeds, then the interval is
             halved.
-        initial_const: the first c.
         confidence: the value that the objective must exceed to succeed.
         objective: the objective that must become positive: `expected_margin`, or `linear` (the
             margin of the mean logits); they are equal on a single network.

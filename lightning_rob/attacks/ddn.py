@@ -38,7 +38,6 @@ class DDN(Attack):
     must succeed: some members stay correct.
 
     Args:
-        threat: the ball and the bounds; l2.
         steps: number of steps, each of one forward and one backward pass, before eight forward
             passes for the projections.
         gamma: relative change of the norm in a step.

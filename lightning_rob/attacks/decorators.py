@@ -32,9 +32,6 @@ class AttackDecorator(Attack):
     """Base class of attacks that wrap another attack and inherit its threat model.
 
     A subclass that shows the wrapped attack another defense overrides `strategies`.
-
-    Args:
-        attack: the wrapped attack.
     """
 
     attack: Attack
@@ -54,7 +51,6 @@ class WithBackward(AttackDecorator):
     """Run any attack with the gradients of a `Backward`, as `PGD(backward=…)` does.
 
     Args:
-        attack: an attack such as ARC, CW, DeepFool or AutoAttack.
         backward: one such as InsideBounds, or several, entered in turn with the defense.
 
     Raises:
@@ -110,10 +106,6 @@ class Budgeted(AttackDecorator):
 class Chunked(AttackDecorator):
     """Attack a few images at a time: the same images up to rounding, in less memory.
 
-    Args:
-        attack: an attack on each image by itself.
-        images: number of images attacked at a time.
-
     Raises:
         ValueError: a number that is not positive, or an attack whose results depend on the whole
             batch.
@@ -149,7 +141,6 @@ class Accelerated(AttackDecorator):
     precision; under `tf32` none does. The evaluation itself always runs in full precision.
 
     Args:
-        attack: the wrapped attack.
         compile: run networks by `torch.compile`; "reduce-overhead" also records CUDA graphs, which
             spare the launches of kernels where networks or batches are small, and keep memory for
             each network and shape.
@@ -249,17 +240,14 @@ class Quantized8Bit(AttackDecorator):
 
 
 def quantize(x_adv: Tensor, x: Tensor, threat: Threat) -> Tensor:
-    """Round images [B, …] to multiples of 1/255 within the threat around x [B, …].
-
-    Where x is not an 8-bit image and bisection finds no such point, the result is x rounded.
-    """
+    """Round images [B, …] to multiples of 1/255 within the threat around x [B, …]."""
     allowed = threat.eps * (1 + 1e-5)
     nearest = _round_to_8_bits(x_adv)
     outside = threat.distance(nearest, x) > allowed
     if not bool(outside.any()):
         return nearest
     low, high = x.new_zeros(len(x)), x.new_ones(len(x))
-    best = _round_to_8_bits(x)
+    best = _round_to_8_bits(x)  # where x is no 8-bit image, the search may find no point at all
     for _ in range(HALVINGS):
         share = (low + high) / 2
         candidate = _round_to_8_bits(x + scale(x_adv - x, share))

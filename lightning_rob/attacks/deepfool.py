@@ -32,7 +32,6 @@ class DeepFool(Attack):
 
     Args:
         threat: the ball and the bounds; linf or l2.
-        steps: the largest number of steps.
         candidates: number of wrong classes searched for the nearest boundary, those with the
             largest logits; None searches all.
         overshoot: distance beyond the boundary, as a share of each step.

@@ -41,7 +41,6 @@ class FAB(Attack):
 
     Args:
         threat: the ball and the bounds; linf or l2.
-        steps: number of steps of a run.
         targets: number of wrong classes, by falling score of the clean image, whose boundaries are
             searched, each in a run of its own; with more than there are, all of them. 0 moves to
             the nearest of all boundaries, at the price of a gradient for each.
@@ -141,10 +140,7 @@ class Search(ActiveBatch):
 def nearest_hyperplane(
     gaps: Tensor, z: Tensor, threat: Threat, generator: Generator = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the normal [B, …] of the nearest linearised boundary, and the gap [B] to it at z.
-
-    See `lightning_rob.attacks.arc.nearest_boundary` for the arguments.
-    """
+    """Return the normal [B, …] of the nearest linearised boundary, and the gap [B] to it at z."""
     normal, nearest_gap = torch.zeros_like(z), gaps[:, 0].detach()
     nearest = torch.full_like(nearest_gap, torch.inf)
     for rank, gap in enumerate(gaps.unbind(1), 1):
@@ -164,12 +160,6 @@ def to_hyperplane(x: Tensor, w: Tensor, gap: Tensor, threat: Threat) -> Tensor:
     d = -sign(w) min(lambda |w|^(q-1), room to the bound), pixel by pixel, and lambda is found by
     Newton's method: w.d is concave in lambda, and linear between the pixels' arrivals at their
     bounds, so that the steps never overshoot and end at the exact solution.
-
-    Args:
-        x: [B, …] images.
-        w: [B, …] normals.
-        gap: [B] distances in units of the normals, positive on the side that they point to.
-        threat: linf or l2, and the bounds.
     """
     # In place, and by products with masks of 0 and 1, which are faster than `where` on a CPU.
     flat, at, (low, high) = w.flatten(1), x.flatten(1), threat.bounds

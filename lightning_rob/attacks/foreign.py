@@ -88,13 +88,7 @@ class Foreign(Attack):
 
 
 class ScoreNetwork(nn.Module):
-    """A defense as a network that returns `scores`.
-
-    Args:
-        defense: the defense.
-        generator: source of its draws.
-        draws: draws for one prediction; None as many as the defense takes.
-    """
+    """A defense as a network that returns `scores`."""
 
     def __init__(self, defense: Defense, generator: Generator, draws: int | None = None) -> None:
         super().__init__()
@@ -115,17 +109,7 @@ class ScoreNetwork(nn.Module):
 
 
 def scores(defense: Defense, x: Tensor, generator: Generator, draws: int | None) -> Tensor:
-    """Return a score [B, K] for each class, the largest for the predicted one; see `scores_of`.
-
-    Args:
-        defense: the defense.
-        x: [B, C, H, W] images.
-        generator: the source of its draws.
-        draws: number of draws for one prediction; None for as many as the defense takes.
-
-    Raises:
-        NoGradientError: the images require a gradient, and nothing leads back to them.
-    """
+    """Return a score [B, K] for each class, the largest for the predicted one; see `scores_of`."""
     found = scores_of(*defense.sample_logits(x, generator, draws), defense.rule)
     if x.requires_grad and torch.is_grad_enabled() and not found.requires_grad:
         raise NoGradientError()

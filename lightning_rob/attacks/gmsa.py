@@ -99,13 +99,10 @@ class GMSA(Attack):
     def _rehearse(
         defense: Defense, x: Tensor, y: Tensor, generator: Generator
     ) -> tuple[Defense, tuple[float, float]]:
-        """Adapt the defense to images and return the adapted model with its score (error, loss).
-
-        The error is the probability of a wrong prediction, the loss the cross-entropy averaged over
-        draws; both are means over the images.
-        """
+        """Adapt the defense to images and return the adapted model with its score (error, loss)."""
         final = defense.adapt(x, generator_from(x, generator))
         with evaluating(final) as copied, torch.no_grad():
             right = copied(x, generator).gather(1, y[:, None])
             loss = ObjectiveGradient(expected_ce).value(copied, x, y, generator)
+        # Errors decide; among equal ones the cross-entropy, averaged over draws and images, does.
         return final.adapted_model, (1 - float(right.double().mean()), float(loss.double().mean()))

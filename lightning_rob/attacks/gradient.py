@@ -43,10 +43,6 @@ class ObjectiveGradient:
 
     Both methods raise ValueError, if `check` is set, for labels out of range and non-finite logits.
     The check makes the host wait for the device.
-
-    Args:
-        objective: the objective.
-        draws: how often a random defense is drawn; None for as often as for a prediction.
     """
 
     objective: Loss
@@ -84,11 +80,7 @@ class ObjectiveGradient:
     def _of_mixture(
         self, defense: Defense, x: Tensor, y: Tensor, generator: Generator, check: bool
     ) -> ObjectiveAt:
-        """Evaluate the parts in turn, so that memory does not grow with their number.
-
-        The gradient is the mean of the parts' gradients by their shares or, where the objective is
-        the minimum over draws, per image that of the part with the smallest value.
-        """
+        """Evaluate the parts in turn, so that memory does not grow with their number."""
         smallest = reduction_of(self.objective) == "min"
         value = x.new_full((len(x),), torch.inf)
         gradient, draws = torch.zeros_like(x), []
@@ -125,13 +117,9 @@ def draw_gradients(
     """Return the gradients of single draws of a random defense, drawn as in a step of PGD.
 
     Args:
-        defense: the random defense.
         x: [B, C, H, W] images.
         y: [B] their labels.
         draws: n, the number of draws.
-        generator: the source of the draws.
-        objective: the objective that is differentiated.
-        backward: another backward pass for the defense, see `PGD`.
 
     Returns:
         [n, B, C, H, W].

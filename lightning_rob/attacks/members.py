@@ -19,10 +19,6 @@ from lightning_rob.threat import Threat
 class OnMember(AttackDecorator):
     """Attack one member alone, whichever member predicts (PGD-1 and C&W-1).
 
-    Args:
-        attack: the attack on the member.
-        member: its index, counted from 0.
-
     Raises:
         ValueError: a negative member; when called, a member that the defense does not have.
     """
@@ -46,9 +42,6 @@ class RandomMember(AttackDecorator):
 
     A call draws one member per image. An evaluation runs all `strategies` instead and weights their
     results, which makes both expectations exact: over this draw and over the defense's own.
-
-    Args:
-        attack: the attack on the member.
     """
 
     def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
@@ -75,9 +68,6 @@ class Strongest(Attack):
 
     Attacks run in turn, each only on images that may still be predicted right; the earlier attack
     wins ties. On a random defense a single draw decides, and the choice itself is noisy.
-
-    Args:
-        attacks: at least one attack, all with the same threat model.
 
     Raises:
         ValueError: no attack, or different threat models.

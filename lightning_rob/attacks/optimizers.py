@@ -22,15 +22,11 @@ Variant = Literal["steepest", "gradients", "normalized", "paper"]
 
 @dataclass
 class StepRule:
-    """The optimizer of one run, called with one gradient [B, …] after the other.
+    """The optimizer of one run, called with one gradient [B, …] after the other."""
 
-    Args:
-        update: gradient [B, …] and state -> step [B, …] in units of the step size, and next state.
-        state: tensors with one row per image; scalars before the first gradient.
-    """
-
+    # Maps a gradient [B, …] and the state to the step in units of the step size and the next state.
     update: Callable[[Tensor, State], tuple[Tensor, State]]
-    state: State = ()
+    state: State = ()  # one row per image; scalars before the first gradient
 
     def __call__(self, gradient: Tensor) -> Tensor:
         """Return the step [B, …] that follows from this gradient [B, …] and those before it."""
@@ -51,11 +47,7 @@ class AttackOptimizer(ABC):
 
 
 def aggmo(count: int) -> tuple[float, ...]:
-    """Return the first `count` momentum coefficients of AggMo: 0, 0.9, 0.99 … 1 - 10^-j.
-
-    Raises:
-        ValueError: count is below 1.
-    """
+    """Return the first `count` momentum coefficients of AggMo: 0, 0.9, 0.99 … 1 - 10^-j."""
     if count < 1:
         raise ValueError(f"AggMo needs at least one coefficient, got {count}")
     return tuple(1 - 10.0**-j for j in range(count))
@@ -82,7 +74,6 @@ class AggMo(AttackOptimizer):
     Args:
         momentum: one coefficient in [0, 1] for each velocity; `aggmo(B)` returns those of the
             papers. With 1, usual in MI-FGSM, a velocity is the sum of all gradients so far.
-        variant: which quantity is accumulated, and where the steepest direction is taken.
 
     Raises:
         ValueError: a coefficient outside [0, 1], or an unknown variant.
@@ -120,9 +111,6 @@ class Nesterov(AttackOptimizer):
     """Nesterov's accelerated gradient (Lin et al. 2020), in the form of `torch.optim.SGD`.
 
     v <- m v + g with g = gradient / ||gradient||_1; the step is steepest(g + m v).
-
-    Args:
-        momentum: the coefficient m, in [0, 1].
 
     Raises:
         ValueError: momentum is not in [0, 1].

@@ -101,15 +101,7 @@ class PDGD(Attack):
 def shorten(
     defense: Defense, run: ActiveBatch, best: BestSoFar, threat: Threat, objective: Loss
 ) -> None:
-    """Move the best images back towards the boundary, which the last iterates jump over.
-
-    Args:
-        defense: the defense under attack.
-        run: the images that were not fooled from the start.
-        best: the best images, changed in place.
-        threat: its norm and bounds.
-        objective: positive for an image that is fooled.
-    """
+    """Move the best images back towards the boundary, which the last iterates jump over."""
     run = run.select(best.distance[run.index].isfinite())
     high, farthest = best.distance[run.index], best.x_adv[run.index]
     low = torch.zeros_like(high)

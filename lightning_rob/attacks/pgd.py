@@ -38,15 +38,12 @@ class PGD(Attack):
     gradients of unit 1-norm), AggMo (Lucas et al. 2019) is `momentum=[0, 0.9, 0.99]`.
 
     Args:
-        threat: the ball and the bounds.
-        steps: number of gradient steps.
         step_size: length of a step in pixel units, images span [0, 1]; for a relative threat, as a
             share of the image's norm.
         objective: the objective to maximise, one of `lightning_rob.objectives`.
         draws: how often a random defense is drawn per step; None for as often as for a prediction.
         restarts: number of runs from fresh random starts; each image keeps its best run by the
             objective.
-        random_start: start at a random point of the ball instead of the image.
         keep_best: keep each image's best iterate, the image itself included, not its last one.
         momentum: one coefficient m per velocity, v <- m v + steepest(gradient); the step is the
             mean of the velocities' steepest directions. Short for `AggMo(momentum)`.

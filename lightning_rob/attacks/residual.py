@@ -39,13 +39,7 @@ class Branch:
 
 
 class Block:
-    """A module with residual branches, as a graph that can be edited and run.
-
-    Args:
-        module: the module; it is not changed.
-        graph: the graph of its forward.
-        first_of_stage: whether it is the first child of an `nn.Sequential` or `nn.ModuleList`.
-    """
+    """A module with residual branches, as a graph that can be edited and run."""
 
     def __init__(self, module: nn.Module, graph: fx.Graph, first_of_stage: bool) -> None:
         self.module, self.graph, self.first_of_stage = module, graph, first_of_stage
@@ -127,9 +121,6 @@ def residual_blocks(defense: nn.Module) -> list[list[Block]]:
 
     A block is the smallest module that `torch.fx` can trace, with a forward of one argument, that
     adds a path through more layers to a path through fewer layers and no ReLU.
-
-    Raises:
-        TypeError: the networks have no residual blocks.
     """
     known: dict[nn.Module, Block] = {}
     networks = list(dict.fromkeys(foldable_networks(defense))) or [defense]

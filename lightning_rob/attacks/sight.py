@@ -17,8 +17,6 @@ class Sight:
     """The gradients that attacks have asked for, image by image.
 
     Args:
-        images: B, the number of images in the batch.
-        device: device of the images.
         within: the sight of an attack that calls this one on its own batch, which it shares.
         watched: whether what is seen here is reported, so that attacks need not warn.
 
@@ -114,17 +112,7 @@ def hooked(x: Tensor, generator: Generator) -> None:
 def image_gradient(
     value: Tensor, x: Tensor, generator: Generator = None, *, keep: bool = False
 ) -> Tensor:
-    """Return the gradient [b, …] of the sum of values [b] by images, 0 where it is not finite.
-
-    Args:
-        value: [b] values computed from the images.
-        x: [b, …] images that require gradients, or what they were computed from.
-        generator: the source of the images' noise, by whose streams they are known.
-        keep: keep the graph, for another gradient of it.
-
-    Raises:
-        NoGradientError: nothing leads from the values back to the images.
-    """
+    """Return the gradient [b, …] of the sum of values [b] by images, 0 where it is not finite."""
     if not value.requires_grad:
         raise NoGradientError()
     (gradient,) = torch.autograd.grad(value.sum(), x, retain_graph=keep, allow_unused=True)

@@ -42,7 +42,6 @@ class Square(Attack):
 
     Args:
         threat: the ball and the bounds; linf or l2.
-        queries: number of changes tried on each image.
         p: share of the image in the first windows.
         draws: how often a random defense is drawn for a query; None for as often as for a
             prediction.
@@ -201,10 +200,7 @@ def _normalized(window: Tensor) -> Tensor:
 
 @cache
 def pyramids(side: int) -> Tensor:
-    """Return the change of an l2 window: a pyramid above an inverted one (eqs. 2 and 3).
-
-    It is of shape [side, side] and norm 1.
-    """
+    """Return the change of an l2 window: a pyramid above an inverted one (eqs. 2 and 3)."""
     upper, lower = (_pyramid(height, side) for height in (side // 2, side - side // 2))
     pattern: Tensor = torch.cat([upper, -lower]) / (2.0 if side > 1 else 1.0) ** 0.5
     return pattern

@@ -31,7 +31,6 @@ class Targeted(AttackDecorator):
     target's logit minus the largest other one.
 
     Args:
-        attack: the PGD that climbs.
         rank: rank of the target among the wrong classes, by the mean probabilities on the clean
             image: 1 is the most probable. Several ranks are attacked in turn, and per image the
             best result by the attack's own objective is kept.

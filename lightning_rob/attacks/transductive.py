@@ -18,11 +18,7 @@ from lightning_rob.threat import Threat
 
 @dataclass(frozen=True)
 class TransferFromStatic(AttackDecorator):
-    """Attack the network before its adaptation to test images (Chen et al. 2022, "AA").
-
-    Args:
-        attack: the attack on the unadapted network.
-    """
+    """Attack the network before its adaptation to test images (Chen et al. 2022, "AA")."""
 
     knowledge: ClassVar[str] = "the defense before it adapts"
     ignores_state: ClassVar[bool] = True
@@ -37,9 +33,6 @@ class ThroughAdaptation(AttackDecorator):
     """Let the defense adapt anew to every iterate of the attack (DENT-AA).
 
     The gradient is that of the adapted network; its weights are treated as constants.
-
-    Args:
-        attack: the attack on the adapting defense.
     """
 
     batch_dependent: ClassVar[bool] = True
@@ -79,7 +72,6 @@ class PartialBatchAttack(AttackDecorator):
     The place in the batch decides which images are attacked: one batch is one round.
 
     Args:
-        attack: the attack on the last images.
         clean: the share of the batch that is z, its first images.
         natural: the perturbation of z, such as `CommonCorruption`; None leaves z unchanged.
 

@@ -308,11 +308,7 @@ def transformation_ensemble(defense: Defense, attack: Attack) -> TransformEnsemb
 
 
 def attackable(ensemble: TransformEnsemble) -> list[int]:
-    """Return the members whose transformation can be undone or has a gradient.
-
-    Raises:
-        TypeError: there are none.
-    """
+    """Return the members whose transformation can be undone or has a gradient."""
     kinds = ensemble.transforms.values()
     found = [i for i, kind in enumerate(kinds) if kind.reversible or kind.differentiable]
     if not found:
@@ -331,11 +327,7 @@ def attack_member(
     y: Tensor,
     generator: Generator,
 ) -> Tensor:
-    """Attack a member in its own space, inside `attacking`, and carry the perturbation back.
-
-    Raises:
-        TypeError: the member's transformation can neither be undone nor has a gradient.
-    """
+    """Attack a member in its own space, inside `attacking`, and carry the perturbation back."""
     transform, possible = ensemble.transform(member), attackable(ensemble)
     if member not in possible:
         names = ", ".join(ensemble.names[i] for i in possible)

@@ -27,11 +27,9 @@ class AuditTarget(CheckTarget):
     """A defense under audit.
 
     Args:
-        defense: the defense; it is not changed.
         threat: linf or l2.
         steps: steps of the default PGD.
         queries: queries of the Square Attack.
-        seed: seed of all noise.
         other_attacks: name -> attack that the user runs beside the audit.
         progress: called with the name of an attack and the number of images that it attacked.
     """

@@ -52,15 +52,7 @@ class Defense(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Compute the logits of the draws.
-
-        Args:
-            x: [B, C, H, W] images in [0, 1].
-            generator: source of the draws, if the defense is random.
-
-        Returns:
-            [S, B, K].
-        """
+        """Compute the logits of the draws."""
 
     @property
     def classifiers(self) -> list[nn.Module]:
@@ -105,8 +97,6 @@ class Defense(nn.Module, ABC):
         """Compute the logits [S, B, K] of repeated draws, and their weights [S].
 
         Args:
-            x: [B, C, H, W] images in [0, 1].
-            generator: source of the draws.
             draws: how often a random defense is sampled; None samples it as for a prediction.
         """
         logits = torch.cat([self.logits(x, generator) for _ in range(draws or 1)])

@@ -43,10 +43,7 @@ def domain_adversarial_loss(
 
     Args:
         net: network with `features`, `classify` and `domain`.
-        x: [B, C, H, W] source images.
-        y: [B] their labels.
         target: [T, C, H, W] images without labels.
-        weight: alpha of the reversed gradient.
     """
     parts: Any = net
 

@@ -107,8 +107,6 @@ class PerImageNorm(PerImageLayer):
     """A BatchNorm2d with a scale and a shift for each image and channel.
 
     Args:
-        norm: gives the statistics, and the initial scales and shifts.
-        count: B, number of images.
         statistics: "static", those of training, or "batch".
     """
 
@@ -149,17 +147,6 @@ class AdaMod(torch.optim.Optimizer):
     """Adam whose step sizes, parameter by parameter, are bounded by their own moving average.
 
     Ding et al. 2019, Algorithm 1; the average starts at 0 and is not corrected for it.
-
-    Args:
-        params: parameters to optimize.
-        lr: learning rate.
-        betas: weights of the past in the moving averages of the gradient and of its square.
-        beta3: likewise, of the step size.
-        eps: number added to the root of the second average.
-        weight_decay: decay that is decoupled from the gradient, times the learning rate.
-
-    Raises:
-        ValueError: a rate that is not positive, or a beta outside [0, 1).
     """
 
     def __init__(

@@ -12,12 +12,7 @@ CHANGES_INPUT = "the network changes its input: x = x - mean, not x -= mean"
 
 
 class Preprocessed(nn.Module):
-    """A network behind a function of its images, such as a normalization.
-
-    Args:
-        preprocess: function of images [B, C, H, W].
-        net: the network.
-    """
+    """A network behind a function of its images, such as a normalization."""
 
     def __init__(self, preprocess: Callable[[Tensor], Tensor], net: nn.Module) -> None:
         super().__init__()
@@ -33,15 +28,6 @@ def network_logits(net: nn.Module, x: Tensor) -> Tensor:
 
     Images are cast to the type of the first floating-point weight or buffer of the network, through
     which gradients lead back to the images as they were given.
-
-    Args:
-        net: returns logits [B, K], or an object or mapping that has them as `logits`.
-        x: [B, …] images of any floating-point type.
-
-    Raises:
-        TypeError: the network returns something else.
-        ValueError: it returns a tensor that is not [B, K], K >= 2, or not floating point, or it
-            changes its input in place.
     """
     given = x if isinstance(net, Preprocessed) else x.to(_dtype(net, x.dtype))
     counted = not (torch.compiler.is_compiling() or given.is_inference())  # its changes are

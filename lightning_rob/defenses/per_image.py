@@ -20,9 +20,6 @@ class PerImageValues(PerImageLayer):
     """Values of the images of one batch: labels, or features to come near.
 
     A defense that reads them may be attacked in parts of the batch.
-
-    Args:
-        values: [B, …].
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -38,10 +35,6 @@ def restricted_to(defense: nn.Module, index: Tensor) -> Iterator[None]:
     """Restrict a defense that has adapted to a batch to some of its images.
 
     Inside another such context the positions are relative to the images selected there.
-
-    Args:
-        defense: restored afterwards.
-        index: [b] positions in the batch, of the images that the defense will see.
     """
     layers = [layer for layer in defense.modules() if isinstance(layer, PerImageLayer)]
     before = [layer.rows for layer in layers]

@@ -28,7 +28,6 @@ class RandomTransforms(Defense):
     each transform is applied with its probability p, with its own random parameters.
 
     Args:
-        net: [B, C, H, W] -> [B, K] logits.
         transforms: K transforms, augmentations of Kornia among them, see `FromKornia`; or, as in a
             recipe, their arguments by name: {Affine: {alpha: 0.2}, HorizontalFlip: {p: 0.5}}.
         size: S, the largest number of transforms a copy goes through.

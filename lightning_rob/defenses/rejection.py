@@ -20,7 +20,6 @@ class AcceptedClasses(Defense):
     so that an attack still sees which way to go.
 
     Args:
-        defense: the defense.
         labels: label of all images, or of each image, among the K accepted classes.
     """
 
@@ -146,12 +145,7 @@ def behind_labels(defense: Defense) -> Defense | None:
 
 
 class _OfAcceptedClasses(nn.Module):
-    """A network whose logits are seen as those of the accepted classes.
-
-    Args:
-        net: [B, C, H, W] -> [B, K + 1] logits, or [B, K] of a rule that abstains.
-        seen: function of the logits of draws and their weights.
-    """
+    """A network whose logits are seen as those of the accepted classes."""
 
     def __init__(self, net: nn.Module, seen: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()

@@ -137,11 +137,7 @@ class RMC(Transductive):
         return self._trained(images, train, held_out, x.device, generator)
 
     def after_batch(self, generator: Generator = None) -> Self:
-        """Return the defense that starts the next batch, calibrated if it is stateful.
-
-        Args:
-            generator: the defender's private randomness.
-        """
+        """Return the defense that starts the next batch, calibrated if it is stateful."""
         if not self.stateful:
             return self.copy_with(adapted=None, moments=None)
         if not self.calibrate:
@@ -198,10 +194,6 @@ def stops(
 
 def split(found: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Split neighbours into training and validation; some of each image's nearest validate.
-
-    Args:
-        found: [B, K] positions, nearest first.
-        generator: source of the draw.
 
     Returns:
         Distinct positions [T] and [V]; for B = 1 there are K in all.
@@ -264,7 +256,6 @@ def nearest(features: Tensor, query: Tensor, count: int) -> Tensor:
     Args:
         features: [N, F], perhaps mapped from a file: read in chunks.
         query: [B, F]; distances are computed on its device.
-        count: K, the number of rows to find.
 
     Returns:
         [B, K] positions.
@@ -286,16 +277,7 @@ def nearest(features: Tensor, query: Tensor, count: int) -> Tensor:
 
 @torch.no_grad()
 def features(net: nn.Module, x: Tensor, layer: str | None = None) -> Tensor:
-    """Compute the input of a network's last linear layer, in evaluation mode.
-
-    Args:
-        net: network, whose modes are restored.
-        x: [B, C, H, W] images in [0, 1].
-        layer: name of another module whose input is wanted.
-
-    Returns:
-        [B, F] float32.
-    """
+    """Compute the input of a network's last linear layer, in evaluation mode."""
     inputs: list[Tensor] = []
 
     def record(module: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -369,12 +351,6 @@ class FeatureStore:
         progress: Progress = progress_bar,
     ) -> FeatureSet:
         """Return the images and features for a network; its modes and weights are not changed.
-
-        Args:
-            net: [B, C, H, W] -> [B, K], the static model.
-            source: N labelled images.
-            device: of the network.
-            progress: see `Transductive`.
 
         Returns:
             (copies + 1) * N images, of which the first N are not attacked.

@@ -38,8 +38,6 @@ class TADV(Retraining):
         epochs: passes over the source; the paper has 100 for MNIST and 110 for CIFAR-10.
         fraction: fraction of each batch that is attacked, its last images; also their weight.
         optimizer: parameters -> optimizer; the default is the paper's for MNIST, Adam of rate 1e-3.
-        lr_scheduler: see `Retraining`.
-        augment: see `Retraining`.
         use_batch: learn from the test batch too.
 
     Raises:
@@ -109,11 +107,7 @@ def half_adversarial(
 
     Args:
         defense: of one draw, in train mode; the attack sees it in eval mode.
-        x: [B, C, H, W] images in [0, 1].
-        y: [B] labels.
-        attack: makes the adversarial images.
         fraction: fraction of the images that are attacked, and their weight.
-        generator: randomness of the attack; `Streams` of B images.
     """
     # Half of an odd number is rounded up for the attack.
     clean = math.ceil((1 - fraction) * len(x) - 0.5)
@@ -136,12 +130,6 @@ def smoothness(
     UAT-OT of Uesato et al. 2019: the mean KL(prediction on x || prediction on x_adv), where the
     current network predicts x in eval mode. The attack is on the class that it predicts; the
     paper's maximises the divergence.
-
-    Args:
-        net: [B, C, H, W] -> [B, K] logits, in train mode as a whole.
-        x: [B, C, H, W] images in [0, 1].
-        attack: makes adversarial images.
-        generator: randomness of the attack.
     """
     with torch.no_grad():
         target = network_logits(net.eval(), x).softmax(-1)

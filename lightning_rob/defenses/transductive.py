@@ -32,7 +32,6 @@ class Source:
         data: (x [N, C, H, W] in [0, 1], y [N]), or a data set of items (x, y, …).
 
     Raises:
-        TypeError: neither.
         ValueError: no images, images and labels that differ in number, images beyond [0, 1].
     """
 
@@ -62,7 +61,6 @@ class Source:
         """Return the images at the given positions.
 
         Args:
-            index: [B] positions.
             augment: applied to each image [C, H, W], drawing from torch's global stream.
 
         Returns:
@@ -228,7 +226,6 @@ def give_source(defense: nn.Module, labelled: Callable[[], SourceData | None]) -
     """Give labelled images to the parts of a defense that need them and have none yet.
 
     Args:
-        defense: the defense; defenses inside it are found too.
         labelled: returns the labelled images, None if there are none; called only if needed.
     """
     for part in defense.modules():
@@ -250,7 +247,6 @@ def reporting_adaptation(
 
     Args:
         defense: all defenses in it that adapt, and those they adapt into, report.
-        report: takes the text; None keeps the progress bars.
     """
 
     def reported(steps: Iterable[T], name: str, total: int | None = None) -> Iterator[T]:
@@ -306,13 +302,6 @@ def reinitialized(net: nn.Module, generator: torch.Generator) -> nn.Module:
     """Return a copy of a network with all weights drawn anew by its modules' `reset_parameters`.
 
     BatchNorm forgets its statistics.
-
-    Args:
-        net: network, which is not changed.
-        generator: source of the weights; torch's global streams are restored.
-
-    Raises:
-        TypeError: some weights are drawn by no `reset_parameters`.
     """
     fresh = trainable(net)
     weights = dict(fresh.named_parameters())

@@ -32,7 +32,6 @@ class TransformEnsemble(Defense):
             has changed.
         transforms: M names of `lightning_rob.transforms.pool`, or words for several of them, see
             `chosen`; or transformations by name.
-        rule: turns the votes of the members into a prediction.
 
     Raises:
         ValueError: an unknown name, or the number of transformations differs from that of members.
@@ -65,11 +64,7 @@ class TransformEnsemble(Defense):
         return list(self.transforms)
 
     def place(self, name: str | int) -> int:
-        """Return the index of the member behind a transformation of this name, or of this index.
-
-        Raises:
-            ValueError: there is no such member.
-        """
+        """Return the index of the member behind a transformation of this name, or of this index."""
         if isinstance(name, int):
             if not 0 <= name < len(self.members):
                 raise ValueError(f"member must be 0 … {len(self.members) - 1}, got {name}")

@@ -79,11 +79,7 @@ class URejectron(Transductive):
         return predictions * (self.scores(x) <= self.tau)[:, None]
 
     def scores(self, x: Tensor) -> Tensor:
-        """Compute the probability [B] that images [B, C, H, W] are test images.
-
-        Raises:
-            RuntimeError: the defense has not adapted to a batch yet.
-        """
+        """Compute the probability [B] that images [B, C, H, W] are test images."""
         if self.trained_discriminator is None:
             raise RuntimeError("URejectron has no discriminator before it has adapted to a batch")
         logits: Tensor = self.trained_discriminator(x)

@@ -372,10 +372,7 @@ def checked(
     checks: Sequence[Check] = CHECKS,
     directions: int = DIRECTIONS,
 ) -> list[Finding]:
-    """Return what checks find of a defense on a few images, the most severe first.
-
-    See `CheckBatch` for the arguments.
-    """
+    """Return what checks find of a defense on a few images, the most severe first."""
     columns = LazyColumns(CheckBatch(target, x, y, index, directions))
     return by_severity(made(check, target, columns) for check in checks)
 

@@ -91,11 +91,7 @@ class EvaluationSettings:
         return self.inferences * self.private_draws
 
     def protocol_for(self, defense: Defense) -> RoundProtocol | None:
-        """Return the rounds in which this defense is attacked; None if in canonical groups.
-
-        Raises:
-            ValueError: several private draws of a defense that does not adapt.
-        """
+        """Return the rounds in which this defense is attacked; None if in canonical groups."""
         if self.private_draws > 1 and not defense.transductive:
             raise ValueError(
                 f"private_draws is for defenses that adapt, {type(defense).__name__} does not: "
@@ -147,7 +143,6 @@ class AttackedBatch:
     """One batch under one attack, for progress bars, panels and saved images.
 
     Args:
-        name: name of the attack.
         index: [B] the images' indices.
         x: [B, C, H, W] clean images.
         y: [B] labels.
@@ -169,9 +164,6 @@ class Evaluator:
     """Scores batches under every attack; one evaluation of one defense.
 
     Args:
-        defense: defense under attack; its weights and modes are left as they are.
-        attacks: name -> attack.
-        settings: seed, repeats and the like.
         store: place of the scores; None keeps them in memory.
         attacked: function that is called after each attack on each batch.
         details: other fields of the records.
@@ -221,8 +213,6 @@ class Evaluator:
         """Score a canonical group of images, or a round, clean and under every attack.
 
         Args:
-            x: [B, C, H, W] images.
-            y: [B] labels.
             index: [B] the images' indices, by which all noise is keyed.
             keep: keep the scores; otherwise only try that every attack runs.
 

@@ -37,9 +37,6 @@ def canonical_groups(positions: Tensor, size: int = GROUP_SIZE) -> list[Tensor]:
 
     Returns:
         The sorted positions, cut into groups.
-
-    Raises:
-        ValueError: groups without images.
     """
     if size < 1:
         raise ValueError(f"group_size must be at least 1, got {size}")
@@ -55,12 +52,6 @@ class GroupQueue:
     Args:
         groups: positions [n] of each group, the same on every process.
         key: name of this queue, the same on every process and used once.
-        rank: number of this process.
-        world_size: number of processes that share the groups; they are in one process group of
-            `torch.distributed`, whose store counts.
-
-    Raises:
-        ValueError: this process is in no process group.
     """
 
     def __init__(self, groups: list[Tensor], key: str, rank: int, world_size: int) -> None:
@@ -126,10 +117,6 @@ def served_positions(loader: Any, world_size: int = 1) -> list[int] | None:
 
     Its sampler is asked, with random streams of its own: it gives the same images at every call.
 
-    Args:
-        loader: loader as this process has it.
-        world_size: number of processes that share the images; together they serve the union.
-
     Returns:
         The positions in the data set; None for a stream, or a sampler without length or numbers.
     """
@@ -189,7 +176,6 @@ def group_loader(loader: DataLoader[Any], groups: list[Tensor] | GroupQueue) -> 
     """Yield these groups of a loader's data set, fetched by its workers.
 
     Args:
-        loader: loader that the user gave.
         groups: positions [n] of each group; of a queue, one worker fetches one group ahead.
     """
     queued = isinstance(groups, GroupQueue)
@@ -219,12 +205,7 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def regrouped(batches: Iterable[Batch], size: int = GROUP_SIZE) -> Iterator[Batch]:
-    """Yield the same images in the same order, in batches of another size.
-
-    Args:
-        batches: images [B, ...], labels [B] and indices [B], of any sizes.
-        size: images in a group; the last one may have fewer.
-    """
+    """Yield the same images in the same order, in batches of another size."""
     held: list[tuple[Tensor, ...]] = []
     for batch in batches:
         held.append(tuple(part.clone() for part in batch))  # a loader may reuse its buffers
@@ -242,11 +223,6 @@ def unpacked(batch: Any, unpack: Unpack | None = None) -> tuple[Tensor, Tensor, 
 
     Args:
         batch: (x, y) or (x, y, index), tensors or arrays; anything that `unpack` makes into it.
-        unpack: function of the batch; None takes it as it is.
-
-    Raises:
-        TypeError: the batch is something else.
-        ValueError: there is not one label for each image.
     """
     parts = unpack(batch) if unpack else batch
     if not isinstance(parts, list | tuple) or len(parts) not in (2, 3):
@@ -266,12 +242,7 @@ def unpacked(batch: Any, unpack: Unpack | None = None) -> tuple[Tensor, Tensor, 
 
 
 def with_index(batch: Any, positions: Tensor, unpack: Unpack | None = None) -> Batch:
-    """Return images, labels and indices; where a batch has no indices, the positions [B].
-
-    Raises:
-        TypeError: the batch is nothing that `unpacked` takes.
-        ValueError: it has another number of images, or no label for each.
-    """
+    """Return images, labels and indices; where a batch has no indices, the positions [B]."""
     x, y, index = unpacked(batch, unpack)
     if len(x) != len(positions):
         raise ValueError(f"{len(positions)} images were fetched, but their batch has {len(x)}")
@@ -288,14 +259,7 @@ def counted(batches: Iterable[Any], unpack: Unpack | None = None) -> Iterator[Ba
 
 
 def choose(images: int, number: int | None, seed: int, within: int | None = None) -> Tensor:
-    """Return the positions that are evaluated: all, or a random choice of them.
-
-    Args:
-        images: number of images in the data set.
-        number: number of images to evaluate; None is all.
-        seed: seed of the choice.
-        within: only positions below this one count; None is all.
-    """
+    """Return the positions that are evaluated: all, or a random choice of them."""
     within = images if within is None else within
     if number is None or number >= images:
         return torch.arange(within)

@@ -26,7 +26,6 @@ class AttackerDefenderSession:
     rehearses: it adapts a copy of the defender of its own, with randomness of its own.
 
     Args:
-        attack: attack whose threat bounds the perturbations.
         defense: defender before the first round; it is not changed.
         *keys: seed of the attack's noise: a seed, a repeat, a name.
         private: seed of the defender's randomness; None takes `keys`. Sessions that share it meet
@@ -66,8 +65,6 @@ class AttackerDefenderSession:
         """Attack one batch, let the defense adapt to it, and predict.
 
         Args:
-            x: [B, C, H, W] images.
-            y: [B] labels.
             index: [B] the images' indices, by which all noise is keyed.
             inferences: R, the number of predictions each defender makes of each perturbed image.
 
@@ -170,9 +167,6 @@ class RoundProtocol:
         images: images in a round; None is the batch size of the evaluation.
         attacker_sees_state: show the attacker the state of a stateful defense; otherwise it knows
             only the state of its own rehearsal.
-
-    Raises:
-        ValueError: another order, or rounds without images.
     """
 
     order: Literal["natural", "by_label"] = "natural"
@@ -186,11 +180,7 @@ class RoundProtocol:
             raise ValueError(f"images must be at least 1, got {self.images}")
 
     def size(self, loader: Any) -> int:
-        """Return the number of images in a round of this loader.
-
-        Raises:
-            ValueError: neither the protocol nor the loader says it.
-        """
+        """Return the number of images in a round of this loader."""
         size = self.images or getattr(loader, "batch_size", None)
         if size is None:
             raise ValueError("the loader has no batch size to make rounds of: give protocol.images")
@@ -209,11 +199,7 @@ class RoundProtocol:
         The images of a round do not depend on the number of processes.
 
         Args:
-            loader: loader whose data set is evaluated.
             order: [N] positions in the data set.
-            rank: number of this process.
-            world_size: number of processes that share the rounds.
-            unpack: see `lightning_rob.evaluation.groups.unpacked`.
         """
         size = self.size(loader)
         for number in range(rank, -(-len(order) // size), world_size):
@@ -232,11 +218,6 @@ class RoundProtocol:
         A round is played by one process. The others would wait for it in the next collective, until
         their time-out ends the run, hours into the attack.
 
-        Args:
-            loader: see `size`.
-            images: number of images, in all rounds together.
-            processes: number of processes that share the rounds.
-
         Raises:
             ValueError: one round and several processes.
         """
@@ -252,8 +233,6 @@ class RoundProtocol:
         """Return the protocol as a record has it.
 
         Args:
-            defense: the defender.
-            images: number of images in a round.
             processes: number of processes; each plays a sequence of its own.
         """
         described: dict[str, Any] = {"order": self.order, "images": images}

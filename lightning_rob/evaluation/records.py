@@ -50,11 +50,7 @@ class Result:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """Return the result that has this record.
-
-        Raises:
-            KeyError, TypeError, ValueError: the record is of another kind.
-        """
+        """Return the result that has this record."""
         details = {name: v for name, v in record.items() if name not in ("schema", "kind")}
         name, accuracy, (low, high), n, seconds = (
             details.pop(field) for field in ("name", "accuracy", "interval", "n", "seconds")
@@ -125,9 +121,5 @@ def with_schema(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append a line of JSON per record to a file, created if necessary: all of them or none.
-
-    Raises:
-        OSError: there is no space for them.
-    """
+    """Append a line of JSON per record to a file, created if necessary: all of them or none."""
     append_lines(path, (json.dumps(with_schema(r), allow_nan=False) for r in records))

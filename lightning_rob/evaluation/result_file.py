@@ -40,9 +40,6 @@ def write_result_file(
     """Write the CSV file and, beside it, its card; neither ever exists in part.
 
     Args:
-        path: the CSV file.
-        names: "clean" and the names of the attacks.
-        rows: results of all images.
         draws: S, the number of classifiers of a prediction.
         card: everything that the results depend on.
         worst: [N] scores under the strongest attack.
@@ -108,12 +105,7 @@ class ResultFile:
 
 
 def read_result_file(path: Path | str) -> ResultFile:
-    """Read the per-image results of an evaluation.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: the file is of another kind, or has no card.
-    """
+    """Read the per-image results of an evaluation."""
     path = Path(path)
     card_path = path.with_suffix(".json")
     if not path.is_file():

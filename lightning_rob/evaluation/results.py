@@ -106,11 +106,7 @@ class EvaluationResult:
         return worst_over([self])
 
     def per_image(self, name: str) -> Tensor:
-        """Return the scores [N] under an attack, "clean" or "worst", the mean over draws.
-
-        Raises:
-            KeyError: no attack has this name.
-        """
+        """Return the scores [N] under an attack, "clean" or "worst", the mean over draws."""
         if name == WORST:
             return self.worst.scores.mean(1)
         _check_name(name, [*self.names, WORST])
@@ -125,11 +121,7 @@ class EvaluationResult:
         return self.measurement(name).interval
 
     def rejected(self, name: str) -> float:
-        """Return the share in [0, 1] of predictions that are rejections, clean or under an attack.
-
-        Raises:
-            KeyError: no attack has this name.
-        """
+        """Return the share [0, 1] of predictions that are rejections, clean or under an attack."""
         _check_name(name, self.names)
         if self.rows.rejected is None:
             return 0.0
@@ -152,9 +144,6 @@ class EvaluationResult:
         was exactly zero or not finite the attack is blind, and its score says nothing.
 
         Under "worst" each attack by gradient is blind on them. NaN if it asks for no gradients.
-
-        Raises:
-            KeyError: no attack has this name.
         """
         return mean(self._blind(name))
 
@@ -240,10 +229,6 @@ class EvaluationResult:
         right with probability p survives n submissions with probability p^n, not p. It is exact
         for a randomized ensemble, and else the unbiased estimate from R >= n inferences.
 
-        Args:
-            name: "clean" or an attack.
-            times: number of submissions of each image.
-
         Raises:
             ValueError: of a defense that predicts at random, fewer inferences than submissions or
                 scores between right and wrong; or a defense that adapts, whose predictions of a
@@ -278,7 +263,6 @@ class EvaluationResult:
             certainty, infinite where the perturbed one is not.
 
         Raises:
-            KeyError: no attack has this name.
             ValueError: of a defense that predicts at random or adapts, for which one wrong
                 prediction is no proof; or of several repeats, whose scores are averages.
         """
@@ -385,10 +369,7 @@ def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Wor
 
 
 def worst_measurement(results: Sequence[EvaluationResult]) -> Result:
-    """Return the row of the strongest attack over several evaluations of one defense.
-
-    The record has the details of the last one.
-    """
+    """Return the row of the strongest attack over several evaluations of one defense."""
     first, last = results[0], results[-1]
     details = {**last.details, "random": last.random, "interval_covers": last.covers}
     found = {one.text: record(one) for result in results for one in result.findings}

@@ -55,8 +55,6 @@ class ResumeLog:
 
     Args:
         folder: folder of this evaluation and no other; made at the first line.
-        names: "clean" and the names of the attacks.
-        inferences: R, the number of predictions of each image.
         joint: whether predictions depend on the whole batch: then only the same batch has results.
     """
 
@@ -90,11 +88,7 @@ class ResumeLog:
     def add(
         self, x: Tensor, y: Tensor, index: Tensor, name: str, outcome: BatchOutcome, seconds: float
     ) -> None:
-        """Append a batch's results under one attack, and how long it took.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Append a batch's results under one attack, and how long it took."""
         fields = {"name": name, "keys": self._keys(x, y, index), "seconds": round(seconds, 3)}
         for field, values in outcome._asdict().items():
             exact = values if field == "predictions" else values.float()

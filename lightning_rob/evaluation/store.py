@@ -42,9 +42,6 @@ class PerImageResults:
     """Scores, predictions and perturbation sizes of every image, clean and under each attack.
 
     Args:
-        names: "clean" and the names of the attacks, A together.
-        inferences: R, the number of predictions of each image.
-        device: device of the batches.
         folder: folder of the log from which an interrupted evaluation resumes; None keeps no log.
         joint: whether predictions depend on the whole batch.
     """

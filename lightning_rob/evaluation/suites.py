@@ -76,7 +76,6 @@ class AttackSuite:
     """The attacks on a kind of defense.
 
     Args:
-        kind: of the defense.
         default: name of the attack that is mostly reported for it.
         adaptive: names of the attacks made for its kind.
         attacks: all attacks by name; "clean" is not among them.
@@ -106,7 +105,6 @@ def suite_for(
     """Return the attacks that test a defense of this kind, within one threat.
 
     Args:
-        defense: the defense.
         threat: linf or l2, in pixel units.
         steps: of the default PGD; others have a multiple of it.
         queries: of the Square Attack.

@@ -98,11 +98,7 @@ def _by_inferences(index: Tensor, parts: list[Tensor], joint: bool) -> Worst:
 
 
 def _picked_by_image(by: list[Tensor], scores: list[Tensor]) -> Tensor:
-    """The scores [n] of the attack that is the strongest on each image by other scores of it.
-
-    A few predictions of one image say little: an attack's mean over all images counts as `PRIOR`
-    more of them, so that of equals the attack wins that is stronger altogether.
-    """
+    """The scores [n] of the attack that is the strongest on each image by other scores of it."""
     expected = []
     for part in by:
         mean, count = part.mean(2), part.shape[2]

@@ -53,10 +53,7 @@ def corruption_error(
 def check_reference(
     names: Sequence[str], severities: set[int], reference: Mapping[str, float]
 ) -> None:
-    """Raise ValueError unless mCE by this reference is defined for these corruptions.
-
-    `severities` are their numbers of severities.
-    """
+    """Raise ValueError unless mCE by this reference is defined for these corruptions."""
     if set(names) != set(reference):
         raise ValueError(
             f"the reference has errors of {', '.join(sorted(reference))}, not of "

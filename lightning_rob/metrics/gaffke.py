@@ -27,13 +27,6 @@ def p_at_most(values: Floats, mean: float = 0.0) -> float:
     exact one-sided p of McNemar's test, and of two values alone the interval is Clopper and
     Pearson's. That p holds for all bounded numbers and any n is a conjecture to which no
     counterexample is known.
-
-    Args:
-        values: [N] independent draws from one distribution.
-        mean: the hypothetical mean.
-
-    Returns:
-        p in (0, 1].
     """
     weights, counts = np.unique(np.append(values, -1.0) - mean, return_counts=True)
     if (weights * counts).sum() <= 0:

@@ -32,9 +32,6 @@ def clopper_pearson(successes: int, n: int, level: float = 0.95) -> tuple[float,
     """Compute the exact interval of a proportion (Clopper and Pearson 1934); wider than `wilson`.
 
     It covers the truth with probability `level` at least.
-
-    Raises:
-        ValueError: more successes than n.
     """
     from scipy.stats import binomtest
 
@@ -61,8 +58,6 @@ def wilson_over_draws(values: Sequence[float], n: int, level: float = 0.95) -> t
 
     Args:
         values: accuracy of the same n images by draw; of a single draw the interval is Wilson's.
-        n: number of images.
-        level: the probability that the interval covers the truth.
     """
     mean = fmean(values)
     low, high = wilson(mean, n, level)

@@ -65,10 +65,6 @@ class Transform(ABC):
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
         """Draw the random parameters, one set per image; a deterministic transform has none.
 
-        Args:
-            x: [B, C, H, W] images in [0, 1].
-            generator: see `lightning_rob.randomness.uniform`.
-
         Returns:
             Tensors of first dimension B, which `__call__` takes in this order.
         """
@@ -79,7 +75,6 @@ class Transform(ABC):
         """Transform images; the same parameters give the same images.
 
         Args:
-            x: [B, C, H, W] images in [0, 1].
             *params: the result of `sample`, or numbers of the same shapes and units.
 
         Returns:
@@ -104,21 +99,10 @@ class Transform(ABC):
 
     @abstractmethod
     def apply(self, x: Tensor, *params: Any) -> Tensor:
-        """Compute the transform, before clamping and before the guard against NaN; see `__call__`.
-
-        Args:
-            x: [B, C, H, W] images in [0, 1].
-            *params: the result of `sample`.
-
-        Returns:
-            [B, C, H, W].
-        """
+        """Compute the transform [B, C, H, W], before clamping and before the guard against NaN."""
 
     def undo(self, x: Tensor) -> Tensor:
         """Invert a deterministic transform on images, or on perturbations of them.
-
-        Args:
-            x: [B, C, H, W] transformed.
 
         Returns:
             [B, C, H, W], 0 where the transform has discarded the pixels.
@@ -170,11 +154,7 @@ def _check_limits(name: str, value: Any, number: bool, low: float, high: float) 
 
 @dataclass(frozen=True)
 class AlphaTransform(Transform):
-    """A transform with a strength; the paper's search for the best strengths ends at 0.5.
-
-    Args:
-        alpha: strength in [0, 1].
-    """
+    """A transform with a strength; the paper's search for the best strengths ends at 0.5."""
 
     alpha: float = 0.5
 
@@ -198,10 +178,6 @@ def map_images(x: Tensor, function: Callable[..., NumpyImage], *numbers: Tensor)
     Args:
         x: [B, C, H, W], which the function gets as [C, H, W] of double precision.
         function: (image, *numbers) -> image of any one shape.
-        *numbers: [B] each, one number per image.
-
-    Returns:
-        [B, …] of x's type, on its device.
     """
     images, values = x.detach().cpu().double().numpy(), (number.tolist() for number in numbers)
     changed = [function(*each) for each in zip(images, *values, strict=True)]

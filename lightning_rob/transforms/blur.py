@@ -239,7 +239,6 @@ def gather_pixels(padded: Tensor, index: Tensor, size: int) -> Tensor:
     Args:
         padded: [B, C, H + size - 1, W + size - 1] the image with its border.
         index: [B, C, H, W] int32 or int64, which pixel of the square, row by row.
-        size: side of the squares in pixels.
     """
     height, width = index.shape[2:]
     square = torch.arange(size**2, device=index.device)

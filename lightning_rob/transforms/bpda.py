@@ -27,7 +27,6 @@ class BPDANet(nn.Module):
     further planes. Each layer but the last passes the input on, concatenated to its own output.
 
     Args:
-        channels: C of the images.
         planes: P, the number of planes that `planes_of` makes of the transform's parameters.
     """
 
@@ -47,12 +46,7 @@ class BPDANet(nn.Module):
         self.to(memory_format=torch.channels_last)  # faster, by a third in training on a CPU
 
     def forward(self, x: Tensor, *params: Tensor) -> Tensor:
-        """Estimate `transform(x, *params)` in [0, 1].
-
-        Args:
-            x: [B, C, H, W] images in [0, 1], of any size.
-            *params: the transform's, as its `sample` returns them.
-        """
+        """Estimate `transform(x, *params)` in [0, 1]."""
         channels = self.layers[-1][0].out_channels  # type: ignore[index]
         if x.shape[1] != channels:
             raise ValueError(f"this network is of {channels} channels, got images {list(x.shape)}")
@@ -108,9 +102,6 @@ def approximated(
     """Apply a transform exactly, with the gradient of a network or of the identity.
 
     Args:
-        transform: any, with or without a gradient.
-        x: [B, C, H, W] images in [0, 1].
-        params: as the transform's `sample` returned them.
         net: in evaluation mode; the gradient is its vector-Jacobian product at (x, params). None:
             the identity.
 
@@ -155,11 +146,7 @@ def train_bpda(
     whose number `held_out` computes and whose parameters stay.
 
     Args:
-        transform: the transform to learn.
         images: [N, C, H, W] in [0, 1], on the device of the training.
-        epochs: passes over the images.
-        batch_size: images per step.
-        lr: learning rate of Adam.
         generator: source of the initial weights, the order and the parameters.
         progress: called after each step with its number of images.
 
@@ -250,15 +237,7 @@ def _spec(transform: Transform) -> str:
 def save_approximation(
     folder: Path | str, transform: Transform, shape: Sequence[int], net: BPDANet, **about: Any
 ) -> Path:
-    """Write a network to its file, atomically, and return the file.
-
-    Args:
-        folder: created if it is missing.
-        transform: the transform that the network was trained on.
-        shape: [C, H, W] of the images it was trained on.
-        net: the network.
-        **about: plain values to keep beside it.
-    """
+    """Write a network to its file, atomically, and return the file."""
     path = place_of(folder, transform, shape)
     about = {"transform": _spec(transform), "shape": list(shape), **about}
     atomic_save({"weights": net.state_dict(), "about": about}, path)
@@ -270,7 +249,6 @@ def load_approximation(path: Path | str) -> tuple[BPDANet, dict[str, Any]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file has other content.
     """
     try:
         with torch.inference_mode(False):
@@ -293,7 +271,6 @@ def load_approximations(
     """Load the networks that `lightning-rob bpda` has saved in a folder.
 
     Args:
-        folder: folder of the files.
         transforms: transforms whose networks are wanted, trained with the same arguments.
         shape: [C, H, W] of the images they were trained on; None where the folder has only one.
 

@@ -162,14 +162,10 @@ def jitter_hsv(x: Tensor, factor: Tensor, shift: Tensor, shifted: Tensor) -> Ten
     """Scale saturations and shift hues in a single round trip through HSV.
 
     Args:
-        x: [B, 3, H, W] RGB.
         factor: [B] of the saturations, which are clamped at 1.
         shift: [B] of the hues, in radians.
         shifted: [B] bool, whether the hue goes through the soft modulo at all: even a shift by 0
             changes it.
-
-    Returns:
-        [B, 3, H, W] RGB.
     """
     hue, saturation, value = rgb_to_hsv(x).unbind(1)
     shift, shifted, factor = (each[:, None, None] for each in (shift, shifted, factor))

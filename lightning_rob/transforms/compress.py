@@ -127,7 +127,6 @@ def jpeg(
     Args:
         x: [B, C, H, W] in [0, 1], C = 1 (luma alone) or 3; padded to a multiple of 16 by its edge.
         quality: [B] from 1 to 100.
-        released_code: see `table_factor`.
         transposed: exchange the horizontal and vertical frequencies of the standard's tables.
 
     Returns:

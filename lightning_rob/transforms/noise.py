@@ -84,7 +84,6 @@ def summed_poisson_quantile(u: Tensor, rate: Tensor, max_rate: float) -> Tensor:
     Args:
         u: any shape, in [0, 1).
         rate: same shape, mean count, from 0 to max_rate.
-        max_rate: determines the number of terms.
     """
     dtype, rate = u.dtype, rate.double()  # in single precision rounding would hide the tail
     u = u.to(rate).clamp(2.0**-25, 1 - 2.0**-24)

@@ -173,9 +173,6 @@ class CompressJPEG(Transform):
 
     On digits a pixel is on average 0.6 to 1.5 of 255 levels away from Pillow's files, which are
     themselves 2 to 8 levels away from the image.
-
-    Args:
-        quality: from 1 to 100.
     """
 
     quality: int
