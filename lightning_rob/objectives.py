@@ -73,11 +73,7 @@ def climbed(objective: Loss, logits: Tensor, weights: Tensor, y: Tensor) -> Tens
 
 
 class NonFiniteLogitsError(ValueError):
-    """Report non-finite logits of a defense: an attack has no gradient to follow.
-
-    Args:
-        images: [B] mask of the images concerned.
-    """
+    """Report non-finite logits on `images`, a mask [B]: an attack has no gradient to follow."""
 
     def __init__(self, images: Tensor) -> None:
         count = f"{int(images.sum())} of {len(images)}"

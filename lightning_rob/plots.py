@@ -136,6 +136,7 @@ def convergence(objectives: Sequence[float | None], initial: int, label: str) ->
         axes.plot(numbers, heights, marker, color=color, markersize=4, label=name)
     failed = [i for i in range(len(objectives)) if i not in found]
     if failed:
+        # A failed trial has no objective: it is marked at the bottom.
         lowest = [min(found.values())] * len(failed)
         axes.plot(failed, lowest, "x", color="0.4", markersize=5, label="failed")
     best = list(accumulate(found.values(), max))

@@ -97,6 +97,7 @@ class Streams:
     def uniform(self, shape: Sequence[int]) -> Tensor:
         """Draw [B, *shape] float32 in [0, 1)."""
         count = math.prod(shape)
+        # Number i of a stream is a hash of its key and of i: there is no state but the counter.
         steps = torch.arange(self.counter + 1, self.counter + count + 1, device=self.keys.device)
         self.counter += count
         bits = _mix(self.keys[:, None] + steps * _signed(GOLDEN))

@@ -63,6 +63,7 @@ def _plurality(votes: Tensor, weights: Tensor) -> Tensor:
     """Elect the class with the most weight of [S, B, K] votes; ties go to the earliest vote."""
     total = expectation(weights, votes)
     tied = total >= total.amax(-1, keepdim=True) - 1e-6  # sums of 1/S in float32 are not exact
+    # The earliest draw has the largest number, so that a maximum breaks ties.
     first = torch.arange(len(votes), 0, -1, device=votes.device).to(votes)
     counts = (votes > 0) & (weights.to(votes) > 0)[:, None, None]
     tie_break = (first[:, None, None] * counts).amax(0)

@@ -61,6 +61,7 @@ def print_table(title: str, results: Iterable[_Row], console: Console | None = N
     needless = {"on"} if {row["on"] for row in rows} <= {"", "full defense"} else set()
     kept = [k for k in (rows[0] if rows else ()) if k not in needless and any(r[k] for r in rows)]
     widths = {k: max(len(k), *(len(row[k]) for row in rows)) for k in kept}
+    # A narrow terminal does without these columns.
     for spare in [name for name in ("against", "time") if name in kept]:
         if sum(widths[k] for k in kept) + 3 * len(kept) + 1 > console.width:
             kept.remove(spare)

@@ -29,11 +29,7 @@ def pixels(value: float | str) -> float:
 
 
 def norm_order(norm: Norm) -> float:
-    """Return the p of a norm given by name or number.
-
-    Raises:
-        ValueError: neither a name such as "linf", "l2" or "l1" nor a number of at least 1.
-    """
+    """Return the p of a norm given by name ("linf", "l2") or number; ValueError for p < 1."""
     try:
         p = float(str(norm).removeprefix("l"))
     except ValueError:

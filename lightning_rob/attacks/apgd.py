@@ -99,6 +99,7 @@ class APGD(Attack):
         order = wrong_classes(scores_of(clean.logits, clean.weights, defense.rule), y)
         best, best_value = x.clone(), _finite(clean.value, x)
         if certain:
+            # No run attacks images that are misclassified as they are.
             best_value = best_value.masked_fill(clean.fooled(y), torch.inf)
         wrong, leaves = order.shape[1], may_leave(defense)
         ranks = range(min(self.targets, wrong)) if self.targets else [None]
@@ -200,10 +201,12 @@ class Ascent(ActiveBatch):
 
     def reconsider_step_size(self, moves: int) -> None:
         """Halve the step sizes that no longer help, after this number of moves."""
+        # Neither the step size nor the best value has changed since the last checkpoint.
         stuck = ~self.halved & (self.best_before >= self.best_value)
         self.halved = (self.rises <= RHO * moves) | stuck
         self.best_before, self.rises = self.best_value, torch.zeros_like(self.rises)
         self.step_size = torch.where(self.halved, self.step_size / 2, self.step_size)
+        # With a smaller step size the run continues from its best iterate.
         self.x_adv = choose(self.halved, self.best, self.x_adv)
         self.gradient = choose(self.halved, self.best_gradient, self.gradient)
 
@@ -217,6 +220,7 @@ class Ascent(ActiveBatch):
 
 def checkpoints(steps: int) -> dict[int, int]:
     """Return the checkpoints w_j and the moves since the one before, as the authors round them."""
+    # The first interval is 0.22 of the steps, each is 0.03 shorter than the last, at least 0.06.
     moves, shortest, shrink = (max(int(share * steps), 1) for share in (0.22, 0.06, 0.03))
     found, at = {}, moves
     while at <= steps:

@@ -72,10 +72,6 @@ class ARC(Attack):
             left unchanged, as it would the next time. Never raises the accuracy, up to rounding,
             which depends on the batch size. Without a random start it only changes which of
             several perfect perturbations is returned. Members must be deterministic.
-
-    Raises:
-        ValueError: a count below 1, a step size that is not positive, a norm other than linf and
-            l2, a start with another threat or combined with a random one.
     """
 
     lengths: ClassVar[tuple[str, ...]] = ("step_size",)
@@ -207,11 +203,7 @@ def arc_suite(threat: Threat, steps: int) -> dict[str, Attack]:
 def nearest_boundary(
     gaps: Tensor, z: Tensor, threat: Threat, generator: Generator = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the normal [B, …] and the distance [B] of the nearest linearised boundary.
-
-    Args:
-        gaps: [B, G] values that are zero on one boundary each, computed from z.
-    """
+    """Return normal [B, …] and distance [B] of the nearest of the boundaries gaps(z) [B, G] = 0."""
     normal, distance = torch.zeros_like(z), z.new_full((len(z),), torch.inf)
     for rank, gap in enumerate(gaps.to(z).unbind(1), 1):
         w = image_gradient(gap, z, generator, keep=rank < gaps.shape[1])
@@ -266,6 +258,7 @@ def arc_linear(
 
     delta, acc_best, norms = torch.zeros_like(flat), accuracy(flat), threat.dual(w)
     for rank, i in enumerate(member_order(alpha)):
+        # Away from the side of the label: w points to the class +1.
         direction = -scale(threat.steepest(w[i : i + 1]).expand_as(flat), sign)
         zeta = (flat @ w[i] + b[i]).abs() / norms[i]
         length = torch.full_like(zeta, threat.eps)

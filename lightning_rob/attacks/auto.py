@@ -86,6 +86,7 @@ class Auto(Attack):
         """
         kind, members = suite_kind(defense), len(defense.weights)
         if kind == "transductive":
+            # Each round attacks one model more: passes grow with the square of the rounds.
             rounds = min(max(isqrt(self.passes // (PER_MODEL * members)), 1), ROUNDS)
             each = max(self.passes // rounds, 1)
             pgd = self._pgd(defense, each, rounds * members)

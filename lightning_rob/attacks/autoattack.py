@@ -123,7 +123,6 @@ class AutoAttack(Attack):
 
     @property
     def stops_on_gradient_logits(self) -> bool:  # type: ignore[override]
-        """Whether logits computed for a gradient decide which images are already fooled."""
         return not self.reference
 
     def require_package(self) -> None:
@@ -165,6 +164,7 @@ class AutoAttack(Attack):
             return stages
         if self.passes < (least := self._least(function)):
             raise ValueError(f"AutoAttack needs {least} passes or more here, got {self.passes}")
+        # One pass predicts the clean image, and one the result of each stage.
         return shared(stages, self.passes - 1 - len(stages), function)
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:

@@ -111,6 +111,7 @@ class Attack(Counted, ABC):
         # A network may draw from the global streams: with a generator, they are seeded by it.
         streams = nullcontext() if generator is None else own_streams(seed_of(generator), x.device)
         with torch.inference_mode(False), streams:
+            # Copies, for a network or a user's attack may write to them.
             x, y = x.detach().clone(), y.clone()
             if not len(x):
                 return x

@@ -114,10 +114,6 @@ class CW(Attack):
         objective: the objective that must become positive: `expected_margin`, or `linear` (the
             margin of the mean logits); they are equal on a single network.
         draws: how often a random defense is drawn per step; None for as often as for a prediction.
-
-    Raises:
-        ValueError: a count below 1, a step size or c that is not positive, a negative confidence,
-            another norm.
     """
 
     smallest_norm: ClassVar[bool] = True
@@ -152,10 +148,12 @@ class CW(Attack):
         high = torch.full_like(low, torch.inf)
         index = (~best.succeeded).nonzero()[:, 0]
         for _ in range(self.binary_steps if len(index) else 0):
+            # Only success with the current c decides on the next one.
             best.succeeded = torch.zeros_like(best.succeeded)
             self._descend(defense, self._begin(x, y, const, index, generator), best)
             low = torch.where(best.succeeded, low, const)
             high = torch.where(best.succeeded, const, high)
+            # Tenfold until a c succeeds, then the middle of the interval.
             const = torch.where(high.isinf(), 10 * const, (low + high) / 2)
         return brought_inside(best.x_adv, x, self.threat)
 

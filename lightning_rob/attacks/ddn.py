@@ -46,8 +46,6 @@ class DDN(Attack):
 
     Raises:
         TypeError: when called on a random defense, for which one wrong prediction is no proof.
-        ValueError: a count below 1, gamma not in (0, 1), a norm that is not positive, another
-            threat than l2.
     """
 
     smallest_norm: ClassVar[bool] = True

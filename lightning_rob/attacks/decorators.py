@@ -29,16 +29,12 @@ Precision = Literal["bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class AttackDecorator(Attack):
-    """Base class of attacks that wrap another attack and inherit its threat model.
-
-    A subclass that shows the wrapped attack another defense overrides `strategies`.
-    """
+    """Base class of attacks that wrap another attack and inherit its threat model."""
 
     attack: Attack
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
-        """The wrapped attack's threat model."""
         return self.attack.threat
 
     def strategies(self, defense: Defense) -> list[tuple[float, Attack]]:
@@ -241,6 +237,7 @@ class Quantized8Bit(AttackDecorator):
 
 def quantize(x_adv: Tensor, x: Tensor, threat: Threat) -> Tensor:
     """Round images [B, …] to multiples of 1/255 within the threat around x [B, …]."""
+    # A perturbation of exactly eps may measure a rounding error more.
     allowed = threat.eps * (1 + 1e-5)
     nearest = _round_to_8_bits(x_adv)
     outside = threat.distance(nearest, x) > allowed

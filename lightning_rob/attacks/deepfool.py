@@ -37,9 +37,6 @@ class DeepFool(Attack):
         overshoot: distance beyond the boundary, as a share of each step.
         draws: how often a random defense is drawn for each evaluation; None for as often as for a
             prediction.
-
-    Raises:
-        ValueError: a count below 1, a negative overshoot, another norm.
     """
 
     smallest_norm: ClassVar[bool] = True
@@ -64,6 +61,7 @@ class DeepFool(Attack):
         for step in range(self.steps):
             with torch.no_grad():
                 logits = self._logits(defense, x_adv[active.index], active, check=step == 0)
+            # Images that are fooled leave with the perturbation that they have.
             active = active.select((logits.argmax(-1) == active.y).nonzero()[:, 0])
             if not len(active):
                 break

@@ -48,9 +48,6 @@ class FAB(Attack):
             points at half the radius.
         draws: how often a random defense is drawn for each evaluation; None for as often as for a
             prediction.
-
-    Raises:
-        ValueError: a count out of range, a norm other than linf and l2.
     """
 
     threat: Threat
@@ -154,13 +151,10 @@ def nearest_hyperplane(
 
 
 def to_hyperplane(x: Tensor, w: Tensor, gap: Tensor, threat: Threat) -> Tensor:
-    """Return the shortest d [B, …] with w.d = -gap and x + d within the bounds.
-
-    Where no such d exists it is the one that comes closest. The solution is
-    d = -sign(w) min(lambda |w|^(q-1), room to the bound), pixel by pixel, and lambda is found by
-    Newton's method: w.d is concave in lambda, and linear between the pixels' arrivals at their
-    bounds, so that the steps never overshoot and end at the exact solution.
-    """
+    """Return the shortest d [B, …] with w.d = -gap and x + d within the bounds, or the closest."""
+    # d = -sign(w) min(lambda |w|^(q-1), room to the bound), pixel by pixel. Newton's method finds
+    # lambda: w.d is concave in it, and linear between the pixels' arrivals at their bounds, so that
+    # the steps never overshoot and end at the exact solution.
     # In place, and by products with masks of 0 and 1, which are faster than `where` on a CPU.
     flat, at, (low, high) = w.flatten(1), x.flatten(1), threat.bounds
     size = flat.abs()

@@ -25,7 +25,7 @@ class FoldingError(RuntimeError):
 
 
 class _Pair:
-    """Checks that a folded convolution is followed by its BatchNorm, whose result it returns."""
+    """A folded convolution that checks that its BatchNorm follows, and returns its result."""
 
     def __init__(self, net: nn.Module, conv: nn.Conv2d, norm: nn.BatchNorm2d) -> None:
         self.net = net
@@ -88,6 +88,7 @@ def folded(nets: Iterable[nn.Module]) -> Iterator[None]:
             pairs, layout = _plan(net)
             for conv_name, norm_name in pairs:
                 conv, norm = net.get_submodule(conv_name), net.get_submodule(norm_name)
+                # A layer that is used elsewhere too would be folded there as well.
                 if owners[conv] > 1 or owners[norm] > 1:
                     continue
                 if type(conv) is nn.Conv2d and _is_fixed(norm):

@@ -62,6 +62,7 @@ class Foreign(Attack):
         with isolated_streams():
             torch.manual_seed(seed)
             found = self.run(ScoreNetwork(defense, stream, self.draws), x.clone(), y.clone())
+        # Other packages may return arrays, or tensors of another type or device.
         found = torch.as_tensor(found).detach().to(x)
         if found.shape != x.shape or not found.isfinite().all():
             raise ValueError(
@@ -117,13 +118,10 @@ def scores(defense: Defense, x: Tensor, generator: Generator, draws: int | None)
 
 
 def scores_of(logits: Tensor, weights: Tensor, rule: Rule) -> Tensor:
-    """Return a score for each class, the largest for the class that the mean predicts.
-
-    It is the logit of a single draw, the mean logit under the rule `mean_logits`, else the log of
-    the mean probability: [S, B, K], [S] -> [B, K], of at least single precision.
-    """
+    """Return a score [B, K] for each class, the largest for the class that the mean predicts."""
     logits = logits.float() if logits.itemsize < 4 else logits
     weights = weights.to(logits)
+    # A single draw keeps its logits: the logarithm of its probabilities would only lose digits.
     if len(logits) == 1:
         return logits[0]
     if rule is mean_logits:

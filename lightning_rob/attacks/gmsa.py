@@ -44,9 +44,6 @@ class GMSA(Attack):
             does so, as in the paper, where its objective is a minimum over models.
         from_clean: rehearse on the clean images first, and return those if all others are worse:
             one more adaptation. Algorithms 1 and 2 choose among attacked images only.
-
-    Raises:
-        ValueError: no rounds.
     """
 
     batch_dependent: ClassVar[bool] = True
@@ -64,7 +61,6 @@ class GMSA(Attack):
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
-        """The inner attack's threat model."""
         return self.inner.threat
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:

@@ -39,11 +39,7 @@ class ObjectiveAt:
 
 @dataclass(frozen=True)
 class ObjectiveGradient:
-    """An objective of a defense's draws, as a function of the images.
-
-    Both methods raise ValueError, if `check` is set, for labels out of range and non-finite logits.
-    The check makes the host wait for the device.
-    """
+    """An objective of a defense's draws, as a function of the images."""
 
     objective: Loss
     draws: int | None = None
@@ -74,6 +70,7 @@ class ObjectiveGradient:
     def _of(self, logits: Tensor, weights: Tensor, y: Tensor, check: bool) -> Tensor:
         if check:
             check_logits(logits, y)
+        # Half precision would round away the differences that the objective measures.
         precise = logits.float() if logits.itemsize < 4 else logits
         return climbed(self.objective, precise, weights, y)
 
@@ -90,6 +87,7 @@ class ObjectiveGradient:
                 continue
             # The graph of this part is free before the next one is evaluated.
             part = self(member, x, y, generator, check)
+            # That of the part with the smallest value, or the mean by the parts' shares.
             if smallest:
                 gradient = choose(part.value < value, part.gradient, gradient)
                 value = torch.where(part.value < value, part.value, value)
@@ -129,6 +127,7 @@ def draw_gradients(
         x, y = x.detach().clone().requires_grad_(), y.clone()
         logits, weights = defense.sample_logits(x, generator, draws)
         check_logits(logits, y)
+        # Each draw stands for a whole defense: its weights sum to one again.
         weights = (weights * draws).view(draws, -1)
         for draw, weight in zip(logits.view(draws, -1, *logits.shape[1:]), weights, strict=True):
             value = objective(draw, weight, y)

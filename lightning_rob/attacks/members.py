@@ -51,6 +51,7 @@ class RandomMember(AttackDecorator):
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         probs, attacks = zip(*self.strategies(defense), strict=True)
+        # Without the last sum, which rounding may leave below 1.
         upper = torch.tensor(probs).cumsum(0)[:-1].to(x)
         drawn = torch.bucketize(uniform(x, generator=generator), upper, right=True)
         x_adv = x.clone()
@@ -70,7 +71,6 @@ class Strongest(Attack):
     wins ties. On a random defense a single draw decides, and the choice itself is noisy.
 
     Raises:
-        ValueError: no attack, or different threat models.
         TypeError: when called on a defense that adapts to the whole batch.
     """
 
@@ -84,7 +84,6 @@ class Strongest(Attack):
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
-        """The attacks' common threat model."""
         return self.attacks[0].threat
 
     def cost(self, count: PassCount) -> int:

@@ -37,7 +37,6 @@ class MinimalNorm(AttackDecorator):
     Raises:
         TypeError: an attack that cannot take a radius for each image; when called, a random
             defense, for which one wrong prediction is no proof.
-        ValueError: no radii.
     """
 
     smallest_norm: ClassVar[bool] = True
@@ -83,6 +82,7 @@ class MinimalNorm(AttackDecorator):
             found = self._within(radius).perturb(defense, run.x, run.y, noise)
             fooled = _is_fooled(defense, found, run)
             distance = self.threat.distance(found, run.x).masked_fill(~fooled, torch.inf)
+            # At the full radius all are kept: there the result is the attack's own.
             kept = distance < run.high if number else torch.ones_like(fooled)
             x_adv[run.index[kept]] = found[kept]
             run.narrow(radius, distance)
@@ -92,7 +92,7 @@ class MinimalNorm(AttackDecorator):
 
     def _within(self, radius: Tensor) -> Attack:
         """Return the attack within radii [b], one for each image."""
-        unit = self.attack.rescaled(1.0)
+        unit = self.attack.rescaled(1.0)  # its lengths become shares of each radius
         old = unit.threat
         threat = ThreatPerImage(old.norm, old.eps, old.bounds, old.relative, radii=radius)
         return replace(unit, threat=threat)  # type: ignore[type-var]

@@ -40,6 +40,7 @@ def mapped_arguments(attack: A, change: Callable[[A], A]) -> dict[str, Any]:
     """Return the attack's arguments with `change` applied to the attacks among them."""
 
     def changed(value: Any) -> Any:
+        # A value without an attack stays the same object.
         if next(_attacks_in(value), None) is None:
             return value
         if isinstance(value, tuple):

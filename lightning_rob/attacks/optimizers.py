@@ -74,9 +74,6 @@ class AggMo(AttackOptimizer):
     Args:
         momentum: one coefficient in [0, 1] for each velocity; `aggmo(B)` returns those of the
             papers. With 1, usual in MI-FGSM, a velocity is the sum of all gradients so far.
-
-    Raises:
-        ValueError: a coefficient outside [0, 1], or an unknown variant.
     """
 
     momentum: tuple[float, ...] = aggmo(6)
@@ -110,10 +107,7 @@ class AggMo(AttackOptimizer):
 class Nesterov(AttackOptimizer):
     """Nesterov's accelerated gradient (Lin et al. 2020), in the form of `torch.optim.SGD`.
 
-    v <- m v + g with g = gradient / ||gradient||_1; the step is steepest(g + m v).
-
-    Raises:
-        ValueError: momentum is not in [0, 1].
+    v <- m v + g with g = gradient / ||gradient||_1 and m in [0, 1]; the step is steepest(g + m v).
     """
 
     momentum: float = 0.9
@@ -142,9 +136,6 @@ class Adam(AttackOptimizer):
 
     Args:
         betas: decay of the gradients' running mean and mean square, in [0, 1).
-
-    Raises:
-        ValueError: a beta is not in [0, 1).
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -180,5 +171,6 @@ def _clamped(gradient: Tensor) -> Tensor:
 def _unit(gradient: Tensor) -> Tensor:
     """Scale each image's gradient to 1-norm 1; zero stays zero."""
     flat = gradient.flatten(1)
+    # Scaled first: the gradients of a confident network would underflow in the sum.
     flat = flat / flat.abs().amax(1, keepdim=True).clamp_min(TINY)
     return (flat / flat.abs().sum(1, keepdim=True).clamp_min(TINY)).view_as(gradient)

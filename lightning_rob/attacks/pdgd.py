@@ -57,7 +57,6 @@ class PDGD(Attack):
 
     Raises:
         TypeError: when called on a random defense, for which one wrong prediction is no proof.
-        ValueError: a count below 1, a step size that is not positive, another norm.
     """
 
     smallest_norm: ClassVar[bool] = True
@@ -129,12 +128,14 @@ class Descent(ActiveBatch):
         """Move the images by one step of Adam and, for linf, by the proximal operator."""
         self.count += 1
         delta, slope = self.x_adv - self.x, (-at.value.to(self.x)).sigmoid()
+        # The derivative of softplus(-m) by m is -sigmoid(-m).
         gradient = scale(at.gradient, -slope)
         if threat.p == 2:
             outward = scale(delta, self.w0 / threat.size(delta).clamp_min(TINY))
             gradient = scale(gradient, 1 - self.w0) + outward
         self.mean = self.mean.lerp(gradient, 0.1)
         self.square = self.square.lerp(gradient.square(), 0.001)
+        # Adam's running means are corrected for their start at zero.
         root = (self.square / (1 - 0.999**self.count)).sqrt() + 1e-8
         step = self.mean / root * (step_size / (1 - 0.9**self.count))
         self.x_adv = (self.x_adv - step).clamp(*threat.bounds)
@@ -163,13 +164,11 @@ class Descent(ActiveBatch):
 
 
 def shrink_largest(delta: Tensor, weight: Tensor) -> Tensor:
-    """Compute the proximal operator of weight ||delta||_inf: [B, …], [B] -> [B, …].
-
-    It cuts all entries off at the level t with sum(max(|delta| - t, 0)) = weight, or at 0: the
-    largest of (the sum of the k largest entries - weight) / k over all k.
-    """
+    """Compute the proximal operator of weight ||delta||_inf: [B, …], [B] -> [B, …]."""
     falling = delta.flatten(1).abs().sort(dim=1, descending=True).values
     counts = torch.arange(1, falling.shape[1] + 1, device=delta.device)
+    # All entries are cut off at the level t with sum(max(|delta| - t, 0)) = weight, or at 0: the
+    # largest of (the sum of the k largest entries - weight) / k over all k.
     level = ((falling.cumsum(1) - weight[:, None]) / counts).amax(1).clamp_min(0)
     reach = per_image(level, delta)
     return torch.maximum(torch.minimum(delta, reach), -reach)

@@ -59,8 +59,6 @@ class PGD(Attack):
     Raises:
         TypeError: when called with `early_stop` on a random defense, or on a mixture with an
             objective that pools its parts.
-        ValueError: a count below 1, a step size that is not positive, a momentum outside [0, 1],
-            both momentum and another optimizer.
     """
 
     lengths: ClassVar[tuple[str, ...]] = ("step_size",)
@@ -93,7 +91,6 @@ class PGD(Attack):
 
     @property
     def stops_on_gradient_logits(self) -> bool:  # type: ignore[override]
-        """Whether logits computed for a gradient decide which images are already fooled."""
         return self.early_stop
 
     def is_made_for(self, suite_kind: str, rule: Rule) -> bool:
@@ -115,6 +112,7 @@ class PGD(Attack):
         x_final, run = torch.empty_like(x), Iterates(positions(x), x, y, generator, x, x, none)
         with entered(self.backward, defense):
             for _ in range(self.restarts):
+                # Drawn for the whole batch, also for images that have left.
                 start = self.threat.start(x, generator) if self.random_start else x
                 run.x_adv = run.rows_of(start)
                 if self.keep_best and self.random_start:

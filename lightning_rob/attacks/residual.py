@@ -98,6 +98,7 @@ class Block:
         (entry,) = entries
         connection = skipped - _ancestors(entry)
         plain = not any(map(self.is_relu, connection))
+        # The path of more layers is the branch; a path with a ReLU is no skip connection.
         if entry in skipped and plain and self.layers(body) > self.layers(connection):
             unchanged = all(
                 node.op == "call_module" and isinstance(self.parts[str(node.target)], nn.Identity)
@@ -117,11 +118,7 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def residual_blocks(defense: nn.Module) -> list[list[Block]]:
-    """Return the residual blocks of each of a defense's networks, in the order of its layers.
-
-    A block is the smallest module that `torch.fx` can trace, with a forward of one argument, that
-    adds a path through more layers to a path through fewer layers and no ReLU.
-    """
+    """Return the residual blocks of each of a defense's networks, in the order of its layers."""
     known: dict[nn.Module, Block] = {}
     networks = list(dict.fromkeys(foldable_networks(defense))) or [defense]
     found = [_blocks(net, known) for net in networks]
@@ -154,6 +151,7 @@ def _blocks(net: nn.Module, known: dict[nn.Module, Block]) -> list[Block]:
 
 def _graph(module: nn.Module, known: dict[nn.Module, Block]) -> fx.Graph | None:
     """Return a copy of the graph that an outer context runs, or trace a copy of the module."""
+    # Inside another context the module runs a graph already: a copy of that one is changed.
     running = getattr(module.__dict__.get("forward"), "__self__", None)
     if isinstance(running, Block):
         graph = fx.Graph()

@@ -78,6 +78,7 @@ class Square(Attack):
             walk.best = self._start(walk)
             walk.margin = self._margin(defense, walk.best, walk.y, walk.generator)
         for query in range(self.queries):
+            # Images that fool leave, and cost no further passes.
             rows = (walk.margin > -torch.inf).nonzero()[:, 0]
             if len(rows) < len(walk):
                 x_final[walk.index] = walk.best  # final for the images that leave now

@@ -69,6 +69,7 @@ class Targeted(AttackDecorator):
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
         objective = self.attack.objective
         own = ObjectiveGradient(objective, self.attack.draws)
+        # Descending the objective of the target as label leads towards the target.
         away = replace(
             self.attack, objective=lambda logits, weights, y: -objective(logits, weights, y)
         )
@@ -118,9 +119,6 @@ class HighConfidence(AttackDecorator):
         untargeted: number of runs that climb the margin of the most probable wrong class.
         targeted: number of wrong classes with a run of their own, y + 1, y + 2 … modulo K; None for
             all of them.
-
-    Raises:
-        ValueError: no runs, or an objective that is neither a mean nor a minimum over draws.
     """
 
     attack: PGD

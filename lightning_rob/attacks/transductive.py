@@ -72,11 +72,10 @@ class PartialBatchAttack(AttackDecorator):
     The place in the batch decides which images are attacked: one batch is one round.
 
     Args:
-        clean: the share of the batch that is z, its first images.
+        clean: the share in [0, 1] of the batch that is z, its first images.
         natural: the perturbation of z, such as `CommonCorruption`; None leaves z unchanged.
 
     Raises:
-        ValueError: a share outside [0, 1].
         TypeError: an attack that rehearses the whole round.
     """
 

@@ -56,7 +56,6 @@ class TAA(Attack):
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
-        """The inner attack's threat."""
         return self.inner.threat
 
     def perturb(self, defense: Defense, x: Tensor, y: Tensor, generator: Generator) -> Tensor:
@@ -172,12 +171,10 @@ class PAA(Attack):
 
     @property
     def batch_dependent(self) -> bool:  # type: ignore[override]
-        """Whether the other images of a batch decide when an image stops."""
         return self.mean_bound is not None
 
     @property
     def threat(self) -> Threat:  # type: ignore[override]
-        """The bound on each image's dissimilarity."""
         return Threat("l2", self.max_dissimilarity, self.inner.threat.bounds, relative=True)
 
     def rescaled(self, eps: float, norm: Norm | None = None) -> "PAA":
@@ -203,6 +200,7 @@ class PAA(Attack):
         start = (x, remaining, x.new_zeros(len(x)), torch.zeros_like(index))
         active = Iterates(index, x, y, generator, *start)
         for turn in count() if self.rounds is None else range(self.rounds):
+            # Candidates that the iterate fools before this move are left out of all later rounds.
             correct = active.still_correct(ensemble, members, turn)
             active, correct = active.select(correct.any(1)), correct[correct.any(1)]
             if not len(active):
@@ -212,6 +210,7 @@ class PAA(Attack):
             moved = self.threat.apply(step, active.x_adv)
             inside = self.threat.distance(moved, active.x) <= self.max_dissimilarity
             if self.mean_bound is not None:
+                # The mean is over all images of the batch, also those that have stopped.
                 after = x_adv.index_copy(0, active.index[inside], moved[inside])
                 if self.threat.distance(after, x).mean() > self.mean_bound:
                     break
@@ -371,12 +370,14 @@ def ranking_weights(candidates: int) -> Tensor:
 
 
 def _weighted(added: Tensor, remaining: Tensor, weights: Tensor) -> Tensor:
+    # Renormalised over the candidates that are left.
     shares = weights.to(added) * remaining
     shares = (shares / shares.sum(1, keepdim=True)).T
     return (added * shares.reshape(*shares.shape, 1, 1, 1)).sum(0)
 
 
 def _largest(added: Tensor, remaining: Tensor) -> Tensor:
+    # A candidate that is fooled never wins: -1 is below every magnitude.
     size = added.abs().masked_fill(~remaining.T[..., None, None, None], -1)
     return _best_ranked(added, size >= size.amax(0) - CLOSE)
 

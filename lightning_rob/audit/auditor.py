@@ -125,6 +125,7 @@ def _results(target: AuditTarget, columns: Columns) -> list[Result]:
         if len(known(columns[name])):
             found.append(measured(name, columns[name], target.seconds[name], details))
     names = target.half_columns or target.worst_over
+    # An attack that could not run is never the strongest.
     scores = torch.stack([columns[name].nan_to_num(torch.inf) for name in names], 1)
     scores = scores.reshape(len(scores), len(target.worst_over), -1)
     random = any(bool(columns[name].any()) for name in ("is_random", "is_nondeterministic"))

@@ -81,10 +81,7 @@ class AuditBatch(CheckBatch):
         self.perturbed: dict[str, Tensor] = {}
 
     def score(self, name: str, half: str = "") -> Tensor:
-        """Return the probability [B] of a right prediction under an attack of the suite.
-
-        `half` is "first" or "second" for the mean over that half of the predictions alone.
-        """
+        """Return the probability [B] of a right prediction under an attack, or in half of draws."""
         if name not in self.scores:
             began = time.perf_counter()
             self.perturbed[name], self.scores[name] = self.run(name, self.target.attacks[name])

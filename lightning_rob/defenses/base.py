@@ -52,7 +52,7 @@ class Defense(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, x: Tensor, generator: Generator = None) -> Tensor:
-        """Compute the logits of the draws."""
+        """Compute the logits [S, B, K] of the draws for images [B, C, H, W] in [0, 1]."""
 
     @property
     def classifiers(self) -> list[nn.Module]:

@@ -130,16 +130,13 @@ def _mark(value: Any, seen: set[int], depth: int = DEEPEST) -> Any:
 
 
 def _parts(value: Any) -> Any:
-    """Return the entries of a container, or the attributes of an object that may hold state.
-
-    That is an object of a user's class; objects of packages (trainers, loggers, locks, files) are
-    shared, and None is returned for them.
-    """
+    """Return a container's entries or a user's object's attributes; None for what is shared."""
     if isinstance(value, list | tuple | set | deque | dict):
         return value
     kind = type(value)
     if isinstance(value, NAMESPACES):
         return vars(value)
+    # Objects of packages are shared: trainers, loggers, locks, files.
     if is_library(kind.__module__) or isinstance(value, type | nn.Module | Enum | BaseException):
         return None
     plain = hasattr(value, "__dict__") and not hasattr(kind, "__del__")
@@ -165,6 +162,7 @@ def _copied_module(module: nn.Module, memo: Memo) -> nn.Module:
         if _is_bound(part):
             memo.update((id(inner), inner) for inner in part.modules())
     tree = [part for part in module.modules() if id(part) not in memo]
+    # Empty copies of all modules come first, for modules may refer to each other in any order.
     memo.update((id(part), object.__new__(type(part))) for part in tree)
     for part in tree:
         copied, values = memo[id(part)], part.__dict__

@@ -12,7 +12,7 @@ from lightning_rob.rules import Rule, random_member
 
 
 def sampling_probabilities(probs: Sequence[float] | Tensor | None, count: int) -> Tensor:
-    """Check the sampling probabilities of `count` members; None means equal ones."""
+    """Return the sampling probabilities [count], scaled to sum to 1; None means equal ones."""
     if count < 1:
         raise ValueError("an ensemble needs at least one member")
     values = torch.full((count,), 1 / count) if probs is None else torch.as_tensor(probs).float()
@@ -63,9 +63,6 @@ class Mixture(Defense):
     Args:
         defenses: the parts; their draws are concatenated.
         probs: probabilities of the parts; None means equal ones.
-
-    Raises:
-        ValueError: probs that are no probabilities, or parts that reject by different classes.
     """
 
     kind = "mixture"

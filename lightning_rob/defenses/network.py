@@ -24,14 +24,11 @@ class Preprocessed(nn.Module):
 
 
 def network_logits(net: nn.Module, x: Tensor) -> Tensor:
-    """Compute a network's logits: [B, …] -> [B, K], float32 or better.
-
-    Images are cast to the type of the first floating-point weight or buffer of the network, through
-    which gradients lead back to the images as they were given.
-    """
+    """Compute a network's logits, [B, …] -> [B, K], in its own type; float32 or better."""
+    # Preprocessing sees the images as they are given; the network behind it gets its own type.
     given = x if isinstance(net, Preprocessed) else x.to(_dtype(net, x.dtype))
-    counted = not (torch.compiler.is_compiling() or given.is_inference())  # its changes are
-    version = given._version if counted else 0
+    counted = not (torch.compiler.is_compiling() or given.is_inference())
+    version = given._version if counted else 0  # torch's number of changes in place
     logits = logits_in(net(given))
     if counted and given._version != version:
         raise ValueError(CHANGES_INPUT)

@@ -15,12 +15,7 @@ class AcceptedClasses(Defense):
     """The K classes that a defense accepts, with rejection counted as the label.
 
     A wrong class has the largest logit here where the defense accepts and is wrong. The label's
-    logit is the larger one of its own and of rejection's. Where a rule abstains although a wrong
-    class leads, the label's logit is raised above that class: by less, the farther the class leads,
-    so that an attack still sees which way to go.
-
-    Args:
-        labels: label of all images, or of each image, among the K accepted classes.
+    logit is the larger one of its own and of rejection's.
     """
 
     def __init__(self, defense: Defense, labels: int | PerImageValues) -> None:

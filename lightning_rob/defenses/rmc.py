@@ -193,11 +193,8 @@ def stops(
 
 
 def split(found: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Split neighbours into training and validation; some of each image's nearest validate.
-
-    Returns:
-        Distinct positions [T] and [V]; for B = 1 there are K in all.
-    """
+    """Split neighbours [B, K], nearest first, into positions [T] to train and [V] to validate."""
+    # An image that is near to one test image may validate, however far it is from others.
     near = torch.unique(found[:, : int(NEAREST * found.shape[1])])
     others = torch.unique(found)
     others = others[~torch.isin(others, near)]
@@ -208,13 +205,11 @@ def split(found: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def set_memory_format(net: nn.Module, x: Tensor) -> None:
-    """Change a network, in place, to the memory format in which a CPU trains fastest.
-
-    It saves 10 to 30 % of the time with convolutions and changes rounding only. A network that
-    views its activations, as some images x [B, C, H, W] show, keeps the contiguous format.
-    """
+    """Change a network, in place, to the memory format in which a CPU trains fastest."""
     if x.device.type != "cpu":
         return
+    # It saves 10 to 30 % of the time with convolutions and changes rounding only. A network that
+    # views its activations fails in it.
     try:
         network_logits(net.eval().to(memory_format=torch.channels_last), x)
     except RuntimeError:
@@ -251,15 +246,7 @@ def mean_loss(net: nn.Module, x: Tensor, y: Tensor, size: int) -> float:
 
 @torch.no_grad()
 def nearest(features: Tensor, query: Tensor, count: int) -> Tensor:
-    """Find the nearest rows by Euclidean distance, nearest first; ties in the order of the rows.
-
-    Args:
-        features: [N, F], perhaps mapped from a file: read in chunks.
-        query: [B, F]; distances are computed on its device.
-
-    Returns:
-        [B, K] positions.
-    """
+    """Return the nearest rows [B, count] of features [N, F] to a query [B, F], nearest first."""
     if not 1 <= count <= len(features):
         raise ValueError(f"cannot have {count} nearest neighbours among {len(features)} images")
     best = query.new_empty(len(query), 0)
@@ -277,7 +264,7 @@ def nearest(features: Tensor, query: Tensor, count: int) -> Tensor:
 
 @torch.no_grad()
 def features(net: nn.Module, x: Tensor, layer: str | None = None) -> Tensor:
-    """Compute the input of a network's last linear layer, in evaluation mode."""
+    """Return the input [B, F] of a network's last linear layer, or of `layer`, in eval mode."""
     inputs: list[Tensor] = []
 
     def record(module: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -304,17 +291,11 @@ def features(net: nn.Module, x: Tensor, layer: str | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Labelled images with their features, on the CPU, mapped from files; see `FeatureStore`.
+    """Labelled images with their features, on the CPU, mapped from files; see `FeatureStore`."""
 
-    Args:
-        x: [N, C, H, W] float32 in [0, 1].
-        y: [N] int64.
-        features: [N, F] float32.
-    """
-
-    x: Tensor
-    y: Tensor
-    features: Tensor
+    x: Tensor  # [N, C, H, W] float32 in [0, 1]
+    y: Tensor  # [N] int64
+    features: Tensor  # [N, F] float32
 
     def __len__(self) -> int:
         return len(self.y)
@@ -350,11 +331,7 @@ class FeatureStore:
         device: torch.device,
         progress: Progress = progress_bar,
     ) -> FeatureSet:
-        """Return the images and features for a network; its modes and weights are not changed.
-
-        Returns:
-            (copies + 1) * N images, of which the first N are not attacked.
-        """
+        """Return (copies + 1) * N images with features for a network; the first N are clean."""
         network = fingerprint(net)
         if self._last is None or self._last[0] is not source or self._last[1] != network:
             self._last = None  # frees the mapped files before others are written

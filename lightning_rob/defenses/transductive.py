@@ -26,14 +26,7 @@ Progress = Callable[[Iterable[Any], str, int | None], Iterable[Any]]
 
 
 class Source:
-    """Labelled images that a defense learns from, selected by position.
-
-    Args:
-        data: (x [N, C, H, W] in [0, 1], y [N]), or a data set of items (x, y, …).
-
-    Raises:
-        ValueError: no images, images and labels that differ in number, images beyond [0, 1].
-    """
+    """Labelled images by position: (x [N, C, H, W] in [0, 1], y [N]) or a data set of (x, y, …)."""
 
     def __init__(self, data: "SourceData | Source") -> None:
         self.data: Any = data.data if isinstance(data, Source) else data
@@ -58,14 +51,7 @@ class Source:
         return len(self.data[0] if isinstance(self.data, tuple) else self.data)
 
     def gather(self, index: Tensor, augment: Sequence[Augment] = ()) -> tuple[Tensor, Tensor]:
-        """Return the images at the given positions.
-
-        Args:
-            augment: applied to each image [C, H, W], drawing from torch's global stream.
-
-        Returns:
-            [B, C, H, W] and [B].
-        """
+        """Return images [B, C, H, W], each augmented, and labels [B] at positions [B]."""
         if isinstance(self.data, tuple):
             x, y = (part[index.to(part.device)] for part in self.data)
         else:
@@ -158,10 +144,7 @@ class Transductive(Defense):
 
     @abstractmethod
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        """Adapt to images [B, C, H, W], with gradients of the weights enabled.
-
-        The generator is the defender's; torch's global streams are seeded from it too.
-        """
+        """Return the defense adapted to images [B, C, H, W]; its weights have gradients."""
 
     def copy_with(self, **changed: Any) -> Self:
         """Return this defense with some attributes replaced and all others shared."""
@@ -175,13 +158,7 @@ class Transductive(Defense):
 
 
 class Retraining(Transductive):
-    """A defense whose network is drawn and trained anew for each test batch.
-
-    Args:
-        net: the static model, and the architecture to be trained.
-        lr_scheduler: optimizer -> schedule, stepped once an epoch; None keeps the rate.
-        augment: applied to a training image [C, H, W], see `Source.gather`.
-    """
+    """A defense whose network is drawn and trained anew for each test batch."""
 
     def __init__(
         self,
@@ -223,11 +200,7 @@ class Retraining(Transductive):
 
 
 def give_source(defense: nn.Module, labelled: Callable[[], SourceData | None]) -> None:
-    """Give labelled images to the parts of a defense that need them and have none yet.
-
-    Args:
-        labelled: returns the labelled images, None if there are none; called only if needed.
-    """
+    """Give labelled images to the parts of a defense that need them and have none yet."""
     for part in defense.modules():
         if isinstance(part, Transductive) and part.needs_source and part.source_data is None:
             data = labelled()
@@ -243,11 +216,7 @@ def give_source(defense: nn.Module, labelled: Callable[[], SourceData | None]) -
 def reporting_adaptation(
     defense: nn.Module, report: Callable[[str], None] | None
 ) -> Iterator[None]:
-    """Report the steps of adaptations as texts such as "DANN 3/100", for this context only.
-
-    Args:
-        defense: all defenses in it that adapt, and those they adapt into, report.
-    """
+    """Report the steps of adaptations as texts such as "DANN 3/100"; None keeps the bars."""
 
     def reported(steps: Iterable[T], name: str, total: int | None = None) -> Iterator[T]:
         assert report is not None
@@ -299,10 +268,7 @@ class LocalBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def reinitialized(net: nn.Module, generator: torch.Generator) -> nn.Module:
-    """Return a copy of a network with all weights drawn anew by its modules' `reset_parameters`.
-
-    BatchNorm forgets its statistics.
-    """
+    """Return a copy of a network with all weights drawn anew by its modules' `reset_parameters`."""
     fresh = trainable(net)
     weights = dict(fresh.named_parameters())
     device = next(iter(weights.values()), torch.zeros(0)).device

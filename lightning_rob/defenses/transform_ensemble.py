@@ -32,10 +32,6 @@ class TransformEnsemble(Defense):
             has changed.
         transforms: M names of `lightning_rob.transforms.pool`, or words for several of them, see
             `chosen`; or transformations by name.
-
-    Raises:
-        ValueError: an unknown name, or the number of transformations differs from that of members.
-        TypeError: a member is a defense.
     """
 
     kind = "transform_ensemble"
@@ -102,6 +98,7 @@ class TransformEnsemble(Defense):
     @property
     def classifiers(self) -> list[nn.Module]:
         """The members, each behind its transformation; TypeError if a transformation is random."""
+        # A transformation is random if it draws parameters, for any image.
         probe = torch.zeros(1, 1, 8, 8)
         for name, transform in self.transforms.items():
             if transform.sample(probe, torch.Generator()):

@@ -101,6 +101,7 @@ class URejectron(Transductive):
                     raise ValueError(
                         f"discriminator must give logits [B, 2], got {list(logits.shape)}"
                     )
+                # Labels sorted as the images are put together: training images first.
                 loss = cross_entropy(logits, is_test.sort().values.long().to(x.device))
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]

@@ -57,8 +57,8 @@ def condition(
 ) -> Check:
     """Return the check that a measured condition holds for few images.
 
-    Otherwise its finding is the text, with the number of "{images}". `few` is the severity where it
-    holds for some images, but not for many; below the share `least` of images many are fine too.
+    The text of its finding has their number as "{images}". `few` is the severity where it holds for
+    some images, but not for many; below the share `least` of images many are fine too.
     """
 
     def check(target: CheckTarget, columns: Columns) -> Finding:
@@ -176,6 +176,7 @@ def itself(target: CheckTarget, columns: Columns) -> Finding:
     if not found.any():
         return Finding("fine", "Predicting leaves the network as it is.", values=means(found=found))
     names, defense = sorted(target.changed), target.defense
+    # Changed weights or buffers change predictions; another attribute may be a mere counter.
     tensors = dict([*defense.named_parameters(), *defense.named_buffers()])
     return Finding(
         "severe" if tensors.keys() & set(names) else "warning",

@@ -132,6 +132,7 @@ def evaluate(
         raise ValueError("there are no images to evaluate: the batches are empty")
     found = evaluator.result()
     check_indices(found, count)
+    # A log that stays would be taken for that of an interrupted evaluation.
     store.delete()
     warn_of(found.findings)
     return found
@@ -153,6 +154,7 @@ def as_defense(model: nn.Module, preprocess: Callable[[Tensor], Tensor] | None =
             return candidate
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module or a Defense, got {type(model).__name__}")
+    # Its buffers, such as a mean, have to be where the network is.
     if isinstance(preprocess, nn.Module):
         preprocess.to(device_of(model))
     return Single(model if preprocess is None else Preprocessed(preprocess, model))

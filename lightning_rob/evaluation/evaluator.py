@@ -62,9 +62,6 @@ class EvaluationSettings:
         group_size: images that are attacked together; other sizes may round otherwise.
         protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()` for
             such a defense, and groups for any other.
-
-    Raises:
-        ValueError: a count below 1.
     """
 
     seed: int = 0
@@ -113,6 +110,7 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
         if not isinstance(attack, Attack):
             raise TypeError(f"attack {name!r} must be such as PGD(…), got {attack!r}")
         threat = attack.threat
+        # The usual slip: 8 in place of 8/255.
         span = threat.bounds[1] - threat.bounds[0]
         if threat.p == math.inf and not threat.relative and threat.eps > span:
             raise ValueError(
@@ -123,6 +121,7 @@ def check_names(attacks: Mapping[str, Attack]) -> None:
         raise ValueError("attacks must name at least one attack, got an empty dict")
     if joined := [name for name in attacks if "+" in name or "/" in name]:
         raise ValueError(f"an attack's name is part of a file's: {joined[0]!r} has a + or a /")
+    # Columns of the CSV file have the attacks' names, with such endings.
     columns = "|".join(re.escape(name) for name in (CLEAN, *attacks))
     taken = re.compile(
         rf"{'|'.join(RESERVED)}|({columns})_(prediction|size|rejected|blind|inference_\d+)"
@@ -140,24 +139,16 @@ def require_packages(attacks: Iterable[Attack]) -> None:
 
 @dataclass(frozen=True)
 class AttackedBatch:
-    """One batch under one attack, for progress bars, panels and saved images.
+    """One batch under one attack, for progress bars, panels and saved images."""
 
-    Args:
-        index: [B] the images' indices.
-        x: [B, C, H, W] clean images.
-        y: [B] labels.
-        x_adv: [B, C, H, W] perturbed images; None where the scores are of an earlier run, as below.
-        before: [B, K] probabilities on the clean images.
-        after: [B, K] probabilities on the perturbed images.
-    """
-
-    name: str
-    index: Tensor
-    x: Tensor
-    y: Tensor
-    x_adv: Tensor | None = None
-    before: Tensor | None = None
-    after: Tensor | None = None
+    name: str  # of the attack
+    index: Tensor  # [B] the images' indices
+    x: Tensor  # [B, C, H, W] clean images
+    y: Tensor  # [B] labels
+    # None where the scores are of an earlier run:
+    x_adv: Tensor | None = None  # [B, C, H, W] perturbed images
+    before: Tensor | None = None  # [B, K] probabilities on the clean images
+    after: Tensor | None = None  # [B, K] probabilities on the perturbed images
 
 
 class Evaluator:
@@ -353,6 +344,7 @@ class Evaluator:
             noted.append(Finding("note", text, values=values, name="recovered"))
         random, distributed = self.random, torch.distributed
         if distributed.is_available() and distributed.is_initialized():
+            # Each process has seen a part of the images; one that varies is enough.
             held = torch.tensor(float(random), device=device_of(self.defense))
             distributed.all_reduce(held, distributed.ReduceOp.MAX)
             random = bool(held)
@@ -378,14 +370,12 @@ def _spread(x: Tensor, count: int) -> Tensor:
 
 
 def check_predictions(defense: Defense, predictions: Tensor, y: Tensor) -> None:
-    """Raise ValueError for labels [B] that no prediction [R, B, K] can be, or unknown rejections.
-
-    Rows of zeros of the rules of `lightning_rob.rules` are logits that are not finite.
-    """
+    """Raise ValueError for labels [B] that no prediction [R, B, K] can be, or for odd rows."""
     check_classes(predictions.shape[-1])
     check_labels(y, predictions.shape[-1])
     if defense.rejects is not None:
         check_none_rejected(y, defense.rejects)
+    # A row of zeros of these rules stands for logits that are not finite.
     known = defense.rule in (*VOTING_RULES.values(), top2_majority_as_released)
     if not (known or defense.abstains) and bool((predictions == 0).all(-1).any()):
         name = getattr(defense.rule, "__name__", repr(defense.rule))

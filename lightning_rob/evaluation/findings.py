@@ -43,10 +43,7 @@ def not_checked(reason: str) -> Finding:
 def images_finding(
     found: Tensor, fine: str, text: str, advice: str, few: Severity = "fine"
 ) -> Finding:
-    """Return the severe finding that a condition holds for `many` images [N], or that it is fine.
-
-    `few` is the severity where it holds for some images, but not for many.
-    """
+    """Return the finding that a condition holds for `many` images [N], for `few` or for none."""
     severity = "severe" if many(found) else few if (found > 0).any() else "fine"
     said = (fine, "") if severity == "fine" else (text, advice)
     return Finding(severity, *said, means(images=found))

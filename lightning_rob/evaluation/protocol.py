@@ -130,10 +130,7 @@ def evaluate_once(
 
 
 def predictions(defense: Defense, x: Tensor, noise: Streams, inferences: int = 1) -> Tensor:
-    """Return the probability of each class [R, B, K], in eval mode.
-
-    A network that draws noise from torch's global streams draws the same for the same `noise`.
-    """
+    """Return the probability of each class [R, B, K], in eval mode, a function of the noise."""
     parts = [noise, *(noise.fold_in(again) for again in range(1, inferences))]
     own = generator_of(noise.batch_key, *noise.keys.tolist())
     with seeded_global_rng(own, x.device), evaluating(defense) as copied, torch.no_grad():
@@ -205,6 +202,7 @@ class RoundProtocol:
         for number in range(rank, -(-len(order) // size), world_size):
             positions = order[number * size : (number + 1) * size]
             if self.order == "by_label":
+                # Two consecutive rounds share a window of images, sorted by label and cut in half.
                 start = number // 2 * 2 * size
                 window = order[start : start + 2 * size]
                 labels = unpacked(fetch(loader, window), unpack)[1]

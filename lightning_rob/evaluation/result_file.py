@@ -37,13 +37,7 @@ def write_result_file(
     card: Mapping[str, Any],
     worst: Tensor,
 ) -> None:
-    """Write the CSV file and, beside it, its card; neither ever exists in part.
-
-    Args:
-        draws: S, the number of classifiers of a prediction.
-        card: everything that the results depend on.
-        worst: [N] scores under the strongest attack.
-    """
+    """Write the CSV file and, beside it, its card; neither ever exists in part."""
 
     def numbers(values: Tensor, digits: int = 7) -> list[str]:
         return ["" if math.isnan(v) else f"{v:.{digits}g}" for v in values.tolist()]
@@ -71,6 +65,7 @@ def write_result_file(
     lines = csv.writer(table, lineterminator="\n")
     lines.writerow(map(as_text, columns))
     lines.writerows(zip(*columns.values(), strict=True))
+    # The card comes first, so that no CSV file is ever without one.
     text = json.dumps(with_schema({"kind": "card", **card}), indent=1)
     atomic_write_text(path.with_suffix(".json"), text + "\n")
     atomic_write_text(path, table.getvalue())

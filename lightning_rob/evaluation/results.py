@@ -154,6 +154,7 @@ class EvaluationResult:
         if self.rows.blind is None:
             return torch.full_like(self.per_image(CLEAN), torch.nan)
         places = [self.names.index(n) for n in (self.attacks if name == WORST else [name])]
+        # NaN, of an attack without gradients, becomes infinite: such an attack decides nothing.
         found = self.rows.blind[:, places].nan_to_num(torch.inf).amin(1)
         unknown = found.isinf() | ~(self.per_image(CLEAN) > 0)
         return found.masked_fill(unknown, torch.nan)
@@ -356,12 +357,9 @@ def _check_name(name: str, names: Sequence[str]) -> None:
 
 
 def worst_over(results: Sequence[EvaluationResult], fooled: bool = False) -> Worst:
-    """Return the scores under the strongest attack of several evaluations of one defense.
-
-    With `fooled` a rejection counts as right without an attack too: what the scores lack to one is
-    the success of an attacker who may leave images as they are.
-    """
+    """Return the scores under the strongest attack of several evaluations of one defense."""
     return worst_case(
+        # `not_fooled` is for an attacker who may leave images as they are.
         [(one.index, one.not_fooled if fooled else one.scores) for one in results],
         random=any(result.random for result in results),
         joint=any(result.joint for result in results),

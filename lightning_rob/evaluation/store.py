@@ -39,12 +39,7 @@ class PerImageRows:
 
 
 class PerImageResults:
-    """Scores, predictions and perturbation sizes of every image, clean and under each attack.
-
-    Args:
-        folder: folder of the log from which an interrupted evaluation resumes; None keeps no log.
-        joint: whether predictions depend on the whole batch.
-    """
+    """Scores, predictions and perturbation sizes of every image, clean and under each attack."""
 
     def __init__(
         self,
@@ -76,11 +71,7 @@ class PerImageResults:
     def add_batch(
         self, x: Tensor, y: Tensor, index: Tensor, outcomes: Sequence[BatchOutcome]
     ) -> None:
-        """Add the outcomes of a batch, one for each of the names.
-
-        Raises:
-            ValueError: two different images have the same index.
-        """
+        """Add the outcomes of a batch, one for each of the names."""
         known = checksums(x)
         for number, checksum in zip(index.tolist(), known, strict=True):
             if self.checksums.setdefault(number, checksum) != checksum:
@@ -114,6 +105,7 @@ class PerImageResults:
         scores, rejected = both.unbind(1)
         predictions, label, checksum = torch.split(integers, [count, 1, 1], 1)
         sizes, blind = floats[:, -2 * count :].chunk(2, 1)
+        # The log has -1 for NaN, which JSON lacks.
         blind = blind.masked_fill(blind < 0, torch.nan)
         return PerImageRows(
             index, label[:, 0], scores, predictions, sizes, checksum[:, 0], rejected, blind

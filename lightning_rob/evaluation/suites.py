@@ -73,21 +73,13 @@ def default_attacks(defense: Defense, threat: Threat) -> dict[str, Attack]:
 
 @dataclass(frozen=True)
 class AttackSuite:
-    """The attacks on a kind of defense.
-
-    Args:
-        default: name of the attack that is mostly reported for it.
-        adaptive: names of the attacks made for its kind.
-        attacks: all attacks by name; "clean" is not among them.
-        averaged: the default attack with steps that average over draws (EoT); None where PGD does
-            not apply directly.
-    """
+    """The attacks on a kind of defense."""
 
     kind: SuiteKind
-    default: str
-    adaptive: tuple[str, ...]
-    attacks: dict[str, Attack]
-    averaged: Attack | None = None
+    default: str  # name of the attack that is mostly reported for it
+    adaptive: tuple[str, ...]  # names of the attacks made for its kind
+    attacks: dict[str, Attack]  # all attacks by name; "clean" is not among them
+    averaged: Attack | None = None  # the default over draws (EoT); None where PGD does not apply
 
     @property
     def recipe(self) -> str:

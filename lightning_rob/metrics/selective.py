@@ -29,9 +29,6 @@ def selective_error(
     Returns:
         Scalars in float64: the rejected share of z, the rejected share of x~, and the share of
         wrong predictions. Without images they are NaN.
-
-    Raises:
-        ValueError: `per` is neither, or `clean` is not a [B] mask.
     """
     _check(per)
     return _errors(*_sums(predictions, y, clean, rejects), per)

@@ -77,6 +77,7 @@ def _fooled_both(predictions: Tensor, y: Tensor) -> Tensor:
     """Return the probability that an image fools source and target: [M, M, B, K] -> [M, M, B]."""
     fooled = 1 - _correct(predictions, y)
     source = fooled.diagonal().permute(1, 0)[:, None]
+    # Two members draw independently; a member that is fooled is fooled by that very draw.
     itself = torch.eye(len(fooled), dtype=torch.bool, device=fooled.device)[..., None]
     return torch.where(itself, source, source * fooled.transpose(0, 1))
 

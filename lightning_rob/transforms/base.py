@@ -29,9 +29,6 @@ class Transform(ABC):
     Args:
         p: probability that a defense which composes transforms applies this one to an image; a
             call transforms every image.
-
-    Raises:
-        ValueError: an argument out of its range.
     """
 
     p: float = field(default=1.0, kw_only=True)
@@ -54,7 +51,12 @@ class Transform(ABC):
                 raise ValueError(f"{name} must be of {get_args(argument.type)}, got {value!r}")
             if name in limits and value is not None:
                 number = argument.type in (int, float, "int", "float")
-                _check_limits(name, value, number, *limits[name])
+                low, high = limits[name]
+                pair = value if isinstance(value, tuple) else (value, value)
+                inside = len(pair) == 2 and low <= pair[0] <= pair[1] <= high
+                if not inside or number == isinstance(value, tuple):
+                    wanted = "in" if number else "a range within"
+                    raise ValueError(f"{name} must be {wanted} [{low:g}, {high:g}], got {value}")
             if name == self.odd:
                 for side in value if isinstance(value, tuple) else (value,):
                     if side < 3 or side % 2 == 0:
@@ -144,14 +146,6 @@ class Transform(ABC):
         return clip(y, 0, 1)
 
 
-def _check_limits(name: str, value: Any, number: bool, low: float, high: float) -> None:
-    pair = value if isinstance(value, tuple) else (value, value)
-    inside = len(pair) == 2 and low <= pair[0] <= pair[1] <= high
-    if not inside or number == isinstance(value, tuple):
-        wanted = "in" if number else "a range within"
-        raise ValueError(f"{name} must be {wanted} [{low:g}, {high:g}], got {value}")
-
-
 @dataclass(frozen=True)
 class AlphaTransform(Transform):
     """A transform with a strength; the paper's search for the best strengths ends at 0.5."""
@@ -173,12 +167,7 @@ class NumpyTransform(Transform):
 
 
 def map_images(x: Tensor, function: Callable[..., NumpyImage], *numbers: Tensor) -> Tensor:
-    """Apply a numpy function to each image of a batch and its numbers.
-
-    Args:
-        x: [B, C, H, W], which the function gets as [C, H, W] of double precision.
-        function: (image, *numbers) -> image of any one shape.
-    """
+    """Apply a function of numpy images [C, H, W] and of numbers to each image and its numbers."""
     images, values = x.detach().cpu().double().numpy(), (number.tolist() for number in numbers)
     changed = [function(*each) for each in zip(images, *values, strict=True)]
     return torch.from_numpy(np.stack(changed)).to(x)
@@ -236,10 +225,7 @@ def raised(x: Tensor, low: float) -> Tensor:
 
 
 def soft_round(t: Tensor) -> Tensor:
-    """Round with a slope (RT paper, eq. 14; Shin and Song 2017): round(t) + (t - round(t))^3.
-
-    Halves are rounded to even.
-    """
+    """Round with a slope (RT paper, eq. 14; Shin and Song 2017): round(t) + (t - round(t))^3."""
     nearest = t.round()
     return nearest + (t - nearest) ** 3
 

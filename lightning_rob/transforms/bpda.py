@@ -118,17 +118,11 @@ def approximated(
 
 @dataclass(frozen=True)
 class Trained:
-    """A network after its training.
+    """A network after its training."""
 
-    Args:
-        net: in evaluation mode, its weights frozen.
-        error: mean squared error on the held-out images, in squared pixel units.
-        identity: the same error of the untransformed images.
-    """
-
-    net: BPDANet
-    error: float
-    identity: float
+    net: BPDANet  # in evaluation mode, its weights frozen
+    error: float  # mean squared error on the held-out images, in squared pixel units
+    identity: float  # the same error of the untransformed images
 
 
 def train_bpda(
@@ -166,6 +160,7 @@ def train_bpda(
         params = transform.sample(x, generator)
         return x, params, transform(x, *params)
 
+    # Shuffled first, for a data set may be sorted by class.
     images = images[torch.randperm(len(images), generator=generator).to(images.device)]
     train, validation = images[count:], torch.split(images[:count], batch_size)
     tasks = [task(x) for x in validation]

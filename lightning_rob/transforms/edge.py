@@ -41,11 +41,9 @@ class Sobel(Transform):
 
 
 def sobel(x: Tensor) -> Tensor:
-    """Compute kornia's `sobel(x, normalized=True, eps=1e-6)`, [B, C, H, W], in half of its time.
-
-    Each kernel is separable: a sum along one side and a difference along the other.
-    """
+    """Compute kornia's `sobel(x, normalized=True, eps=1e-6)`, [B, C, H, W], in half of its time."""
     p = pad(x, [1] * 4, "replicate")
+    # Each kernel is separable: a sum along one side and a difference along the other.
     columns = p[:, :, :-2] + 2 * p[:, :, 1:-1] + p[:, :, 2:]
     rows = p[..., :-2] + 2 * p[..., 1:-1] + p[..., 2:]
     across = (columns[..., 2:] - columns[..., :-2]) / 8

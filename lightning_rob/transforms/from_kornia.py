@@ -25,7 +25,6 @@ class FromKornia(Transform):
         augmentation: a module that takes images [1, C, H, W] in [0, 1] and keeps their size.
 
     Raises:
-        TypeError: something else than a module of `kornia.augmentation`.
         ValueError: when called, images of another shape come out.
     """
 

@@ -39,13 +39,10 @@ def round_8bit(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Quantize(NumpyTransform):
-    """Quantize each image to k colors of its own: k-means on its pixels in CIE L*a*b*.
+    """Quantize each image to at most k colors of its own: k-means on its pixels in CIE L*a*b*.
 
     Athena's code runs k-means on mini-batches; on the distinct colors of a small image, each
     weighted by its number of pixels, full k-means is faster and nearer to the smallest error.
-
-    Args:
-        colors: k, at most.
     """
 
     colors: int
@@ -106,11 +103,8 @@ class NormalizeFeature(Transform):
     """Subtract the mean of a data set and divide by its deviation; clamp as `NormalizeImage`.
 
     Athena's code fits Keras' `featurewise_center` anew on each batch that it transforms, which
-    makes one image's result depend on the others; here the numbers are fixed.
-
-    Args:
-        mean: one number per channel; None: MNIST's for grey, CIFAR-10's for color.
-        std: likewise.
+    makes one image's result depend on the others; here the numbers are fixed, one per channel.
+    None takes those of MNIST for grey images and of CIFAR-10 for color.
     """
 
     mean: Sequence[float] | None = None
@@ -186,11 +180,7 @@ class CompressJPEG(Transform):
 
 @dataclass(frozen=True)
 class CompressPNG(Transform):
-    """Round to eight bits: PNG loses nothing else, at any level.
-
-    Args:
-        level: of compression, from 0 to 9; the result is the same for all.
-    """
+    """Round to eight bits: PNG loses nothing else, at any level of compression from 0 to 9."""
 
     level: int
     differentiable = False
