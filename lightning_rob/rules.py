@@ -32,15 +32,13 @@ def abstains(rule: Rule) -> bool:
 def rejected_share(predictions: Tensor, rejects: int | None, abstained: bool) -> Tensor:
     """Return the probability [...] of a rejection in predictions [..., K].
 
-    Args:
-        rejects: class that stands for rejection, if there is one.
-        abstained: whether a row's difference from one is rejected; else it counts as wrong, as
-            where logits are not finite.
+    It is that of the class `rejects`, if there is one, and what a row lacks to one if `abstained`.
     """
     known = predictions.nan_to_num(0.0, 0.0, 0.0)
     share = torch.zeros_like(known[..., 0]) if rejects is None else known[..., rejects]
     if not abstained:
         return share
+    # Without a rule that abstains such a row has logits that are not finite: it counts as wrong.
     missing = 1 - known.sum(-1)
     return share + torch.where(missing > ROUNDING, missing, 0.0)
 

@@ -71,12 +71,11 @@ class Budgeted(AttackDecorator):
     A pass is one forward or one backward pass of one image through one network: a step of PGD costs
     two, on an ensemble of M members 2 M, on n draws of a random defense 2 n. No image costs more;
     images that leave early cost fewer. The attack's own number of steps (`queries` of Square) is
-    not used. All its other arguments hold: step sizes, restarts, `binary_steps` of CW and targets
-    of APGD and FAB. PGD with n steps cannot cross the ball if n times its step size is below 2 eps:
-    give a single network's a `step_size` of 5 eps / passes or more (2.5 eps / n, as Madry et al.
-    2018 have it), or take APGD, which chooses its own. MinimalNorm divides the passes equally among
-    its radii; AutoAttack and Strongest keep the proportions of their attacks. Where the number of
-    classes decides, one image is predicted first, within the budget.
+    not used; all its other arguments hold. PGD with n steps cannot cross the ball if n times its
+    step size is below 2 eps: give a `step_size` of 5 eps / passes or more for a single network
+    (2.5 eps / n, as Madry et al. 2018), or take APGD, which chooses its own. MinimalNorm divides
+    the passes equally among its radii; AutoAttack and Strongest keep the proportions of their
+    attacks. Where the number of classes decides, one image is predicted first, within the budget.
 
     Args:
         attack: PGD, APGD, ARC, CW, DDN, PDGD, DeepFool, FAB, Square, MinimalNorm, AutoAttack, or
@@ -84,7 +83,7 @@ class Budgeted(AttackDecorator):
         passes: the largest number of forward and backward passes an image, together.
 
     Raises:
-        ValueError: no passes; when called, fewer than one step of the attack takes.
+        ValueError: when called, fewer passes than one step of the attack takes.
         TypeError: when called, an attack whose passes are not known before it runs.
     """
 

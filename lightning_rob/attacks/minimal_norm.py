@@ -56,11 +56,8 @@ class MinimalNorm(AttackDecorator):
         return count.networks + self.radii * (self.attack.least(count) + count.networks)
 
     def within(self, passes: int, count: PassCount) -> "MinimalNorm":
-        """Return the search whose attack has an equal share of the passes at each radius.
-
-        The rest goes to further radii.
-        """
         left = self.affordable(passes, count) - count.networks
+        # Each radius has an equal share of the passes; the rest goes to further radii.
         share = left // self.radii - count.networks
         attack = self.attack.within(share + count.asked, count)
         radii = left // (attack.cost(count) + count.networks)

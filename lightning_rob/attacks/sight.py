@@ -14,18 +14,7 @@ _current: ContextVar["Sight | None"] = ContextVar("sight", default=None)
 
 
 class Sight:
-    """The gradients that attacks have asked for, image by image.
-
-    Args:
-        within: the sight of an attack that calls this one on its own batch, which it shares.
-        watched: whether what is seen here is reported, so that attacks need not warn.
-
-    Attributes:
-        asked: [B] the number of gradients of the image that were asked for.
-        usable: [B] the number of those that were finite, and not zero.
-        nonfinite: whether any gradient was not finite, in this attack alone.
-        recovered: whether gradients were taken just inside the bounds in the end.
-    """
+    """The gradients that attacks have asked for, image by image."""
 
     def __init__(
         self,
@@ -35,12 +24,14 @@ class Sight:
         watched: bool = False,
     ) -> None:
         none = torch.zeros(images, device=device)
-        # An attack inside another one is on images of that one's batch.
+        # An attack inside another one is on images of that one's batch: they share the counts [B]
+        # of the gradients of an image, and of those that were finite and not zero.
         self.asked: Tensor = within.asked if within else none
         self.usable: Tensor = within.usable if within else none.clone()
+        # Where the caller reports what is seen, attacks need not warn.
         self.watched: bool = watched or (within is not None and within.watched)
-        self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
-        self.recovered = False
+        self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)  # in this attack alone
+        self.recovered = False  # whether gradients were taken just inside the bounds in the end
 
     def note(self, gradient: Tensor, generator: Generator) -> None:
         """Take in the gradients [b, …] of the images that a source of noise belongs to."""

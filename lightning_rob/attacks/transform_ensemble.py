@@ -178,15 +178,10 @@ class PAA(Attack):
         return Threat("l2", self.max_dissimilarity, self.inner.threat.bounds, relative=True)
 
     def rescaled(self, eps: float, norm: Norm | None = None) -> "PAA":
-        """Return the attack for another `max_dissimilarity`; `mean_bound` scales in proportion.
-
-        The inner attack, of one round, stays the same.
-
-        Raises:
-            ValueError: a norm other than l2, in which the dissimilarity is measured.
-        """
+        """Return the attack for another `max_dissimilarity` (l2); `mean_bound` scales with it."""
         if norm is not None and norm_order(norm) != 2:
             raise ValueError(f"PAA bounds the l2 dissimilarity: its norm cannot be {norm!r}")
+        # The inner attack, of one round, stays the same.
         mean = self.mean_bound
         if mean is not None:
             mean *= eps / self.max_dissimilarity

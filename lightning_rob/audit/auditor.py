@@ -128,6 +128,7 @@ def _results(target: AuditTarget, columns: Columns) -> list[Result]:
     # An attack that could not run is never the strongest.
     scores = torch.stack([columns[name].nan_to_num(torch.inf) for name in names], 1)
     scores = scores.reshape(len(scores), len(target.worst_over), -1)
+    # A minimum of noisy scores, image by image, would be too low.
     random = any(bool(columns[name].any()) for name in ("is_random", "is_nondeterministic"))
     table = torch.arange(len(scores)), scores
     worst = worst_case([table], random or not target.exact, joint=target.transductive)

@@ -124,6 +124,7 @@ class Defense(nn.Module, ABC):
     @property
     def transductive(self) -> bool:
         """Whether it adapts to the test batch, so that predictions depend on the whole batch."""
+        # A defense adapts exactly if it overrides `adapt`.
         return type(self).adapt is not Defense.adapt
 
     @property

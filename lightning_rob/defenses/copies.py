@@ -60,6 +60,7 @@ def working_copy(module: M) -> M:
 
 def private(module: M) -> M:
     """Return the module itself if it is made of working copies, else a working copy of it."""
+    # An attack inside another one, or a mixture of adapted models, has copies already.
     own = any(ORIGIN in part.__dict__ for part in module.modules())
     return module if own else working_copy(module)
 
@@ -111,6 +112,7 @@ def _mark(value: Any, seen: set[int], depth: int = DEEPEST) -> Any:
     if isinstance(value, Tensor):
         return id(value), 0 if is_lazy(value) or value.is_inference() else value._version
     if isinstance(value, np.ndarray):
+        # numpy does not count changes, so that the content itself is looked at.
         small = value.nbytes <= SHARED_FROM and not value.dtype.hasobject
         return id(value), zlib.crc32(value.tobytes()) if small else 0
     if isinstance(value, GENERATORS):
@@ -166,6 +168,7 @@ def _copied_module(module: nn.Module, memo: Memo) -> nn.Module:
     memo.update((id(part), object.__new__(type(part))) for part in tree)
     for part in tree:
         copied, values = memo[id(part)], part.__dict__
+        # A layer of torch without hooks has numbers only beside its tensors: nothing to copy.
         hooks = (value for name, value in values.items() if name.endswith("_hooks"))
         hooked = "forward" in values or any(hooks)
         simple = type(part).__module__.startswith("torch.nn.modules.")

@@ -120,6 +120,7 @@ class PerImageNorm(PerImageLayer):
     def forward(self, x: Tensor) -> Tensor:
         rows = slice(None) if self.rows is None else self.rows
         weight, bias = self.weight[rows], self.bias[rows]
+        # An image that an attack has dropped would shift the others to the wrong rows.
         if len(x) != len(weight):
             raise ValueError(
                 f"a network that has adapted to {len(weight)} images was given {len(x)}: it "

@@ -76,6 +76,7 @@ class Mixture(Defense):
         parts = list(defenses)
         shares = sampling_probabilities(probs, len(parts))
         weights = [share * part.weights.cpu() for share, part in zip(shares, parts, strict=True)]
+        # The parts' logits are concatenated, so that their classes must mean the same.
         rejecting = {part.rejects for part in parts}
         if len(rejecting) > 1:
             raise ValueError(f"the parts of a mixture must reject by one class, got {rejecting}")

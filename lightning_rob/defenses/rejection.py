@@ -115,6 +115,7 @@ class AcceptedClasses(Defense):
         label = accepted.gather(-1, index)
         if self.defense.rejects is not None:
             place = self.defense.rejects
+            # Averaged probabilities of label and rejection add up; else the larger logit decides.
             pooled = self.rule is mean_probs and len(logits) > 1
             join = torch.logaddexp if pooled else torch.maximum
             label = join(label, logits[..., place : place + 1])

@@ -137,8 +137,8 @@ class RMC(Transductive):
         return self._trained(images, train, held_out, x.device, generator)
 
     def after_batch(self, generator: Generator = None) -> Self:
-        """Return the defense that starts the next batch, calibrated if it is stateful."""
         if not self.stateful:
+            # Without a state each batch starts from the static model.
             return self.copy_with(adapted=None, moments=None)
         if not self.calibrate:
             return self
@@ -147,6 +147,7 @@ class RMC(Transductive):
         private = generator_from(torch.zeros(count, device=device), generator)
         with learning(private, device):
             # The first len(source) images of D' are the clean ones.
+            # With replacement, for the source may have fewer images than are drawn.
             drawn = torch.randint(len(self.source), (self.neighbours,), generator=private)
             held_out = math.ceil(CALIBRATION_HELD_OUT * self.neighbours)
             images = self.store.build(self.net, self.source, device, self.progress)
@@ -225,7 +226,7 @@ def train_epoch(
 ) -> float:
     """Take a step on each batch of images [N, C, H, W] and labels [N]; return the mean loss."""
     net.train()
-    total = torch.zeros((), device=x.device)
+    total = torch.zeros((), device=x.device)  # read once an epoch: each look waits for a GPU
     for index in order:
         optimizer.zero_grad()
         loss = cross_entropy(network_logits(net, x[index]), y[index])
@@ -332,6 +333,7 @@ class FeatureStore:
         progress: Progress = progress_bar,
     ) -> FeatureSet:
         """Return (copies + 1) * N images with features for a network; the first N are clean."""
+        # By the content of the weights, for another object may have the same ones.
         network = fingerprint(net)
         if self._last is None or self._last[0] is not source or self._last[1] != network:
             self._last = None  # frees the mapped files before others are written
@@ -383,6 +385,7 @@ class FeatureStore:
         batches = torch.split(torch.arange(len(source)), BATCH)
         todo = [(turn, index) for turn in range(self.copies + 1) for index in batches]
         for turn, index in progress(todo, "RMC's training set", None):
+            # Keyed by turn and position: the same files in every process.
             generator = torch.Generator().manual_seed(derive_seed(self.seed, turn, int(index[0])))
             with seeded_global_rng(generator, device):
                 x, y = source.gather(index, self.augment)

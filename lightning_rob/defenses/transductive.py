@@ -110,6 +110,7 @@ class Transductive(Defense):
     @property
     def source(self) -> Source:
         """The labelled images; ValueError if there are none."""
+        # Not at creation: an evaluation gives the training images later.
         if self.source_data is None:
             raise ValueError(
                 f"{type(self).__name__} learns from labelled images: give it source=(x, y)"
@@ -132,12 +133,6 @@ class Transductive(Defense):
         return network_logits(self.adapted or self.net, x).unsqueeze(0)
 
     def adapt(self, x: Tensor, generator: Generator = None) -> Self:
-        """Return the defense with a network fitted to x; it shares everything else with this one.
-
-        Args:
-            x: [B, C, H, W] images in [0, 1], the unlabelled test batch.
-            generator: the defender's private randomness.
-        """
         private = generator_from(x, generator)
         with learning(private, x.device):
             return self.fit_to_batch(x.detach().clone(), private)

@@ -125,5 +125,6 @@ def is_transform_ensemble(defense: nn.Module) -> TypeGuard[TransformEnsemble]:
 def transformed(transform: Transform, name: str, x: Tensor, generator: Generator = None) -> Tensor:
     """Transform images [B, C, H, W]; the randomness is keyed by the transformation's name."""
     if isinstance(generator, Streams):
+        # By its name and not its place, a member draws the same in every ensemble.
         generator = generator.fold_in(derive_seed(*name.encode()))
     return transform(x, *transform.sample(x, generator))

@@ -88,6 +88,7 @@ class URejectron(Transductive):
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
         net = (self.discriminator or (lambda: SmallCNN(2, x.shape[1])))().to(x)
         source = self.source
+        # Drawn anew by each `adapt`, from the defender's private randomness.
         chosen = torch.randperm(len(source), generator=generator)[: self.source_size]
         optimizer = self.optimizer(net.train().parameters())
         for _ in self.progress(range(self.epochs), "URejectron", self.epochs):

@@ -302,6 +302,7 @@ def slope(target: CheckTarget, columns: Columns) -> Finding:
         return not_checked(reason)
     if not images:
         return not_checked("no gradient that is finite and not zero")
+    # Where logits are rounded, differences over a small width say little.
     severity: Severity = "warning" if many(columns["is_constant"]) else "severe"  # rounding
     if mean(columns["slope_networks"]) >= LEAST_CORRELATION:
         severity = "note"  # the gradients of transforms may be estimates

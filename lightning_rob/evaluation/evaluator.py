@@ -50,19 +50,7 @@ CHECKED_ATTACKED = 50  # attacked images of it on which the slope is checked aga
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """Settings on which scores depend, beside defense, attacks and images; see `evaluate`.
-
-    Args:
-        seed: seed of all noise: random starts, the defense's draws, the choice of `max_images`.
-        repeats: attacks of each image with fresh noise; the scores are averaged.
-        inferences: predictions of each image, clean or perturbed once.
-        private_draws: defenders, each with private randomness of its own, that adapt to the same
-            perturbed batch.
-        max_images: number of attacked images, a random choice by the seed; None attacks all.
-        group_size: images that are attacked together; other sizes may round otherwise.
-        protocol: rounds in which a defense that adapts is attacked; None is `RoundProtocol()` for
-            such a defense, and groups for any other.
-    """
+    """Settings on which scores depend, beside defense, attacks and images; see `evaluate`."""
 
     seed: int = 0
     repeats: int = 1
@@ -70,7 +58,7 @@ class EvaluationSettings:
     private_draws: int = 1
     max_images: int | None = None
     group_size: int = GROUP_SIZE
-    protocol: RoundProtocol | None = None
+    protocol: RoundProtocol | None = None  # None: rounds where the defense adapts, else groups
 
     def __post_init__(self) -> None:
         counts = ("repeats", "inferences", "private_draws", "max_images", "group_size")
@@ -287,6 +275,7 @@ class Evaluator:
             some = slice(TRIED)
             found = checked(target, x[some], y[some], index[some], (randomness,))
             self.random = self.random or found[0].flagged
+            # The slope again, for a network may tamper with gradients of perturbed images only.
             rows = _spread(x, CHECKED_ATTACKED)
             found += checked(target, x[rows], y[rows], index[rows], (slope,), directions=2)
             known = {finding.name for finding in self.findings}

@@ -81,16 +81,13 @@ def _broken_by(names: Sequence[str], scores: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class ResultFile:
-    """A CSV file of per-image results that was read, and its card.
-
-    `scores` [N] are by name: "clean", each attack, and "worst", the strongest by `worst_case`.
-    """
+    """A CSV file of per-image results that was read, and its card."""
 
     path: Path
     card: dict[str, Any]
     index: Tensor
     label: Tensor
-    scores: dict[str, Tensor]
+    scores: dict[str, Tensor]  # [N] of "clean", each attack, and "worst" (`worst_case`)
     checksum: Tensor
 
     @property

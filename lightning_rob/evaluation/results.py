@@ -37,31 +37,18 @@ FEWEST_OF_CLASS = 5  # images of each class: where a class has as many, 0.7 % of
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Scores of a defense on clean images and under each attack.
+    """Scores of a defense on clean images and under each attack."""
 
-    Args:
-        attacks: name -> attack, in the order in which they ran.
-        rows: N images' labels, scores, predictions and sizes of perturbations.
-        private_draws: defenders that adapted to each perturbed batch; 1 for static defenses.
-        random: whether the defense predicts at random.
-        joint: whether predictions depend on the whole batch (transductive defenses).
-        stateful: whether the defender keeps its state from round to round.
-        draws: S, the number of classifiers in each prediction.
-        seconds: name -> run time of the attack on this process.
-        details: the settings of the evaluation, for its records.
-        noted: what the checks of the defense found.
-    """
-
-    attacks: Mapping[str, Attack]
-    rows: PerImageRows
-    private_draws: int = 1
-    random: bool = False
-    joint: bool = False
-    stateful: bool = False
-    draws: int = 1
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    details: Mapping[str, Any] = field(default_factory=dict)
-    noted: tuple[Finding, ...] = ()
+    attacks: Mapping[str, Attack]  # in the order in which they ran
+    rows: PerImageRows  # labels, scores, predictions and sizes of perturbations of N images
+    private_draws: int = 1  # defenders that adapted to each perturbed batch
+    random: bool = False  # whether the defense predicts at random
+    joint: bool = False  # whether predictions depend on the whole batch (transductive defenses)
+    stateful: bool = False  # whether the defender keeps its state from round to round
+    draws: int = 1  # S, the number of classifiers in each prediction
+    seconds: Mapping[str, float] = field(default_factory=dict)  # run time of attacks, here
+    details: Mapping[str, Any] = field(default_factory=dict)  # settings, for the records
+    noted: tuple[Finding, ...] = ()  # what the checks of the defense found
 
     @property
     def names(self) -> list[str]:

@@ -21,21 +21,16 @@ def predicted_class(probabilities: Tensor, rejects: int | None = None) -> Tensor
 
 @dataclass(frozen=True)
 class PerImageRows:
-    """Results of N images, clean and under each attack: A `BatchOutcome`s side by side.
+    """Results of N images by rising index, clean and under each attack: A outcomes side by side."""
 
-    Scores and `rejected` are [N, A, R], predictions, sizes and `blind` [N, A], all else [N]. The
-    indices rise. `rejected` is None of a defense that rejects nothing; `blind` is NaN where an
-    attack asked for no gradients.
-    """
-
-    index: Tensor
-    label: Tensor
-    scores: Tensor
-    predictions: Tensor
-    sizes: Tensor
-    checksum: Tensor
-    rejected: Tensor | None = None
-    blind: Tensor | None = None
+    index: Tensor  # [N]
+    label: Tensor  # [N]
+    scores: Tensor  # [N, A, R]
+    predictions: Tensor  # [N, A]
+    sizes: Tensor  # [N, A]
+    checksum: Tensor  # [N]
+    rejected: Tensor | None = None  # [N, A, R]; None of a defense that rejects nothing
+    blind: Tensor | None = None  # [N, A]; NaN where an attack asked for no gradients
 
 
 class PerImageResults:

@@ -109,6 +109,7 @@ def suite_for(
     pgd = PGD(threat, steps, step_across(threat.eps, steps, 4))
     if kind == "transductive":
         return _transductive_suite(replace(pgd, keep_best=True))
+    # PGD climbs the loss that decides the prediction; a single network has but one.
     objective = ce_of_rule(defense.rule) if len(defense.weights) > 1 else expected_ce
     pgd = replace(pgd, objective=objective, backward=surrogate_for(defense))
     attacks: dict[str, Attack] = {"noise": RandomCorners(threat)}

@@ -29,6 +29,7 @@ def p_at_most(values: Floats, mean: float = 0.0) -> float:
     counterexample is known.
     """
     weights, counts = np.unique(np.append(values, -1.0) - mean, return_counts=True)
+    # Where p is large its complement is computed, for small probabilities are precise.
     if (weights * counts).sum() <= 0:
         return max(1 - _below_zero(-weights, counts), SMALLEST)
     return min(1.0, max(_below_zero(weights, counts), SMALLEST))

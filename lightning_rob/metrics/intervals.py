@@ -137,6 +137,7 @@ def _gaps(first: Tensor, second: Tensor) -> Floats:
     """Return the second scores minus the first, [N] in [-1, 1]."""
     if first.shape != second.shape:
         raise ValueError(f"{len(first)} scores cannot be paired with {len(second)}")
+    # Sums of float32 probabilities may exceed 1 by rounding.
     gaps = (second.double() - first.double()).clamp(-1, 1)
     if gaps.isnan().any():
         raise ValueError("scores that are not numbers cannot be compared")

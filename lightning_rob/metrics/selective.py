@@ -89,6 +89,7 @@ def _sums(
 def _errors(sums: Tensor, counts: Tensor, per: Per) -> tuple[Tensor, Tensor, Tensor]:
     rejected_clean, rejected, wrong = sums
     accepted = counts[1] - rejected
+    # The authors' code divides by the accepted images, the paper's text by all.
     error = wrong / counts[1]
     if per == "prediction":
         error = torch.where(accepted > 0, wrong / accepted, error * 0)  # NaN without images

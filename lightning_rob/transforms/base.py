@@ -129,6 +129,7 @@ class Transform(ABC):
 
     def _apply_finite(self, x: Tensor, *params: Tensor) -> Tensor:
         waits = x.device.type != "cpu"  # at a branch that depends on values
+        # A hook on x itself would act on gradients that other uses of x have.
         source = x.view_as(x) if waits else x
         y = self.apply(source, *params)
         failed = y.detach().flatten(1).amax(1).isnan()[:, None, None, None]
@@ -168,6 +169,7 @@ class NumpyTransform(Transform):
 
 def map_images(x: Tensor, function: Callable[..., NumpyImage], *numbers: Tensor) -> Tensor:
     """Apply a function of numpy images [C, H, W] and of numbers to each image and its numbers."""
+    # In double precision, in which scikit-image computes.
     images, values = x.detach().cpu().double().numpy(), (number.tolist() for number in numbers)
     changed = [function(*each) for each in zip(images, *values, strict=True)]
     return torch.from_numpy(np.stack(changed)).to(x)

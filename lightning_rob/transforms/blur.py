@@ -62,6 +62,7 @@ class GaussianBlur(Transform):
         distance = torch.arange(-reach, reach + 1, device=x.device)
         within = (distance.abs() <= size[:, None] // 2)[:, None]
         weights = within * torch.exp(-((distance / std[..., None]) ** 2) / 2)
+        # Normalised after the cut, so that a grey image stays grey.
         weights = (weights / weights.sum(-1, keepdim=True)).to(x)[..., None, None, None]
         down, across = weights.unbind(1)
         padded = pad(x, [reach] * 4, mode="reflect")
@@ -97,11 +98,7 @@ class SizedBlur(Transform):
 
 @dataclass(frozen=True)
 class MedianBlur(SizedBlur):
-    """Take the median of the square around each pixel; outside the image is black.
-
-    Args:
-        size: see `SizedBlur`.
-    """
+    """Take the median of the square around each pixel; outside the image is black."""
 
     size: int | tuple[int, ...] = 3
 
@@ -122,7 +119,6 @@ class Bilateral(SizedBlur):
     on images in [0, 1], where 5 to 20 leave a mere Gaussian blur.
 
     Args:
-        size: see `SizedBlur`.
         space: lowest and highest standard deviation of the distance in pixels.
         color: lowest and highest standard deviation of the colour, images span [0, 1]; the distance
             of two colours is the sum of their channels' differences.

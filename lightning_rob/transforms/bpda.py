@@ -23,11 +23,9 @@ Task = tuple[Tensor, tuple[Tensor, ...], Tensor]
 class BPDANet(nn.Module):
     """The network that learns a transform in Sitawarin et al. (ICML 2022), six layers (CoordConv).
 
-    Its input is the image, the row and the column of each pixel, and the transform's parameters as
-    further planes. Each layer but the last passes the input on, concatenated to its own output.
-
-    Args:
-        planes: P, the number of planes that `planes_of` makes of the transform's parameters.
+    Its input is the image, the row and the column of each pixel, and the planes that `planes_of`
+    makes of the transform's parameters. Each layer but the last passes the input on, concatenated
+    to its own output.
     """
 
     low: Tensor
@@ -50,6 +48,7 @@ class BPDANet(nn.Module):
         channels = self.layers[-1][0].out_channels  # type: ignore[index]
         if x.shape[1] != channels:
             raise ValueError(f"this network is of {channels} channels, got images {list(x.shape)}")
+        # A constant parameter has no range to divide by.
         span = (self.high - self.low).clamp_min(MIN_RANGE)
         planes = (planes_of(x, params) - self.low[:, None, None]) / span[:, None, None]
         row, column = (torch.arange(n, device=x.device).to(x) * 2 / n - 1 for n in x.shape[2:])
@@ -70,15 +69,10 @@ class BPDANet(nn.Module):
 
 
 def planes_of(x: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """Turn the parameters of a transform into planes beside the images.
-
-    Parameters of four dimensions, [B, …, h, w], are resized to the images' size. All others, such
-    as the matrix of `Affine`, give one constant plane per number.
-
-    The planes are [B, P, H, W] of x's dtype.
-    """
+    """Return the parameters of a transform as planes [B, P, H, W] beside the images."""
     planes = [x.new_empty(len(x), 0, *x.shape[2:])]
     for param in params:
+        # Planes are resized to the images; any other number makes a constant plane.
         shaped = param.to(x) if param.dim() == 4 else param.to(x).reshape(len(x), -1, 1, 1)
         planes.append(interpolate(shaped, x.shape[2:]) if shaped.shape[1] else shaped)
     return torch.cat(planes, 1)
@@ -99,16 +93,9 @@ class _ReplaceGradient(torch.autograd.Function):
 def approximated(
     transform: Transform, x: Tensor, params: Sequence[Tensor], net: nn.Module | None = None
 ) -> Tensor:
-    """Apply a transform exactly, with the gradient of a network or of the identity.
-
-    Args:
-        net: in evaluation mode; the gradient is its vector-Jacobian product at (x, params). None:
-            the identity.
-
-    Returns:
-        [B, C, H, W], `transform(x, *params)` to the bit.
-    """
+    """Apply a transform exactly, with a network's gradient at (x, params) or the identity's."""
     with torch.no_grad():
+        # The images are those of the transform, to the bit.
         y = transform(x, *params)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return y
@@ -206,11 +193,8 @@ def _initial_net(transform: Transform, x: Tensor, generator: torch.Generator | N
 
 
 def place_of(folder: Path | str, transform: Transform, shape: Sequence[int] | None) -> Path:
-    """Return the file of a transform's network, `*` in place of the shape [C, H, W] if it is None.
-
-    The name depends on the transform and its arguments, but not on the probability p: the network
-    learns the transform itself.
-    """
+    """Return the file of a transform's network for images [C, H, W]; `*` stands for any shape."""
+    # Arguments are hashed, for a file's name could not hold them all.
     digest = hashlib.sha256(_spec(transform).encode()).hexdigest()[:8]
     size = "x".join(map(str, shape)) if shape else "*"
     return Path(folder) / f"{type(transform).__name__}_{digest}_{size}.pt"
@@ -224,6 +208,7 @@ def _spec(transform: Transform) -> str:
             return f"[{', '.join(map(canonical, value))}]"
         return f"{value:.9g}" if isinstance(value, float) else str(value)
 
+    # The network learns the transform itself, however probable it is.
     names = [field.name for field in fields(transform) if field.name != "p"]
     arguments = ", ".join(f"{name}={canonical(getattr(transform, name))}" for name in names)
     return f"{type(transform).__name__}({arguments})"
@@ -240,11 +225,7 @@ def save_approximation(
 
 
 def load_approximation(path: Path | str) -> tuple[BPDANet, dict[str, Any]]:
-    """Load a network, in evaluation mode and frozen, and the values saved beside it.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """Load a network, in evaluation mode and frozen, and the values saved beside it."""
     try:
         with torch.inference_mode(False):
             content = torch.load(path, map_location="cpu", weights_only=True)

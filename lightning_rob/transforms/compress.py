@@ -114,6 +114,7 @@ class FFT(AlphaTransform):
         return between(x, 0.98, 1.02, generator=generator), kept.to(x)
 
     def apply(self, x: Tensor, gain: Tensor, kept: Tensor) -> Tensor:
+        # Half of the spectrum suffices: that of a real image is symmetric.
         spectrum = torch.fft.rfft2(x) * (over_pixels(gain) * kept)
         y: Tensor = torch.fft.irfft2(spectrum, s=x.shape[2:])
         return y
@@ -125,6 +126,7 @@ def jpeg(
     """Compress images of one or three channels by qualities [B] with a gradient; not clamped."""
     height, width = x.shape[2:]
     padded = pad(x, [0, -width % 16, 0, -height % 16], mode="replicate") * WHITE
+    # At quality 100 the factor is 0, which would divide; the released one is negative below 50.
     factor = table_factor(quality, released_code).abs().clamp_min(MIN_FACTOR)[:, None, None]
     tables = x.new_tensor([LUMA, CHROMA])
     luma, chroma = (factor * t for t in (tables.mT if transposed else tables))

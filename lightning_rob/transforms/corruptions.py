@@ -76,6 +76,7 @@ class Corruption(Transform):
             raise ValueError(f"no corruption {self.name!r}, there are {', '.join(known)}")
         corrupt = known[self.name]
         seeded = "seed" in inspect.signature(corrupt).parameters
+        # The package takes images of 8 bits and three channels.
         bytes_ = (255 * x.detach()).round().byte().expand(-1, 3, -1, -1).permute(0, 2, 3, 1).cpu()
         images, state = [], np.random.get_state()
         try:

@@ -12,6 +12,7 @@ FLAT = 1e-6  # keeps an image without edges, which becomes mid-grey, from dividi
 
 def stretch(z: Tensor) -> Tensor:
     """Shift and scale each image, all channels alike, to span [0, 1]; [B, C, H, W] both."""
+    # All channels together, so that colours keep their proportions.
     low, high = z.amin((1, 2, 3), keepdim=True), z.amax((1, 2, 3), keepdim=True)
     return (z - low + FLAT / 2) / (high - low + FLAT)
 

@@ -62,6 +62,7 @@ class FromKornia(Transform):
 
     def sample(self, x: Tensor, generator: Generator = None) -> tuple[Tensor, ...]:
         """(seed [B] int64 of each image's augmentation)."""
+        # Two numbers of 24 bits make a seed of 48.
         digits = (uniform(x.float(), 2, generator=generator) * 2**24).long()
         return (digits[:, 0] * 2**24 + digits[:, 1],)
 

@@ -89,6 +89,7 @@ def _largest_box(rows: int, columns: int) -> tuple[int, int]:
 def _source_positions(length: int, start: Tensor, side: Tensor) -> Tensor:
     """[B, length]: where in the image each pixel of the resized box lies, along one side."""
     center = torch.arange(length, device=start.device, dtype=start.dtype) + 0.5
+    # The centres of pixels lie at halves, as in resizing without aligned corners.
     inside = center * (side[:, None] / length) - 0.5
     return start[:, None] + torch.minimum(inside.clamp_min(0), side[:, None] - 1)
 

@@ -82,6 +82,7 @@ def summed_poisson_quantile(u: Tensor, rate: Tensor, max_rate: float) -> Tensor:
     """Compute `poisson_quantile` by summing the probabilities: faster where rates are small."""
     dtype, rate = u.dtype, rate.double()  # in single precision rounding would hide the tail
     u = u.to(rate).clamp(2.0**-25, 1 - 2.0**-24)
+    # Before step k of the loop `term` is P(count = k - 1), and `below` P(count < k).
     term = (-rate).exp()
     below, count = term.clone(), torch.zeros_like(rate, dtype=torch.float32)
     # at rates up to 4, counts beyond the last term have a probability below 2^-25

@@ -227,6 +227,7 @@ class Cartoon(Transform):
         from kornia.filters import bilateral_blur
         from kornia.geometry.transform import pyrdown, pyrup
 
+        # Padded to a multiple, for each halving needs even sides.
         step = 2**self.halvings
         y = round_8bit(pad(x, [0, -x.shape[3] % step, 0, -x.shape[2] % step], mode="replicate"))
         for _ in range(self.halvings):

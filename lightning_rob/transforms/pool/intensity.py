@@ -57,6 +57,7 @@ class Quantize(NumpyTransform):
         from sklearn.cluster import KMeans  # more than a second to import
 
         pixels = image.reshape(len(image), -1).T
+        # Each distinct colour once, weighted by its pixels.
         found, index, counts = np.unique(pixels, return_inverse=True, return_counts=True, axis=0)
         count = min(self.colors, len(found))
         means = KMeans(count, n_init=1, random_state=seed)
@@ -151,6 +152,7 @@ class Noise(Transform):
         if self.kind == "poisson":
             clean = x.detach()
             distinct = torch.tensor([len(image.unique()) for image in clean], device=x.device)
+            # As `skimage.util.random_noise`: the distinct values, rounded up to a power of two.
             photons = (2 ** distinct.log2().ceil()).to(x)[:, None, None, None]
             u = uniform(x, *x.shape[1:], generator=generator)
             return ones, poisson_quantile(u, clean.clamp_min(0) * photons) / photons - clean

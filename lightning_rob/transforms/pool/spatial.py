@@ -182,6 +182,7 @@ class RadonReconstruction(NumpyTransform):
         angles = np.linspace(self.first, self.last, 28, endpoint=False)
         center = image.shape[-1] // 2
         squares = (np.arange(image.shape[-1]) - center) ** 2
+        # scikit-image's Radon transform takes the image for zero outside of the circle.
         inside = squares[:, None] + squares <= center**2
         sinograms = [transform.radon(plane * inside, angles) for plane in image]  # type: ignore[no-untyped-call]
         invert: Callable[..., NumpyImage] = (
