@@ -38,9 +38,8 @@ def evaluating(defense: M) -> Iterator[M]:
 def attacking(defense: M) -> Iterator[M]:
     """As `evaluating`, with gradients for images but not for weights.
 
-    Works inside `torch.inference_mode` and inside autocast. In the working copy BatchNorm is folded
-    into the convolutions (`lightning_rob.attacks.folding`), and TF32 is off unless an enclosing
-    `in_float32` allows it (`lightning_rob.runtime.precision`).
+    Works inside `torch.inference_mode` and autocast. In the working copy BatchNorm is folded into
+    the convolutions, and TF32 is off unless an enclosing `in_float32` allows it.
     """
     with (
         evaluating(defense) as copied,

@@ -71,10 +71,8 @@ def fresh(copied: M) -> M:
 
 
 def changes(copied: nn.Module) -> list[str]:
-    """Return the names of the weights, buffers and attributes that a copy has changed since.
-
-    Attributes that are new are left out: a constant that a first forward stores changes nothing.
-    """
+    """Return the names of the weights, buffers and attributes that a copy has changed since."""
+    # New attributes are left out: a constant that a first forward stores changes nothing.
     before, after = _states[copied], _state(copied)
     return [name for name, value in before.items() if name in after and after[name] != value]
 

@@ -139,7 +139,7 @@ class Transductive(Defense):
 
     @abstractmethod
     def fit_to_batch(self, x: Tensor, generator: torch.Generator) -> Self:
-        """Return the defense adapted to images [B, C, H, W]; its weights have gradients."""
+        """Return the defense adapted to images [B, C, H, W]; called with gradients enabled."""
 
     def copy_with(self, **changed: Any) -> Self:
         """Return this defense with some attributes replaced and all others shared."""

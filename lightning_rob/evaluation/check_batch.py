@@ -62,7 +62,7 @@ class CheckBatch:
         directions: int = DIRECTIONS,
     ) -> None:
         self.target = target
-        self.directions = directions
+        self.directions = directions  # in which slopes are compared with differences, at least
         self.x, self.y = x.detach().clone(), y  # a network may write to them
         self.index = torch.arange(len(x), device=x.device) if index is None else index
         self.near: Tensor | None = None  # the column `slope_near`, once it is measured

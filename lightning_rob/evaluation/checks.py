@@ -58,7 +58,7 @@ def condition(
     """Return the check that a measured condition holds for few images.
 
     The text of its finding has their number as "{images}". `few` is the severity where it holds for
-    some images, but not for many; below the share `least` of images many are fine too.
+    some images, but not for many. Below the share `least` of the images it is fine in any case.
     """
 
     def check(target: CheckTarget, columns: Columns) -> Finding:

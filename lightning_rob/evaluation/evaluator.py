@@ -359,7 +359,7 @@ def _spread(x: Tensor, count: int) -> Tensor:
 
 
 def check_predictions(defense: Defense, predictions: Tensor, y: Tensor) -> None:
-    """Raise ValueError for labels [B] that no prediction [R, B, K] can be, or for odd rows."""
+    """Raise ValueError for labels [B] that are no class of [R, B, K], or undeclared rejections."""
     check_classes(predictions.shape[-1])
     check_labels(y, predictions.shape[-1])
     if defense.rejects is not None:

@@ -17,13 +17,9 @@ Columns = Mapping[str, Tensor]  # per image [N]: a score in [0, 1], or 1 where a
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of the check `name`: a finding in plain words, its remedy and measurements.
+    """The outcome of the check `name`: a finding in plain words, its remedy and measurements."""
 
-    It is "severe" where an accuracy measured here cannot be trusted, a "warning" to look at it, a
-    "note" of interest, or that nothing was checked, or "fine".
-    """
-
-    severity: Severity
+    severity: Severity  # "severe": an accuracy cannot be trusted; "note": also of no check made
     text: str
     advice: str = ""
     values: dict[str, Any] = field(default_factory=dict)

@@ -62,7 +62,7 @@ class GaussianBlur(Transform):
         distance = torch.arange(-reach, reach + 1, device=x.device)
         within = (distance.abs() <= size[:, None] // 2)[:, None]
         weights = within * torch.exp(-((distance / std[..., None]) ** 2) / 2)
-        # Normalised after the cut, so that a grey image stays grey.
+        # Normalised after the cut, so that a constant image stays as it is.
         weights = (weights / weights.sum(-1, keepdim=True)).to(x)[..., None, None, None]
         down, across = weights.unbind(1)
         padded = pad(x, [reach] * 4, mode="reflect")

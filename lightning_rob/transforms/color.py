@@ -158,10 +158,7 @@ def jitter_hsv(x: Tensor, factor: Tensor, shift: Tensor, shifted: Tensor) -> Ten
 
 @dataclass(frozen=True)
 class Curve:
-    """A power of x + shift beyond a threshold, below it a straight line.
-
-    gain ((x + shift) / (1 + shift))^exponent - drop, or slope x + intercept.
-    """
+    """A power of x + shift beyond a threshold, below it a straight line."""
 
     threshold: float
     exponent: float
@@ -179,6 +176,7 @@ class Curve:
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the curve, its power and 1 where x is beyond the threshold, else 0."""
         beyond, line = (x > self.threshold).to(x), x * self.slope + self.intercept
+        # gain ((x + shift) / (1 + shift))^exponent - drop, or the line slope x + intercept.
         base = (x.clamp_min(self.threshold) + self.shift) / (1 + self.shift)
         power = self.gain * base**self.exponent
         return (power - self.drop) * beyond + line * (1 - beyond), power, beyond
