@@ -272,7 +272,7 @@ class TargetedMargin:
     """The logit of the wrong class y + k modulo K minus the label's, reduced over draws."""
 
     class_offset: int  # k
-    reduction: Reduction = "mean"  # with the draws' weights; "min" is over those of positive weight
+    reduction: Reduction = "mean"  # "mean" with the draws' weights, "min" over positive ones
 
     def __call__(self, logits: Tensor, weights: Tensor, y: Tensor) -> Tensor:
         """Compute the margins [B] of logits [S, B, K], weights [S] and labels [B]."""

@@ -135,7 +135,7 @@ class ARC(Attack):
         delta = torch.zeros_like(x)
         acc_best = acc_current = expected_accuracy(members, weights, x, y, check=True)
         if self.random_start:
-            # The authors' accuracy to beat remains that of the clean image.
+            # As in the authors' code the accuracy to beat is the clean image's.
             delta = self.threat.start(x, generator) - x
             acc_current = expected_accuracy(members, weights, x + delta, y)
         elif self.start:

@@ -45,7 +45,7 @@ class BestSoFar:
         generator: Generator,
         threshold: float = 0,
     ) -> Self:
-        """Start at the clean images [B, …], of which those above the threshold have succeeded."""
+        """Start at the clean images [B, …]; images above the threshold have succeeded."""
         with torch.no_grad():
             value = evaluate.value(defense, x, y, generator, check=True).to(x)
         fooled = value > threshold

@@ -1,4 +1,4 @@
-"""Batches that are worked on in parts, such as those that do not fit into memory as a whole."""
+"""Work on batches in parts, for instance because a batch does not fit into memory."""
 
 import warnings
 from collections.abc import Callable, Sequence

@@ -76,7 +76,7 @@ class FAB(Attack):
         order = wrong_classes(clean, y)
         left = Search(positions(x), x, y, noise, x, order).select(clean.argmax(-1) == y)
         x_final = x.clone()
-        # Each target has runs of its own, of which all but the first start at random points.
+        # Each target has runs of its own; all but the first start at random points.
         targets = [slice(rank, rank + 1) for rank in range(min(self.targets, order.shape[1]))]
         runs = [(each, n > 0) for each in targets or [slice(None)] for n in range(self.restarts)]
         for number, (columns, at_random) in enumerate(runs, 1):

@@ -49,7 +49,7 @@ class Sight:
 
     @property
     def blind(self) -> Tensor:
-        """The images [B] of which no gradient was of use, NaN for those of which none was asked."""
+        """1 for images [B] without a useful gradient, else 0; NaN where none was asked for."""
         return (self.usable == 0).float().masked_fill(self.asked == 0, torch.nan)
 
 
@@ -64,7 +64,7 @@ def watching(images: int, device: torch.device) -> Iterator[Sight]:
 def own_sight(images: int, device: torch.device, generator: Generator) -> Iterator[Sight]:
     """Yield the sight of one attack, which counts for that of an attack around it as well."""
     outer = _current.get()
-    # The streams of an outermost attack have the rows of its own batch, be it part of a larger one.
+    # Rows of an outermost attack are places in its own batch, even if that is part of a larger one.
     streams = generator if outer is None and isinstance(generator, Streams) else None
     rows = None if streams is None else streams.rows
     try:

@@ -100,7 +100,7 @@ class Square(Attack):
     def _margin(
         self, defense: Defense, x: Tensor, y: Tensor, noise: Generator, check: bool = False
     ) -> Tensor:
-        """Return the margins [b] of images [b, C, H, W], minus infinity for those that fool."""
+        """Return the margins [b] of images [b, C, H, W]; minus infinity where an image fools."""
         values = scores(defense, x, noise, self.draws)
         if check:
             check_logits(values[None], y)

@@ -37,7 +37,7 @@ ORIGIN = "_working_copy_of"  # the attribute of a copy that refers to its origin
 OWN_FIELDS = ("_parameters", "_buffers", "_modules")
 SHARED_FROM = 2**26  # bytes of a plain tensor or array from which it is a data set, and shared
 NO_STATE = {"training", ORIGIN, *OWN_FIELDS}  # attributes that evaluations set themselves
-LONGEST = 1000  # entries of a container; those of longer ones, such as paths of files, are shared
+LONGEST = 1000  # entries of a container that are copied; longer ones, as of paths, share theirs
 DEEPEST = 20  # containers and objects inside each other
 NAMESPACES = (SimpleNamespace, Namespace)
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -83,7 +83,7 @@ def keep_changes(copied: nn.Module) -> None:
 
 
 def original(module: M) -> M:
-    """Return the module of which this is a working copy; itself if it is none."""
+    """Return the module that was copied; a module that is no working copy itself."""
     origin = module.__dict__.get(ORIGIN)
     return (origin and origin()) or module
 

@@ -41,7 +41,7 @@ def network_logits(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def logits_in(output: Any) -> Any:
-    """Return the `logits` of a network's output; an output that has none as it is."""
+    """Return the `logits` of a network's output, or the output itself if it has none."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):

@@ -122,7 +122,7 @@ class AcceptedClasses(Defense):
         if abstains(self.defense.rule):
             # Where the largest wrong class leads the label's own logit by g, the raised one leads
             # it by 1 / (1 + g), and by 1 - g where it does not: the margin stays negative, and
-            # rises as g does. The gradient is that of the label.
+            # rises as g does. The gradient stays the label's.
             top = accepted.scatter(-1, index, -torch.inf).amax(-1, keepdim=True)
             gap = top - label
             lead = torch.where(gap > 0, 1 / (1 + gap.clamp_min(0)), 1 - gap)

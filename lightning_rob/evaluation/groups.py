@@ -44,7 +44,7 @@ def canonical_groups(positions: Tensor, size: int = GROUP_SIZE) -> list[Tensor]:
 
 
 class GroupQueue:
-    """The groups of an evaluation, of which each process takes the next one when it is ready."""
+    """The groups of an evaluation; each process takes the next one when it is ready."""
 
     def __init__(self, groups: list[Tensor], key: str, rank: int, world_size: int) -> None:
         self.groups = groups

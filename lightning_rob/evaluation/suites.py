@@ -129,7 +129,7 @@ def _on_differentiable(defense: Defense, attack: Attack) -> Attack:
 
 
 def _gradient_attacks(defense: Defense, pgd: PGD) -> dict[str, Attack]:
-    """Return the default PGD and its variants, each of which should be about as strong."""
+    """Return the default PGD and its variants, which should all be about as strong."""
     eps, steps = pgd.threat.eps, 5 * pgd.steps
     margin = margin_of_rule(defense.rule) if len(defense.weights) > 1 else linear
     attacks = {

@@ -124,7 +124,7 @@ class Transform(ABC):
 
     @property
     def class_name(self) -> str:
-        """The name by which a defense has it, that of the class."""
+        """The name of the class, by which a defense knows the transform."""
         return type(self).__name__
 
     def _apply_finite(self, x: Tensor, *params: Tensor) -> Tensor:

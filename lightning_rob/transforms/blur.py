@@ -71,7 +71,7 @@ class GaussianBlur(Transform):
 
 @dataclass(frozen=True)
 class SizedBlur(Transform):
-    """A blur by a square of one size, odd, or of several, one of which each image gets."""
+    """A blur by a square of one odd size in pixels, or of one of several sizes for each image."""
 
     size: int | tuple[int, ...]
     odd = "size"

@@ -114,7 +114,7 @@ def _from_hsv(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     turns = hue / TURN
     sector = (6 * turns.detach()).floor()
     sector = sector - 6 * (sector / 6).floor()
-    # The sector is that of the true hue, the position in it that of the soft modulo.
+    # The true hue decides the sector, the soft modulo the position in it.
     position = (6 * soft_modulo(turns) - sector)[:, None]
     places = sector.to(torch.int32).clamp(0, 5).flatten()  # a NaN is anywhere
     slope, below = (

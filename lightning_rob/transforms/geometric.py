@@ -56,7 +56,7 @@ class Crop(AlphaTransform):
             corner = (uniform(x, 2, generator=generator) * (image - size + 1)).floor()
             return (torch.cat([corner, size], 1).long(),)
         # As torchvision's `RandomResizedCrop`: the area is a share U(1 - alpha, 1 + alpha), the
-        # logarithm of width to height uniform between those of 3/4 and 4/3.
+        # logarithm of width to height uniform from log(3/4) to log(4/3).
         u = uniform(x, TRIES, 2, generator=generator)
         area = rows * columns * (1 - self.alpha + (2 * self.alpha) * u[..., 0] + EPS)
         ratio = MIN_RATIO ** (1 - 2 * u[..., 1])
