@@ -1,8 +1,8 @@
 """Attacks on randomized ensembles side by side: what they leave, and what they cost.
 
     for r in dverge adp gal trs iat; do lightning-rob fit --config ${r}_digits; done
-    OMP_NUM_THREADS=1 python benchmarks/climb.py logs/version_*/checkpoints/last.ckpt
-    OMP_NUM_THREADS=1 python benchmarks/climb.py benchmarks/papers/checkpoints/*.ckpt --data cifar10
+    python benchmarks/climb.py logs/version_*/checkpoints/last.ckpt
+    python benchmarks/climb.py benchmarks/papers/checkpoints/*.ckpt --data cifar10
 
 Attacks the first test images within the radius and norm of the training, digits within linf 0.1, and
 prints a Markdown table for each checkpoint: expected accuracy, the paired difference to the climb
