@@ -307,7 +307,6 @@ BUDGETS = {  # name -> attack, number of passes, and the smallest number for it 
     "strongest": (Strongest((STEP, replace(STEP, steps=3))), 60, 2 * (2 * 2 + 2)),
     "autoattack": (AutoAttack(LINF), 400, 2 * (1 + 6 + 2 + 4 * 5 + 1 + 4 * 3 + 3 + 4) + 2),
 }
-FLAT = "ignore::lightning_rob.runtime.errors.ZeroGradientWarning"
 
 
 def flat_ensemble():

@@ -9,7 +9,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_rob.attacks import attacking
-from lightning_rob.randomness import Streams
+from lightning_rob.defenses import Defense
+from lightning_rob.randomness import Streams, normal
+from lightning_rob.rules import mean_probs
+from tests.counting import Shared
 
 PROTOTYPES = torch.rand((4, 1, 6, 6), generator=torch.Generator().manual_seed(42))
 
@@ -37,6 +40,87 @@ class NonFinite(nn.Module):
 
     def forward(self, x):
         return self.inner(x) * float("nan")
+
+
+class Recording(nn.Module):
+    """A network that keeps the images that it is called on."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.seen = net, Shared()
+
+    def forward(self, x):
+        self.seen.append(x.detach().clone())
+        return self.net(x)
+
+
+class Affine(nn.Linear):
+    """A linear network of images."""
+
+    def forward(self, x):
+        return super().forward(x.flatten(1))
+
+
+class Hyperplane(nn.Module):
+    """Two classes on both sides of a plane."""
+
+    def __init__(self, w, bias=0.0):
+        super().__init__()
+        self.w, self.bias = nn.Parameter(w), bias
+
+    def forward(self, x):
+        f = (x.flatten(1) - 0.5) @ self.w + self.bias
+        return torch.stack([-f, f], 1)
+
+
+class Constant(nn.Module):
+    """The same logits for every image, and a gradient."""
+
+    def __init__(self, *logits):
+        super().__init__()
+        self.logits = torch.tensor(logits, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.logits + 0 * x.flatten(1).sum(1, keepdim=True)
+
+
+class Noisy(Defense):
+    """A look at the image with noise for each weight; counts how often it is asked."""
+
+    def __init__(self, net, strength=0.3, weights=(1.0,)):
+        super().__init__(torch.tensor(weights), mean_probs)
+        self.net, self.strength, self.calls = net, strength, 0
+
+    def logits(self, x, generator=None):
+        self.calls += 1
+        looks = [
+            x + self.strength * normal(x, *x.shape[1:], generator=generator) for _ in self.weights
+        ]
+        return torch.stack([self.net(look) for look in looks])
+
+
+def plane(norm, gain=1.0):
+    """A hyperplane, images on both sides of it, their labels and distances (of the dual norm)."""
+    net = Hyperplane(gain * torch.randn(12, generator=seeded(1), dtype=torch.float64)).double()
+    x = 0.3 + 0.4 * torch.rand((40, 3, 2, 2), generator=seeded(2), dtype=torch.float64)
+    y, f = net(x).argmax(1), net(x)[:, 1].detach().abs()
+    return net, x, y, f / torch.linalg.vector_norm(net.w.detach(), 1 if norm == "linf" else 2)
+
+
+def mlp(seed, classes=3, gain=1.0):
+    """A small network in double precision for images of 3x2x2 pixels."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, classes))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(gain)
+    return net.double()
+
+
+def noise_images(count=10, classes=3, seed=0):
+    """Images of 3x2x2 pixels in double precision, and labels."""
+    x = torch.rand((count, 3, 2, 2), generator=(chance := seeded(seed))).double()
+    return x, torch.randint(classes, (count,), generator=chance)
 
 
 def images(count, seed=0):

@@ -22,7 +22,8 @@ from lightning_rob.defenses import DENT, Ensemble, RandomTransforms, Single, Tra
 from lightning_rob.nets import SmallCNN
 from lightning_rob.objectives import linear
 from lightning_rob.threat import Threat
-from tests.attacks.test_cw import Affine, sizes, trained
+from tests.attacks.common import Affine
+from tests.attacks.test_cw import sizes, trained
 from tests.audit.planted import Through, clamped
 from tests.tiny import TinyNet
 
