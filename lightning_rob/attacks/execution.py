@@ -42,7 +42,12 @@ def run_in_parts(
 
     Returns:
         [B, …].
+
+    Raises:
+        ValueError: the numbers of streams and images differ.
     """
+    if isinstance(generator, Streams) and len(generator) != len(x):
+        raise ValueError(f"{len(generator)} random streams for {len(x)} images")
     done, counter = [], 0
     for rows in parts:
         noise = rows_of(generator, rows)
