@@ -1,7 +1,6 @@
 """Attacks on one sub-model of a transformation ensemble, carried back."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -133,14 +132,6 @@ def test_is_the_attack_through_the_transformation(name, inner, exact):
     assert not torch.equal(x_adv, x)
 
 
-@pytest.mark.parametrize("name", REVERSIBLE)
-def test_the_smallest_step_that_fools_there_fools_here(name, all_reversible):
-    ensemble = all_reversible
-    x, y = images(30, seed=6)
-    x_adv = TAA(DeepFool(Threat("l2", 10.0)), name)(ensemble, x, y)
-    assert not members_right(ensemble, x_adv, y)[ensemble.place(name)].any()
-
-
 @every_inner
 def test_transformations_that_cannot_be_undone_are_attacked_through(inner, mixed):
     x, y = images(6, seed=7)
@@ -229,10 +220,3 @@ def test_strategies_are_those_on_the_members_with_a_gradient(mixed):
     assert [(p, a) for p, a in played] == [
         (pytest.approx(0.25), OnDifferentiable(OnMember(FGSM, i))) for i in range(4)
     ]
-
-
-def test_can_be_built_anew_at_another_radius():
-    assert TAA(FGSM, 1).rescaled(0.2) == TAA(
-        replace(FGSM, threat=Threat("linf", 0.2), step_size=0.2), 1
-    )
-    assert TAA(FGSM).threat == OnDifferentiable(FGSM).threat == LINF
