@@ -12,7 +12,7 @@ from lightning_rob.objectives import ce_of_mean_logits, linear
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from tests import plain
-from tests.attacks.common import Hyperplane
+from tests.attacks.common import Constant, Hyperplane
 
 
 class MLP(nn.Module):
@@ -251,21 +251,12 @@ def test_member_order(probs, order):
 @pytest.mark.parametrize("place", ["autocast", "bfloat16"])
 def test_small_probabilities_count_in_half_precision(place):
     """A member of probability 0.001 must not be lost in the rounding of the scores."""
-
-    class Constant(nn.Module):
-        def __init__(self, right):
-            super().__init__()
-            self.right = right
-
-        def forward(self, x):
-            logits = torch.tensor([1.0, 0.0] if self.right else [0.0, 1.0])
-            return logits.expand(len(x), 2).to(x.dtype)
-
+    right, wrong = Constant(1.0, 0.0), Constant(0.0, 1.0)
     x, y = torch.rand(2, 4), torch.zeros(2, dtype=torch.int64)
     x = x.bfloat16() if place == "bfloat16" else x
     weights = torch.tensor([0.999, 0.001])
     with torch.autocast("cpu", torch.bfloat16, enabled=place == "autocast"):
-        both = expected_accuracy([Constant(True), Constant(True)], weights, x, y)
-        one = expected_accuracy([Constant(True), Constant(False)], weights, x, y)
+        both = expected_accuracy([right, right], weights, x, y)
+        one = expected_accuracy([right, wrong], weights, x, y)
     assert both.float().tolist() == pytest.approx([1.0, 1.0], abs=1e-6)
     assert one.float().tolist() == pytest.approx([0.999, 0.999], abs=1e-6)

@@ -338,13 +338,6 @@ def test_random_defense_by_its_mean_gradient(single):
     assert calls == pytest.approx(defense.calls, rel=0.02)
 
 
-def test_draws(single):
-    x, _ = images(2, seed=12)
-    defense = Noisy(single.net, 0.1, (0.75, 0.25))
-    assert scores(defense, x, seeded(), 3).shape == (2, 4)
-    assert defense.calls == 3
-
-
 # errors
 
 

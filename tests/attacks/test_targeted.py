@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rob.attacks import PGD, SGM, HighConfidence, Strongest, Targeted
+from lightning_rob.attacks import PGD, SGM, HighConfidence, Targeted
 from lightning_rob.defenses import Ensemble, Mixture, Single
 from lightning_rob.objectives import (
     ce_of_mean_logits,
@@ -125,17 +125,6 @@ def test_the_more_draws_the_surer_the_target():
     truth = targets(2000, 0)
     hits = [torch.stack([targets(n, s) == truth for s in range(1, 6)]).sum() for n in (1, 30)]
     assert hits[1] > hits[0]
-
-
-def test_is_one_of_several():
-    defense, (x, y) = ensemble(), noise_images(40, 5)
-    plain = PGD(LINF, 5, 0.03, linear, random_start=False)
-    both = Strongest((plain, Targeted(plain, (1, 2))))(defense, x, y)
-    right = [
-        defense(z).gather(1, y[:, None]).mean().item() for z in (both, plain(defense, x, y), x)
-    ]
-    assert right[0] <= right[1] <= right[2]
-    assert right[0] < right[2]
 
 
 @pytest.mark.parametrize("rank", [5, (1, 5), 100])
