@@ -9,23 +9,27 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_rob.attacks import attacking
-from lightning_rob.defenses import Defense
+from lightning_rob.defenses import Defense, TransformEnsemble
 from lightning_rob.randomness import Streams, normal
 from lightning_rob.rules import mean_probs
+from lightning_rob.transforms.pool import chosen
 from tests.counting import Shared
 
-PROTOTYPES = torch.rand((4, 1, 6, 6), generator=torch.Generator().manual_seed(42))
+PROTOTYPES = {
+    side: torch.rand((4, channels, side, side), generator=torch.Generator().manual_seed(42))
+    for side, channels in ((6, 1), (8, 3))
+}
 
 
 class ConvNet(nn.Module):
     """Batch norm and dropout show whether an attack runs in evaluation mode."""
 
-    def __init__(self, width=6):
+    def __init__(self, width=6, channels=1, side=6):
         super().__init__()
-        self.conv = nn.Conv2d(1, width, 3, padding=1)
+        self.conv = nn.Conv2d(channels, width, 3, padding=1)
         self.norm = nn.BatchNorm2d(width)
         self.drop = nn.Dropout(0.3)
-        self.linear = nn.Linear(width * 36, 4)
+        self.linear = nn.Linear(width * side**2, 4)
 
     def forward(self, x):
         return self.linear(self.drop(self.norm(self.conv(x)).relu()).flatten(1))
@@ -123,11 +127,29 @@ def noise_images(count=10, classes=3, seed=0):
     return x, torch.randint(classes, (count,), generator=chance)
 
 
-def images(count, seed=0):
+def images(count, seed=0, channels=1, side=6):
     generator = seeded(seed)
     y = torch.randint(4, (count,), generator=generator)
-    noise = 0.15 * torch.randn((count, 1, 6, 6), generator=generator, dtype=torch.float32)
-    return (0.25 + 0.5 * PROTOTYPES[y] + noise).clamp(0, 1), y
+    shape = (count, channels, side, side)
+    noise = 0.15 * torch.randn(shape, generator=generator, dtype=torch.float32)
+    return (0.25 + 0.5 * PROTOTYPES[side][y, :channels] + noise).clamp(0, 1), y
+
+
+def trained_transforms(names, steps=60, channels=1, side=6):
+    """A transformation ensemble whose members know their transformed images, in training mode."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        nets = [ConvNet(channels=channels, side=side) for _ in chosen(names)]
+        ensemble = TransformEnsemble(nets, names)
+        for i, net in enumerate(nets):
+            optimizer = torch.optim.Adam(net.parameters(), 0.01)
+            for step in range(steps):
+                x, y = images(64, 1000 * i + step, channels, side)
+                optimizer.zero_grad()
+                cross_entropy(net(ensemble.seen(i, x, seeded(step))), y).backward()
+                optimizer.step()
+            net.zero_grad()
+    return ensemble
 
 
 @cache

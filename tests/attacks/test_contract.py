@@ -1,5 +1,6 @@
 """One contract for every attack: `ENTRIES` holds each class once or twice."""
 
+import copy
 import importlib
 import inspect
 import pkgutil
@@ -63,7 +64,6 @@ from lightning_rob.defenses import (
     Mixture,
     RandomTransforms,
     Single,
-    TransformEnsemble,
 )
 from lightning_rob.objectives import (
     ce_of_mean_logits,
@@ -89,6 +89,7 @@ from tests.attacks.common import (
     seeded,
     snapshot,
     trained_net,
+    trained_transforms,
 )
 
 LINF, L2 = Threat("linf", "32/255"), Threat("l2", 0.7)
@@ -191,22 +192,6 @@ IN_L2 = ("apgd-l2", "fab-l2", "square-l2", "deepfool-l2", "arc-l2", "pgd-l2")
 OWN_CHECKS = (*FAMILIES, "minimal-norm", "autoattack", "reference", "targeted", "high-confidence")
 
 
-@cache
-def transformed_weights(names):
-    """Members trained on images as they see them."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        ensemble = TransformEnsemble([ConvNet() for _ in names], names)
-        for i, net in enumerate(ensemble.members):
-            optimizer = torch.optim.Adam(net.parameters(), 0.01)
-            for step in range(60):
-                x, y = images(64, seed=1000 * i + step)
-                optimizer.zero_grad()
-                cross_entropy(net(ensemble.seen(i, x)), y).backward()
-                optimizer.step()
-    return ensemble.state_dict()
-
-
 def defense_for(kind):
     """A trained defense of a kind, in training mode, with parameters of its own."""
     first, second = trained_net(1), trained_net(2)
@@ -216,11 +201,12 @@ def defense_for(kind):
         return RandomTransforms(first, [GaussianNoise(alpha=0.1)], size=1, draws=2)
     if kind == "adapting":
         return DENT(first, steps=2)
-    names = ("rotate_180", "filter_gaussian", "flip_both")
-    with torch.random.fork_rng():
-        defense = TransformEnsemble([ConvNet() for _ in names], names)
-    defense.load_state_dict(transformed_weights(names))
-    return defense
+    return copy.deepcopy(transformed())
+
+
+@cache
+def transformed():
+    return trained_transforms(("rotate_180", "filter_gaussian", "flip_both"))
 
 
 @pytest.fixture

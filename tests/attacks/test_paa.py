@@ -19,8 +19,8 @@ from lightning_rob.evaluation.protocol import evaluate_once
 from lightning_rob.randomness import Streams
 from lightning_rob.threat import Threat
 from lightning_rob.transforms.pool import chosen
-from tests.attacks.common import seeded
-from tests.attacks.test_taa import Net, images, members_right, trained
+from tests.attacks.common import ConvNet, seeded
+from tests.attacks.test_taa import images, members_right, trained
 
 LINF = Threat("linf", 0.05)
 FGSM = PGD(LINF, 1, LINF.eps, random_start=False)
@@ -264,7 +264,7 @@ def test_never_leaves_the_bound(seed, aggregate, inner, bound, channels, project
     chance = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        nets = [Net(channels) for _ in range(4)]
+        nets = [ConvNet(channels=channels, side=8) for _ in range(4)]
     ensemble = TransformEnsemble(nets, ["shift_top_left", "rotate_90", "filter_gaussian", "clean"])
     x = (
         torch.rand(3, channels, 8, 8, generator=chance)
