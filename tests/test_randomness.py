@@ -41,11 +41,7 @@ def test_derive_seed_in_integers(keys):
 
 def test_splitmix_is_the_published_one():
     """First outputs for seed 1234567, as in the reference C code's well-known test."""
-    assert splitmix(1234567, 3) == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-    ]
+    assert splitmix(1234567, 3) == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     ours = Streams(torch.tensor([1234567])).uniform((3,))[0].tolist()
     assert ours == [(z >> 40) * 2.0**-24 for z in splitmix(1234567, 3)]
 

@@ -11,13 +11,7 @@ import torchvision
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rob.attacks import (
-    PGD,
-    SGM,
-    InsideBounds,
-    LinBP,
-    attacking,
-)
+from lightning_rob.attacks import PGD, SGM, InsideBounds, LinBP, attacking
 from lightning_rob.attacks.residual import residual_blocks
 from lightning_rob.defenses import Ensemble, RandomTransforms, Single
 from lightning_rob.nets import VGG16, PreActResNet18, ResNet, WideResNet

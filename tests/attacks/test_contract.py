@@ -58,13 +58,7 @@ from lightning_rob.attacks import (
     attacking,
 )
 from lightning_rob.attacks.nested import map_attacks
-from lightning_rob.defenses import (
-    DENT,
-    Ensemble,
-    Mixture,
-    RandomTransforms,
-    Single,
-)
+from lightning_rob.defenses import DENT, Ensemble, Mixture, RandomTransforms, Single
 from lightning_rob.objectives import (
     ce_of_mean_logits,
     ce_of_mean_probs,
@@ -107,10 +101,7 @@ ENTRIES = {
     "pgd": (STEPS, "ensemble"),
     "pgd-l2": (PGD(L2, 3, 0.25, linear, 2, 2, keep_best=True, momentum=(0, 0.9)), "random"),
     "arc": (ARC(LINF, 3, LINF.eps), "ensemble"),
-    "arc-l2": (
-        ARC(L2, 3, 0.4, neighbours=1, random_start=True, early_stop=True),
-        "ensemble",
-    ),
+    "arc-l2": (ARC(L2, 3, 0.4, neighbours=1, random_start=True, early_stop=True), "ensemble"),
     "cw": (CW(L2, 20, 0.05, binary_steps=3, initial_const=0.1), "ensemble"),
     "deepfool": (DeepFool(LINF), "ensemble"),
     "deepfool-l2": (DeepFool(L2, 20, candidates=1, overshoot=0.1), "ensemble"),
@@ -125,10 +116,7 @@ ENTRIES = {
     "minimal-norm-l2": (MinimalNorm(APGD(L2, 5, restarts=2), 3), "transformed"),
     "square": (Square(LINF, 200), "ensemble"),
     "square-l2": (Square(L2, 150), "ensemble"),
-    "autoattack": (
-        AutoAttack(LINF, "custom", ("apgd-ce", "square"), queries=10),
-        "ensemble",
-    ),
+    "autoattack": (AutoAttack(LINF, "custom", ("apgd-ce", "square"), queries=10), "ensemble"),
     "reference": (AutoAttack(LINF, "custom", ("apgd-ce",), reference=True), "ensemble"),
     "foreign": (Foreign(LINF, sign_step), "ensemble"),
     "taa": (TAA(FIXED), "transformed"),
