@@ -155,19 +155,18 @@ def test_worst_is_the_minimum_per_image_over_all_callbacks(tmp_path):
     strong = pgd(steps=10, step_size="16/255")
     alone = robust_eval({"alone": pgd()}, target="lightning_rob.defenses.first_member")
     callbacks = [robust_eval({"weak": pgd(steps=1)}), alone, robust_eval({"strong": strong})]
-    part = {"target": alone["init_args"]["target"], "max_images": 10}
-    callbacks += [robust_eval({"few": pgd()}, every_n_epochs=2, **part)]
+    alone["init_args"] |= {"every_n_epochs": 2, "max_images": 10}
     run("fit", "--config", recipe(tmp_path, **{"trainer__callbacks+": callbacks}))
     found = records(tmp_path)
-    assert [(r["epoch"], r["n"]) for r in found if r["name"] == "few"] == [(1, 10), (3, 10)]
+    assert [(r["epoch"], r["n"]) for r in found if r["name"] == "alone"] == [(1, 10), (3, 10)]
+    assert {r["target"] for r in found if r["name"] == "alone"} == {"first_member"}
     for epoch in range(4):
         rows = {r["name"]: r for r in found if r["epoch"] == epoch}
         assert rows["worst"]["over"] == ["weak", "strong"]
         both = min(rows["weak"]["accuracy"], rows["strong"]["accuracy"])
         assert rows["worst"]["accuracy"] <= both + 1e-9
-        assert rows["alone"]["target"] == "first_member"
     events = EventAccumulator(str(tmp_path / "run/version_0"), {"images": 0, "scalars": 0}).Reload()
-    logged = {"val/acc", "val/robust/weak", "val/robust/few", "val/robust/worst"}
+    logged = {"val/acc", "val/robust/weak", "val/robust/alone", "val/robust/worst"}
     assert logged <= set(events.Tags()["scalars"])
     assert len(events.Images("val/adversarial/strong")) == 4
 
@@ -238,7 +237,7 @@ def test_noise_is_keyed_by_image_and_seed_and_averaged_over_repeats():
     first = accuracy(101)
     assert accuracy(7) == first
     assert accuracy(101, seed=1) != first
-    assert abs(accuracy(32, repeats=100) - 0.25) < 0.02
+    assert abs(accuracy(32, repeats=40) - 0.25) < 0.02
 
 
 @blind
