@@ -18,14 +18,11 @@ from tests.tiny import arc, pgd, recipe, robust_eval, run
 
 LR = "model.init_args.optimizer.init_args.lr"
 WIDTH = "model.init_args.net.init_args.width"
+SHORT = {"trainer.max_epochs": 2, "model.init_args.epochs": 1, "data.init_args.train_size": 48}
 SPACE = {
     "variables": {LR: [0.001, 0.1], WIDTH: [2, 8, "int"]},
     "objective": {"val/robust/apgd": 1.0, "val/acc": 0.5},
-    "trial": {
-        "trainer.max_epochs": 2,
-        "model.init_args.epochs": 1,
-        "data.init_args.train_size": 48,
-    },
+    "trial": SHORT,
     "budget": {"trials": 2, "random": 1},
 }
 SQUARE = {"variables": {"x": [-1, 1], "y": [0, 4]}, "objective": {"height": 1.0}}
@@ -34,6 +31,12 @@ SQUARE = {"variables": {"x": [-1, 1], "y": [0, 4]}, "objective": {"height": 1.0}
 def hill(number, point):
     """Highest, 3, at x = 0.3 and y = 1."""
     return {"height": 3 - (point["x"] - 0.3) ** 2 - (point["y"] - 1) ** 2, "other": 0.0}
+
+
+def heights(xs, ys):
+    """The heights of a grid of points, as trials that have ended."""
+    places = [{"x": x, "y": y} for x in xs for y in ys]
+    return [(place, hill(0, place)["height"]) for place in places]
 
 
 def study(folder, evaluate=hill, content=SQUARE, own=None, earlier=(), **budget):
@@ -128,22 +131,14 @@ def test_the_same_point_twice_counts_by_its_mean_and_pending_ones_as_average(tmp
     one, two, far = {"x": 0.0, "y": 1.0}, {"x": 0.5, "y": 1.0}, {"x": 0.0, "y": 9.0}
     known = search.observations([(one, 1.0), (one, 2.0), (far, 6.0)], [two])
     assert known == [(one, 1.5), (two, 3.0)]
-    tried = [
-        ({"x": x / 4, "y": y}, hill(0, {"x": x / 4, "y": y})["height"])
-        for x in (-3, 0, 3)
-        for y in (0, 2, 4)
-    ]
+    tried = heights((-0.75, 0, 0.75), (0, 2, 4))
     first = search.propose(20, tried)
     apart = search.propose(20, tried, [first])
     assert math.dist(first.values(), apart.values()) > 0.01
 
 
 def test_a_warm_start_replaces_random_trials(tmp_path):
-    earlier = [
-        ({"x": x, "y": y}, hill(0, {"x": x, "y": y})["height"])
-        for x in (-0.8, 0, 0.9)
-        for y in (0.5, 1.5, 3)
-    ]
+    earlier = heights((-0.8, 0, 0.9), (0.5, 1.5, 3))
     warm = study(tmp_path / "warm", earlier=earlier, trials=6, random=12)
     assert warm.search.initial == 4
     warm.run()
@@ -229,15 +224,14 @@ def test_dotted_keys_reach_into_lists_and_a_wrong_one_names_the_nearest():
     for wrong, near in (("model.lrr", "model.lr"), ("model.list.2.a", r"model\.list\.\d\.a")):
         with pytest.raises(ValueError, match=f"nearest is {near}"):
             value_at(TRANSFORMED, wrong)
+    lists = Space.read({"variables": {"model.list": [0, 1]}, "objective": {"a": 1}})
     with pytest.raises(ValueError, match="must be a number, got"):
-        Space.read({"variables": {"model.list": [0, 1]}, "objective": {"a": 1}}).initial(
-            TRANSFORMED
-        )
+        lists.initial(TRANSFORMED)
 
 
 def test_the_objective_is_the_weighted_sum():
-    content = {"variables": {"x": [0, 1]}, "objective": {"a": 1, "b": 2.0, "c": 0}}
-    space = Space.read(content)
+    weighted = {"a": 1, "b": 2.0, "c": 0}
+    space = Space.read({"variables": {"x": [0, 1]}, "objective": weighted})
     assert space.score({"a": 0.5, "b": 0.25, "c": 9.0, "d": 7.0}) == 1.0
     with pytest.raises(ValueError, match="does not log 'c'; it logs a, b"):
         space.score({"a": 0.5, "b": 0.25})
@@ -265,17 +259,14 @@ def test_invalid_spaces(change, message):
         Space.read(SQUARE | change)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_options():
+    for options, message in (
         ({}, "say what to search"),
         ({"space": Path("s"), "concurrent": 2}, "needs --ray"),
         ({"space": Path("s"), "ray": True, "concurrent": 0}, "at least 1"),
-    ],
-)
-def test_invalid_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        TuneConfig(**options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            TuneConfig(**options)
 
 
 def files(folder, space=SPACE, **overrides):
@@ -354,22 +345,15 @@ def with_(**sections):
         (SPACE, ["--space=none.yaml"], "none.yaml cannot be read as a search space: "),
         (SPACE, ["--warm_start=none.jsonl"], "no trials in none.jsonl"),
         (SPACE, ["--trainer.devices=2"], "a trial runs on one device, got 2"),
+        (SPACE, ["--ray"], "pip install 'lightning-rob[ray]'"),
     ],
 )
 def test_bad_input_is_one_line(space, args, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "lightning_rob.commands.tune_ray", raising=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         run("tune", *files(tmp_path, space), *args)
     assert ended.value.code == 2
-    error = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert len(error) == 1
-    assert message in error[0]
-
-
-def test_without_ray_the_error_names_the_package(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "lightning_rob.commands.tune_ray", raising=False)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        run("tune", *files(tmp_path), "--ray")
-    assert "pip install 'lightning-rob[ray]'" in capsys.readouterr().err
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert message in error
