@@ -90,13 +90,13 @@ def test_findings_and_blindness_are_logged_once():
     assert logged["test/robust/findings"] == len(texts) >= 4
 
 
-@pytest.mark.parametrize(("epochs", "reported"), [(1, 1), (2, 0)])
-def test_a_fit_that_ends_before_its_attacks_reports_it(monkeypatch, epochs, reported):
+def test_a_fit_that_ends_before_its_attacks_reports_it(monkeypatch):
     shown = []
     monkeypatch.setattr(base, "rank_zero_info", shown.append)
-    callback = RobustEval({"pgd": ATTACK}, every_n_epochs=2)
-    trainer(callback, max_epochs=epochs).fit(AdversarialTraining(TinyNet), Blobs())
-    assert [f"in none of these {epochs}" in text for text in shown] == [True] * reported
+    for epochs in (1, 2):
+        callback = RobustEval({"pgd": ATTACK}, every_n_epochs=2)
+        trainer(callback, max_epochs=epochs).fit(AdversarialTraining(TinyNet), Blobs())
+    assert ["in none of these 1" in text for text in shown] == [True]
 
 
 class Heard(AdversarialTraining):
@@ -182,20 +182,6 @@ def test_a_panel_shows_clean_perturbation_and_adversarial():
     assert middle[0, 0] == 1
     assert middle[0, 96] == 0
     assert middle[-1, 50].item() == pytest.approx(0.5, abs=0.01)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"attacks": {}}, "at least one attack"),
-        ({"attacks": {"worst": ATTACK}}, "no attack can be called 'worst'"),
-        ({"attacks": {"a": ATTACK}, "repeats": 0}, "repeats must be at least 1, got 0"),
-        ({"attacks": {"a": ATTACK}, "max_images": 0}, "max_images must be at least 1"),
-    ],
-)
-def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        RobustEval(**options)
 
 
 def test_another_radius_for_all_attacks():
