@@ -199,12 +199,9 @@ def test_a_program_with_other_predictions_is_not_written(x, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_transductive_defense_is_refused(x, tmp_path):
+def test_what_is_no_program_is_refused(x, tmp_path):
     with pytest.raises(ValueError, match="DENT is transductive: it learns from every test batch"):
         export(DENT(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten())), tmp_path / "x.pt2", x)
-
-
-def test_a_transform_that_is_no_program_is_named(x, tmp_path):
     with pytest.raises(ValueError, match="cannot be exported because of denoise_tv_chambolle "):
         export(behind("clean", "denoise_tv_chambolle"), tmp_path / "x.pt2", x)
 
@@ -216,19 +213,17 @@ def test_transforms_that_choose_by_value_have_a_program_too(x, keys, tmp_path):
     assert export(defense, tmp_path / "x.pt2", x, keys)["largest_difference"] <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_options():
+    program = {"out": Path("x.pt2")}
+    for options, message in (
         ({}, "say where the program goes to"),
         ({"out": Path("x.pt")}, "--out must name a file.pt2 or file.onnx, got 'x.pt'"),
-        ({"format": "onnx"}, "--out must name a file.onnx, got 'x.pt2'"),
-        ({"images": 0}, "--images must be at least 1, got 0"),
-        ({"format": "safetensors"}, "must name a folder for safetensors, got x.pt2"),
-    ],
-)
-def test_invalid_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        ExportConfig(**({"out": Path("x.pt2")} | options if options else {}))
+        (program | {"format": "onnx"}, "--out must name a file.onnx, got 'x.pt2'"),
+        (program | {"images": 0}, "--images must be at least 1, got 0"),
+        (program | {"format": "safetensors"}, "must name a folder for safetensors, got x.pt2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ExportConfig(**options)
 
 
 def test_the_command_exports_a_checkpoint(tmp_path, capsys, monkeypatch):

@@ -341,24 +341,20 @@ def test_members_without_a_share_get_equal_ones():
     assert len({fingerprint(d) for d in (defense, two, alone, with_members(alone, 1))}) == 4
 
 
-@pytest.mark.parametrize(
-    ("text", "labels"),
-    [
+def test_lists_of_values():
+    for text, labels in (
         ("1/255,2/255", ["1/255", "2/255"]),
         ("0.5:1:0.25", ["0.5", "0.75", "1"]),
         ("1:0.9:-0.05,0.9, 0.8", ["1", "0.95", "0.9", "0.8"]),
         ("2/255:8/255:3/255", ["2/255", "5/255", "8/255"]),
-    ],
-)
-def test_lists_of_values(text, labels):
-    assert [value.label for value in parse_values("eps", text)] == labels
+    ):
+        assert [value.label for value in parse_values("eps", text)] == labels
     (value,) = parse_options("sweep", ["--over=eps", "--values=8/255"]).points
     assert (value.number, value.label) == (8 / 255, "8/255")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_without_meaning():
+    for options, message in (
         (("epsilon", "1"), "--over must be one of probability"),
         (("eps", ""), "--values must name at least one value"),
         (("eps", "1:2:0"), "--values takes numbers, fractions"),
@@ -367,11 +363,9 @@ def test_lists_of_values(text, labels):
         (("probability", "0.5,1.5"), r"must be in \[0, 1\], got 1.5"),
         (("steps", "2.5"), "steps must be whole and at least 1"),
         (("eps", "1", "apgd"), "no meaning over eps"),
-    ],
-)
-def test_options_without_meaning(options, message):
-    with pytest.raises(ValueError, match=message):
-        SweepConfig(*options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            SweepConfig(*options)
 
 
 def test_bad_input_gets_one_line_before_anything_runs(trained, tmp_path, capsys):
