@@ -351,7 +351,7 @@ def test_the_worst_of_nine_attacks_that_do_nothing_is_the_clean_accuracy(kind, i
     defense, (_, random) = KINDS[kind][0](), KINDS[kind]
     joint, inside = defense.transductive, 0
     # An adapting defense plays one after another; where nothing is random all runs are alike.
-    runs = 100 if joint else 200 if random else 40
+    runs = 60 if joint else 200 if random else 40
     found = list(runs_of_nothing(defense, inferences, runs))
     for scores in found:
         by_draw = scores[:, 0].mean(0).tolist() if joint else [float(scores[:, 0].mean())]
