@@ -69,13 +69,7 @@ class EvaluationCallback(Callback, ABC):
 
     @abstractmethod
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
-        """Forget the last evaluation; return the images of this one.
-
-        Args:
-            trainer: trainer of the validation or test.
-            pl_module: module under attack.
-            loaders: data loaders of the trainer.
-        """
+        """Forget the last evaluation; return the images of this one."""
 
     @abstractmethod
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
@@ -122,12 +116,7 @@ class EvaluationCallback(Callback, ABC):
         return (self.settings,)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse trainers in which nothing can be measured; order and compare the callbacks.
-
-        Raises:
-            MisconfigurationException: FSDP, DeepSpeed or tensor parallelism, under which a process
-                has no whole network; a trainer that logs nothing, or one of `pytorch_lightning`.
-        """
+        """Refuse trainers in which nothing can be measured; order and compare the callbacks."""
         name = type(self).__name__
         if not isinstance(pl_module, LightningModule):
             raise MisconfigurationException(

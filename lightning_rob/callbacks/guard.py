@@ -61,9 +61,6 @@ class TerminateOnNonFinite(Callback):
         """Share losses, gradients and signals with the other processes.
 
         This waits for the device once a step: later the optimizer would have stepped already.
-
-        Raises:
-            Fault: a loss or a gradient is not finite, here or elsewhere.
         """
         notes = torch.zeros(trainer.world_size, 2, device=pl_module.device)
         notes[trainer.global_rank, 0] = self._nonfinite_part(trainer, optimizer)
@@ -119,20 +116,12 @@ class TerminateOnNonFinite(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse to write non-finite weights.
-
-        Raises:
-            Fault: a weight is non-finite.
-        """
+        """Refuse to write non-finite weights."""
         if name := _nonfinite_name(pl_module):
             raise self.fault or Fault(f"{name} is not finite: no checkpoint is written of it")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Handle signals, and refuse to evaluate non-finite weights.
-
-        Raises:
-            Fault: a weight is non-finite.
-        """
+        """Handle signals, and refuse to evaluate non-finite weights."""
         self.on_predict_start(trainer, pl_module)
         name = _nonfinite_name(pl_module)
         if not trainer.strategy.reduce_boolean_decision(not name):

@@ -233,11 +233,7 @@ class Images:
             yield queue.taken[number], batch
 
     def result(self, evaluator: Evaluator) -> EvaluationResult:
-        """Return the scores of these images on all processes; every process has to call it.
-
-        Raises:
-            ValueError: images of equal index.
-        """
+        """Return the scores of these images on all processes; every process has to call it."""
         found = evaluator.result()
         if self.expected is not None:
             check_indices(found, self.expected)

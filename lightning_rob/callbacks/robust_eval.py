@@ -137,12 +137,7 @@ class RobustEval(EvaluationCallback):
         return self.target, self.settings, self.every_n_epochs
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Compare the callbacks, and print each name that is numbered.
-
-        Raises:
-            ModuleNotFoundError: an attack needs a package that is not installed.
-            ValueError: another callback unpacks or preprocesses the same images otherwise.
-        """
+        """Compare the callbacks, and print each name that is numbered."""
         before = self.attacks
         super().setup(trainer, pl_module, stage)
         require_packages(self.given.values())

@@ -11,11 +11,7 @@ DEFAULTS = {"linf": 8 / 255, "l2": 128 / 255}  # radius by norm
 
 
 def run(config: AuditConfig, run: Run) -> bool:
-    """Run the audit beside the callbacks of the run.
-
-    Returns:
-        Whether something severe was found and that is to be an error.
-    """
+    """Run the audit beside the callbacks of the run."""
     if run.checkpoint is None:
         raise ValueError("say whose weights: lightning-rob audit CHECKPOINT")
     threat, reason = audited_threat(config, run.model)

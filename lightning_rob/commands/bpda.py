@@ -29,12 +29,7 @@ from lightning_rob.transforms.nondifferentiable import ALL as NONDIFFERENTIABLE
 
 
 def run(config: BpdaConfig, data: ImageData) -> None:
-    """Train the missing networks, and print the table.
-
-    Raises:
-        ValueError: the transforms cannot be built.
-        OSError: a file cannot be written.
-    """
+    """Train the missing networks, and print the table."""
     transforms = build_transforms(config.transforms)
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     data.setup("fit")
@@ -76,15 +71,7 @@ def run(config: BpdaConfig, data: ImageData) -> None:
 
 
 def build_transforms(chosen: Mapping[str, Any] | str) -> dict[str, Transform]:
-    """Return the transforms of `--transforms` by name.
-
-    Args:
-        chosen: arguments of each transform by its name, also as YAML; names separated by commas;
-            "all" or "nondifferentiable".
-
-    Raises:
-        ValueError: not YAML, or no such transform.
-    """
+    """Return the transforms of `--transforms` by name."""
     kinds: list[type[Transform]] = [*NONDIFFERENTIABLE]
     if chosen == "all":
         kinds = [*catalogue().values(), Bilateral, *kinds]

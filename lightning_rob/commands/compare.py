@@ -30,17 +30,7 @@ MIN_IMAGES = 10  # fewer are too few to judge a difference
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of two accuracies on the same images, a row of the table.
-
-    Args:
-        name: title of the row.
-        before: mean score of the first.
-        after: mean score of the second.
-        lost: number of images whose score fell.
-        won: number of images whose score rose.
-        paired: difference, interval and test.
-        p: p of the test, adjusted by Holm over all rows.
-    """
+    """The comparison of two accuracies on the same images, a row of the table."""
 
     name: str
     before: float
@@ -66,13 +56,7 @@ class Comparison:
 
 
 def run(config: CompareConfig) -> None:
-    """Print the comparison, and what else distinguishes the records.
-
-    Raises:
-        SystemExit: with code 1 if an accuracy fell by `fail_if_worse` or more.
-        ValueError: the records are not of the same images or, for `fail_if_worse`, of the same
-            attacks.
-    """
+    """Print the comparison, and what else distinguishes the records."""
     records = [_read(path) for path in config.records]
     one, other = records[0], records[-1]
     differing = list(_other_differences(records, config))
@@ -213,13 +197,7 @@ def print_comparison(
 def markdown(
     found: Sequence[Comparison], worse: Sequence[Comparison], differing: Sequence[str]
 ) -> str:
-    """Return a Markdown table of comparisons; those that are worse first, as a list.
-
-    Args:
-        found: all comparisons.
-        worse: those that fell by more than is allowed.
-        differing: what else distinguishes the records.
-    """
+    """Return a Markdown table of comparisons; those that are worse first, as a list."""
     lines = [f"- **worse:** {plain(comparison.text)}" for comparison in worse]
     lines += [""] * bool(worse)
     lines += [f"| accuracy | {' | '.join(COLUMNS)} |", "|---" + "|--:" * len(COLUMNS) + "|"]

@@ -37,12 +37,7 @@ def receiver_name(url: str) -> str:
 
 
 def check_destinations(urls: Sequence[str]) -> None:
-    """Refuse URLs that cannot be notified; no error contains a secret.
-
-    Raises:
-        ValueError: not a URL, user info in a URL of http, a missing package, one secret for
-            several hosts, or a secret that is not a header.
-    """
+    """Refuse URLs that cannot be notified; no error contains a secret."""
     wanted = "--notify takes a URL such as https://host/path"
     hosts = set()
     for url in urls:
@@ -76,11 +71,7 @@ def check_destinations(urls: Sequence[str]) -> None:
 
 
 def authorization() -> str | None:
-    """Return the secret for the Authorization header; None without one.
-
-    Raises:
-        ValueError: it has a line break or another character that a header cannot have.
-    """
+    """Return the secret for the Authorization header; None without one."""
     secret = os.environ.get(AUTHORIZATION, "").strip()
     if not (secret.isascii() and secret.isprintable()):
         raise ValueError(f"{AUTHORIZATION} must be one line of ASCII, such as 'Bearer …'")

@@ -18,11 +18,7 @@ def is_single(url: str) -> bool:
 
 
 def parse_model(url: str) -> tuple[str, str]:
-    """Return name and alias of a registered model.
-
-    Raises:
-        ValueError: another format.
-    """
+    """Return name and alias of a registered model."""
     found = MODEL.fullmatch(url)
     if found is None:
         raise ValueError(f"a registered model is mlflow:models/NAME@ALIAS, got {url}")
@@ -30,12 +26,7 @@ def parse_model(url: str) -> tuple[str, str]:
 
 
 def check_remote(url: str) -> None:
-    """Refuse a place whose checkpoints cannot be read.
-
-    Raises:
-        ValueError: not a registered model; user info in the URL, several URLs in one, or a file
-            system that fsspec does not know; or a package is missing.
-    """
+    """Refuse a place whose checkpoints cannot be read."""
     if url.startswith("mlflow:"):
         parse_model(url)
         if find_spec("mlflow") is None:

@@ -45,16 +45,7 @@ TRAINING = re.compile(
 
 
 def write_model_folder(run: Run, folder: Path) -> None:
-    """Write model.safetensors, config.json and README.md of a run's checkpoint.
-
-    Args:
-        run: with a checkpoint.
-        folder: created if there is none; files of these names are replaced.
-
-    Raises:
-        ValueError: the folder would not be the whole defense.
-        OSError: it cannot be written.
-    """
+    """Write model.safetensors, config.json and README.md of a run's checkpoint."""
     if run.inputs.preprocess is not None:
         raise ValueError(
             "preprocess is an option of a plug-in, which the folder does not hold: normalize "
@@ -169,10 +160,6 @@ def recorded(weights: str, logs: Iterable[Path]) -> list[tuple[str, list[AttackR
 
     The cards of per-image results hold the digest of the attacked defense; records of the same
     process, stage and step belong to it.
-
-    Args:
-        weights: the defense's `fingerprint`.
-        logs: folders of runs.
     """
     evaluations: dict[tuple[Any, ...], list[AttackResult]] = {}
     data: dict[tuple[Any, ...], str] = {}

@@ -34,12 +34,7 @@ MEASURED = ("random", "private_draws", "interval_covers")  # details known after
 
 
 def run(config: SweepConfig, run: Run) -> None:
-    """Sweep, print the table, and write record, table and figure.
-
-    Raises:
-        ValueError: the variable does not fit the attacks or the defense.
-        Fault: some values failed; table and figure have the others.
-    """
+    """Sweep, print the table, and write record, table and figure."""
     weights = fingerprint(run.defense)
     name = Path(run.checkpoint).stem if run.checkpoint else type(run.model).__name__
     folder = config.out or Path("sweeps") / f"{name}_{weights[:8]}_{config.over}"
@@ -85,9 +80,6 @@ def with_probability(defense: Defense, p: float) -> Ensemble:
     """Return the ensemble whose first member is drawn with probability p.
 
     The other members share 1 - p as they did before, or equally if they had no share.
-
-    Raises:
-        ValueError: not an ensemble, or one member that has to be drawn with probability 1.
     """
     members, probs = _ensemble(defense)
     if len(probs) == 1 and p != 1:
@@ -99,11 +91,7 @@ def with_probability(defense: Defense, p: float) -> Ensemble:
 
 
 def with_members(defense: Defense, count: float) -> Ensemble:
-    """Return the ensemble of the first members, their probabilities scaled to sum to one.
-
-    Raises:
-        ValueError: not an ensemble, fewer members than `count`, or all of them without probability.
-    """
+    """Return the ensemble of the first members, their probabilities scaled to sum to one."""
     members, probs = _ensemble(defense)
     if count > len(probs):
         raise ValueError(f"members must be 1 … {len(probs)}, all that there are, got {count:g}")
@@ -172,11 +160,7 @@ Plan = list[tuple[Value, list[Task]]]
 
 
 def measurement_plan(config: SweepConfig, callbacks: Sequence[RobustEval], run: Run) -> Plan:
-    """Return the tasks of each value.
-
-    Raises:
-        ValueError: the variable does not fit the attacks or the defense.
-    """
+    """Return the tasks of each value."""
     over = str(config.over)
     attacks = [attack for callback in callbacks for attack in callback.attacks.values()]
     if not attacks:
@@ -243,9 +227,6 @@ class ResultCache:
 
     The file has a line for each value and attack. Lines that a crash broke off, and results whose
     scores are missing, are ignored.
-
-    Args:
-        folder: folder of the record.
     """
 
     def __init__(self, folder: Path) -> None:

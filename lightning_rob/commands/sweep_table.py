@@ -29,13 +29,7 @@ Row = dict[str, Result]
 
 @dataclass(frozen=True)
 class SweepTable:
-    """A finished sweep.
-
-    Args:
-        config: variable and values.
-        table: each value's results by name.
-        facts: name -> text, needed to repeat the sweep.
-    """
+    """A finished sweep."""
 
     config: SweepConfig
     table: dict[Value, Row]

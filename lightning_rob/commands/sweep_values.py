@@ -17,11 +17,7 @@ class Value:
 
 
 def parse_values(over: str, text: str) -> tuple[Value, ...]:
-    """Return the values of a list such as "1/255,2/255" or "0.5:1:0.1", each once.
-
-    Raises:
-        ValueError: no value, not a number, or a number that the variable cannot have.
-    """
+    """Return the values of a list such as "1/255,2/255" or "0.5:1:0.1", each once."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     numbers = [number for part in parts for number in _numbers(part)]
     if not numbers:

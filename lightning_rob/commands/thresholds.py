@@ -9,14 +9,7 @@ BLIND = "robust/blind"  # also as "blind": a share that must not rise above its 
 
 
 def parse_thresholds(text: str) -> dict[str, float]:
-    """Return the minimum accuracy by metric name; the maximum of `blind`.
-
-    Args:
-        text: NAME=VALUE, several separated by commas; a value is in [0, 1] or like "40%".
-
-    Raises:
-        ValueError: another format.
-    """
+    """Return the minimum accuracy by metric name; the maximum of `blind`."""
     minima = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
@@ -35,16 +28,7 @@ def _fraction(value: str) -> float:
 
 
 def violations(minima: Mapping[str, float], logged: Mapping[str, float], stage: str) -> list[str]:
-    """Describe each metric below its threshold, or `blind` above it, in one line.
-
-    Args:
-        minima: minimum accuracy by metric name, with or without the stage in front.
-        logged: the logged metrics.
-        stage: "test" or "val".
-
-    Raises:
-        ValueError: a metric was not measured.
-    """
+    """Describe each metric below its threshold, or `blind` above it, in one line."""
     lines = []
     for name, minimum in minima.items():
         short = name.removeprefix(f"{stage}/")

@@ -29,11 +29,7 @@ except ModuleNotFoundError as error:
 
 
 class StudySearcher(Searcher):
-    """Hands the trials of a study to Ray Tune and takes their results; stays in this process.
-
-    Args:
-        study: proposes and records.
-    """
+    """Hands the trials of a study to Ray Tune and takes their results; stays in this process."""
 
     def __init__(self, study: Study) -> None:
         super().__init__()
@@ -79,13 +75,6 @@ def run_with_ray(study: Study, concurrent: int) -> None:
     """Run the trials of a study, several at a time.
 
     They run on this machine, or on the cluster that RAY_ADDRESS names.
-
-    Args:
-        study: the one that `study.run()` would run trial by trial.
-        concurrent: trials at a time.
-
-    Raises:
-        ValueError: a trial does not log the objective, or all of them fail.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)

@@ -31,20 +31,13 @@ class Search:
 
     Each proposal has its own random stream: it depends on the seed, its number and the trials so
     far, and not on interruptions.
-
-    Args:
-        space: the variables and their bounds.
-        own: the recipe's values, trial 0.
-        budget: number of trials of each kind.
-        seed: seed of all randomness.
-        earlier: results of another study; they replace as many random trials.
     """
 
     space: Space
-    own: Point
+    own: Point  # the recipe's values, trial 0
     budget: Budget
     seed: int
-    earlier: Sequence[tuple[Point, float]] = ()
+    earlier: Sequence[tuple[Point, float]] = ()  # results of other studies replace random trials
 
     @property
     def initial(self) -> int:
@@ -135,15 +128,7 @@ def read_trials(path: Path) -> Iterator[tuple[str, Trial]]:
 
 
 class Record:
-    """The trials of a study, in a file of one line each.
-
-    Args:
-        path: the file.
-        study: key of recipe and space, which the recorded trials must share.
-
-    Raises:
-        ValueError: the file is of another study.
-    """
+    """The trials of a study, in a file of one line each."""
 
     def __init__(self, path: Path, study: str) -> None:
         self.path = path
@@ -184,20 +169,12 @@ class Study:
     report: Callable[[Trial], None] = lambda _: None
 
     def run(self) -> None:
-        """Run one trial after the other.
-
-        Raises:
-            ValueError: a trial does not log the objective, or all of them fail.
-        """
+        """Run one trial after the other."""
         while proposal := self.next():
             self.add(attempt(self.evaluate, *proposal))
 
     def next(self, pending: Sequence[tuple[int, Point]] = ()) -> tuple[int, Point] | None:
-        """Return number and values of the next trial; None when the study is finished.
-
-        Raises:
-            ValueError: all trials failed.
-        """
+        """Return number and values of the next trial; None when the study is finished."""
         ended, budget, running = self.record.ended, self.search.budget, dict(pending)
         enough = len(ended) >= min(self.search.initial, budget.trials)
         if enough and all(trial.error is not None for trial in ended):
@@ -212,11 +189,7 @@ class Study:
         return number, self.search.propose(number, known, [*running.values()])
 
     def add(self, trial: Trial) -> None:
-        """Score a trial and record it.
-
-        Raises:
-            ValueError: it does not log the objective, and no earlier one did.
-        """
+        """Score a trial and record it."""
         if trial.error is None:
             try:
                 objective = self.search.space.score(trial.metrics)

@@ -146,14 +146,6 @@ def drops(
 
     The last is one that had not fallen itself, so that after a fall the alarm stays until a
     checkpoint recovers.
-
-    Args:
-        current: the checkpoint to be judged.
-        previous: others of the same suite; later ones are left out.
-        judged_before: n - 1; None if each but the first of the earlier ones was judged once.
-
-    Returns:
-        One for each; the last alone where it is also the best.
     """
     earlier = [other for other in previous if other.position <= current.position]
     earlier.sort(key=lambda other: other.position)  # evaluated in any order, the same is the best
@@ -203,11 +195,7 @@ def alarms(config: MonitorConfig, current: CheckpointResults, found: Sequence[Dr
 
 
 def violated(config: MonitorConfig, current: CheckpointResults) -> list[str]:
-    """Describe accuracies below their minimum, and too few images for a verdict.
-
-    Raises:
-        ValueError: an accuracy was not measured.
-    """
+    """Describe accuracies below their minimum, and too few images for a verdict."""
     accuracies = {tag(name): accuracy for name, accuracy in current.accuracies.items()}
     found = violations(config.minima, accuracies | {tag("blind"): current.blind}, "monitor")
     images = len(current.read()[0])

@@ -72,11 +72,6 @@ class CheckpointFolder:
 
     A version of a checkpoint is read once: its facts stand in the history, and its content stays in
     memory until it is evaluated, as far as `HELD` allows.
-
-    Args:
-        source: place of the checkpoints.
-        history: record of earlier scans.
-        record: function that records an event.
     """
 
     def __init__(self, source: Source, history: History, record: Callable[[Fields], None]) -> None:
@@ -99,11 +94,7 @@ class CheckpointFolder:
         return sorted(new.values(), key=lambda file: file.order)
 
     def scan(self) -> None:
-        """Find files that appeared, changed or disappeared.
-
-        Raises:
-            Unreachable: the source cannot be listed, or none of its files fetched.
-        """
+        """Find files that appeared, changed or disappeared."""
         stamps = self.source.stamps()
         self.found = {n: f for n, f in self.found.items() if stamps.get(n) == f.stamp}
         for name, waiting in list(self.waiting.items()):
@@ -122,13 +113,7 @@ class CheckpointFolder:
                 self.record(line | {"event": "missed", "date": timestamp()})
 
     def read(self, file: CheckpointFile) -> Content:
-        """Return the content of a checkpoint, which is read unless it is held, for its evaluation.
-
-        Raises:
-            Replaced: it was replaced or deleted.
-            Unreachable: it cannot be fetched.
-            InputError: it is not a checkpoint, or damaged.
-        """
+        """Return the content of a checkpoint for its evaluation; read it unless it is held."""
         version = file.name, file.stamp
         return (self.held.pop(version, None) or self._read(*version))[0]
 
@@ -146,11 +131,7 @@ class CheckpointFolder:
             return content, path.stat().st_size, file
 
     def _find(self, name: str, stamp: Stamp) -> Refused | None:
-        """Keep a file if it is complete; record it as broken when it stays unreadable for a while.
-
-        Returns:
-            The error of one that cannot be fetched, which the others do not wait for.
-        """
+        """Keep a complete file; record one that stays unreadable for a while as broken."""
         seen = self._event("seen", name, stamp, READ)
         if seen and "config" in seen:  # that of an earlier version has none
             known = {key: seen[key] for key in (*FACTS, "config")}

@@ -47,13 +47,6 @@ class History:
 
     Lines that belong together are written at once, and the last of them has an `event`. A kill may
     leave a part of such a group after the last event; opening the file cuts it off.
-
-    Args:
-        folder: folder of the file; created if necessary.
-
-    Raises:
-        ValueError: it is open already, or of an earlier version.
-        OSError: it cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -217,10 +210,6 @@ class TensorBoardHistory:
 
     They are written anew from the history when a monitor starts, so that a kill between the two
     leaves no gap.
-
-    Args:
-        folder: folder of the event files.
-        history: lines that are written so far.
     """
 
     def __init__(self, folder: Path, history: History) -> None:

@@ -62,17 +62,7 @@ Start = Callable[[], tuple[MonitorConfig, Build]]
 
 
 def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
-    """Follow the checkpoints of all sources, one checkpoint at a time.
-
-    Args:
-        config: options of the process.
-        starts: function that returns the options of a source, by name; of a single one "".
-
-    Raises:
-        ValueError: an option without meaning, two sources with one history, or no checkpoint.
-        InputError: the history cannot be written, or the only source cannot be read.
-        SystemExit: with code 2 if one of several sources failed at the end, else 1 after an alarm.
-    """
+    """Follow the checkpoints of all sources, one checkpoint at a time."""
     if hasattr(os, "setpriority"):  # not on Windows; it leaves the processor to the training
         os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), NICE))
     homes: dict[Path, str] = {}
@@ -98,15 +88,7 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
 
 @dataclass(eq=False)
 class Watched:
-    """A source, its history, and the suite by which its checkpoints are evaluated.
-
-    Args:
-        name: name of the source; "" for the only one.
-        start: function that returns its options; raises an error if nothing is there.
-        config: options of the process, until it is opened; then its own.
-        publisher: place of the state of all sources.
-        homes: source of each history, which no other may write.
-    """
+    """A source, its history, and the suite by which its checkpoints are evaluated."""
 
     name: str
     start: Start
@@ -132,11 +114,7 @@ class Watched:
         return f"{self.name}: " if self.name else ""
 
     def prepare(self) -> None:
-        """Read the options, once there is anything to watch.
-
-        Raises:
-            ValueError: another source has the same history, whose lock is of the whole process.
-        """
+        """Read the options, once there is anything to watch."""
         if self.build is None:
             config, build = self.start()
             home = config.home.resolve()
@@ -147,11 +125,7 @@ class Watched:
             self.config, self.build = config, build
 
     def turn(self) -> None:
-        """Take a step; a failure of one of several sources is an alarm, and is tried again.
-
-        Raises:
-            Exception: the only source failed, which ends the process.
-        """
+        """Take a step; a failure of one of several sources is an alarm, and is tried again."""
         last = self.config.is_over
         try:
             if self.opened is None:

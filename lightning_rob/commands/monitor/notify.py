@@ -37,9 +37,6 @@ class Outbox:
     """Decides which events are notified, and delivers them, each destination in its own thread.
 
     The run is the name of the monitored run in a notification.
-
-    Raises:
-        ValueError: apprise does not understand a URL.
     """
 
     def __init__(self, urls: Sequence[str], history: History, run: str) -> None:

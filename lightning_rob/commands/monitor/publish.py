@@ -40,11 +40,7 @@ Response = tuple[int, Mapping[str, str], bytes]  # status, headers, content
 
 
 class Publisher:
-    """Publishes snapshots over HTTP and as a file, where the options ask for it.
-
-    Raises:
-        InputError: the port cannot be used, or the page's template cannot be read.
-    """
+    """Publishes snapshots over HTTP and as a file, where the options ask for it."""
 
     def __init__(self, config: MonitorConfig) -> None:
         self.looked_at, self.limit = time.monotonic(), LIFE + config.every

@@ -52,14 +52,7 @@ class Source(ABC):
 
     @abstractmethod
     def local(self, name: str, stamp: Stamp) -> AbstractContextManager[Path]:
-        """Give the path of a checkpoint's file, with its manifest beside it, during a block.
-
-        Raises:
-            Refused: it cannot be fetched, but the source can be listed.
-            Unreachable: nothing can be fetched.
-            Replaced: it has another stamp now.
-            InputError: it is no checkpoint.
-        """
+        """Give the path of a checkpoint's file, with its manifest beside it, during a block."""
 
 
 class LocalFolder(Source):
@@ -120,11 +113,7 @@ class RemoteSource(Source):
 
 
 class Bucket(RemoteSource):
-    """A folder of checkpoints, or a single one, at a URL of fsspec such as `s3://bucket/run`.
-
-    Raises:
-        Unreachable: the file system cannot be opened.
-    """
+    """A folder of checkpoints, or a single one, at a URL of fsspec such as `s3://bucket/run`."""
 
     def __init__(self, url: str, cache: Path) -> None:
         super().__init__(cache)
@@ -203,9 +192,6 @@ class RegisteredModel(RemoteSource):
     """The version of a registered model of MLflow that an alias names; another one is new.
 
     The server is that of the environment, `MLFLOW_TRACKING_URI` or `MLFLOW_REGISTRY_URI`.
-
-    Raises:
-        Unreachable: there is no such server.
     """
 
     def __init__(self, url: str, cache: Path) -> None:

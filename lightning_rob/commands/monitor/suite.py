@@ -25,12 +25,6 @@ class Suite:
 
     Its attacks are those of the trainer's `RobustEval`; without one `default_attacks` in the ball
     of the training.
-
-    Args:
-        run: module, data and trainer of the first checkpoint; the trainer loses its loggers.
-
-    Raises:
-        ValueError: no attack on the full defense, or several devices.
     """
 
     def __init__(self, run: Run) -> None:
@@ -71,11 +65,7 @@ class Suite:
         self.key = cache_key(evaluations=described, **settings | {"model": model})
 
     def replace_module(self, module: Any) -> None:
-        """Evaluate another module from now on, by the same attacks on the same images.
-
-        Raises:
-            ValueError: these attacks are not for its defense.
-        """
+        """Evaluate another module from now on, by the same attacks on the same images."""
         before, after = (as_defense(m).transductive for m in (self.module, module))
         if before != after:
             raise ValueError(
@@ -92,14 +82,7 @@ class Suite:
         return [CLEAN, *attacks, WORST]
 
     def evaluate(self, after_batch: Callable[[], None]) -> list[tuple[Result, Scores]]:
-        """Evaluate the current module.
-
-        Args:
-            after_batch: function that is called after every group of images.
-
-        Returns:
-            Each result, which names the attacked part of the defense, with its scores [N, R].
-        """
+        """Evaluate the current module."""
         for evaluation in self.evaluations:
             evaluation.after_batch = after_batch
         run = self.run

@@ -156,18 +156,7 @@ def table(
     strong: Collection[int] = (),
     kind: str = "plain",
 ) -> Table:
-    """Return a table; anything but a `Cell` is shown as text.
-
-    Args:
-        caption: text above the table.
-        columns: headings; those that end in ">" are of columns of numbers.
-        rows: rows of as many cells as there are columns.
-        strong: numbers of the rows in bold type.
-        kind: CSS class.
-
-    Raises:
-        ValueError: a row has another number of cells.
-    """
+    """Return a table; anything but a `Cell` is shown as text."""
     given, *cells = (
         [value if isinstance(value, Cell) else Cell(str(value)) for value in row]
         for row in (columns, *rows)
@@ -241,11 +230,7 @@ TEMPLATES.tests |= {kind.__name__: partial(_is, kind) for kind in get_args(Block
 
 
 def page_template(environment: Environment, path: Path | None) -> Template:
-    """Return `page.html` of an environment, or a template of the user, which may extend it.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """Return `page.html` of an environment, or a template of the user, which may extend it."""
     if path is None:
         return environment.get_template("page.html")
     try:

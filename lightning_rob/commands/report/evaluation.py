@@ -186,13 +186,7 @@ def best(series: Series) -> AttackResult | None:
 
 
 def curve(series: Series, by: str = "epoch", of: str = "validation") -> Curve:
-    """Return the figure; of clean images the whole defense alone is shown.
-
-    Args:
-        series: (attack, target) -> results by epoch.
-        by: unit of `AttackResult.epoch` here.
-        of: split of the images.
-    """
+    """Return the figure; of clean images the whole defense alone is shown."""
     shown = {k: records for k, records in series.items() if k[1] == WHOLE or k[0] != "clean"}
     epochs = sorted({record.epoch for records in shown.values() for record in records})
     first, span = epochs[0], max(epochs[-1] - epochs[0], 1)

@@ -202,12 +202,7 @@ def setting(config: Any, *path: str) -> Any:
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """Return the runs in these folders and below them, each once, in natural order.
-
-    Raises:
-        FileNotFoundError: a folder does not exist.
-        ValueError: not a folder, or nothing is recorded in any of them.
-    """
+    """Return the runs in these folders and below them, each once, in natural order."""
     folders: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
