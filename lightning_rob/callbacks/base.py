@@ -209,10 +209,7 @@ class EvaluationCallback(Callback, ABC):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep averaged weights for a test or validation: Lightning would take the others back.
-
-        It does so if the same trainer has fitted with a `WeightAveraging` callback.
-        """
+        """Keep averaged weights for a test after a fit; Lightning would take the others back."""
         if trainer.state.fn != "fit" and "current_model_state" in checkpoint:
             checkpoint["current_model_state"] = checkpoint["state_dict"]
 
@@ -261,10 +258,7 @@ class EvaluationCallback(Callback, ABC):
 
     @contextmanager
     def _apart(self, pl_module: Any, images: Images) -> Iterator[None]:
-        """Leave autocast, inference mode and the global random streams.
-
-        In a training loop a data set, a network or an attack would draw on training's account.
-        """
+        """Leave autocast, inference mode and the random streams from which training draws."""
         device = pl_module.device
         with (
             own_streams(images.settings.seed, device),
@@ -277,11 +271,7 @@ class EvaluationCallback(Callback, ABC):
 def with_threat(
     attacks: Mapping[str, Attack], eps: float | None, norm: Norm | None
 ) -> dict[str, Attack]:
-    """Return the attacks in balls of this radius and norm; None keeps that of each attack.
-
-    Raises:
-        ValueError: a norm without a radius.
-    """
+    """Return the attacks in balls of this radius and norm; None keeps that of each attack."""
     if eps is None:
         if norm is not None:
             raise ValueError(f"norm {norm} needs a radius in its units: give eps too")

@@ -37,11 +37,7 @@ def measured(trainer: Trainer, monitor: str) -> bool:
 
 
 def check_measured(trainer: Trainer, monitor: str) -> None:
-    """Check that some epoch of the fit measures the monitored robust accuracy.
-
-    Raises:
-        MisconfigurationException: none does.
-    """
+    """Check that some epoch of the fit measures the monitored robust accuracy."""
     if not monitor.startswith(PREFIX) or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     found = measurers(trainer, monitor)

@@ -195,13 +195,7 @@ def _alone(defense: Defense, attack: Attack, member: int) -> tuple[Defense, Atta
 
 
 def draw(result: dict[str, Any], kind: str) -> Figure:
-    """Return the heat map of a record.
-
-    Args:
-        result: record of an attack.
-        kind: "transfer" for accuracies, "transferability" for the share of images fooling one
-            member that fool another.
-    """
+    """Return the heat map of a record: accuracies, or for "transferability" shares of images."""
     names = result["names"]
     epoch = f", epoch {result['epoch']}" if result["stage"] == "val" else ""
     when = f"{result['stage']}{epoch}, n = {result['n']}"

@@ -10,19 +10,10 @@ CAPTION = 14
 
 
 def image_grid(x: Tensor, x_adv: Tensor, y: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Draw three rows of images and a caption with the change of each prediction.
+    """Draw clean images, amplified perturbations and adversarial images, and return [3, H', W'].
 
-    Args:
-        x: [B, C, H, W] clean images.
-        x_adv: [B, C, H, W] adversarial images.
-        y: [B] labels.
-        before: [B, K] probabilities on the clean images.
-        after: [B, K] probabilities on the adversarial images.
-
-    Returns:
-        [3, H', W'] in [0, 1]: clean images; the perturbation, amplified to fill the range, grey
-        where nothing changed; adversarial images. Captions read "label: before > after", each
-        prediction with its probability where that is below one.
+    The perturbation is grey where nothing changed. Captions read "label: before > after", each with
+    its probability where that is below one.
     """
     delta = x_adv - x
     amplified = 0.5 + 0.5 * delta / delta.abs().amax().clamp_min(1e-12)

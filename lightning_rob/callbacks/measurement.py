@@ -17,15 +17,7 @@ from lightning_rob.evaluation.results import EvaluationResult
 
 
 class Measurement(EvaluationCallback):
-    """Score the module's `defense` under attacks at a test and keep the result.
-
-    Args:
-        attacks: name -> attack.
-        target: function of the module's defense that returns the attacked one.
-        settings: seed, number of images and the like.
-        inputs: which data loader is evaluated, and how its batches become images.
-        after_batch: function that is called after every group of images.
-    """
+    """Score the module's `defense` under attacks at a test and keep the result."""
 
     def __init__(
         self,
@@ -81,11 +73,7 @@ def measure(
     others: Sequence[Callback],
     measurements: Sequence[Measurement],
 ) -> list[EvaluationResult]:
-    """Return the results of measurements in one test, beside other callbacks.
-
-    Raises:
-        ValueError: none came back.
-    """
+    """Return the results of measurements in one test, beside other callbacks."""
     trainer.callbacks = [*others, *measurements]  # type: ignore[attr-defined]
     trainer.test(module, datamodule=data, verbose=False)
     results = [one.result for one in measurements if one.result is not None]

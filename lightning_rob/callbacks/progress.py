@@ -10,12 +10,7 @@ from tqdm import tqdm
 
 
 class AttackProgress:
-    """Counts attacked images; silent on other ranks and where the trainer shows no bar.
-
-    Args:
-        trainer: the line stands beside its progress bar.
-        total: number of images to attack, if known.
-    """
+    """Counts attacked images; silent on other ranks and where the trainer shows no bar."""
 
     def __init__(self, trainer: Trainer, total: int | None) -> None:
         bar = trainer.progress_bar_callback

@@ -268,14 +268,7 @@ class RobustEval(EvaluationCallback):
 
 
 class Evaluation:
-    """The scores of one target under the attacks of callbacks with equal settings.
-
-    Args:
-        callbacks: the callbacks.
-        images: the images that are attacked.
-        defense: the target.
-        advance: function that is called with each attack's name and number of images.
-    """
+    """The scores of one target under the attacks of callbacks with equal settings."""
 
     result: EvaluationResult  # of all processes, once all images are attacked
     rows: list[Result]  # of the table

@@ -13,11 +13,7 @@ AUTHORIZATION = "LIGHTNING_ROB_NOTIFY_AUTHORIZATION"  # environment variable: th
 
 
 def public_name(url: str) -> str:
-    """Return a URL that can be printed.
-
-    User info, path and query are left out, for many chat services have their secret in the path;
-    of other schemes than http and https only the scheme is kept.
-    """
+    """Return a URL without user info, path and query, in which chat services have secrets."""
     parts = urlsplit(url)
     if parts.scheme not in WEB:
         return f"{parts.scheme}://…"
@@ -26,11 +22,7 @@ def public_name(url: str) -> str:
 
 
 def receiver_name(url: str) -> str:
-    """Return a URL that can be printed, with a digest of what is left out of it.
-
-    So two receivers of one host have names of their own, in any order. Six digits distinguish them,
-    and are too few to find a secret by.
-    """
+    """Return a printable URL with a digest of what it leaves out, so that names differ."""
     name = public_name(url)
     digest = hashlib.sha256(url.encode()).hexdigest()[:6]
     return f"{name} {digest}" if name.endswith("…") else name

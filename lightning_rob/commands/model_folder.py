@@ -156,11 +156,9 @@ def model_card(run: Run) -> str:
 
 
 def recorded(weights: str, logs: Iterable[Path]) -> list[tuple[str, list[AttackResult]]]:
-    """Return data and results of each evaluation of exactly these weights: of all tests, if any.
-
-    The cards of per-image results hold the digest of the attacked defense; records of the same
-    process, stage and step belong to it.
-    """
+    """Return data and results of each evaluation of exactly these weights: of all tests, if any."""
+    # The cards of per-image results hold the digest of the attacked defense; records of the same
+    # process, stage and step belong to it.
     evaluations: dict[tuple[Any, ...], list[AttackResult]] = {}
     data: dict[tuple[Any, ...], str] = {}
     cards_of = {card.resolve() for place in logs for card in place.glob("*/images/*.json")}

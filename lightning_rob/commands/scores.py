@@ -46,11 +46,7 @@ class ScoreFiles:
         atomic_write(self.folder / self.name / f"{key}.npz", save)
 
     def read(self, record: Mapping[str, Any]) -> Scores | None:
-        """Return the scores that a record names; None if its file is missing or refused.
-
-        Refused is another file than the record's, one outside the folder, and one that would
-        inflate to much more than it is.
-        """
+        """Return the scores that a record names; None if its file is missing or refused."""
         try:
             reuse, images = record["reuse"], int(record["n"])
             place = PurePosixPath(reuse["scores"])

@@ -77,10 +77,7 @@ def with_count(name: str) -> Callable[[Attack, float], Attack]:
 
 
 def with_probability(defense: Defense, p: float) -> Ensemble:
-    """Return the ensemble whose first member is drawn with probability p.
-
-    The other members share 1 - p as they did before, or equally if they had no share.
-    """
+    """Return the ensemble whose first member has probability p; the others keep their shares."""
     members, probs = _ensemble(defense)
     if len(probs) == 1 and p != 1:
         raise ValueError("a sweep over probability needs at least 2 members, got 1")
@@ -223,11 +220,7 @@ class Point:
 
 
 class ResultCache:
-    """Recorded results by all that they depend on, so that none is measured twice.
-
-    The file has a line for each value and attack. Lines that a crash broke off, and results whose
-    scores are missing, are ignored.
-    """
+    """Recorded results by all that they depend on, so that none is measured twice."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / RECORD
@@ -260,10 +253,7 @@ class ResultCache:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Measures the results that the cache lacks, beside callbacks that do not report.
-
-    A value that fails, for any reason, is one of `failures`; the others are measured.
-    """
+    """Measures the results that the cache lacks, beside callbacks that do not report."""
 
     config: SweepConfig
     run: Run

@@ -72,10 +72,7 @@ class StudySearcher(Searcher):
 
 
 def run_with_ray(study: Study, concurrent: int) -> None:
-    """Run the trials of a study, several at a time.
-
-    They run on this machine, or on the cluster that RAY_ADDRESS names.
-    """
+    """Run several trials at a time, on this machine or on the cluster that RAY_ADDRESS names."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     cpus = max((os.cpu_count() or 1) // concurrent, 1)

@@ -106,11 +106,7 @@ class Space:
         return sum(weight * metrics[name] for name, weight in self.objective.items())
 
     def pruned(self, recipe: Any, point: Mapping[str, float]) -> tuple[Any, list[str]]:
-        """Return the recipe without transforms that the values switch off, and their names.
-
-        A `size` beside the transforms shrinks with their number. If none would be left, all stay:
-        switched off, they are a plain network.
-        """
+        """Return the recipe without transforms that the values switch off, and their names."""
         slim, dropped = deepcopy(recipe), []
         for key, value in point.items():
             match = re.fullmatch(TRANSFORM, key)
@@ -120,7 +116,7 @@ class Space:
             del parent[name][match[2]]
             dropped.append(match[2])
             if not parent[name]:
-                return recipe, []
+                return recipe, []  # switched off, all of them are a plain network
             # No draw can take more transforms than there are.
             if isinstance(parent.get("size"), int):
                 parent["size"] = min(parent["size"], len(parent[name]))

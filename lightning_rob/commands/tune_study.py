@@ -27,11 +27,7 @@ KAPPA = 2.576  # the library's default, and that of Ray Tune when the authors us
 
 @dataclass(frozen=True)
 class Search:
-    """Proposes points: the recipe's own, random ones, then the optimizer's.
-
-    Each proposal has its own random stream: it depends on the seed, its number and the trials so
-    far, and not on interruptions.
-    """
+    """Proposes points: the recipe's own, random ones, then the optimizer's."""
 
     space: Space
     own: Point  # the recipe's values, trial 0
@@ -50,9 +46,9 @@ class Search:
         """Return the values of a trial; those that are running count as average until they end."""
         if number == 0:
             return self.own
+        # A proposal depends on the seed, its number and the trials so far, not on interruptions.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Non-float parameters are experimental")
-            # New for each trial and taught all results: a resumed study proposes the same.
             optimizer = BayesianOptimization(
                 None,
                 dict(self.space.variables),
@@ -76,8 +72,7 @@ class Search:
     ) -> list[tuple[Point, float]]:
         """Return each point within the bounds once, with its mean objective.
 
-        A failed trial counts as the worst one: it may not be missing, or its neighbourhood would
-        be tried again.
+        A failed trial counts as the worst one: without it its neighbourhood would be tried again.
         """
         ended = [(p, o) for p, o in chain(self.earlier, trials) if o is not None]
         found = [objective for _, objective in ended] or [0.0]

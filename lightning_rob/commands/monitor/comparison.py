@@ -66,10 +66,7 @@ def worst_of(group: Sequence[Fields]) -> Fields:
 
 
 def last_results(history: History, suite: str) -> dict[Identity, CheckpointResults]:
-    """Return the last evaluation of each checkpoint by a suite, the oldest first.
-
-    Evaluations without scores are left out. Only those that are compared are read.
-    """
+    """Return the last evaluation with scores of each checkpoint by a suite, the oldest first."""
     found: dict[Identity, CheckpointResults] = {}
     for *results, event in history.groups():
         if event["event"] != "evaluated" or event["suite"] != suite:
@@ -108,17 +105,14 @@ def current_results(
 
 
 def change(before: CheckpointResults, after: CheckpointResults) -> Fields:
-    """Return the images that became vulnerable or robust, as a field of an event.
-
-    The p is that of McNemar's exact two-sided test of one against the other.
-    """
+    """Return the images that became vulnerable or robust, as a field of an event."""
     index, old, new = _common(before.read(), after.read())
     was, remains = old >= ROBUST, new >= ROBUST
     return {
         "since": before.checkpoint,
         "newly_vulnerable": index[was & ~remains].tolist(),
         "won_back": index[~was & remains].tolist(),
-        "p": mcnemar(old, new),
+        "p": mcnemar(old, new),  # exact, two-sided
         "test": "McNemar",
     }
 
@@ -142,11 +136,7 @@ def drops(
     previous: Sequence[CheckpointResults],
     judged_before: int | None = None,
 ) -> list[Drop]:
-    """Compare a checkpoint with the last and the best before it, on at least `MIN_IMAGES` images.
-
-    The last is one that had not fallen itself, so that after a fall the alarm stays until a
-    checkpoint recovers.
-    """
+    """Compare a checkpoint with the last and the best before it, if there are enough images."""
     earlier = [other for other in previous if other.position <= current.position]
     earlier.sort(key=lambda other: other.position)  # evaluated in any order, the same is the best
     if not earlier or len(current.read()[0]) < MIN_IMAGES:
@@ -158,6 +148,7 @@ def drops(
     # other.
     k, n = len(earlier), len(earlier) if judged_before is None else judged_before + 1
     factor = SHARES * n**FADING
+    # After a fall the alarm stays until a checkpoint recovers.
     last = next((other for other in reversed(earlier) if not other.fell), earlier[-1])
     best = max(earlier, key=lambda other: other.accuracies[WORST])
     found = [_drop("last", last, current, factor if k == 1 else 2 * factor)]

@@ -70,8 +70,7 @@ class Waiting(NamedTuple):
 class CheckpointFolder:
     """Scans a source, and records checkpoints that appear, are broken or are deleted too soon.
 
-    A version of a checkpoint is read once: its facts stand in the history, and its content stays in
-    memory until it is evaluated, as far as `HELD` allows.
+    Each version is read once; its content stays in memory until the evaluation, up to `HELD` bytes.
     """
 
     def __init__(self, source: Source, history: History, record: Callable[[Fields], None]) -> None:

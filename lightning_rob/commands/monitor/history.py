@@ -45,8 +45,8 @@ def identity(line: Fields) -> Identity:
 class History:
     """The lines of `monitor.jsonl`, which only one process at a time appends to.
 
-    Lines that belong together are written at once, and the last of them has an `event`. A kill may
-    leave a part of such a group after the last event; opening the file cuts it off.
+    Lines that belong together are written at once, the last one with an `event`. A kill may leave a
+    part of such a group; opening the file cuts it off.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -134,13 +134,11 @@ class History:
 
 
 class AlarmState(NamedTuple):
-    """The alarms that are open.
+    """The open alarms."""
 
-    That of a checkpoint has the position of the latest alarmed one: an older checkpoint may be
-    alarmed after it, and one between them must not end both.
-    """
-
-    checkpoint: Fields | None = None  # event of the last alarm since which none recovered
+    # Event of the last alarm since which none recovered, at the position of the latest alarmed one:
+    # an older checkpoint may be alarmed after it, and one between them must not end both.
+    checkpoint: Fields | None = None
     suite: Fields | None = None  # event of a suite that cannot be built, until one is built
 
     @property
@@ -206,11 +204,7 @@ def scalars(lines: Sequence[Fields]) -> dict[str, float]:
 
 
 class TensorBoardHistory:
-    """The history as curves, in event files of its own.
-
-    They are written anew from the history when a monitor starts, so that a kill between the two
-    leaves no gap.
-    """
+    """The history as curves; written anew when a monitor starts, so that a kill leaves no gap."""
 
     def __init__(self, folder: Path, history: History) -> None:
         for old in folder.glob("events.out.tfevents.*"):

@@ -219,11 +219,9 @@ class Watched:
             self.publisher.update(self.config.name, state)
 
     def pending(self) -> list[CheckpointFile]:
-        """Return the checkpoints that wait for an evaluation, in the order of training.
-
-        The newest waits again `--reevaluate` hours after its last evaluation.
-        """
+        """Return the checkpoints that wait for an evaluation, in the order of training."""
         done = self.done
+        # The newest waits again some hours after its last evaluation.
         if self.config.reevaluate is not None and self.suite and self.folder.files:
             newest = self.folder.files[-1].identity
             events = [e for e in self.history.events("evaluated") if e["suite"] == self.key]
@@ -234,11 +232,8 @@ class Watched:
         return self.folder.pending(done)
 
     def _done(self) -> set[Identity]:
-        """Return the checkpoints that need no evaluation by this suite.
-
-        One whose scores are missing is evaluated again, for later ones are compared with it. Of a
-        single file only the last evaluation counts: an earlier model may be deployed again.
-        """
+        """Return the checkpoints that need no evaluation by this suite."""
+        # Later checkpoints are compared by scores: without them a checkpoint is evaluated again.
         done = [
             identity(event)
             for *results, event in self.history.groups()
@@ -246,6 +241,7 @@ class Watched:
             and event["event"] in ("evaluated", "broken")
             and (event["event"] == "broken" or self.history.has_scores(worst_of(results)))
         ]
+        # As a single file an earlier model may be deployed again: only the last evaluation counts.
         return set(done[-1:] if self.config.is_single else done)
 
     def built(self, file: CheckpointFile) -> Run:
@@ -258,10 +254,7 @@ class Watched:
             return self.build(path)
 
     def build_suite(self) -> None:
-        """Build the suite by the recipe of the first checkpoint for which that is possible.
-
-        A mistake in the options fails with every recipe: then the first error is raised.
-        """
+        """Build the suite by the recipe of the first checkpoint for which that is possible."""
         self.suite, self.key = None, ""
         failures: dict[str, Exception] = {}
         for file in self.folder.files:
@@ -282,7 +275,7 @@ class Watched:
             if self.history.alarms().suite:
                 self.record({"event": "restored", "date": timestamp(), "suite": self.key})
             return
-        if failures:
+        if failures:  # a mistake in the options fails with every recipe
             raise next(iter(failures.values()))
 
     def evaluate(self, file: CheckpointFile) -> None:
@@ -363,13 +356,11 @@ class Watched:
                 self.failing.add(logger)
 
     def finish(self) -> None:
-        """Record the exit code: 1 after an alarm since the last end, else 0.
-
-        The last checkpoint is judged by the current options, however old its evaluation is.
-        """
+        """Record the exit code: 1 after an alarm since the last end, else 0."""
         if not self.history.lines:
             raise ValueError(f"there is no checkpoint in {self.config.run}")
         alarmed = bool(self.history.unreported())
+        # The last checkpoint is judged by the current options, however old its evaluation is.
         found = [] if alarmed else final_alarms(self.config, self.history, self.key)
         code = int(alarmed or bool(found))
         self.record({"event": "ended", "date": timestamp(), "alarm": found, "code": code})

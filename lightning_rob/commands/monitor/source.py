@@ -189,10 +189,7 @@ def _reason(error: Exception) -> str:
 
 
 class RegisteredModel(RemoteSource):
-    """The version of a registered model of MLflow that an alias names; another one is new.
-
-    The server is that of the environment, `MLFLOW_TRACKING_URI` or `MLFLOW_REGISTRY_URI`.
-    """
+    """The version of a registered model of MLflow that an alias names; another one is new."""
 
     def __init__(self, url: str, cache: Path) -> None:
         super().__init__(cache)
@@ -203,6 +200,7 @@ class RegisteredModel(RemoteSource):
         self.model, self.alias = parse_model(url)
         self.download = mlflow.artifacts.download_artifacts
         try:
+            # The server is that of MLFLOW_TRACKING_URI or MLFLOW_REGISTRY_URI.
             self.client: Any = mlflow.MlflowClient()
         except Exception as error:  # of any store
             raise Unreachable(f"{url} cannot be opened: {error}") from error

@@ -21,11 +21,7 @@ from lightning_rob.threat import Threat
 
 
 class Suite:
-    """Evaluates the current weights of a module, without any output.
-
-    Its attacks are those of the trainer's `RobustEval`; without one `default_attacks` in the ball
-    of the training.
-    """
+    """Evaluates the current weights of a module by the attacks of its trainer, without output."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.module = run, run.model

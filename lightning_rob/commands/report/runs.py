@@ -80,15 +80,11 @@ def records_in(path: Path) -> Iterator[Fields]:
 
 @dataclass(frozen=True)
 class AttackResult:
-    """Accuracy under one attack in one evaluation; `docs/evaluation.md` explains the fields.
+    """Accuracy under one attack in one evaluation; `docs/evaluation.md` explains the fields."""
 
-    The name is that of the attack, or "clean" or "worst"; a stage is "test" or "val". The accuracy
-    is NaN where no image was attacked, and `attack` is empty for "clean" and "worst".
-    """
-
-    name: str
-    stage: str
-    accuracy: float
+    name: str  # of the attack, or "clean" or "worst"
+    stage: str  # "test" or "val"
+    accuracy: float  # NaN where no image was attacked
     epoch: int = 0
     target: str = WHOLE
     interval: Interval = None
@@ -134,15 +130,13 @@ def by_line(evaluations: Iterable[Mapping[Key, AttackResult]]) -> dict[Key, list
 
 
 class Evaluations:
-    """Results by stage and epoch; of an epoch evaluated twice the last results count.
-
-    A resumed run goes back in time: its earlier results beyond that epoch are dropped.
-    """
+    """Results by stage and epoch; if an epoch was evaluated twice, the last results count."""
 
     def __init__(self, results: Iterable[AttackResult]) -> None:
         self.by_stage: dict[str, dict[int, dict[Key, AttackResult]]] = {}
         for result in results:
             epochs = self.by_stage.setdefault(result.stage, {})
+            # A resumed run goes back in time: what it measured beyond that epoch is dropped.
             for later in [epoch for epoch in epochs if epoch > result.epoch]:
                 del epochs[later]
             epochs.setdefault(result.epoch, {})[result.key] = result

@@ -58,10 +58,7 @@ MARK = "\N{DAGGER}"
 
 
 def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
-    """Yield a table with a row per run and a column per attack within one threat, and warnings.
-
-    Each row links to the section of its run by that section's `id`, one of `names`.
-    """
+    """Yield a row per run, linked to the section of that name, and warnings of unlike columns."""
     rows: list[tuple[Run, str, Results]] = []
     for run, name in zip(runs, names, strict=True):
         final = run.evaluations.last()
