@@ -152,10 +152,7 @@ class EvaluationCallback(Callback, ABC):
             places = [i for i, c in enumerate(others) if isinstance(c, EvaluationCallback)]
             place = 1 + max(places, default=-1)
             trainer.callbacks = [*others[:place], *averaging, *others[place:]]  # type: ignore[attr-defined]
-        self.attacks = self._unique_attacks(trainer)
-
-    def _unique_attacks(self, trainer: Trainer) -> dict[str, Attack]:
-        """Return the attacks that no earlier callback runs, under names that none uses."""
+        # Attacks that no earlier callback runs, under names that none uses.
         taken: dict[str, tuple[Any, ...]] = {}
         for one in self.earlier(trainer):
             # A subclass with attributes of its own may compare equal to another attack.
@@ -168,15 +165,22 @@ class EvaluationCallback(Callback, ABC):
             elif (attack, type(attack), vars(attack), *self.conditions) not in similar:
                 numbered = (f"{name}_{i}" for i in count(2))
                 found[next(key for key in numbered if key not in {*taken, *self.given})] = attack
-        return found
+        self.attacks = found
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin an evaluation."""
-        self._start(trainer, pl_module, trainer.val_dataloaders)
+        self.images, self.progress = (), None
+        if not any(callback.due(trainer) for callback in self.evaluated_for(trainer)):
+            return
+        loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+        with torch.inference_mode(False):  # whose tensors could not be added to outside of it
+            self.images = self.begin(trainer, pl_module, loaders)
+        if not trainer.sanity_checking:
+            totals = [images.total for images in self.images]
+            total = None if None in totals else sum(filter(None, totals))
+            self.progress = AttackProgress(trainer, total)
 
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin an evaluation."""
-        self._start(trainer, pl_module, trainer.test_dataloaders)
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_batch_end(
         self,
@@ -200,11 +204,23 @@ class EvaluationCallback(Callback, ABC):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attack all groups, and log the results."""
-        self._finish(trainer, pl_module, "val")
+        for images in self.images:
+            images.check_shares()
+        if not self.images or trainer.sanity_checking:
+            return
+        assert self.progress is not None
+        show = self.progress.show if self.progress.rich else None
+        defense = self.defense_of(pl_module)
+        for images in self.images:
+            # Images of another seed draw from streams of their own.
+            with self._apart(pl_module, images), reporting_adaptation(defense, show):
+                for batch in images.batches():
+                    self.attack_batch(trainer, pl_module, batch, images)
+                self.finish_images(images)
+        self.progress.close()
+        self.report(trainer, pl_module, "test" if trainer.testing else "val")
 
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attack all groups, and log the results."""
-        self._finish(trainer, pl_module, "test")
+    on_test_epoch_end = on_validation_epoch_end
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -227,34 +243,6 @@ class EvaluationCallback(Callback, ABC):
     def defense_of(self, pl_module: Any) -> Defense:
         """Return the module's `defense`, or the module itself as a network, in `Single`."""
         return as_defense(pl_module, self.inputs.preprocess)
-
-    def _start(self, trainer: Trainer, pl_module: LightningModule, loaders: Any) -> None:
-        self.images, self.progress = (), None
-        if not any(callback.due(trainer) for callback in self.evaluated_for(trainer)):
-            return
-        with torch.inference_mode(False):  # whose tensors could not be added to outside of it
-            self.images = self.begin(trainer, pl_module, loaders)
-        if not trainer.sanity_checking:
-            totals = [images.total for images in self.images]
-            total = None if None in totals else sum(filter(None, totals))
-            self.progress = AttackProgress(trainer, total)
-
-    def _finish(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        for images in self.images:
-            images.check_shares()
-        if not self.images or trainer.sanity_checking:
-            return
-        assert self.progress is not None
-        show = self.progress.show if self.progress.rich else None
-        defense = self.defense_of(pl_module)
-        for images in self.images:
-            # Images of another seed draw from streams of their own.
-            with self._apart(pl_module, images), reporting_adaptation(defense, show):
-                for batch in images.batches():
-                    self.attack_batch(trainer, pl_module, batch, images)
-                self.finish_images(images)
-        self.progress.close()
-        self.report(trainer, pl_module, stage)
 
     @contextmanager
     def _apart(self, pl_module: Any, images: Images) -> Iterator[None]:

@@ -116,7 +116,11 @@ class TransferMatrixEval(EvaluationCallback):
         for name, attack in self.attacks.items():
             found, began = [], time.perf_counter()
             for j in range(members):
-                target, alone = _alone(defense, attack, j)
+                target, alone = defense, attack
+                if defense.kind == "transform_ensemble":
+                    alone = TAA(attack, j)
+                else:
+                    target = Single(defense.classifiers[j], rejects=defense.rejects)
                 # Noise by the same keys as in `RobustEval`.
                 x_adv, _ = evaluate_once(
                     alone, target, x, y, index, self.settings.seed, 0, *name.encode()
@@ -185,13 +189,6 @@ class TransferMatrixEval(EvaluationCallback):
         """Print the table of members."""
         if self.results and trainer.is_global_zero:
             print_members(type(pl_module).__name__, self.results)
-
-
-def _alone(defense: Defense, attack: Attack, member: int) -> tuple[Defense, Attack]:
-    """Return the defense to attack, and the attack on it, for an attack on one member."""
-    if defense.kind == "transform_ensemble":
-        return defense, TAA(attack, member)
-    return Single(defense.classifiers[member], rejects=defense.rejects), attack
 
 
 def draw(result: dict[str, Any], kind: str) -> Figure:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 
 from lightning_rob.attacks import TAA, Attack, NoAttack, evaluating
 from lightning_rob.attacks.transform_ensemble import attackable
@@ -156,27 +155,20 @@ class VotingRuleEval(EvaluationCallback):
             began, keys = time.perf_counter(), (self.settings.seed, 0, *name.encode())
             x_adv = attack(known, x, y, Streams.from_index(index, *keys, 0))
             check_within(attack, x_adv, x)
-            scores = self._scores(defense, x_adv, y, Streams.from_index(index, *keys, 2))
+            with evaluating(defense) as copied, torch.no_grad():
+                logits = copied.logits(x_adv, Streams.from_index(index, *keys, 2))
+            check_logits(logits, y)
+            scores = []  # [B] of every draw of every ensemble under every rule
+            for members in (members for draws in self.parts.values() for members in draws):
+                weights = defense.weights[members] / defense.weights[members].sum()
+                for rule in self.rules.values():
+                    scores.append(robust_accuracy(rule(logits[members], weights), y))
             dissimilarity = DISSIMILARITY.distance(x_adv, x)
             if not trainer.sanity_checking:
                 self.tables[name].update(index, torch.stack([dissimilarity, *scores], 1))
             if name != CLEAN:
                 self.seconds[name] += time.perf_counter() - began
                 self.advance(name, len(x))
-
-    @torch.no_grad()
-    def _scores(self, defense: Defense, x: Tensor, y: Tensor, noise: Streams) -> list[Tensor]:
-        """The accuracies [B] of every draw of every ensemble under every rule, votes cast once."""
-        with evaluating(defense) as copied:
-            logits = copied.logits(x, noise)
-        check_logits(logits, y)
-        found = []
-        for draws in self.parts.values():
-            for members in draws:
-                weights = defense.weights[members] / defense.weights[members].sum()
-                predictions = [rule(logits[members], weights) for rule in self.rules.values()]
-                found += [robust_accuracy(prediction, y) for prediction in predictions]
-        return found
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Log the accuracies, and record them."""

@@ -62,8 +62,14 @@ def run(config: CompareConfig) -> None:
     differing = list(_other_differences(records, config))
     if config.fail_if_worse is not None:
         _check_gate(one, other, config)
-    pairs = _attacks(one) if len(records) == 1 else _common(one, other, config)
-    found = compared(list(pairs))
+    if len(records) == 1:
+        first, *others = one.attacks
+        if not others:
+            raise ValueError(f"{one.path} has one attack, {first}: give a second record")
+        pairs = [(f"{first} → {name}", one.scores[first], one.scores[name]) for name in others]
+    else:
+        pairs = list(_common(one, other, config))
+    found = compared(pairs)
     print_comparison(" and ".join(str(path) for path in config.records), found)
     for line in differing:
         Console().print(visible(line), style="yellow", markup=False)
@@ -143,15 +149,6 @@ def _other_differences(records: Sequence[ResultFile], config: CompareConfig) -> 
         if None not in specs and (apart := ", ".join(differences(specs[0], specs[-1]))):
             title = first if first == second else f"{first} → {second}"
             yield f"They differ in the attack {title}: {apart}"
-
-
-def _attacks(record: ResultFile) -> Iterator[Pair]:
-    """Yield each attack of a record beside the first."""
-    first, *others = record.attacks
-    if not others:
-        raise ValueError(f"{record.path} has one attack, {first}: give a second record")
-    for name in others:
-        yield f"{first} → {name}", record.scores[first], record.scores[name]
 
 
 def _common(one: ResultFile, other: ResultFile, config: CompareConfig) -> Iterator[Pair]:

@@ -65,15 +65,11 @@ def _reason(error: Exception) -> str:
     return visible(f"{type(error).__name__}: {' '.join(lines)}")
 
 
-def with_count(name: str) -> Callable[[Attack, float], Attack]:
-    """Return the function that sets a count, such as steps, in an attack and in all parts of it."""
-
-    def changed(attack: Attack, count: float) -> Attack:
-        return map_attacks(
-            attack, lambda part: {name: int(count)} if name in init_fields(part) else {}
-        )
-
-    return changed
+def with_value(attack: Attack, over: str, value: float) -> Attack:
+    """Return the attack with another radius, or another count in all of its parts that have it."""
+    if over == "eps":
+        return attack.rescaled(value)
+    return map_attacks(attack, lambda part: {over: int(value)} if over in init_fields(part) else {})
 
 
 def with_probability(defense: Defense, p: float) -> Ensemble:
@@ -107,11 +103,6 @@ def _ensemble(defense: Defense) -> tuple[list[torch.nn.Module], torch.Tensor]:
     return defense.classifiers, defense.weights.double().cpu()
 
 
-CHANGED_ATTACK: dict[str, Callable[[Attack, float], Attack]] = {
-    "eps": lambda attack, eps: attack.rescaled(eps),
-    "steps": with_count("steps"),
-    "neighbours": with_count("neighbours"),
-}
 CHANGED_DEFENSE: dict[str, Callable[[Defense, float], Defense]] = {
     "probability": with_probability,
     "members": with_members,
@@ -133,8 +124,10 @@ class Target:
 
     def attacks(self) -> dict[str, Attack]:
         """Return the callback's attacks with the value."""
-        change, attacks = CHANGED_ATTACK.get(self.over), dict(self.source.attacks)
-        return {n: change(a, self.value) for n, a in attacks.items()} if change else attacks
+        attacks = self.source.attacks
+        if self.over in CHANGED_DEFENSE:
+            return dict(attacks)
+        return {name: with_value(a, self.over, self.value) for name, a in attacks.items()}
 
 
 @dataclass(frozen=True)
@@ -208,15 +201,10 @@ class Point:
     scores: Scores
 
     @property
-    def key(self) -> str:
-        """The key of all that the result depends on."""
-        return str(self.result.details["reuse"]["key"])
-
-    @property
     def place(self) -> tuple[str, str, str]:
-        """Variable, value and key."""
+        """Variable, value, and key of all that the result depends on."""
         details = self.result.details
-        return details["variable"], repr(float(details["value"])), self.key
+        return details["variable"], repr(float(details["value"])), str(details["reuse"]["key"])
 
 
 class ResultCache:
@@ -230,13 +218,11 @@ class ResultCache:
         for fields in read_json_lines(self.path):
             try:
                 if (scores := self.files.read(fields)) is not None:
-                    self._keep(Point(Result.from_record(fields), scores))
+                    point = Point(Result.from_record(fields), scores)
+                    self.places.add(point.place)
+                    self.points.setdefault(point.place[-1], point)
             except (ValueError, KeyError, TypeError, AttributeError):  # a record of another kind
                 continue
-
-    def _keep(self, point: Point) -> None:
-        self.places.add(point.place)
-        self.points.setdefault(point.key, point)
 
     def add(self, points: Sequence[Point], write: bool) -> None:
         """Keep results; one of the processes writes each that the file lacks for its value."""
@@ -244,11 +230,12 @@ class ResultCache:
         new = [point for place, point in unique.items() if place not in self.places]
         if write and new:
             for point in new:
-                if point.key not in self.points:
-                    self.files.write(point.key, point.scores)
+                if point.place[-1] not in self.points:
+                    self.files.write(point.place[-1], point.scores)
             append_records(self.path, (point.result.record() for point in new))
+        self.places |= unique.keys()
         for point in new:
-            self._keep(point)
+            self.points.setdefault(point.place[-1], point)
 
 
 @dataclass(frozen=True)

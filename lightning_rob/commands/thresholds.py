@@ -13,18 +13,14 @@ def parse_thresholds(text: str) -> dict[str, float]:
     minima = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
-        minimum = _fraction(value)
+        try:
+            minimum = float(value[:-1]) / 100 if value.endswith("%") else float(value)
+        except ValueError:
+            minimum = math.nan  # which is in no range
         if not name or not 0 <= minimum <= 1:
             raise ValueError(f"a threshold is NAME=VALUE, such as robust/worst=0.40, got {part!r}")
         minima[name] = minimum
     return minima
-
-
-def _fraction(value: str) -> float:
-    try:
-        return float(value[:-1]) / 100 if value.endswith("%") else float(value)
-    except ValueError:
-        return math.nan
 
 
 def violations(minima: Mapping[str, float], logged: Mapping[str, float], stage: str) -> list[str]:

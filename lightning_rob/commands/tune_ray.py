@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_rob.commands.tune_study import Evaluate, Study, Trial, attempt
+from lightning_rob.commands.tune_study import Study, Trial, attempt
 
 SETTINGS = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # data may be named by a relative path
@@ -79,11 +79,17 @@ def run_with_ray(study: Study, concurrent: int) -> None:
     here: dict[str, Any] = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": cpus * concurrent}
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **here)
     searcher = StudySearcher(study)
+
+    def train(config: dict[str, Any]) -> None:
+        trial = attempt(evaluate, *json.loads(config["proposal"]))
+        tune.report({"trial": json.dumps(asdict(trial))})
+
+    evaluate = study.evaluate  # Ray copies what a function uses: not the whole study
     share = {"cpu": cpus, "gpu": min(torch.cuda.device_count() / concurrent, 1)}
     try:
         with tempfile.TemporaryDirectory() as folder:
             tune.Tuner(
-                tune.with_resources(_trainable(study.evaluate), share),
+                tune.with_resources(train, share),
                 tune_config=tune.TuneConfig(
                     search_alg=searcher,
                     num_samples=-1,
@@ -96,11 +102,3 @@ def run_with_ray(study: Study, concurrent: int) -> None:
         ray.shutdown()
     if searcher.problem:
         raise searcher.problem
-
-
-def _trainable(evaluate: Evaluate) -> Any:
-    def train(config: dict[str, Any]) -> None:
-        trial = attempt(evaluate, *json.loads(config["proposal"]))
-        tune.report({"trial": json.dumps(asdict(trial))})
-
-    return train

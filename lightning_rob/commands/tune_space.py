@@ -66,7 +66,15 @@ class Space:
         variables, objective, trial, budget = mappings.values()
         if not (variables and objective):
             raise ValueError("it needs variables and an objective, such as {val/robust/pgd: 1.0}")
-        bounds = {key: _bound(key, bound) for key, bound in variables.items()}
+        bounds: dict[str, Bound] = {}
+        for key, bound in variables.items():
+            fits = isinstance(bound, list) and len(bound) >= 2 and bound[2:] in ([], ["int"])
+            if not fits:
+                raise ValueError(f"{key} must be [low, high] or [low, high, int], got {bound!r}")
+            low, high = (_number(key, end) for end in bound[:2])
+            if low >= high:
+                raise ValueError(f"{key}: low must be below high, got {bound!r}")
+            bounds[key] = (int(low), int(high), int) if bound[2:] else (float(low), float(high))
         weights = {metric: _number(metric, w) for metric, w in objective.items()}
         if not any(weights.values()):
             raise ValueError(f"objective needs a weight other than 0, got {weights}")
@@ -121,15 +129,6 @@ class Space:
             if isinstance(parent.get("size"), int):
                 parent["size"] = min(parent["size"], len(parent[name]))
         return slim, dropped
-
-
-def _bound(key: str, bound: Any) -> Bound:
-    if not isinstance(bound, list) or len(bound) not in (2, 3) or bound[2:] not in ([], ["int"]):
-        raise ValueError(f"{key} must be [low, high] or [low, high, int], got {bound!r}")
-    low, high = (_number(key, end) for end in bound[:2])
-    if low >= high:
-        raise ValueError(f"{key}: low must be below high, got {bound!r}")
-    return (int(low), int(high), int) if bound[2:] else (float(low), float(high))
 
 
 def _number(name: str, value: Any) -> float:

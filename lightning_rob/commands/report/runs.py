@@ -197,6 +197,10 @@ def setting(config: Any, *path: str) -> Any:
 
 def find_runs(paths: Sequence[str | Path]) -> list[Run]:
     """Return the runs in these folders and below them, each once, in natural order."""
+
+    def natural(path: Path) -> list[tuple[int, str]]:  # version_10 after version_9
+        return [(int(part or 0), word) for word, part in re.findall(r"(\D*)(\d*)", str(path))]
+
     folders: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
@@ -204,7 +208,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
         if not path.is_dir():
             raise ValueError(f"{path} is a file; give the folder of a run, such as {path.parent}")
         files = [*path.rglob("*.jsonl"), *path.rglob(AUDIT)]
-        for folder in sorted({file.parent for file in files}, key=_natural):
+        for folder in sorted({file.parent for file in files}, key=natural):
             folders.setdefault(folder.resolve(), folder)
     runs = [run for folder in folders.values() if not (run := read_run(folder)).empty]
     if not runs:
@@ -219,15 +223,19 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
     return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Return a key that sorts version_10 after version_9."""
-    return [(int(part or 0), word) for word, part in re.findall(r"(\D*)(\d*)", str(path))]
-
-
 def read_run(folder: Path) -> Run:
     """Read all records of a folder; their `kind` says what they are, not the file's name."""
     files = [path for path in sorted(folder.glob("*.jsonl")) if path.name != MONITOR]
-    found = [(path.stem, fields) for path in files for fields in _of_last_test(records_in(path))]
+    found: list[tuple[str, Fields]] = []
+    for path in files:
+        records = list(records_in(path))
+        tests = [fields.get("session") for fields in records if fields.get("stage") == "test"]
+        # The weights of earlier processes may have been others: their tests do not count.
+        found += [
+            (path.stem, fields)
+            for fields in records
+            if fields.get("stage") != "test" or fields.get("session") == tests[-1]
+        ]
     kinds: dict[Any, list[Fields]] = {}
     for _, fields in found:
         if "variable" not in fields:
@@ -266,13 +274,6 @@ def _audit(path: Path) -> Fields:
     if is_audit and found.get("kind") == "audit" and isinstance(found.get("findings"), list):
         return {**found, "attacks": list(map(readable, found.get("attacks", [])))}
     return {}
-
-
-def _of_last_test(records: Iterable[Fields]) -> list[Fields]:
-    """Drop the tests of earlier processes: their weights may have been others."""
-    kept = list(records)
-    tests = [fields.get("session") for fields in kept if fields.get("stage") == "test"]
-    return [f for f in kept if f.get("stage") != "test" or f.get("session") == tests[-1]]
 
 
 def _last(records: Iterable[Fields], *names: str) -> list[Fields]:
