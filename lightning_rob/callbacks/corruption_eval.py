@@ -14,11 +14,7 @@ from lightning_rob.evaluation.corruptions import (
     common_corruptions,
     corruption_errors,
 )
-from lightning_rob.metrics.corruption_error import (
-    ALEXNET_ERRORS,
-    check_reference,
-    corruption_error,
-)
+from lightning_rob.metrics.corruption_error import ALEXNET_ERRORS, check_reference, corruption_error
 
 
 def corrupted(defense: Defense) -> Defense:

@@ -9,13 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from lightning_rob.commands.monitor.history import (
-    JUDGED,
-    AlarmState,
-    Fields,
-    History,
-    seconds_of,
-)
+from lightning_rob.commands.monitor.history import JUDGED, AlarmState, Fields, History, seconds_of
 from lightning_rob.commands.monitor.notify import kind_of
 from lightning_rob.evaluation.results import WORST
 from lightning_rob.tables import CLEAN

@@ -518,8 +518,7 @@ def result_cell(result: AttackResult | None) -> Cell:
 
 
 def attack_table(
-    results: Sequence[AttackResult],
-    caption: str = "The threat, and every argument of every attack",
+    results: Sequence[AttackResult], caption: str = "The threat, and every argument of every attack"
 ) -> Table:
     """Return the arguments of each attack, a row each."""
     columns = ["attack", "on", "method", "norm", "eps>", "steps>", "step size>", "other arguments"]
