@@ -168,7 +168,6 @@ class EvaluationCallback(Callback, ABC):
         self.attacks = found
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin an evaluation."""
         self.images, self.progress = (), None
         if not any(callback.due(trainer) for callback in self.evaluated_for(trainer)):
             return
@@ -203,7 +202,6 @@ class EvaluationCallback(Callback, ABC):
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attack all groups, and log the results."""
         for images in self.images:
             images.check_shares()
         if not self.images or trainer.sanity_checking:

@@ -67,7 +67,6 @@ class CorruptionEval(RobustEval):
             raise ValueError(f"rename the attack {renamed[0]!r}: a corruption is called so")
 
     def log_more(self, pl_module: Any, stage: str) -> None:
-        """Log the mean error."""
         assert self.result is not None
         errors = corruption_errors(self.result, self.corruptions, self.severities)
         self.figures = {"error": corruption_error(errors)}
@@ -77,7 +76,6 @@ class CorruptionEval(RobustEval):
             self.log_value(pl_module, f"{stage}/corruption/{name}", value)
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Print the mean error below the table."""
         super().on_test_end(trainer, pl_module)
         if trainer.is_global_zero:
             mce = f", mCE {self.figures['mce']:.1%}" if "mce" in self.figures else ""

@@ -87,7 +87,6 @@ class TransferMatrixEval(EvaluationCallback):
         self.results: list[dict[str, Any]] = []
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
-        """Empty the matrices, which have a row for each current member."""
         defense, device = self.defense_of(pl_module), pl_module.device
         members = len(defense.weights)
         if is_transform_ensemble(defense):
@@ -107,7 +106,6 @@ class TransferMatrixEval(EvaluationCallback):
         return [Images(trainer, loaders, self.inputs, self.settings, attacks=attacks)]
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
-        """Attack the batch once for every member and attack."""
         x, y, index = batch
         defense, members = self.defense_of(pl_module), len(self.defense_of(pl_module).weights)
         self.count.update(len(x))
@@ -141,7 +139,6 @@ class TransferMatrixEval(EvaluationCallback):
         return torch.stack([random_member(one[None], torch.ones(1)) for one in logits])
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Log the members' accuracies, record and draw the matrices."""
         self.results = self._results(self.defense_of(pl_module))
         for result in self.results:
             name = "acc" if result["name"] == CLEAN else result["name"]
@@ -186,7 +183,6 @@ class TransferMatrixEval(EvaluationCallback):
         return found
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table of members."""
         if self.results and trainer.is_global_zero:
             print_members(type(pl_module).__name__, self.results)
 

@@ -38,7 +38,6 @@ class Measurement(EvaluationCallback):
         return []
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
-        """Start a new evaluation."""
         defense, self.result = self.target(self.defense_of(pl_module)), None
         protocol = self.settings.protocol_for(defense)
         images = Images(trainer, loaders, self.inputs, self.settings, protocol, len(self.attacks))
@@ -54,14 +53,12 @@ class Measurement(EvaluationCallback):
         return [images]
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
-        """Score the batch under every attack."""
         assert self.evaluator is not None
         self.evaluator.score(*batch)
         if self.after_batch:
             self.after_batch()
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Keep the result."""
         assert self.evaluator is not None
         self.result = self.images[0].result(self.evaluator)
 

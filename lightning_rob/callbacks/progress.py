@@ -30,7 +30,6 @@ class AttackProgress:
             self.rich.refresh()
 
     def advance(self, attack: str, images: int) -> None:
-        """Add images that an attack has finished."""
         self.bar.set_postfix_str(attack, refresh=False)
         self.bar.update(images)
         if self.rich is not None:
@@ -38,7 +37,6 @@ class AttackProgress:
             self.rich.refresh()
 
     def close(self) -> None:
-        """Remove the line."""
         self.bar.close()
         if self.rich is not None:
             self.rich.update(self.task, visible=False)

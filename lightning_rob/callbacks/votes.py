@@ -108,7 +108,6 @@ class VotingRuleEval(EvaluationCallback):
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        """Everything that makes the same attack another measurement."""
         return self.rules, self.ensembles, self.draws, self.attacked, self.each_target
 
     def due(self, trainer: Trainer) -> bool:
@@ -117,7 +116,6 @@ class VotingRuleEval(EvaluationCallback):
         return (complete or trainer.state.fn != "fit") and super().due(trainer)
 
     def begin(self, trainer: Trainer, pl_module: Any, loaders: Any) -> Sequence[Images]:
-        """Forget the last evaluation, and draw the ensembles from the current members."""
         defense, seed = self.defense_of(pl_module), self.settings.seed
         if defense.transductive:
             kind = type(defense).__name__
@@ -146,7 +144,6 @@ class VotingRuleEval(EvaluationCallback):
         return defense.part(_places(defense, self.attacked, self.settings.seed))
 
     def attack_batch(self, trainer: Trainer, pl_module: Any, batch: Batch, images: Images) -> None:
-        """Let the members vote on the batch, untouched and under every attack."""
         defense, (x, y, index) = self.defense_of(pl_module), batch
         known = self._known_part(defense)
         # Every rule and ensemble is counted from the same votes: each image is predicted once.
@@ -171,7 +168,6 @@ class VotingRuleEval(EvaluationCallback):
                 self.advance(name, len(x))
 
     def report(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Log the accuracies, and record them."""
         for name, table in self.tables.items():
             _, scores = table.rows()
             details: dict[str, Any] = {"kind": "voting_rule", "name": name}
@@ -200,13 +196,11 @@ class VotingRuleEval(EvaluationCallback):
             append_records(folder / self.record, self.results)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table."""
         if self.results and trainer.is_global_zero:
             print_votes(type(pl_module).__name__, self.results, console_of(trainer))
 
 
 def _places(defense: Defense, names: Names, seed: int) -> list[int]:
-    """Return the members behind these transformations."""
     if not is_transform_ensemble(defense):
         raise TypeError(f"ensembles are parts of a TransformEnsemble, got {type(defense).__name__}")
     wanted: list[str] = []

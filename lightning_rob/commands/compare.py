@@ -204,7 +204,6 @@ def markdown(
 
 
 def _cells(comparison: Comparison) -> list[str]:
-    """Return the cells of a comparison, one for each of `COLUMNS`."""
     (low, high), p = comparison.paired.interval, comparison.p
     return [
         f"{comparison.before:.1%}",

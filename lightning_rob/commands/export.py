@@ -152,7 +152,6 @@ def trace(net: KeyedDefense, inputs: Inputs) -> ExportedProgram:
 
 
 def _graph(net: nn.Module, inputs: Inputs) -> ExportedProgram:
-    """Trace a module on a few of the inputs."""
     some = tuple(part[:TRACED_IMAGES] for part in inputs)
     shape = {0: Dim("batch", min=1, max=MAX_IMAGES)}
     with torch.no_grad():
@@ -235,7 +234,6 @@ def _save(program: ExportedProgram, card: str, path: Path, onnx: bool) -> None:
 
 
 def _load(path: Path, onnx: bool) -> tuple[Predict, str]:
-    """Return the program in a file, as a function of its inputs, and its card."""
     if not onnx:
         stored: dict[str, Any] = {CARD: ""}
         with path.open("rb") as file:

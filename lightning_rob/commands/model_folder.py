@@ -176,5 +176,4 @@ def recorded(weights: str, logs: Iterable[Path]) -> list[tuple[str, list[AttackR
 
 
 def _moment(fields: dict[str, Any]) -> tuple[Any, ...]:
-    """Return process, stage and step of a record or card."""
     return tuple(fields.get(name) for name in ("session", "stage", "epoch", "step"))

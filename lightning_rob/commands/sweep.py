@@ -96,7 +96,6 @@ def with_members(defense: Defense, count: float) -> Ensemble:
 
 
 def _ensemble(defense: Defense) -> tuple[list[torch.nn.Module], torch.Tensor]:
-    """Return members and probabilities of an ensemble."""
     if defense.kind != "ensemble":
         kind = type(defense).__name__
         raise ValueError(f"a sweep over probability or members needs an Ensemble, got {kind}")

@@ -34,7 +34,6 @@ class Display:
             warn(f"alarm: {self.prefix}{alarm}")
 
     def _row(self, results: dict[str, Fields], event: Fields) -> None:
-        """Print the figures of a checkpoint, and which images it lost and won."""
         if not self.has_head:
             self.console.print(HEAD, style="bold")
             self.has_head = True

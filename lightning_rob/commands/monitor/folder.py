@@ -162,7 +162,6 @@ class CheckpointFolder:
         return refused
 
     def _add(self, name: str, stamp: Stamp) -> None:
-        """Read a file, and record that it was seen."""
         content, size, file = self._read(name, stamp)
         epoch, step = (int(content.get(key, 0)) for key in ("epoch", "global_step"))
         config = config_in_checkpoint(content, name)

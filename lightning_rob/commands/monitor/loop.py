@@ -232,7 +232,6 @@ class Watched:
         return self.folder.pending(done)
 
     def _done(self) -> set[Identity]:
-        """Return the checkpoints that need no evaluation by this suite."""
         # Later checkpoints are compared by scores: without them a checkpoint is evaluated again.
         done = [
             identity(event)

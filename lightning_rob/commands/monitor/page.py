@@ -1,7 +1,6 @@
 """The state of a monitored run, and how its page shows it."""
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +25,6 @@ class Snapshot:
     queue: int  # checkpoints that wait, with the one that is being evaluated
     waiting: Mapping[str, int]  # undelivered notifications by destination
     looked_at: float = field(default_factory=time.time)  # Unix time
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Numbers of events since the history began."""
-        events = Counter(line["event"] for line in self.history.lines if "event" in line)
-        alarms = sum(len(line.get("alarm", ())) for line in self.history.lines)
-        names = {"evaluations": "evaluated", "missed": "missed", "broken": "broken"}
-        return {"alarms": alarms} | {name: events[kind] for name, kind in names.items()}
 
     @property
     def evaluated_at(self) -> float | None:

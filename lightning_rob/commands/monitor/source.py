@@ -163,7 +163,6 @@ class Bucket(RemoteSource):
             raise Replaced(f"{self.url}: {name} was replaced while it was fetched")
 
     def _listed(self) -> dict[str, dict[str, Any]]:
-        """Return what is known of each object by its name."""
         try:
             self.files.invalidate_cache()
             if not self.single:
@@ -184,7 +183,6 @@ def _manifest_of(name: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's type and first line."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 

@@ -5,7 +5,6 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import NamedTuple, get_args
@@ -211,10 +210,6 @@ def plain(text: object) -> str:
     return re.sub(r"([\\`*\[\]|~])|(?<!\w)(_)|(_)(?!\w)", r"\\\g<0>", line)
 
 
-def _is(kind: type, block: object) -> bool:
-    return isinstance(block, kind)
-
-
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=select_autoescape(["html"]),
@@ -226,7 +221,8 @@ TEMPLATES.filters["plain"] = plain
 TEMPLATES.filters["clamp"] = lambda share: 100 * min(max(share, 0.0), 1.0)
 TEMPLATES.filters["points"] = lambda points: " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 # The templates ask for the class of a block by its name: {% if block is Heading %}.
-TEMPLATES.tests |= {kind.__name__: partial(_is, kind) for kind in get_args(Block)}
+for each in get_args(Block):
+    TEMPLATES.tests[each.__name__] = lambda block, kind=each: isinstance(block, kind)
 
 
 def page_template(environment: Environment, path: Path | None) -> Template:

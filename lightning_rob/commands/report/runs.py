@@ -264,7 +264,6 @@ def read_run(folder: Path) -> Run:
 
 
 def _audit(path: Path) -> Fields:
-    """Return the audit's record; empty where there is none."""
     try:
         # A pipe of this name would never end.
         found = json.loads(path.read_text(errors="replace")) if path.is_file() else {}

@@ -160,7 +160,6 @@ def run_section(run: Run, name: str, level: int, folder: Path) -> Iterator[Block
 
 
 def _setup(run: Run) -> Iterator[str]:
-    """Yield what the recipe says of the model, in a few words."""
     options = setting(run.config, "model", "init_args")
     net = class_name(setting(options, "net", "class_path"))
     members, probs = setting(options, "members"), setting(options, "probs")
@@ -177,7 +176,6 @@ def _setup(run: Run) -> Iterator[str]:
 
 
 def _history(run: Run, level: int) -> Iterator[Block]:
-    """Yield the curve over the epochs, and its numbers."""
     series = run.evaluations.series()
     evaluated = sorted(run.evaluations.by_stage.get("val", {}).items(), reverse=True)
     if not evaluated:
@@ -267,7 +265,6 @@ def _points(records: Sequence[Fields]) -> Iterator[tuple[str, AttackResult]]:
 
 
 def _matrices(matrices: Sequence[Fields], level: int) -> Iterator[Block]:
-    """Yield the transfer matrix of each attack."""
     yield Heading(level, "Transfer between members")
     yield Paragraph("Each member is attacked alone, and all members predict.")
     for fields in matrices:
@@ -314,7 +311,6 @@ def votes(records: Sequence[Fields], level: int) -> Iterator[Block]:
 
 
 def _pictures(run: Run, level: int, folder: Path) -> Iterator[Block]:
-    """Yield the pictures, each with the record of its name."""
     if run.pictures:
         yield Heading(level, "Pictures")
     for path in run.pictures:
@@ -329,7 +325,6 @@ def _pictures(run: Run, level: int, folder: Path) -> Iterator[Block]:
 
 
 def _provenance(run: Run, final: Sequence[AttackResult]) -> Iterator[Block]:
-    """Yield what is needed to repeat the evaluation."""
     facts = {
         "training seed": [str(setting(run.config, "seed_everything"))] if run.config else [],
         "evaluation seed": [str(r.seed) for r in final if r.seed is not None],
@@ -390,7 +385,6 @@ def _alarms(records: Sequence[Fields]) -> Iterator[str]:
 
 
 def _numbers(found: Sequence[Checkpoint], keys: Sequence[Key], by: str) -> Table:
-    """Return a row for each checkpoint, in bold type where it has an alarm."""
     p = {i: event["change"].get("p") for i, (event, _) in enumerate(found) if "change" in event}
     p = {i: value for i, value in p.items() if isinstance(value, float) and 0 <= value <= 1}
     adjusted = dict(zip(p, holm(list(p.values())), strict=True))
@@ -527,7 +521,6 @@ def attack_table(
 
 
 def _attack_rows(name: str, target: str, attack: Spec) -> Iterator[list[str]]:
-    """Yield a row for an attack and for each attack inside it."""
     threat, own = arguments(threat_of(attack)), arguments(attack)
     pairs = ((threat, "norm"), (threat, "eps"), (own, "steps"), (own, "step_size"))
     shown = [short(v) if (v := found.get(key)) is not None else NONE for found, key in pairs]
