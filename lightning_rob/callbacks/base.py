@@ -257,7 +257,7 @@ class EvaluationCallback(Callback, ABC):
 def with_threat(
     attacks: Mapping[str, Attack], eps: float | None, norm: Norm | None
 ) -> dict[str, Attack]:
-    """Return the attacks in balls of this radius and norm; None keeps that of each attack."""
+    """Return the attacks in balls of this radius and norm; None keeps their own."""
     if eps is None:
         if norm is not None:
             raise ValueError(f"norm {norm} needs a radius in its units: give eps too")

@@ -59,7 +59,7 @@ class CorruptionEval(RobustEval):
         self.figures: dict[str, float] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a second callback of this kind, whose figures would be those of a part."""
+        """Refuse a second callback: each would average a part of the corruptions only."""
         super().setup(trainer, pl_module, stage)
         if any(isinstance(one, CorruptionEval) for one in self.earlier(trainer)):
             raise ValueError("two CorruptionEval are on one loader: give one all corruptions")

@@ -156,7 +156,7 @@ class TransferMatrixEval(EvaluationCallback):
                 log_picture(trainer, tag, pixels(figure))
 
     def _results(self, defense: Defense) -> list[dict[str, Any]]:
-        """Return one record per matrix, that of clean images first."""
+        """Return one record per matrix; the matrix of clean images comes first."""
         shared = self.images[0].metadata | {"probs": defense.weights.tolist()}
         shared |= {"names": defense.names}
         n, size, found = int(self.count.compute()), (len(defense.weights), -1), []

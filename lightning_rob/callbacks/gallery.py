@@ -29,7 +29,7 @@ Found = tuple[float, int, GalleryRow]
 
 
 class Gallery(EvaluationCallback):
-    """At test, show images of which a weak attack leaves some member right and a strong one none.
+    """Show test images that a weak attack leaves to some member and a strong one to none.
 
     Draws `{name}.png` in the run's folder and for the loggers, counts such images, prints the count
     and appends it to `{name}.jsonl`. Images on which more members survive the weak attack come

@@ -153,7 +153,7 @@ class Images:
         if self.settings.max_images is None:
             self.taken += len(x)
             return x, y, index
-        # A random choice of the images so far: those of the smallest keys.
+        # The images with the smallest keys are a random choice of all images so far.
         keys = Streams.from_index(place.to(x.device), self.settings.seed).keys
         found = [keys, x, y, index]
         if self.held:
@@ -261,7 +261,7 @@ def gather(trainer: Trainer, mine: Any) -> list[Any]:
 
 
 def checkpoint_position(trainer: Trainer) -> dict[str, Any]:
-    """Return epoch and step of the training, or those of the tested checkpoint, and its file."""
+    """Return epoch and step of the training, or of the tested checkpoint, and its file."""
     now: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
     if trainer.state.fn == "fit" or not trainer.ckpt_path:
         return now

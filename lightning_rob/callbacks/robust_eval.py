@@ -213,7 +213,7 @@ class RobustEval(EvaluationCallback):
             same_target.append(found)
         values: dict[str, float] = {}
         if full := finished.get(full_defense):
-            # The worst case of several games is that of the last.
+            # If several games were played, the last one decides the worst case.
             last, game = full[-1], full[-1].details.get("protocol")
             worst = worst_measurement([r for r in full if r.details.get("protocol") == game])
             next(e for e in self.evaluations if e.result is last).rows.append(worst)

@@ -33,7 +33,7 @@ def run(config: AuditConfig, run: Run) -> bool:
 
 
 def audited_threat(config: AuditConfig, model: Any) -> tuple[Threat, str]:
-    """Return the threat of an audit, by default that of the training, and the reason for it."""
+    """Return the threat of an audit, by default the training's, and the reason for it."""
     trained = trained_threat(model)
     usable = trained and trained.norm in DEFAULTS and not trained.relative
     norm = config.norm or (str(trained.norm) if trained and usable else "linf")

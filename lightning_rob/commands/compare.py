@@ -83,7 +83,7 @@ def run(config: CompareConfig) -> None:
 
 
 def _read(path: Path) -> ResultFile:
-    """Read a record; of a folder name the records in it."""
+    """Read a record; the error for a folder names the records in it."""
     if not path.is_dir():
         return read_result_file(path)
     files = sorted(str(file) for file in path.rglob("*.csv") if file.parent.name == "images")
@@ -134,7 +134,7 @@ def _check_gate(one: ResultFile, other: ResultFile, config: CompareConfig) -> No
 
 
 def _other_differences(records: Sequence[ResultFile], config: CompareConfig) -> Iterator[str]:
-    """Yield differences of two records that might be the cause, beside their checkpoints."""
+    """Yield what else distinguishes two records, beside their checkpoints."""
     cards = [record.card for record in records]
     for name in CONDITIONS:
         values = [card.get(name) for card in cards]

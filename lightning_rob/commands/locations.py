@@ -13,7 +13,7 @@ def is_remote(run: object) -> bool:
 
 
 def is_single(url: str) -> bool:
-    """Return whether a remote place is that of one checkpoint, replaced by each new one."""
+    """Return whether a remote place holds one checkpoint, which each new one replaces."""
     return url.endswith(".ckpt") or url.startswith("mlflow:")
 
 

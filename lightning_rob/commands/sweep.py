@@ -256,7 +256,7 @@ class Sweep:
             place = f"[{number}/{len(plan)}] {self.config.over} {value.label}"
             try:
                 new = self._measured(tasks)
-            except Exception as error:  # of any kind: the other values are measured
+            except Exception as error:  # whatever it is, the other values are measured
                 self.failures[value] = error
                 # Other processes would wait for this one, and all values have one cause.
                 if self.run.trainer.world_size > 1 or len(self.failures) == len(plan):
@@ -299,7 +299,7 @@ class Sweep:
     def _point(self, task: Task, new: dict[tuple[str, Target], Point]) -> Point:
         """Return a task's result from an equal measurement, recorded or new."""
         source = self.cache.points.get(task.key) or new[task.name, task.target]
-        # The scores may be those of another value, which changes nothing for this attack: the
+        # The scores may come from another value, which changes nothing for this attack: the
         # details are this task's own, but for what only the measurement knows.
         own = {name: source.result.details[name] for name in MEASURED}
         details = task.details | own | {"reuse": self.cache.files.reference(task.key)}
@@ -309,7 +309,7 @@ class Sweep:
         return Point(result, source.scores)
 
     def _worst_point(self, tasks: Sequence[Task]) -> list[Point]:
-        """Return the result under the strongest attack on the full defense; none of one attack."""
+        """Return the result under the strongest of several attacks on the full defense, if any."""
         counted = [task for task in tasks if task.counts]
         if len(counted) < 2:
             return []

@@ -37,7 +37,7 @@ def parse_values(over: str, text: str) -> tuple[Value, ...]:
 
 
 def _numbers(part: str) -> list[Fraction]:
-    """Return a number, or those of a range start:stop:step, both ends included."""
+    """Return one number, or all numbers of start:stop:step, both ends included."""
     try:
         start, *more = [Fraction(number.strip()) for number in part.split(":")]
         if not more:

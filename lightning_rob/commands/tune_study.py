@@ -22,7 +22,7 @@ from lightning_rob.runtime.files import append_lines, read_json_lines
 Observation = tuple[Point, float | None]  # None: the trial failed
 Evaluate = Callable[[int, Point], dict[str, float]]  # metrics of a trial by number and values
 
-KAPPA = 2.576  # the library's default, and that of Ray Tune when the authors used it
+KAPPA = 2.576  # default of the library, and of Ray Tune when the authors used it
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def read_trials(path: Path) -> Iterator[tuple[str, Trial]]:
 
 
 class Record:
-    """The trials of a study, in a file of one line each."""
+    """The trials of a study, in a file with a line for each."""
 
     def __init__(self, path: Path, study: str) -> None:
         self.path = path

@@ -40,7 +40,7 @@ class CheckpointResults:
     accuracies: dict[str, float]  # by name
     read: Callable[[], Scores]  # returns indices [N] and scores [N] under the worst attack
     fell: bool = False  # judged to be significantly worse than earlier ones
-    blind: float = 0.0  # largest share of images, of any attack, without a gradient to follow
+    blind: float = 0.0  # largest share of images on which an attack had no gradient to follow
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Drop:
     to: str  # "last" or "best"
     since: str  # the earlier checkpoint
     before: float  # its accuracy under the worst attack
-    after: float  # that of the judged checkpoint
+    after: float  # accuracy of the judged checkpoint
     p: float  # two-sided
     p_adjusted: float  # by all comparisons of the history, those to come included
     test: str
@@ -71,10 +71,10 @@ def last_results(history: History, suite: str) -> dict[Identity, CheckpointResul
     for *results, event in history.groups():
         if event["event"] != "evaluated" or event["suite"] != suite:
             continue
-        level = event.get("limits", {}).get("drop")  # that of its time
+        level = event.get("limits", {}).get("drop")  # as it was then
         worst = worst_of(results)
         if history.has_scores(worst):
-            found.pop(identity(event), None)  # the order is that of the last evaluations
+            found.pop(identity(event), None)  # ordered by the last evaluation
             found[identity(event)] = CheckpointResults(
                 event["checkpoint"],
                 event["position"],
@@ -126,7 +126,7 @@ def _common(one: Scores, other: Scores) -> tuple[Tensor, Tensor, Tensor]:
 
 def last_before(earlier: Sequence[CheckpointResults], position: float) -> CheckpointResults | None:
     """Return the latest evaluation at this position or an earlier one."""
-    # Of equal positions max returns the first, and the later one counts.
+    # Reversed, because max returns the first of equal positions, and the later one counts.
     until = [other for other in reversed(earlier) if other.position <= position]
     return max(until, key=lambda other: other.position, default=None)
 

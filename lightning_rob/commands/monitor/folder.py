@@ -47,7 +47,7 @@ class CheckpointFile:
 
     @property
     def order(self) -> tuple[int, bool, int, str]:
-        """Sorting key: training step; of equal weights first permanent files, then short names."""
+        """Sorting key: training step; for equal steps permanent files first, then short names."""
         name = PurePosixPath(self.name).name
         return self.step, name.startswith("last"), len(name), self.name
 
@@ -98,7 +98,7 @@ class CheckpointFolder:
         self.found = {n: f for n, f in self.found.items() if stamps.get(n) == f.stamp}
         for name, waiting in list(self.waiting.items()):
             if stamps.get(name) != waiting.stamp:
-                # Of an object that could not be fetched the history has no other trace.
+                # The history has no other trace of an object that could not be fetched.
                 if waiting.key == REFUSED:
                     self.record({"event": "missed", "checkpoint": name, "date": timestamp()})
                 del self.waiting[name]
@@ -132,7 +132,7 @@ class CheckpointFolder:
     def _find(self, name: str, stamp: Stamp) -> Refused | None:
         """Keep a complete file; record one that stays unreadable for a while as broken."""
         seen = self._event("seen", name, stamp, READ)
-        if seen and "config" in seen:  # that of an earlier version has none
+        if seen and "config" in seen:  # earlier versions wrote none
             known = {key: seen[key] for key in (*FACTS, "config")}
             self.found[name] = CheckpointFile(name, stamp, **known)
         if name in self.found or self._event("broken", name, stamp, READ):
@@ -149,7 +149,7 @@ class CheckpointFolder:
                 refused, reason = error, str(error)
             except Unreachable:
                 raise
-            except Exception as error:  # of any kind: the file is of anybody's making
+            except Exception as error:  # anybody may have made the file
                 reason = str(error) or type(error).__name__
             key = REFUSED if refused else READ
             if waiting is None or waiting.key != key:
@@ -174,7 +174,7 @@ class CheckpointFolder:
         self.record({"event": "seen", READ: list(stamp), "config": config} | found.facts)
 
     def _event(self, kind: str, name: str, stamp: Stamp, key: str) -> Fields | None:
-        """Return an event of a version of a checkpoint, whose stamp is in the field `key`."""
+        """Return the event of a checkpoint with this stamp in the field `key`."""
         version = name, list(stamp)
         events = self.history.events(kind)
         return next((e for e in events if (e["checkpoint"], e.get(key)) == version), None)

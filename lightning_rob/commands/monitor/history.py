@@ -85,7 +85,7 @@ class History:
             self.file.close()
 
     def append(self, *lines: Fields) -> None:
-        """Append lines, the last of which is an event: all of them or, after an error, none."""
+        """Append lines that end with an event: all of them or, after an error, none."""
         rest = "".join(json.dumps(as_record(line)) + "\n" for line in lines).encode()
         with self.writing:
             end = self.file.seek(0, os.SEEK_END)
@@ -143,7 +143,7 @@ class AlarmState(NamedTuple):
 
     @property
     def event(self) -> Fields | None:
-        """The event of an open alarm, that of a checkpoint first."""
+        """The event of an open alarm; a checkpoint comes before the suite."""
         return self.checkpoint or self.suite
 
     def after(self, event: Fields) -> "AlarmState":
@@ -184,12 +184,12 @@ def finding_count(lines: Sequence[Fields]) -> int:
 
 
 def largest_blind(lines: Sequence[Fields]) -> float:
-    """Return the largest share of images, of any attack, without a gradient to follow."""
+    """Return the largest share of images on which an attack had no gradient to follow."""
     return max((line.get("blind") or 0.0 for line in lines), default=0.0)
 
 
 def scalars(lines: Sequence[Fields]) -> dict[str, float]:
-    """Return the figures of some lines, the last of which is an event, by name."""
+    """Return the figures by name of lines that end with an event."""
     *results, event = lines
     change = event.get("change", {})
     found: dict[str, float] = {
@@ -214,7 +214,7 @@ class TensorBoardHistory:
             self.add(group)
 
     def add(self, lines: Sequence[Fields]) -> None:
-        """Add the points of some lines, the last of which is an event."""
+        """Add the points of lines that end with an event."""
         event, date = lines[-1], None
         with suppress(ValueError):
             date = seconds_of(str(event.get("date")))

@@ -73,7 +73,7 @@ def run(config: MonitorConfig, starts: Mapping[str, Start]) -> None:
         sources = [Watched(name, start, config, publisher, homes) for name, start in starts.items()]
         for source in sources:
             stack.callback(source.close)
-            with suppress(MissingRun):  # that of one of several may come later
+            with suppress(MissingRun):  # one of several runs may begin later
                 source.prepare()  # any other mistake in the options ends the process at once
         while waiting := [source for source in sources if source.code is None]:
             following = min(waiting, key=lambda source: source.due)
@@ -125,7 +125,7 @@ class Watched:
             self.config, self.build = config, build
 
     def turn(self) -> None:
-        """Take a step; a failure of one of several sources is an alarm, and is tried again."""
+        """Take a step; if one of several sources fails, alarm and try again later."""
         last = self.config.is_over
         try:
             if self.opened is None:
@@ -182,7 +182,7 @@ class Watched:
         """End, once."""
         if self.opened is not None:
             for logger in self.loggers:
-                with suppress(Exception):  # of any package; the history has the figures
+                with suppress(Exception):  # a logger may raise anything
                     logger.finalize("success")
             opened, self.opened = self.opened, None
             opened.close()
@@ -226,7 +226,7 @@ class Watched:
             newest = self.folder.files[-1].identity
             events = [e for e in self.history.events("evaluated") if e["suite"] == self.key]
             dates = [seconds_of(e["date"]) for e in events if identity(e) == newest]
-            # A date ahead is that of a clock that was set back.
+            # A date in the future comes from a clock that was set back.
             if dates and abs(time.time() - dates[-1]) >= 3600 * self.config.reevaluate:
                 done = done - {newest}
         return self.folder.pending(done)
@@ -265,7 +265,7 @@ class Watched:
                 suite = Suite(built)
                 known = {tag(name): 1.0 for name in (*suite.names, "blind")}
                 violations(self.config.minima, known, "monitor")  # raises for an unknown name
-            except Exception as error:  # of any kind: the file is of anybody's making
+            except Exception as error:  # anybody may have made the file
                 failures[file.recipe] = error
                 continue
             self.loggers = self.loggers or loggers
@@ -295,7 +295,7 @@ class Watched:
             return  # the next look finds its successor
         except Unreachable:
             raise
-        except Exception as error:  # of any kind: the others are evaluated
+        except Exception as error:  # of any kind: the other checkpoints are evaluated
             self.recipe = None  # the next one gets a module of its own
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 raise
@@ -306,7 +306,7 @@ class Watched:
         self.done = self._done()
 
     def results(self, file: CheckpointFile) -> list[tuple[Result, Scores]]:
-        """Return the results of a checkpoint by the module of its own recipe."""
+        """Evaluate a checkpoint in a module that its own recipe describes."""
         assert self.suite is not None
         if file.recipe != self.recipe:
             self.suite.replace_module(self.built(file).model)
@@ -323,7 +323,7 @@ class Watched:
         return self.suite.evaluate(look_in_time)
 
     def _line(self, result: Result, scores: Scores, facts: Fields, repeat: int) -> Fields:
-        """Write the scores of a result, and return its line; repeated ones get other files."""
+        """Write the scores of a result, for each repeat into another file, and return its line."""
         about = {name: facts[name] for name in ("suite", "weights", "recipe")}
         key = cache_key(name=result.name, **about, **({"repeat": repeat} if repeat else {}))
         self.history.scores.write(key, scores)
@@ -331,7 +331,7 @@ class Watched:
         return replace(result, details=details).record() | facts | {"stage": "monitor"}
 
     def record(self, *lines: Fields) -> None:
-        """Record lines, the last of which is an event, show, log and notify them."""
+        """Record, show, log and notify lines that end with an event."""
         event = lines[-1] | self.outbox.mark(lines[-1])
         lines = (*lines[:-1], event)
         self.history.append(*lines)
@@ -348,7 +348,7 @@ class Watched:
                 logger.log_metrics(figures, lines[-1]["step"])
                 logger.save()
                 self.failing.discard(logger)
-            except Exception as error:  # of any package; the other loggers get theirs
+            except Exception as error:  # any package may raise anything; the other loggers go on
                 if logger not in self.failing:
                     reason = without_secrets(f"{type(error).__name__}: {error}")
                     warn(f"figures could not be logged ({reason})")

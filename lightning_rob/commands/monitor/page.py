@@ -34,10 +34,10 @@ class Snapshot:
 
 
 def newest_group(history: History, suite: str) -> list[Fields]:
-    """Return the lines of the newest checkpoint by a suite, those of its last evaluation."""
+    """Return the lines of the last evaluation of the newest checkpoint by a suite."""
     groups = [g for g in history.groups() if g[-1]["event"] == "evaluated"]
     groups = [g for g in groups if g[-1]["suite"] == suite]
-    # Of equal positions max returns the first, and the later one counts.
+    # Reversed, because max returns the first of equal positions, and the later one counts.
     return max(reversed(groups), key=lambda group: group[-1]["position"], default=[])
 
 
@@ -101,7 +101,7 @@ def alarms_of(history: History) -> Iterator[Fields]:
 
 
 def ago(seconds: float) -> str:
-    """Return a time span in the largest unit of which there are at least two."""
+    """Return a time span in the largest unit that gives a number of at least 2."""
     unit, _, size = next(each for each in UNITS if seconds >= each[1] or each[2] == 1)
     return f"{max(0, seconds) // size:.0f} {unit}"
 

@@ -29,18 +29,18 @@ def without_secrets(text: str) -> str:
 
 
 class Unreachable(InputError):
-    """A source that cannot be listed or read now, and perhaps later."""
+    """A source cannot be listed or read now, but perhaps later."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(without_secrets(reason))  # it may name a server with its password
 
 
 class Refused(Unreachable):
-    """A single checkpoint that cannot be fetched now, of a source that can be listed."""
+    """One checkpoint cannot be fetched now, although the source can be listed."""
 
 
 class Replaced(InputError):
-    """A checkpoint that was replaced or deleted while it was read."""
+    """A checkpoint was replaced or deleted while it was read."""
 
 
 class Source(ABC):
@@ -77,7 +77,7 @@ class LocalFolder(Source):
 
     @contextmanager
     def local(self, name: str, stamp: Stamp) -> Iterator[Path]:
-        """Give the file itself; an error of one that changes meanwhile is that it changed."""
+        """Give the file itself; raise `Replaced` if it changes during the block."""
         path = self.paths[name]
         try:
             yield path
@@ -124,7 +124,7 @@ class Bucket(RemoteSource):
             self.files, self.root = url_to_fs(url)
         except Exception as error:  # of any package
             raise Unreachable(f"{url} cannot be opened: {_reason(error)}") from error
-        # Of http the path is the whole URL, whose two slashes a `PurePosixPath` would join.
+        # The path of http is the whole URL, whose two slashes a `PurePosixPath` would join.
         folder, _, name = self.root.rpartition("/")
         self.single = name if name.endswith(".ckpt") else ""
         self.top = folder if self.single else self.root.rstrip("/")

@@ -87,7 +87,7 @@ class Suite:
         full = [result for evaluation, result in pairs if evaluation.target is full_defense]
         worst = worst_over(full)
         found = {WORST: (_on(full_defense, worst_measurement(full)), (worst.index, worst.scores))}
-        # Clean images are those of the full defense, which therefore comes last.
+        # The full defense comes last: its clean images are the ones that stay.
         for evaluation, result in sorted(pairs, key=lambda pair: pair[0].target is full_defense):
             for name, scores in scores_by_name(result).items():
                 found[name] = _on(evaluation.target, result.measurement(name)), scores

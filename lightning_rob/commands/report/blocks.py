@@ -241,6 +241,6 @@ def html(blocks: Iterable[Block]) -> Markup:
 
 
 def markdown(blocks: Iterable[Block]) -> str:
-    """Return blocks as Markdown; of a curve it has nothing."""
+    """Return blocks as Markdown, which has no curves."""
     shown = [block for block in blocks if not isinstance(block, Curve)]
     return TEMPLATES.get_template("blocks.md").render(blocks=shown)

@@ -31,7 +31,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_matrix(value: Any) -> bool:
-    """Return whether a value is a list of rows of numbers, all of one length."""
+    """Return whether a value is a list of equally long rows of numbers."""
     is_table = isinstance(value, list) and all(isinstance(row, list) for row in value)
     if not (is_table and value and value[0] and len(set(map(len, value))) == 1):
         return False
@@ -106,7 +106,7 @@ class AttackResult:
 
     @property
     def is_attack(self) -> bool:
-        """Whether it is of one attack, not of clean images or of the strongest of several."""
+        """Whether this is a single attack, neither "clean" nor "worst"."""
         return self.name not in ("clean", "worst")
 
 
@@ -224,7 +224,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read all records of a folder; their `kind` says what they are, not the file's name."""
+    """Read all records of a folder; the field `kind` tells them apart, not the name of the file."""
     files = [path for path in sorted(folder.glob("*.jsonl")) if path.name != MONITOR]
     found: list[tuple[str, Fields]] = []
     for path in files:
@@ -276,6 +276,6 @@ def _audit(path: Path) -> Fields:
 
 
 def _last(records: Iterable[Fields], *names: str) -> list[Fields]:
-    """Return the last record by stage and these fields; those of the test if there was one."""
+    """Return the last record for each value of these fields, from the test if there was one."""
     last = {tuple(str(fields.get(key)) for key in ("stage", *names)): fields for fields in records}
     return [f for f in last.values() if f.get("stage") == "test"] or list(last.values())

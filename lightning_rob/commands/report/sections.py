@@ -109,7 +109,7 @@ def comparison(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Block]:
 
 
 def differences(by_label: Mapping[str, Results], column: Column) -> str:
-    """Return how the attacks of one column differ between runs; empty where they do not."""
+    """Return how the attacks of one column differ between runs, as text; "" if they are equal."""
     kinds: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for label, found in by_label.items():
         if column in found:
@@ -195,7 +195,7 @@ def _history(run: Run, level: int) -> Iterator[Block]:
 
 
 def _audit(audit: Fields, level: int) -> Iterator[Block]:
-    """Yield warnings first, then the attacks, and the checks without a warning."""
+    """Yield the warnings, the attacks, and the checks that found nothing."""
     if not audit:
         return
     yield Heading(level, f"Audit: {audit.get('title', '')}")
@@ -212,7 +212,7 @@ def _audit(audit: Fields, level: int) -> Iterator[Block]:
 
 
 def _shaded(fields: Fields) -> Cell:
-    """Return the accuracy of a record; it is null where no image was attacked."""
+    """Return the accuracy of a record as a shaded cell; null says that no image was attacked."""
     return accuracy_cell(fields.get("accuracy"), fields.get("interval"), shaded=True)
 
 
@@ -244,7 +244,7 @@ def _sweeps(records: Sequence[Fields], level: int) -> Iterator[Block]:
 
 
 def _points(records: Sequence[Fields]) -> Iterator[tuple[str, AttackResult]]:
-    """Yield values as texts and results of the last finished sweep, or of all if none is."""
+    """Yield value (as text) and result of the last finished sweep, or of all unfinished ones."""
     measured = [fields for fields in records if fields.get("kind") == "accuracy"]
     if finished := [fields for fields in records if fields.get("kind") == "sweep_study"]:
         points = [(value, key) for value, key in finished[-1]["points"]]
@@ -361,7 +361,7 @@ def _position(event: Fields) -> int:
 
 
 def _evaluated(records: Sequence[Fields]) -> Iterator[Checkpoint]:
-    """Yield the complete evaluations by the suite that was used last."""
+    """Yield the complete evaluations by the last suite."""
     needed = {"step", "checkpoint"}
     ends = [f for f in records if f.get("event") == "evaluated" and needed <= f.keys()]
     results: list[Fields] = []
@@ -428,7 +428,7 @@ def result_to_cite(final: Sequence[AttackResult]) -> AttackResult | None:
 
 
 def threats(result: AttackResult, final: Sequence[AttackResult]) -> list[str]:
-    """Return the threat of a result; for "worst", those of all attacks it is over."""
+    """Return the threat of a result; for "worst", the threats of all its attacks."""
     if result.name != "worst":
         return [threat_text(result.threat)] if result.threat else []
     over = [r for r in final if r.is_attack and r.target == result.target]
@@ -483,7 +483,7 @@ def few_images(results: Sequence[AttackResult]) -> Iterator[str]:
 
 
 def accuracy_table(final: Sequence[AttackResult]) -> Table:
-    """Return a row per attack, that of the accuracy to cite in bold type."""
+    """Return a row per attack; the row of the accuracy to cite is in bold type."""
     stage, cite = split_of(final[0].stage), result_to_cite(final)
     scale = Cell("", small="0 to 100 %")  # the heading of a column that only the page has
     measured = ["accuracy>", "95 % interval>", scale, "images>", "seconds>"]
