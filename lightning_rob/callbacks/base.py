@@ -45,9 +45,6 @@ class EvaluationCallback(Callback, ABC):
         preprocess: function that is applied to images before a plain network, such as a
             normalization; attacks go through its gradient.
         dataloader_idx: number of the data loader that is evaluated; None refuses several.
-
-    Raises:
-        ValueError: a count below 1.
     """
 
     def __init__(

@@ -25,8 +25,7 @@ def class_name(path: Any) -> str:
 
 def arguments(spec: Any) -> Spec:
     """Return the arguments of an object; none of anything else."""
-    found: Spec = spec["init_args"] if is_spec(spec) else {}
-    return found
+    return dict(spec["init_args"]) if is_spec(spec) else {}
 
 
 def short(value: Any) -> str:

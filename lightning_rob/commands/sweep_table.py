@@ -51,7 +51,7 @@ class SweepTable:
         return {value: row[name] for value, row in self.table.items() if name in row}
 
     def best(self, name: str) -> list[Value]:
-        """Return the values best for what varies, defense or attack; none if all are equal."""
+        """Return the values that are best for the defense or, if it varies, for the attack."""
         found = {value: result.accuracy for value, result in self.column(name).items()}
         accuracies = set(found.values())
         if self.over == "eps" or len(accuracies) == 1:

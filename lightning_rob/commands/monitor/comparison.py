@@ -134,7 +134,7 @@ def last_before(earlier: Sequence[CheckpointResults], position: float) -> Checkp
 def drops(
     current: CheckpointResults,
     previous: Sequence[CheckpointResults],
-    judged_before: int | None = None,
+    judged_before: int | None = None,  # None: all earlier ones but the first
 ) -> list[Drop]:
     """Compare a checkpoint with the last and the best before it, if there are enough images."""
     earlier = [other for other in previous if other.position <= current.position]

@@ -287,7 +287,15 @@ class Watched:
         try:
             results = self.results(file)
             again = [e for e in earlier if (e["suite"], *identity(e)) == (self.key, *file.identity)]
-            lines = [self._line(*each, facts, len(again)) for each in results]
+            about = {name: facts[name] for name in ("suite", "weights", "recipe")}
+            about |= {"repeat": len(again)} if again else {}  # a repeat gets files of its own
+            lines = []
+            for result, scores in results:
+                key = cache_key(name=result.name, **about)
+                self.history.scores.write(key, scores)
+                details = result.details | {"reuse": self.history.scores.reference(key)}
+                record = replace(result, details=details).record()
+                lines.append(record | facts | {"stage": "monitor"})
             event = facts | {"event": "evaluated", "date": timestamp(), "session": SESSION}
             current = current_results(file.name, position, results)
             event |= judged(self.config, self.history, self.key, current)
@@ -321,14 +329,6 @@ class Watched:
                     self.look()
 
         return self.suite.evaluate(look_in_time)
-
-    def _line(self, result: Result, scores: Scores, facts: Fields, repeat: int) -> Fields:
-        """Write the scores of a result, for each repeat into another file, and return its line."""
-        about = {name: facts[name] for name in ("suite", "weights", "recipe")}
-        key = cache_key(name=result.name, **about, **({"repeat": repeat} if repeat else {}))
-        self.history.scores.write(key, scores)
-        details = result.details | {"reuse": self.history.scores.reference(key)}
-        return replace(result, details=details).record() | facts | {"stage": "monitor"}
 
     def record(self, *lines: Fields) -> None:
         """Record, show, log and notify lines that end with an event."""

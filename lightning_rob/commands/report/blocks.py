@@ -155,7 +155,7 @@ def table(
     strong: Collection[int] = (),
     kind: str = "plain",
 ) -> Table:
-    """Return a table; anything but a `Cell` is shown as text."""
+    """Return a table of texts and cells; a heading that ends in ">" is above numbers."""
     given, *cells = (
         [value if isinstance(value, Cell) else Cell(str(value)) for value in row]
         for row in (columns, *rows)

@@ -195,7 +195,7 @@ def _history(run: Run, level: int) -> Iterator[Block]:
 
 
 def _audit(audit: Fields, level: int) -> Iterator[Block]:
-    """Yield the warnings, the attacks, and the checks that found nothing."""
+    """Yield the warnings, the attacks, and the checks without a warning."""
     if not audit:
         return
     yield Heading(level, f"Audit: {audit.get('title', '')}")
