@@ -256,7 +256,7 @@ class Sweep:
             place = f"[{number}/{len(plan)}] {self.config.over} {value.label}"
             try:
                 new = self._measured(tasks)
-            except Exception as error:  # whatever it is, the other values are measured
+            except Exception as error:  # any one: the other values are measured
                 self.failures[value] = error
                 # Other processes would wait for this one, and all values have one cause.
                 if self.run.trainer.world_size > 1 or len(self.failures) == len(plan):

@@ -224,7 +224,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read all records of a folder; the field `kind` tells them apart, not the name of the file."""
+    """Read all records of a folder; the field `kind` names their type, not the file."""
     files = [path for path in sorted(folder.glob("*.jsonl")) if path.name != MONITOR]
     found: list[tuple[str, Fields]] = []
     for path in files:
