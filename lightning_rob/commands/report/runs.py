@@ -171,12 +171,6 @@ class Run:
     pictures: list[Path]
 
     @property
-    def empty(self) -> bool:
-        """Whether there is nothing to report."""
-        tables = self.matrices or self.votes or self.sweep or self.monitor or self.audit
-        return not (self.evaluations.by_stage or tables or (self.others and self.pictures))
-
-    @property
     def data(self) -> str:
         """The class of the data, such as "MNIST"."""
         return class_name(setting(self.config, "data", "class_path"))
@@ -210,7 +204,11 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
         files = [*path.rglob("*.jsonl"), *path.rglob(AUDIT)]
         for folder in sorted({file.parent for file in files}, key=natural):
             folders.setdefault(folder.resolve(), folder)
-    runs = [run for folder in folders.values() if not (run := read_run(folder)).empty]
+    runs = []
+    for run in map(read_run, folders.values()):
+        tables = run.matrices or run.votes or run.sweep or run.monitor or run.audit
+        if run.evaluations.by_stage or tables or (run.others and run.pictures):
+            runs.append(run)
     if not runs:
         searched = ", ".join(map(str, paths))
         raise ValueError(
